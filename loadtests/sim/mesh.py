@@ -26,6 +26,7 @@ from pdmesh.core.instance.admission import (
     Capacity,
     Work,
 )
+from pdmesh.core.instance.law import Law
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, IndexDelta, PrefixIndex
 from pdmesh.core.model import Role, Tick
 from pdmesh.core.placement.baselines import POLICIES
@@ -73,7 +74,6 @@ from pdmesh.core.request.length_window import MAX_PASSED, LengthWindow
 from pdmesh.core.request.machine import Request
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.waiting_room import WaitingRoom
-from pdmesh.core.sizing.law import Law
 from pdmesh.errors import NoInstance
 
 _HUGE: Final = 1 << 50  # bytes: arenas are no bottleneck here

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from loadtests.sizing.played import Times, highest, keeps, play
 from loadtests.sizing.scenes import Scene
-from pdmesh.core.sizing.advice import Answer, answer_of, ranges_of
+from pdmesh.core.sizing.advice import PlanAnswer, answer_of, ranges_of
 from pdmesh.core.sizing.deployment import Deployment, Seen, fused, pair_of
-from pdmesh.core.sizing.search import NotPossible, Wanted, holds, smallest_fusion, smallest_pair
+from pdmesh.core.sizing.search import NotPossible, Workload, holds, smallest_fusion, smallest_pair
 
 _NO_LIMIT = 0.999  # busy: the mesh has no other limit than its goals
 
@@ -56,9 +56,9 @@ class Checked:
             return True
         pair = self.pair.needed_gpus(self.rate_per_s)
         fusion = self.fusion.needed_gpus(self.rate_per_s)
-        if self.answer == Answer.PAYS.value:
+        if self.answer == PlanAnswer.PAYS.value:
             return pair < fusion
-        return fusion < pair if self.answer == Answer.FUSION.value else True
+        return fusion < pair if self.answer == PlanAnswer.FUSION.value else True
 
 
 def check(scene: Scene, rate_per_s: float, seed: int) -> Checked:
@@ -75,15 +75,14 @@ def check(scene: Scene, rate_per_s: float, seed: int) -> Checked:
     )
 
 
-def _side(found: Deployment | NotPossible, wanted: Wanted, seed: int) -> Side | None:
+def _side(found: Deployment | NotPossible, wanted: Workload, seed: int) -> Side | None:
     if isinstance(found, NotPossible):
         return None
     rate = wanted.traffic.rate_per_s
     free = replace(wanted, max_busy=_NO_LIMIT)
     planned = highest(lambda each: holds(found, free.at(each)), rate, 0.005)
     played = highest(lambda each: keeps(found, wanted.at(each), seed), planned)
-    again = (fused(found.pools[0], wanted.traffic, wanted.goals) if found.is_fusion
-             else pair_of(*found.pools, wanted.traffic, wanted.goals))  # fmt: skip
+    again = _planned(found, wanted)
     return Side(
         str(found),
         found.num_gpus,
@@ -95,11 +94,19 @@ def _side(found: Deployment | NotPossible, wanted: Wanted, seed: int) -> Side | 
     )
 
 
+def _planned(found: Deployment, wanted: Workload) -> Deployment:
+    """The deployment, seen with all slots of its memory, as it is played."""
+    if found.is_fusion:
+        return fused(found.pools[0], wanted.traffic, wanted.goals)
+    prefill, decode = found.pools
+    return pair_of(prefill, decode, wanted.traffic, wanted.goals)
+
+
 def _roles(found: Deployment) -> tuple[str, ...]:
     return ("fusion",) if found.is_fusion else ("prefill", "decode")
 
 
-def _can_spare(found: Deployment, index: int, wanted: Wanted, seed: int) -> bool:
+def _can_spare(found: Deployment, index: int, wanted: Workload, seed: int) -> bool:
     if found.pools[index].count == 1:
         return False
     pools = tuple(

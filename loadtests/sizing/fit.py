@@ -15,7 +15,7 @@ import json
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,11 +122,15 @@ def fitted(shapes: dict[str, ModelShape], steps: Sequence[Measured]) -> Efficien
         return solve([row(shapes[e.model], e) for e in own], [e.seconds for e in own])
 
     prompt, step = of("prefill", _prefill_row), of("decode", _step_row)
-    prefill = (prompt[0], *(1 / each for each in prompt[1:4]), prompt[4])
-    share = Efficiency(*prefill, step[0], *(1 / each for each in step[1:5]), step[5], 0.0, 0.0)
+    ends = [prompt[0], *(1 / each for each in prompt[1:4]), prompt[4]]
+    ends += [step[0], *(1 / each for each in step[1:5]), step[5], 0.0, 0.0]
+    names = [each.name for each in fields(Efficiency)]
+    share = Efficiency(**dict(zip(names, ends, strict=True)))
     off = errors(shapes, steps, share)
-    ends = (quantile(sorted(map(abs, off[kind])), 0.9) for kind in ("prefill", "decode"))
-    return replace(share, **dict(zip(("prefill_off", "step_off"), ends, strict=True)))
+    prefill_off, step_off = (
+        quantile(sorted(map(abs, off[kind])), 0.9) for kind in ("prefill", "decode")
+    )
+    return replace(share, prefill_off=prefill_off, step_off=step_off)
 
 
 def predicted_s(shape: ModelShape, each: Measured, share: Efficiency) -> float:

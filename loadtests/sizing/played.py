@@ -13,11 +13,11 @@ from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
 from loadtests.traffic.workloads import Arrival, block_name
 from pdmesh.core.placement.policies import Weights
 from pdmesh.core.sizing.deployment import HOP_S, Deployment, held_by, most_running
-from pdmesh.core.sizing.search import Wanted
+from pdmesh.core.sizing.search import Workload
 from pdmesh.core.sizing.traffic import BLOCK, Traffic
 
 NUM_REQUESTS: Final = 2000
-LIVES: Final = 8  # mean answers that follow each other in a run, at least
+LIVES: Final = 5  # mean answers that follow each other in a run, at least
 _WARM: Final = 0.15  # of the requests come at half the rate, and fill the caches
 _LEFT_OUT: Final = 0.35  # of the requests, from the beginning; and the last part, while it drains
 _LAST: Final = 0.05
@@ -81,20 +81,20 @@ def mesh_shape(deployment: Deployment, traffic: Traffic) -> MeshShape:
     )
 
 
-def num_requests(deployment: Deployment, wanted: Wanted) -> int:
+def num_requests(deployment: Deployment, wanted: Workload) -> int:
     """Enough for the quantile, and for several answers one after the other."""
     life_s = wanted.traffic.mean_output * wanted.goals.tpot_s
     return max(NUM_REQUESTS, math.ceil(LIVES * life_s * wanted.traffic.rate_per_s))
 
 
-def play(deployment: Deployment, wanted: Wanted, seed: int) -> Times:
+def play(deployment: Deployment, wanted: Workload, seed: int) -> Times:
     mesh = VirtualMesh(mesh_shape(deployment, wanted.traffic), "default", seed, Weights())
     mesh.run(arrivals(wanted.traffic, num_requests(deployment, wanted), seed))
     first, last = int(_LEFT_OUT * len(mesh.served)), int((1 - _LAST) * len(mesh.served))
     return times_of(mesh.served[first:last], wanted)
 
 
-def times_of(served: list[Served], wanted: Wanted) -> Times:
+def times_of(served: list[Served], wanted: Workload) -> Times:
     goals = wanted.goals
     ttft = sorted(s.ttft_s for s in served)
     tpot = sorted(s.tpot_s for s in served if s.arrival.num_output_tokens > 1)
@@ -108,7 +108,7 @@ def times_of(served: list[Served], wanted: Wanted) -> Times:
     )  # fmt: skip
 
 
-def keeps(deployment: Deployment, wanted: Wanted, seed: int) -> bool:
+def keeps(deployment: Deployment, wanted: Workload, seed: int) -> bool:
     return play(deployment, wanted, seed).kept >= wanted.goals.share
 
 

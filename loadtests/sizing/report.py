@@ -44,8 +44,10 @@ def _sides(checked: Checked) -> Iterator[tuple[str, Side]]:
 def _summary(sides: Sequence[tuple[Checked, str, Side]]) -> str:
     rows = ["| what | P/D: median error | largest | fusion: median error | largest |"]
     rows += ["|---|---|---|---|---|"]
-    load = ("highest load", lambda s: s.load_error)
-    quantities = [load, *((n, _relative(seen, played)) for n, seen, played in _QUANTITIES)]
+    quantities: list[tuple[str, Callable[[Side], float]]] = [
+        ("highest load", lambda side: side.load_error)
+    ]
+    quantities += [(n, _relative(seen, played)) for n, seen, played in _QUANTITIES]
     for what, error in quantities:
         cells = [what]
         for name in ("P/D", "fusion"):

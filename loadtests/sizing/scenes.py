@@ -12,7 +12,7 @@ from typing import Any, Final
 from pdmesh.core.sizing.accelerators import accelerator
 from pdmesh.core.sizing.instance_kind import kinds_of
 from pdmesh.core.sizing.model_shape import model_shape
-from pdmesh.core.sizing.search import Wanted
+from pdmesh.core.sizing.search import Workload
 from pdmesh.core.sizing.traffic import Goals, traffic_of
 
 # The fields of each config.json that decide about time and memory.
@@ -51,10 +51,10 @@ class Scene:
     tpot_s: float
     rates: tuple[float, float]
 
-    def wanted(self, rate_per_s: float, least: int = 1) -> Wanted:
+    def wanted(self, rate_per_s: float, least: int = 1) -> Workload:
         kinds = kinds_of(model_shape(CONFIGS[self.model]), accelerator(self.gpu), (1, 2, 4, 8))
         traffic = traffic_of(rate_per_s, self.prompt, self.answer, self.cached_share)
-        return Wanted(traffic, Goals(self.ttft_s, self.tpot_s), tuple(kinds), least)
+        return Workload(traffic, Goals(self.ttft_s, self.tpot_s), tuple(kinds), least)
 
 
 SCENES: Final = (

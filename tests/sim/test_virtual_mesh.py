@@ -21,10 +21,10 @@ from loadtests.traffic.workloads import (
     prefixed_scenarios,
     scaled,
 )
+from pdmesh.core.instance.law import Law
 from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.policies import Weights
-from pdmesh.core.sizing.law import Law
 from pdmesh.engine.laws import PADDED_CPU, SMOLLM2_CPU
 
 # 1 ms for each token that must be computed, nothing else.

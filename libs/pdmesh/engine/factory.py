@@ -11,11 +11,11 @@ from typing import Final
 from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.engine_args import EngineArgs
+from pdmesh.core.instance.law import Law
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import DomainRank
-from pdmesh.core.sizing.law import Law
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.base import Engine
 from pdmesh.engine.laws import LAWS

@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from pdmesh.core.sizing.law import Law
+from pdmesh.core.instance.law import Law
 from pdmesh.engine.laws import DEMO, LAWS, SMOLLM2_CPU, ZERO
 
 

@@ -20,7 +20,7 @@ from pdmesh.core.sizing.instance_kind import InstanceKind, kinds_of
 from pdmesh.core.sizing.model_shape import ModelShape
 from pdmesh.core.sizing.problem import SizingProblem
 from pdmesh.core.sizing.roofline import law_notes
-from pdmesh.core.sizing.search import NotPossible, Wanted
+from pdmesh.core.sizing.search import NotPossible, Workload
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def _plan(options: argparse.Namespace) -> None:
             f" {shape.max_len} (max_position_embeddings)",
         )
     kinds = _kinds(options, shape, device)
-    advice = advise(Wanted(traffic, goals, tuple(kinds), options.least))
+    advice = advise(Workload(traffic, goals, tuple(kinds), options.least))
     notes = (*shape.notes, *_law_notes(options, shape, device, kinds))
     page = PlanPage(traffic, goals, advice, options.price or 0.0, notes)
     chosen = _chosen(options, advice)

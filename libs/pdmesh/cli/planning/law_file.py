@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from pdmesh.core.sizing.law import Law
+from pdmesh.core.instance.law import Law
 from pdmesh.core.sizing.problem import SizingProblem
 from pdmesh.core.suggestion import suggestion
 from pdmesh.engine.laws import LAWS

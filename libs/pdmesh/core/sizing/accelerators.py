@@ -56,10 +56,13 @@ def _made(
     """`tera`: bf16, fp8, fp4 TFLOP/s; `memory`: MiB and GB/s; `links`: in the host, GB/s each."""
     return Accelerator(
         name,
-        *(each * _TERA for each in tera),
-        memory[0] * 2**20,
-        memory[1] * _GIGA,
-        *(each * _GIGA for each in links),
+        bf16_flops=tera[0] * _TERA,
+        fp8_flops=tera[1] * _TERA,
+        fp4_flops=tera[2] * _TERA,
+        memory_bytes=memory[0] * 2**20,
+        memory_bandwidth=memory[1] * _GIGA,
+        link_bandwidth=links[0] * _GIGA,
+        network_bandwidth=links[1] * _GIGA,
         source=source,
         fitted_as=fitted_as or name,
     )

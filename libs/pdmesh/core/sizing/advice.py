@@ -12,13 +12,13 @@ from enum import Enum
 from typing import Final
 
 from pdmesh.core.sizing.deployment import Deployment
-from pdmesh.core.sizing.search import NotPossible, Wanted, smallest_fusion, smallest_pair
+from pdmesh.core.sizing.search import NotPossible, Workload, smallest_fusion, smallest_pair
 from pdmesh.core.sizing.traffic import Goals
 
 LOAD_ERROR: Final = 0.15  # loadtests/results/sizing-2026-11-28.md
 
 
-class Answer(Enum):
+class PlanAnswer(Enum):
     """Its value is the answer in words."""
 
     PAYS = "P/D pays"
@@ -30,7 +30,7 @@ class Answer(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class GpuRange:
     """Devices at the planned load, less the error, and at the load plus the error."""
 
     low: int
@@ -42,11 +42,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    answer: Answer
+    answer: PlanAnswer
     pair: Deployment | NotPossible
     fusion: Deployment | NotPossible
-    pair_range: Range | None
-    fusion_range: Range | None
+    pair_range: GpuRange | None
+    fusion_range: GpuRange | None
     reasons: tuple[str, ...]
 
     @property
@@ -56,7 +56,7 @@ class Advice:
         return min(sides, key=lambda side: side.num_gpus, default=None)
 
 
-def advise(wanted: Wanted, error: float = LOAD_ERROR) -> Advice:
+def advise(wanted: Workload, error: float = LOAD_ERROR) -> Advice:
     pair, fusion = smallest_pair(wanted), smallest_fusion(wanted)
     ranges = ranges_of(wanted, pair, fusion, error)
     reasons = tuple(_reasons(wanted, pair, fusion))
@@ -64,36 +64,36 @@ def advise(wanted: Wanted, error: float = LOAD_ERROR) -> Advice:
 
 
 def ranges_of(
-    wanted: Wanted,
+    wanted: Workload,
     pair: Deployment | NotPossible,
     fusion: Deployment | NotPossible,
     error: float = LOAD_ERROR,
-) -> tuple[Range | None, Range | None]:
+) -> tuple[GpuRange | None, GpuRange | None]:
     return _range(wanted, pair, error), _range(wanted, fusion, error)
 
 
-def _range(wanted: Wanted, found: Deployment | NotPossible, error: float) -> Range | None:
+def _range(wanted: Workload, found: Deployment | NotPossible, error: float) -> GpuRange | None:
     if isinstance(found, NotPossible):
         return None
     search = smallest_fusion if found.is_fusion else smallest_pair
     rate = wanted.traffic.rate_per_s
     ends = [search(wanted.at(rate * factor)) for factor in (1 - error, 1 + error)]
     sizes = [end.num_gpus for end in ends if isinstance(end, Deployment)]
-    return Range(min([*sizes, found.num_gpus]), max([*sizes, found.num_gpus]))
+    return GpuRange(min([*sizes, found.num_gpus]), max([*sizes, found.num_gpus]))
 
 
-def answer_of(pair: Range | None, fusion: Range | None) -> Answer:
+def answer_of(pair: GpuRange | None, fusion: GpuRange | None) -> PlanAnswer:
     if pair is None or fusion is None:
         if pair is fusion:
-            return Answer.NEITHER
-        return Answer.ONLY_FUSION if pair is None else Answer.ONLY_PAIR
+            return PlanAnswer.NEITHER
+        return PlanAnswer.ONLY_FUSION if pair is None else PlanAnswer.ONLY_PAIR
     if pair.high < fusion.low:
-        return Answer.PAYS
-    return Answer.FUSION if fusion.high < pair.low else Answer.EQUAL
+        return PlanAnswer.PAYS
+    return PlanAnswer.FUSION if fusion.high < pair.low else PlanAnswer.EQUAL
 
 
 def _reasons(
-    wanted: Wanted, pair: Deployment | NotPossible, fusion: Deployment | NotPossible
+    wanted: Workload, pair: Deployment | NotPossible, fusion: Deployment | NotPossible
 ) -> list[str]:
     told = list[str]()
     for name, side in (("P/D", pair), ("fusion", fusion)):
@@ -106,13 +106,14 @@ def _reasons(
     return told
 
 
-def _of_pair(pair: Deployment, wanted: Wanted) -> list[str]:
+def _of_pair(pair: Deployment, wanted: Workload) -> list[str]:
     prefill, decode = pair.pools
     seen = pair.seen
     told = [
         (
-            f"P/D: prefills compute {seen.busy:.0%} of the time; a decode runs {seen.batch:.0f} answers"
-            f" at once; a prompt's KV travels {1000 * seen.transfer_s:.1f} ms"
+            f"P/D: prefills compute {seen.busy:.0%} of the time; a decode runs"
+            f" {seen.batch:.0f} answers at once; a prompt's KV travels"
+            f" {1000 * seen.transfer_s:.1f} ms"
         )
     ]
     floor = [role for role, pool in (("prefills", prefill), ("decodes", decode))
@@ -125,12 +126,12 @@ def _of_pair(pair: Deployment, wanted: Wanted) -> list[str]:
     return told
 
 
-def _of_fusion(fusion: Deployment, wanted: Wanted, pair: Deployment | NotPossible) -> list[str]:
+def _of_fusion(fusion: Deployment, wanted: Workload, pair: Deployment | NotPossible) -> list[str]:
     seen, goals = fusion.seen, wanted.goals
     told = [
         (
-            f"fusion: {seen.busy:.0%} of the time is in steps that compute prompts too, for which the"
-            f" running answers wait; chunks of {fusion.pools[0].chunk} tokens"
+            f"fusion: {seen.busy:.0%} of the time is in steps that compute prompts too, for which"
+            f" the running answers wait; chunks of {fusion.pools[0].chunk} tokens"
         )
     ]
     if isinstance(pair, Deployment) and fusion.pools[0].count > wanted.least:

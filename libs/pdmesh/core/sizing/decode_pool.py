@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdmesh.core.sizing.law import Law
+from pdmesh.core.instance.law import Law
 from pdmesh.core.sizing.queueing import above, quantile_of
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
@@ -42,7 +42,7 @@ def contexts(requests: Sequence[RequestLengths], block: int) -> Contexts:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class BatchLoad:
     """How many sequences one engine runs: mean and variance, and the share of requests that find
     no room in any engine.
     """
@@ -54,7 +54,7 @@ class Running:
 
 def running(
     rate_per_s: float, steps: float, step_s: list[float], num_engines: int, most: int
-) -> Running:
+) -> BatchLoad:
     """`step_s[n]`: of a step of n sequences, n from 0 to `most`. `steps`: mean per request."""
     offered = rate_per_s * steps
     total = num_engines * most
@@ -69,14 +69,14 @@ def running(
     # Beyond the last state the engines are full, and requests wait for them.
     ratio = offered * step_s[most] / total
     if ratio >= 1:
-        return Running(most, 0.0, 1.0)
+        return BatchLoad(most, 0.0, 1.0)
     waiting = weights[-1] * ratio / (1 - ratio) / stride
     whole = sum(weights) + waiting
     middle = (sum(n * w for n, w in zip(numbers, weights, strict=True)) + total * waiting) / whole
     square = sum(n * n * w for n, w in zip(numbers, weights, strict=True)) + total**2 * waiting
     full = (waiting + weights[-1] / stride) / whole
     variance = max(0.0, square / whole - middle**2)
-    return Running(middle / num_engines, variance / num_engines**2, full)
+    return BatchLoad(middle / num_engines, variance / num_engines**2, full)
 
 
 def _between(values: list[float], at: float) -> float:

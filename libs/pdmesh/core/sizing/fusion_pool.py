@@ -10,15 +10,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdmesh.core.instance.law import Law
 from pdmesh.core.sizing.decode_pool import (
+    BatchLoad,
     Contexts,
     NextTokens,
-    Running,
     averaged,
     no_tokens,
     running,
 )
-from pdmesh.core.sizing.law import Law
 from pdmesh.core.sizing.prefill_pool import (
     FirstTokens,
     batch_extra_s,
@@ -26,7 +26,7 @@ from pdmesh.core.sizing.prefill_pool import (
     mean_together,
     prompt_s,
 )
-from pdmesh.core.sizing.queueing import Waiting, erlang_c, waiting
+from pdmesh.core.sizing.queueing import QueueWait, erlang_c, waiting
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
 
@@ -46,9 +46,8 @@ class _Prompts:
     times: tuple[float, ...]
     chunks: tuple[float, ...]
     rate_per_s: float
-
-    def mixed_steps_per_s(self) -> float:
-        return self.rate_per_s * mean(self.chunks)
+    mean_s: float
+    mean_chunks: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def fused_times(
         step_s = [_token_s(law, shared, n, held) for n in range(engines.most + 1)]
         found = running(traffic.rate_per_s, steps, step_s, engines.count, engines.most)
         own = _own_s(law, found.mean, held)
-        busy = shared.rate_per_s * (mean(shared.times) + own * mean(shared.chunks))
+        busy = shared.rate_per_s * (shared.mean_s + own * shared.mean_chunks)
         size = batch_size(engines.count, min(busy, 0.999), together)
     services = tuple(t + own * k for t, k in zip(shared.times, shared.chunks, strict=True))
     # A prompt joins at the end of the step under way.
@@ -86,21 +85,21 @@ def fused_times(
 def _prompts(
     law: Law, requests: Sequence[RequestLengths], chunk: int, rate_per_s: float
 ) -> _Prompts:
-    return _Prompts(
-        tuple(prompt_s(law, r, chunk) for r in requests),
-        tuple(float(-(-r.num_new // chunk)) for r in requests),
-        rate_per_s,
-    )
+    times = tuple(prompt_s(law, r, chunk) for r in requests)
+    chunks = tuple(float(-(-r.num_new // chunk)) for r in requests)
+    return _Prompts(times, chunks, rate_per_s, mean(times), mean(chunks))
 
 
 def _sharing(law: Law, prompts: _Prompts, size: float) -> _Prompts:
     if size <= 1:
         return prompts
-    saved = law.prefill_fixed_s * (1 - 1 / size)
+    saved_s, saved = law.prefill_fixed_s * (1 - 1 / size), 1 - 1 / size
     return _Prompts(
-        tuple(t - saved for t in prompts.times),
-        tuple(k - 1 + 1 / size for k in prompts.chunks),
+        tuple(t - saved_s for t in prompts.times),
+        tuple(k - saved for k in prompts.chunks),
         prompts.rate_per_s,
+        prompts.mean_s - saved_s,
+        prompts.mean_chunks - saved,
     )
 
 
@@ -121,9 +120,9 @@ def _token_s(law: Law, prompts: _Prompts, batch: int, held: Contexts) -> float:
     batch = max(batch, 1)
     step = law.step_s(batch, batch * held.mean)
     saved = law.read_s(batch) if law.reads_once else 0.0
-    computing = prompts.rate_per_s * mean(prompts.times)
-    free = 1 - computing + prompts.mixed_steps_per_s() * saved
-    all_mixed = mean(prompts.times) / mean(prompts.chunks) + step - saved
+    computing = prompts.rate_per_s * prompts.mean_s
+    free = 1 - computing + prompts.rate_per_s * prompts.mean_chunks * saved
+    all_mixed = prompts.mean_s / prompts.mean_chunks + step - saved
     # It cannot be slower than if every step computed prompts.
     return min(step / free, all_mixed) if computing < 1 and free > 0 else all_mixed
 
@@ -136,18 +135,18 @@ def _first(
     base_s: float,
 ) -> FirstTokens:
     if busy >= 1:
-        return FirstTokens(Waiting(1.0, math.inf), services, base_s, busy)
+        return FirstTokens(QueueWait(1.0, math.inf), services, base_s, busy)
     wait = waiting(engines.count, traffic.rate_per_s, services, traffic.arrival_cv2)
     together = mean_together(traffic.requests, engines.chunk)
     extra = batch_extra_s(mean(services), engines.count, busy, together)
-    return FirstTokens(Waiting(wait.probability, wait.mean_s + extra), services, base_s, busy)
+    return FirstTokens(QueueWait(wait.probability, wait.mean_s + extra), services, base_s, busy)
 
 
 def _next(
     engines: FusionEngines,
     traffic: Traffic,
     prompts: _Prompts,
-    found: Running,
+    found: BatchLoad,
     held: Contexts,
     first: FirstTokens,
 ) -> NextTokens:
@@ -172,7 +171,7 @@ def _next(
     for request, service in zip(requests, first.services, strict=True):
         num = max(request.num_steps, 1)
         before_s = waited + service
-        extra.append(behind * mean(prompts.times) * before_s / num)
+        extra.append(behind * prompts.mean_s * before_s / num)
         exposed = middle / num + behind * before_s / num**2 / (spread * slower)
         own = variance * averaged(request.num_steps / steps) + square * exposed
         deviations.append(math.sqrt(own))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pdmesh.core.instance.law import Law
 from pdmesh.core.sizing.accelerators import Accelerator
-from pdmesh.core.sizing.law import Law
 from pdmesh.core.sizing.model_shape import ModelShape
 from pdmesh.core.sizing.problem import SizingProblem
 from pdmesh.core.sizing.roofline import law_of

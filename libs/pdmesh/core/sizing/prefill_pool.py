@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdmesh.core.sizing.law import Law
-from pdmesh.core.sizing.queueing import Waiting, erlang_c, quantile_of, waiting
+from pdmesh.core.instance.law import Law
+from pdmesh.core.sizing.queueing import QueueWait, erlang_c, quantile_of, waiting
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
 
@@ -19,7 +19,7 @@ from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 class FirstTokens:
     """`services`: what each sampled request takes once it begins; `base_s`: hops of the mesh."""
 
-    wait: Waiting
+    wait: QueueWait
     services: tuple[float, ...]
     base_s: float
     busy: float
@@ -49,7 +49,7 @@ def first_tokens(
     if together > 1 and law.prefill_fixed_s:
         busy, alone = _shared_fixed(law, traffic, num_instances, alone, together)
     if busy >= 1:
-        return FirstTokens(Waiting(1.0, math.inf), tuple(alone), base_s, busy)
+        return FirstTokens(QueueWait(1.0, math.inf), tuple(alone), base_s, busy)
     wait = waiting(num_instances, traffic.rate_per_s, alone, traffic.arrival_cv2)
     extra = batch_extra_s(mean(alone), num_instances, busy, together)
     return FirstTokens(_longer(wait, extra), tuple(alone), base_s, busy)
@@ -94,5 +94,5 @@ def _shared_fixed(
     return busy, [each - saved for each in alone]
 
 
-def _longer(wait: Waiting, extra_s: float) -> Waiting:
-    return Waiting(wait.probability, wait.mean_s + extra_s)
+def _longer(wait: QueueWait, extra_s: float) -> QueueWait:
+    return QueueWait(wait.probability, wait.mean_s + extra_s)

@@ -19,7 +19,7 @@ _LITTLE_SKEW: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueueWait:
     """`probability` of a wait at all; `mean_s` over those who wait. Infinite if overloaded."""
 
     probability: float
@@ -47,17 +47,17 @@ def erlang_c(servers: int, busy: float) -> float:
 
 def waiting(
     servers: int, rate_per_s: float, services: Sequence[float], arrival_cv2: float
-) -> Waiting:
+) -> QueueWait:
     """The wait before `servers` that take requests in order; `services`: equally likely times."""
     middle = mean(services)
     busy = rate_per_s * middle / servers
     if busy >= 1:
-        return Waiting(1.0, math.inf)
+        return QueueWait(1.0, math.inf)
     if middle == 0:
-        return Waiting(0.0, 0.0)
+        return QueueWait(0.0, 0.0)
     service_cv2 = mean([x * x for x in services]) / middle**2 - 1
     spread = (arrival_cv2 + service_cv2) / 2
-    return Waiting(erlang_c(servers, busy), spread * middle / (servers * (1 - busy)))
+    return QueueWait(erlang_c(servers, busy), spread * middle / (servers * (1 - busy)))
 
 
 def above(mean_value: float, deviation: float, limit: float, skewness: float = 0.0) -> float:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdmesh.core.instance.law import Law
 from pdmesh.core.sizing.accelerators import Accelerator
 from pdmesh.core.sizing.efficiency import DEFAULT_GPU, EFFICIENCIES, Efficiency, EfficiencyKey
-from pdmesh.core.sizing.law import Law
 from pdmesh.core.sizing.model_shape import ModelShape
 from pdmesh.core.sizing.problem import SizingProblem
 
@@ -117,8 +117,9 @@ def law_notes(shape: ModelShape, device: Accelerator, tp: int) -> tuple[str, ...
     share, key = efficiency_of(shape, device)
     told = [
         (
-            f"laws are fitted to measured kernels of {' '.join(key)} models: 90 % of their prefills are"
-            f" within {share.prefill_off:.0%}, of their decode steps within {share.step_off:.0%}"
+            f"laws are fitted to measured kernels of {' '.join(key)} models: 90 % of their"
+            f" prefills are within {share.prefill_off:.0%}, of their decode steps within"
+            f" {share.step_off:.0%}"
         )
     ]
     if device.name != key[0]:

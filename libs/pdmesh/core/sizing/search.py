@@ -43,7 +43,7 @@ class NotPossible:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Workload:
     """What is asked for. `least`: instances of each role, for one may fail."""
 
     traffic: Traffic
@@ -52,11 +52,11 @@ class Wanted:
     least: int = 2
     max_busy: float = MAX_BUSY
 
-    def at(self, rate_per_s: float) -> Wanted:
+    def at(self, rate_per_s: float) -> Workload:
         return replace(self, traffic=self.traffic.at(rate_per_s))
 
 
-def smallest_pair(wanted: Wanted) -> Deployment | NotPossible:
+def smallest_pair(wanted: Workload) -> Deployment | NotPossible:
     """The P/D deployment with the fewest devices."""
     pairs, why_not = list[tuple[PoolSize, PoolSize]](), ""
     for kind in wanted.kinds:
@@ -81,7 +81,7 @@ def smallest_pair(wanted: Wanted) -> Deployment | NotPossible:
     return replace(found, pools=(prefill, decode))
 
 
-def smallest_fusion(wanted: Wanted) -> Deployment | NotPossible:
+def smallest_fusion(wanted: Workload) -> Deployment | NotPossible:
     found, why_not = list[Deployment](), ""
     for kind in wanted.kinds:
         for chunk in FUSION_CHUNKS:
@@ -108,7 +108,7 @@ def smallest_fusion(wanted: Wanted) -> Deployment | NotPossible:
 Found = PoolSize | NotPossible
 
 
-def _prefill_pool(wanted: Wanted, kind: InstanceKind) -> Found:
+def _prefill_pool(wanted: Workload, kind: InstanceKind) -> Found:
     traffic, goals = wanted.traffic, wanted.goals
     longest = max(r.num_prompt for r in traffic.requests)
     if longest > kind.kv_tokens:
@@ -123,7 +123,7 @@ def _prefill_pool(wanted: Wanted, kind: InstanceKind) -> Found:
     return _fewest(kind, PREFILL_CHUNK, wanted.least, is_enough)
 
 
-def _decode_pool(wanted: Wanted, kind: InstanceKind, sender: InstanceKind) -> Found:
+def _decode_pool(wanted: Workload, kind: InstanceKind, sender: InstanceKind) -> Found:
     traffic, goals = wanted.traffic, wanted.goals
     if traffic.longest > kind.kv_tokens:
         return NotPossible(_too_long(traffic.longest, kind))
@@ -137,7 +137,7 @@ def _decode_pool(wanted: Wanted, kind: InstanceKind, sender: InstanceKind) -> Fo
     return _fewest(kind, PREFILL_CHUNK, wanted.least, is_enough)
 
 
-def _fusion_pool(wanted: Wanted, kind: InstanceKind, chunk: int) -> Found:
+def _fusion_pool(wanted: Workload, kind: InstanceKind, chunk: int) -> Found:
     traffic, goals = wanted.traffic, wanted.goals
     if traffic.longest > kind.kv_tokens:
         return NotPossible(_too_long(traffic.longest, kind))
@@ -153,21 +153,21 @@ def _fusion_pool(wanted: Wanted, kind: InstanceKind, chunk: int) -> Found:
     return _fewest(kind, chunk, wanted.least, is_enough)
 
 
-def _prefills_hold(pool: PoolSize, wanted: Wanted) -> bool:
+def _prefills_hold(pool: PoolSize, wanted: Workload) -> bool:
     times = prefill_times(pool, wanted.traffic)
     has_link = link_busy(pool.kind, pool.count, wanted.traffic) <= MAX_LINK
     is_kept = times.exceeds(wanted.goals.ttft_s) <= 1 - wanted.goals.share
     return is_kept and has_link and times.busy <= wanted.max_busy
 
 
-def _decodes_hold(pool: PoolSize, sender: InstanceKind, wanted: Wanted) -> bool:
+def _decodes_hold(pool: PoolSize, sender: InstanceKind, wanted: Workload) -> bool:
     times = decode_times(pool, sender, wanted.traffic)
     has_link = link_busy(pool.kind, pool.count, wanted.traffic) <= MAX_LINK
     is_kept = times.exceeds(wanted.goals.tpot_s) <= 1 - wanted.goals.share
     return is_kept and has_link and times.batch <= wanted.max_busy * times.most
 
 
-def _fusion_holds(pool: PoolSize, wanted: Wanted) -> bool:
+def _fusion_holds(pool: PoolSize, wanted: Workload) -> bool:
     first, following, mixed = fused_of(pool, wanted.traffic)
     has_room = mixed <= wanted.max_busy and following.batch <= wanted.max_busy * following.most
     late = first.exceeds(wanted.goals.ttft_s)
@@ -175,7 +175,7 @@ def _fusion_holds(pool: PoolSize, wanted: Wanted) -> bool:
     return has_room and max(late, slow) <= 1 - wanted.goals.share
 
 
-def holds(deployment: Deployment, wanted: Wanted) -> bool:
+def holds(deployment: Deployment, wanted: Workload) -> bool:
     """Whether the goals are kept, and no instance is too busy."""
     if deployment.is_fusion:
         return _fusion_holds(deployment.pools[0], wanted)

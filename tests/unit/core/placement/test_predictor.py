@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
+from pdmesh.core.instance.law import Law
 from pdmesh.core.placement.predictor import MAX_KINDS, LatencyPredictor, PrefillFit
-from pdmesh.core.sizing.law import Law
 from pdmesh.engine.laws import DEMO, MOCKER, SMOLLM2_CPU
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtests.sim.profile import profile
+from pdmesh.core.instance.law import Law
 from pdmesh.core.ratio.model import Profile, Split, splits
-from pdmesh.core.sizing.law import Law
 from pdmesh.engine.laws import MOCKER
 
 # P/D-Serve 4.2: one prefill carries 0.6 of the unit, one decode 0.7.

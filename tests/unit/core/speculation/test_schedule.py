@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.sizing.law import Law
+from pdmesh.core.instance.law import Law
 from pdmesh.core.speculation.schedule import (
     LEAST_GAIN,
     NO_SPECULATION,

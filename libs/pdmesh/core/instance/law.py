@@ -63,7 +63,7 @@ class Law:
         """The part of a decode step that is there for any batch: overhead and weights."""
         if not self.step_experts_s:
             return self.step_fixed_s
-        touched = 1 - (1 - self.expert_share) ** batch
+        touched: float = 1 - (1 - self.expert_share) ** batch
         return self.step_fixed_s + self.step_experts_s * touched
 
     def _own_s(self, batch: float, num_context: float) -> float:
