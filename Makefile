@@ -119,13 +119,13 @@ bench-peers: NAME = peers
 bench-peers: bench ## measure other stacks beside ours in one run: Dynamo, sglang-router, a passthrough (installs them first)
 
 # --- generated files, committed ---
-proto: $(DONE)/dev ## run buf lint, then generate libs/pdmesh/{v1,events}
+proto: $(DONE)/dev ## run buf lint, then generate libs/pdmesh/{v1,events,envoy}
 	@PATH="$(abspath $(BIN)):$$PATH" buf lint proto
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=libs --grpc_python_out=libs \
 	  --mypy_out=quiet:libs --mypy_grpc_out=quiet:libs $$(find proto -name '*.proto' | LC_ALL=C sort)
 
 proto-check: proto ## fail if the generated code is not what proto/ says
-	@git diff --exit-code --stat -- 'libs/pdmesh/v1' 'libs/pdmesh/events' || \
+	@git diff --exit-code --stat -- 'libs/pdmesh/v1' 'libs/pdmesh/events' 'libs/pdmesh/envoy' || \
 	  { echo "the generated code is not what proto/ says: run make proto and commit it" >&2; exit 1; }
 
 docs: $(DONE)/dev ## generate pages: docs/coverage.md from the last results, the others from the code

@@ -72,10 +72,12 @@ from pdmesh.services.gateway.openai.schema import (
 from pdmesh.services.gateway.request.deltas import ClientDisconnected
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.routing.fleet import KnownModel
+from pdmesh.services.gateway.routing.handed_plans import PLAN_HEADER
 
 log = structlog.get_logger(__name__)
 
 _SWEEP_S: Final = 0.5
+_PLAN: Final = PLAN_HEADER.encode()
 
 
 class HttpApp:
@@ -200,6 +202,7 @@ class HttpApp:
             exchange.errors = ANTHROPIC_ERRORS
         self._writing[exchange] = None
         try:
+            exchange.use(self._frontend.take_handed(exchange.header(_PLAN)))
             handler, exchange.path_parameters = self._router.find(scope["path"], scope["method"])
             await handler(exchange)
         except ClientDisconnected as exc:

@@ -22,6 +22,7 @@ from pdmesh.services.gateway.http.errors import OPENAI_ERRORS, ErrorFormat
 from pdmesh.services.gateway.openai.unknown_fields import header_of
 from pdmesh.services.gateway.request.deltas import ClientDisconnected
 from pdmesh.services.gateway.request.frontend import new_request_id
+from pdmesh.v1.scheduler_service_pb2 import HandedPlan
 
 # Any: ASGI's messages and scopes are plain dicts.
 Scope = MutableMapping[str, Any]
@@ -88,6 +89,7 @@ class HttpExchange:
         self.path_parameters: Mapping[str, str] = _NO_PARAMETERS
         self._query: bytes = scope.get("query_string", b"")
         self.errors: ErrorFormat = OPENAI_ERRORS
+        self.handed: HandedPlan | None = None
         self.blocked_since = math.inf
         # A list of pairs; of several with one name, the first counts.
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
@@ -98,6 +100,11 @@ class HttpExchange:
     def header(self, name: bytes) -> str:
         """The value of a header, empty if absent. `name` is in lower case."""
         return str(self._headers.get(name, b""), "latin-1")
+
+    def use(self, handed: HandedPlan | None) -> None:
+        """Take over a picker's plan, which the master has booked under the id of its request."""
+        if handed is not None:
+            self.handed, self.request_id = handed, handed.result.request_id
 
     @property
     def query(self) -> Mapping[str, str]:
@@ -110,10 +117,7 @@ class HttpExchange:
 
         Clients of Anthropic's API send it in a different header.
         """
-        if given := self.header(b"authorization"):
-            return given
-        key = self.header(b"x-api-key")
-        return f"Bearer {key}" if key else ""
+        return authorization_of(self.header(b"authorization"), self.header(b"x-api-key"))
 
     async def body(self, max_bytes: int, room: BodyRoom) -> bytes:
         """Raises BodyTooLarge before reading more, Overloaded if `room` is full,
@@ -163,17 +167,9 @@ class HttpExchange:
         await self.write(body, is_last=True)
 
     async def error(self, error: MeshError) -> None:
-        headers: Headers = []
-        if error.retry_after_ms is not None:
-            seconds = max(1, math.ceil(error.retry_after_ms / 1000))
-            headers.append((b"retry-after", str(seconds).encode()))
-        if error.http_status == 401:
-            headers.append((b"www-authenticate", _challenge(error)))
-        if isinstance(error, WrongMethod):
-            headers.append((b"allow", error.allowed.encode()))
         with contextlib.suppress(OSError):
             body = self.errors.body(error, self.request_id)
-            await self.json(body, error.http_status, headers)
+            await self.json(body, error.http_status, error_headers(error))
 
     def watched(self) -> AbstractContextManager[None]:
         """If the client leaves, this task's work in here ends with ClientDisconnected."""
@@ -210,6 +206,24 @@ class _Watched:
     def _leave(self) -> None:
         self._has_left = True
         self._task.cancel()
+
+
+def authorization_of(authorization: str, api_key: str) -> str:
+    """What `AccessControl` takes, from the values of these two headers."""
+    return authorization or (f"Bearer {api_key}" if api_key else "")
+
+
+def error_headers(error: MeshError) -> Headers:
+    """The headers by which clients know what to do about an error."""
+    headers: Headers = []
+    if error.retry_after_ms is not None:
+        seconds = max(1, math.ceil(error.retry_after_ms / 1000))
+        headers.append((b"retry-after", str(seconds).encode()))
+    if error.http_status == 401:
+        headers.append((b"www-authenticate", _challenge(error)))
+    if isinstance(error, WrongMethod):
+        headers.append((b"allow", error.allowed.encode()))
+    return headers
 
 
 def _challenge(error: MeshError) -> bytes:

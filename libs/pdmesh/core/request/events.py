@@ -94,6 +94,7 @@ class PlanReceived:
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
     prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
+    is_by_master: bool = True  # False: the gateway ranked the instances itself
 
 
 @dataclass(frozen=True, slots=True)
