@@ -48,6 +48,7 @@ class PickerServer:
                 ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
             ),
         )
+        self.servicer = servicer
         rpc.add_service(self._server, SERVICE, servicer, _MAX_FIELDS)
         self._health = HealthServicer((SERVICE.full_name, _READINESS), living=(_LIVENESS,))
         rpc.add_service(self._server, _HEALTH_SERVICE, self._health, _MAX_FIELDS)

@@ -153,9 +153,11 @@ class _PickStream:
             async for answer in self._conversation():
                 yield answer
         except MeshError as exc:
-            _refused.add(1, {names.ATTR_REASON: exc.reason})
             # The frames of the traceback would keep the body in memory.
             yield self._refusal(exc.with_traceback(None))
+        except Exception:
+            log.exception("picker.bug")
+            yield self._refusal(MeshError("internal error; the server's log has the cause"))
 
     async def _conversation(self) -> AsyncIterator[pb.ProcessingResponse]:
         dialogue = self._dialogue
@@ -186,5 +188,6 @@ class _PickStream:
         is_messages = head is not None and head.path.startswith(MESSAGES)
         form = ANTHROPIC_ERRORS if is_messages else OPENAI_ERRORS
         request_id = new_request_id()
+        _refused.add(1, {names.ATTR_REASON: error.reason})
         log.info("picker.refused", reason=error.reason, request_id=request_id)
         return refusal(error, form, request_id)
