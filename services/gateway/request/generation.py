@@ -351,6 +351,9 @@ class Generation:
         self._shared.planner.ask(self, effect.plan, query, vocabulary, handed)
 
     def _refusal(self) -> Overloaded | None:
+        """None for a choice that has its plan: the picker has judged the queue."""
+        if self._identity.handed is not None:
+            return None
         return self._shared.refusal(self._spec, len(self.prompt.tokens))
 
     @property

@@ -12,6 +12,8 @@ import httpx
 
 from pdmesh.embedded.ports import PortReservation
 from pdmesh.events.v1.events_pb2 import RequestFinished
+from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.own import using_certificates
 from pdmesh.services.gateway.access.access_control import AccessControl
 from pdmesh.services.gateway.gateway import Gateway
 from pdmesh.services.gateway.routing.fleet import MeshView
@@ -135,19 +137,23 @@ async def picked_site(
     *,
     allowed: Callable[[list[str]], Callable[[Config], None]] | None = None,
     access: AccessControl | None = None,
+    certificates: CertificateFolder | None = None,
     **settings: Any,
 ) -> AsyncIterator[PickedSite]:
-    """`change` may change Envoy's configuration, and so may what `allowed` returns for the
-    addresses of the gateways. `settings` are those of both gateways.
+    """`certificates`: of the pickers, if they have TLS; the rest has none.
+
+    `change` may change Envoy's configuration, and so may what `allowed` returns for the addresses
+    of the gateways. `settings` are those of both gateways.
     """
     settings = {"hash_secret": SECRET, "picker_port": 0, **settings}
     async with AsyncExitStack() as stack:
-        mesh = await stack.enter_async_context(
-            gateway_mesh(folder, num_prefills=2, num_decodes=2, access=access, **settings)
-        )
         served = [Served(), Served()]
+        with using_certificates(certificates):
+            mesh = await stack.enter_async_context(
+                gateway_mesh(folder, num_prefills=2, num_decodes=2, access=access, **settings)
+            )
+            second = await _second(mesh, folder, served[1], access, settings)
         mesh.gateway.observer._publisher = served[0]
-        second = await _second(mesh, folder, served[1], access, settings)
         stack.push_async_callback(second.stop)
         master = PlacingMaster(mesh)
         mesh.register(leader_at(await stack.enter_async_context(serving(master))))
