@@ -58,7 +58,7 @@ _PATHS: Final = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES})
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacedRequest:
     """`key`: equal for the turns of a chat. `region`: of the planned instances.
 
     `plan`: for the gateway that gets the request; None: it asks for a plan itself.
@@ -88,17 +88,17 @@ class Placing:
         self._frontend, self._shared = frontend, frontend.shared
         self._is_strict = is_strict
 
-    async def place(self, path: str, body: bytes, tenant: Tenant) -> Placement:
+    async def place(self, path: str, body: bytes, tenant: Tenant) -> PlacedRequest:
         """Raises MeshError."""
         if path == COMPLETION:
             return await self._placed(await self._completion(body, tenant))
         translated = await self._chat(path, body, tenant)
         if translated is None:
-            return Placement()
+            return PlacedRequest()
         with translated.naming():
             check_chat(translated.chat)
             if has_images(translated.chat.messages):
-                return Placement(self._key(tenant, _beginning(translated.chat.messages)))
+                return PlacedRequest(self._key(tenant, _beginning(translated.chat.messages)))
             return await self._placed(await self._read_chat(translated.chat, tenant))
 
     # --- reading ---------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Placing:
 
     # --- planning --------------------------------------------------------------------------------
 
-    async def _placed(self, read: _Read) -> Placement:
+    async def _placed(self, read: _Read) -> PlacedRequest:
         prepared = self._frontend.prepare(read.spec)
         key = self._key_of(prepared, read.beginning)
         try:
@@ -152,9 +152,9 @@ class Placing:
         except (Overloaded, NoInstance):
             if self._shared.slos.default_text(prepared.spec.scenario) is None:
                 raise
-            return Placement(key)  # the gateway answers with the scenario's text
+            return PlacedRequest(key)  # the gateway answers with the scenario's text
 
-    async def _planned(self, prepared: PreparedCall, key: bytes) -> Placement:
+    async def _planned(self, prepared: PreparedCall, key: bytes) -> PlacedRequest:
         spec, prompt = prepared.spec, prepared.prompts[0]
         if (refused := self._shared.refusal(spec, len(prompt.tokens))) is not None:
             raise refused
@@ -168,10 +168,10 @@ class Placing:
         received = await asker.received()
         region = self._region(received)
         if not received.is_by_master:
-            return Placement(key, region)  # that gateway knows its own legs better
+            return PlacedRequest(key, region)  # that gateway knows its own legs better
         handed = handed_for(prepared)
         handed.result.CopyFrom(self._result(request_id, received))
-        return Placement(key, region, handed)
+        return PlacedRequest(key, region, handed)
 
     def _result(self, request_id: str, received: PlanReceived) -> PlanResult:
         most = self._shared.limits.max_candidates

@@ -23,7 +23,7 @@ from pdmesh.services.gateway.http.exchange import BodyRoom
 from pdmesh.services.gateway.http.messages.errors import ANTHROPIC_ERRORS
 from pdmesh.services.gateway.picker.answers import Pick, refusal
 from pdmesh.services.gateway.picker.dialogue import Head, PickDialogue
-from pdmesh.services.gateway.picker.placing import MESSAGES, Placement, Placing, is_planned
+from pdmesh.services.gateway.picker.placing import MESSAGES, PlacedRequest, Placing, is_planned
 from pdmesh.services.gateway.request.frontend import Frontend, new_request_id
 from pdmesh.services.gateway.routing.handed_plans import HandedPlans
 from pdmesh.telemetry import metrics, names
@@ -101,7 +101,7 @@ class PickerServicer:
 
     async def pick(self, head: Head, body: bytes, tenant: Tenant | None) -> Pick:
         """`tenant` is None for requests that are not planned. Raises MeshError."""
-        begun, placement = time.monotonic(), Placement()
+        begun, placement = time.monotonic(), PlacedRequest()
         if tenant is not None:
             placement = await self._placing.place(head.path, body, tenant)
         pick = Pick(
@@ -113,7 +113,7 @@ class PickerServicer:
         _duration.record(time.monotonic() - begun, {names.ATTR_OUTCOME: outcome})
         return pick
 
-    def _addresses(self, placement: Placement, only: Collection[str] | None) -> list[str]:
+    def _addresses(self, placement: PlacedRequest, only: Collection[str] | None) -> list[str]:
         """Raises NoInstance."""
         query = GatewayQuery(placement.key, placement.region, only)
         found = self._fleet.gateway_endpoints(query, lambda address: self._open[address])
