@@ -19,11 +19,11 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
 
 from pdmesh.engine.sim_tokenizer import write_sim_model
-from pdmesh.envoy.v3 import external_processor_pb2 as pb
 from pdmesh.envoy.v3.external_processor_pb2_grpc import ExternalProcessorStub
 from tests.support.attack.listeners import listeners
 from tests.support.chart.helm import of_kind, render
 from tests.support.chart.kubelet import ANY_ADDRESS, Kubelet, Pod, image_environment
+from tests.support.proxies.asking import GET_MODELS, endpoints_of
 from tests.support.waiting import until
 
 SERVERS = ["pdmesh-nats", "pdmesh-redis"]
@@ -42,19 +42,6 @@ DESIRED = {
     "scenarios": {"assigned": {"allow_single": True}},
     "groups": {"assigned": {"scenario": "assigned", "prefill": 1, "decode": 1}},
 }
-
-
-GET_MODELS = pb.ProcessingRequest(
-    request_headers=pb.HttpHeaders(
-        headers=pb.HeaderMap(
-            headers=[
-                pb.HeaderValue(key=":method", raw_value=b"GET"),
-                pb.HeaderValue(key=":path", raw_value=b"/v1/models"),
-            ]
-        ),
-        end_of_stream=True,
-    )
-)
 
 
 @pytest.fixture(
@@ -140,8 +127,7 @@ async def _the_picker_names_the_pod(kubelet: Kubelet, gateway: Pod) -> None:
     async with channel:
         stream = ExternalProcessorStub(channel).Process(iter([GET_MODELS]), timeout=60)
         (said,) = [answer async for answer in stream]
-    named = said.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"]
-    assert named == f"{gateway.ip}:8000"
+    assert endpoints_of(said) == f"{gateway.ip}:8000"
 
 
 async def _nats_takes_a_new_certificate(kubelet: Kubelet) -> None:

@@ -12,26 +12,15 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from pdmesh.envoy.v3 import external_processor_pb2 as pb
 from pdmesh.envoy.v3.external_processor_pb2_grpc import ExternalProcessorStub
 from pdmesh.net.tls.own import using_certificates
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.support.proxies.asking import ENDPOINT, GET_MODELS, endpoints_of
 from tests.support.proxies.envoy import Config, cluster_of
 from tests.support.proxies.picked_site import gateway_record, picked_site
 from tests.support.sites.certificates import TestAuthority
 
 NAME = "gateway-0.gateway.pdmesh"  # in the certificate of gateway-0
-HEAD = pb.ProcessingRequest(
-    request_headers=pb.HttpHeaders(
-        headers=pb.HeaderMap(
-            headers=[
-                pb.HeaderValue(key=":method", raw_value=b"GET"),
-                pb.HeaderValue(key=":path", raw_value=b"/v1/models"),
-            ]
-        ),
-        end_of_stream=True,
-    )
-)
 
 
 @pytest.fixture
@@ -63,13 +52,12 @@ async def named(mesh: GatewayMesh, certificate: Path | None, ca: Path) -> str:
     assert mesh.gateway.picker is not None
     address = f"127.0.0.1:{mesh.gateway.picker.port}"
     async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
-        stream = ExternalProcessorStub(channel).Process(iter([HEAD]), timeout=60)
+        stream = ExternalProcessorStub(channel).Process(iter([GET_MODELS]), timeout=60)
         async for answer in stream:
             (header,) = answer.request_headers.response.header_mutation.set_headers
-            assert header.header.key == "x-gateway-destination-endpoint"
-            said = answer.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"]
-            assert header.header.raw_value.decode() == said
-            return str(said)
+            assert header.header.key == ENDPOINT
+            assert header.header.raw_value.decode() == endpoints_of(answer)
+            return endpoints_of(answer)
     raise AssertionError("the picker said nothing")
 
 

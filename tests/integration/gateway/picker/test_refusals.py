@@ -147,7 +147,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_read(
 
 
 async def test_bodies_that_never_end_take_bounded_memory_and_time(tmp_path: Path) -> None:
-    bounds = {"max_incoming_bytes": 4 * MAX_BODY, "receive_timeout_s": 3.0}
+    bounds: Any = {"max_incoming_bytes": 4 * MAX_BODY, "receive_timeout_s": 3.0}
     async with picked_site(tmp_path, max_body_bytes=MAX_BODY, **bounds) as site:
         most = 0
 

@@ -27,7 +27,8 @@ def keys(num: int) -> list[bytes]:
 
 
 def test_without_a_key_the_gateway_with_the_fewest_open_requests_comes_first() -> None:
-    ranked = of(3).rank(GatewayQuery(), {"10.0.0.0:80": 4, "10.0.0.1:80": 0, "10.0.0.2:80": 2}.get)
+    loads = {"10.0.0.0:80": 4, "10.0.0.1:80": 0, "10.0.0.2:80": 2}
+    ranked = of(3).rank(GatewayQuery(), loads.__getitem__)
     assert [g.id for g in ranked] == ["g1", "g2", "g0"]
 
 

@@ -12,6 +12,7 @@ from pdmesh.errors import InvalidRequest, Overloaded
 from pdmesh.services.gateway.http.exchange import BodyRoom, BodyTooLarge
 from pdmesh.services.gateway.picker.answers import Pick
 from pdmesh.services.gateway.picker.dialogue import PickDialogue, WrongProcessingMode
+from tests.support.proxies.asking import endpoints_of
 
 PICK = Pick(["10.0.0.1:8000", "10.0.0.2:8000"], "a-plan")
 ENDPOINTS = "10.0.0.1:8000,10.0.0.2:8000"
@@ -64,8 +65,7 @@ def check_pick(answer: pb.ProcessingResponse, common: pb.CommonResponse) -> None
     }
     assert {h.append_action for h in headers} == {pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD}
     assert common.clear_route_cache
-    said = answer.dynamic_metadata["envoy.lb"]
-    assert dict(said) == {"x-gateway-destination-endpoint": ENDPOINTS}
+    assert endpoints_of(answer) == ENDPOINTS
 
 
 def test_in_full_duplex_nothing_is_said_before_the_body_is_whole() -> None:
