@@ -324,5 +324,6 @@ def _picker(
         settings.max_connections,
         settings.max_body_bytes,
         is_certified,
+        settings.reuse_port,
     )
     return PickerServer(PickerServicer(frontend, access, plans, room, bounds), at)

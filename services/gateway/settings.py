@@ -78,7 +78,7 @@ class Settings(OidcSettings):
     )
     region: str = shared("", description="Region of this gateway; instances in it are preferred")
     reuse_port: bool = Field(
-        False, description="Share the HTTP and gRPC ports with other gateway processes"
+        False, description="Share the ports for clients and the picker's with other gateways"
     )
     model_dir: Path = shared(
         Path(".pdmesh/model"),

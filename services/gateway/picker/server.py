@@ -33,6 +33,7 @@ class PickerAddress:
     max_connections: int
     max_body_bytes: int
     is_certified: bool
+    reuse_port: bool = False
 
 
 class PickerServer:
@@ -41,6 +42,7 @@ class PickerServer:
             at.max_body_bytes + _HEAD_BYTES,
             is_public=True,  # proxies have no mesh token
             max_connections=at.max_connections,
+            reuse_port=at.reuse_port,
             options=(
                 *READ_AHEAD,
                 ("grpc.max_concurrent_streams", _MAX_STREAMS),

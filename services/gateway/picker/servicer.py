@@ -117,8 +117,8 @@ class PickerServicer:
         """Raises NoInstance."""
         query = GatewayQuery(placement.key, placement.region, only)
         found = self._fleet.gateway_endpoints(query, lambda address: self._open[address])
-        if found:
-            return [gateway.address for gateway in found[:_MAX_ENDPOINTS]]
+        if found:  # gateways that share a port have one address
+            return [*dict.fromkeys(gateway.address for gateway in found)][:_MAX_ENDPOINTS]
         where = "" if only is None else " among the endpoints that the proxy allows"
         raise NoInstance(f"no gateway takes requests{where} now", reason="NO_ENDPOINT")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hmac
 
 import pytest
 
@@ -52,8 +53,6 @@ def test_a_changed_byte_makes_it_void(at: int) -> None:
 
 def test_the_hash_secret_signs_no_plan_itself() -> None:
     """Other uses of the secret must not make signatures that are taken for a plan's."""
-    import hmac
-
     clock = Clock()
     made = plan()
     plans(clock).issue(made)
