@@ -121,21 +121,24 @@ export const promoteButton = (scenario) => button("Promote", "PromoteUpgrade", `
 
 // A move of one instance within a group, as `pdmesh ratio --more, --add, --remove` makes it.
 const MOVES = {
-  change_role: (role) => [`More ${role}s`, `One instance of the other role becomes a ${role}.`],
-  add: (role) => [`Add a ${role}`, `A blank instance becomes a ${role}.`],
-  remove: (role) => [`Remove a ${role}`, `One ${role} finishes its requests and becomes blank.`],
+  "one decode becomes a prefill": ["change_role", "prefill"], "one prefill becomes a decode": ["change_role", "decode"],
+  "a blank instance becomes a prefill": ["add", "prefill"], "a blank instance becomes a decode": ["add", "decode"],
+  "one prefill becomes blank": ["remove", "prefill"], "one decode becomes blank": ["remove", "decode"],
 };
 
-export const moveButton = (group, kind, role) => {
-  const [label, text] = MOVES[kind](role);
-  return button(label, "PlanMoves", `${kind}:${role}:${group.group_id}`, async () => {
-    const force = { name: "isForced", label: "even if the others become too busy", type: "checkbox" };
-    const values = await confirmed({ title: `${label} in ${group.group_id}?`, text, fields: [REASON, force], verb: label });
-    if (!values) return null;
-    const moves = [{ group_id: group.group_id, kind, role }];
-    const request = { scenario: group.scenario, moves, reason: values.reason, is_forced: values.isForced };
-    return decided(await ask("PlanMoves", request));
+export const moveButton = (group) => button("Change the ratio…", "PlanMoves", `move:${group.group_id}`, async () => {
+  const values = await confirmed({
+    title: `Change the ratio of ${group.group_id}?`, text: "The instance finishes its requests first.",
+    fields: [
+      { name: "move", label: "Move", options: Object.keys(MOVES), value: Object.keys(MOVES)[0] }, REASON,
+      { name: "isForced", label: "even if the others become too busy", type: "checkbox" },
+    ],
+    verb: "Plan the move",
   });
-};
+  if (!values) return null;
+  const [kind, role] = MOVES[values.move];
+  const moves = [{ group_id: group.group_id, kind, role }];
+  return decided(await ask("PlanMoves", { scenario: group.scenario, moves, reason: values.reason, is_forced: values.isForced }));
+});
 
 export const decided = (answer) => answer.decisions.map((each) => `${each.action}: ${each.reason}`).join("\n");

@@ -16,14 +16,12 @@ function readyShape(members) {
   return shape(...["ROLE_PREFILL", "ROLE_DECODE", "ROLE_FUSION", "ROLE_POOLING", "ROLE_ENCODER"].map(of)) || "0";
 }
 
-const MOVES = [["change_role", "prefill"], ["change_role", "decode"], ["add", "prefill"], ["add", "decode"], ["remove", "prefill"], ["remove", "decode"]];
-
 function groups(list) {
   return table("groups", ["group", "scenario", "state", "wanted", "ready", "revision", "region", "detail", "change"], list.map((g) => [
     g.group_id, g.scenario, el("span", { class: { serving: "good", failed: "bad" }[g.state] || "warn" }, g.state),
     shape(g.num_prefill_wanted, g.num_decode_wanted, g.num_fusion_wanted, g.num_pooling_wanted, g.num_encoder_wanted),
     readyShape(g.members), g.revision, g.regions.join(", "), g.detail,
-    g.num_prefill_wanted ? MOVES.map(([kind, role]) => moveButton(g, kind, role)) : "",
+    g.num_prefill_wanted ? moveButton(g) : "",
   ]), "No desired state names a group: `pdmesh apply`, or the view Desired state, makes one.");
 }
 

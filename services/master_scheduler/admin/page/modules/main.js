@@ -71,7 +71,7 @@ async function look() {
   at("who").textContent = callerText();
   const states = await ask("ListGroupStates");
   const version = states.version === "0" ? "no desired state yet" : `desired state: version ${states.version}`;
-  at("head").textContent = `${overview.leader_id} leads in epoch ${overview.epoch}, ${version}`;
+  at("head").textContent = `${overview.leader_id}, epoch ${overview.epoch}, ${version}`;
   const who = overview.caller.role;
   drawMesh(mesh, overview, states, () => go("faults"));
   drawRooms(rooms, overview);

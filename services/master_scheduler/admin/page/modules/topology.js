@@ -35,7 +35,7 @@ function node(look, x, y, outOfService) {
     svg("text", { x: 9, y: 19 }, short(look.instance_id, 19)),
     svg("text", { x: 9, y: 36, class: kind }, `${sign} ${word}`),
     svg("text", { x: NODE.width - 9, y: 36, class: "quiet", "text-anchor": "end" },
-      look.isGone || !look.num_slots ? "" : `${look.num_slots_used}/${look.num_slots}`),
+      [role === "none" ? "" : role, look.isGone || !look.num_slots ? "" : `${look.num_slots_used}/${look.num_slots}`].join(" ")),
     svg("rect", { class: "track", x: 9, y: 43, width: NODE.width - 18, height: 4, rx: 2 }),
     svg("rect", { class: "load", x: 9, y: 43, width: (NODE.width - 18) * (look.isGone ? 0 : load), height: 4, rx: 2 }));
   drawn.addEventListener("keydown", (event) => {
@@ -52,8 +52,8 @@ const flowText = (flow, windowS) =>
   + `${perSecond(Number(flow.num_tokens), windowS)} tokens of KV, ${number(flow.mean_transfer_ms)} ms each`;
 
 function groupDrawing(name, looks, flows, windowS, outOfService) {
-  const left = looks.filter((each) => roleOf(each) !== "decode");
-  const right = looks.filter((each) => roleOf(each) === "decode");
+  const isRight = (look, n) => (roleOf(look) === "none" ? n % 2 === 1 : roleOf(look) === "decode");
+  const [left, right] = [looks.filter((each, n) => !isRight(each, n)), looks.filter(isRight)];
   const place = (list, x) => new Map(list.map((each, n) => [each.instance_id, [x, 4 + n * (NODE.height + NODE.gap)]]));
   const places = new Map([...place(left, 4), ...place(right, WIDTH - NODE.width - 4)]);
   const most = Math.max(1, ...flows.map((flow) => flow.num_requests));
@@ -65,9 +65,16 @@ function groupDrawing(name, looks, flows, windowS, outOfService) {
       "stroke-width": 1 + 5 * (flow.num_requests / most) }, svg("title", {}, flowText(flow, windowS)));
     return [path];
   });
+  const rates = left.flatMap((look) => {
+    const sent = flows.filter((flow) => flow.prefill_id === look.instance_id).reduce((sum, flow) => sum + flow.num_requests, 0);
+    const [x, y] = places.get(look.instance_id);
+    const text = perSecond(sent, windowS);
+    return sent ? [svg("text", { class: "rate quiet", x: x + NODE.width + 3, y: y + NODE.height / 2 - 9 }, text)] : [];
+  });
   const height = Math.max(1, left.length, right.length) * (NODE.height + NODE.gap);
   const nodes = looks.map((each) => node(each, ...places.get(each.instance_id), outOfService));
-  return svg("svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "group", "aria-label": `instances of ${name}` }, paths, nodes);
+  return svg("svg", { viewBox: `0 0 ${WIDTH} ${height}`, class: "group", role: "group",
+    "aria-label": `instances of ${name}` }, paths, rates, nodes);
 }
 
 function groupCard(group, looks, data) {
@@ -78,6 +85,13 @@ function groupCard(group, looks, data) {
     el("h3", {}, name, " ", el("span", { class: "quiet" }, `${looks[0]?.scenario || group.scenario || ""}${state}`)),
     group.detail ? el("p", { class: "warn" }, group.detail) : "",
     groupDrawing(name, looks, flows, data.flow_window_s, data.out_of_service));
+}
+
+function blankCard(looks, data) {
+  return el("section", { class: "card", "aria-label": "blank instances" }, el("h3", {}, `Blank instances (${looks.length})`),
+    looks.length
+      ? groupDrawing("no role", looks, [], 1, data.out_of_service)
+      : el("p", { class: "quiet" }, "None: nothing but a restart takes the place of an instance that dies."));
 }
 
 function processes(list) {
@@ -111,11 +125,7 @@ export function drawMesh(container, overview, states, goToFaults) {
     return [
       openIncidents(data.incidents, () => (goToFaults(), "")),
       data.paused ? el("p", { class: "warn" }, `▲ The leader changes nothing now: ${data.paused}`) : "",
-      el("div", { class: "cards" }, cards),
-      el("section", { class: "card", "aria-label": "blank instances" }, el("h3", {}, `Blank instances (${blank.length})`),
-        blank.length
-          ? groupDrawing("no role", blank, [], 1, data.out_of_service)
-          : el("p", { class: "quiet" }, "none: nothing can take the place of an instance that dies")),
+      el("div", { class: "cards" }, cards, blankCard(blank, data)),
       el("details", { "data-key": "flows" }, el("summary", {}, "KV flows of the last minute, as a list"),
         el("ul", {}, data.flows.map((flow) => el("li", {}, flowText(flow, data.flow_window_s))))),
       el("details", { "data-key": "processes" }, el("summary", {}, `Other processes (${data.processes.length})`), processes(data.processes)),
