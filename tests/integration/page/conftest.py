@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
@@ -17,6 +19,7 @@ from pdmesh.api_keys import KeyFile
 from pdmesh.core.access.roles import ROLES
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.net.nats.bus import NatsBus
+from pdmesh.v1.common_pb2 import ROLE_DECODE
 from tests.support.browser.chromium import chromium, program
 from tests.support.sites.groups import spec
 from tests.support.sites.operator import Operator
@@ -40,7 +43,7 @@ class PagedMesh:
 
     async def decodes(self) -> list[str]:
         states = await self.operator.groups()
-        return [m.instance_id for m in states.groups[0].members if m.role == 3]
+        return [m.instance_id for m in states.groups[0].members if m.role == ROLE_DECODE]
 
 
 def keys_of_operators(path: Path) -> dict[str, str]:
@@ -72,6 +75,15 @@ async def browser() -> AsyncIterator[Browser]:
     expect.set_options(timeout=1000 * PATIENCE_S)
     async with chromium() as running:
         yield running
+
+
+async def asked_of(paged: PagedMesh, method: str) -> Any:
+    """The answer of the admin API, as the page gets it. Any: JSON."""
+    headers = {"authorization": f"Bearer {paged.keys['admin']}"}
+    async with httpx.AsyncClient(timeout=PATIENCE_S, headers=headers) as client:
+        answer = await client.post(f"{paged.url}admin/{method}", json={})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
 
 async def log_in(page: Page, key: str, role: str) -> None:

@@ -7,7 +7,11 @@ const PATIENCE_MS = 15000;
 export class Refused extends Error {
   // The master answered, and said no. `reason` is stable, the message is for people.
   constructor(error) {
-    super(error.field && !error.message.includes(error.field) ? `${error.field}: ${error.message}` : error.message);
+    super(
+      error.field && !error.message.includes(error.field)
+        ? `${error.field}: ${error.message}`
+        : error.message,
+    );
     this.reason = error.reason;
   }
 }
@@ -22,13 +26,21 @@ export async function ask(method, request = {}) {
   let response, answer;
   try {
     const signal = AbortSignal.timeout(PATIENCE_MS);
-    response = await fetch("admin/" + method, { method: "POST", headers, body: JSON.stringify(request), signal });
+    response = await fetch("admin/" + method, {
+      method: "POST",
+      headers,
+      body: JSON.stringify(request),
+      signal,
+    });
     answer = await response.json();
   } catch (error) {
-    throw new Unreachable(error.name === "TimeoutError" ? `no answer within ${PATIENCE_MS / 1000} s` : "no connection");
+    throw new Unreachable(
+      error.name === "TimeoutError" ? `no answer within ${PATIENCE_MS / 1000} s` : "no connection",
+    );
   }
   if (response.ok) return answer;
-  if (!answer.error) throw new Unreachable(`an answer with status ${response.status} that is not the master's`);
+  if (!answer.error)
+    throw new Unreachable(`an answer with status ${response.status} that is not the master's`);
   throw new Refused(answer.error);
 }
 
@@ -40,10 +52,12 @@ export function showState(error) {
   if (isLost && lostAt === null) lostAt = Date.now();
   if (!isLost) lostAt = null;
   document.body.classList.toggle("stale", Boolean(error));
-  const text = !error ? "" : isLost
-    ? `The master does not answer since ${clock(lostAt)} (${error.message}). What is shown is from then. Trying again every `
-      + "2 s. If it has moved, the last line of `pdmesh groups` is its new address."
-    : error.message;
+  const text = !error
+    ? ""
+    : isLost
+      ? `The master does not answer since ${clock(lostAt)} (${error.message}). What is shown is from then. Trying again every ` +
+        "2 s. If it has moved, the last line of `pdmesh groups` is its new address."
+      : error.message;
   if (problem.textContent !== text) problem.textContent = text;
   problem.hidden = !text;
   return isBack;

@@ -33,17 +33,35 @@ export function faultText(look) {
 export function actionsOf(look, outOfService) {
   const entry = outOfService.find((each) => each.instance_id === look.instance_id);
   if (look.isGone) return [];
-  return entry ? [uncordonButton(entry)] : [drainButton(look.instance_id), cordonButton(look.instance_id)];
+  return entry
+    ? [uncordonButton(entry)]
+    : [drainButton(look.instance_id), cordonButton(look.instance_id)];
 }
 
 export function showInstance(look, outOfService) {
   const kvUsed = Number(look.num_kv_blocks) - Number(look.num_kv_blocks_free);
   const facts = [
-    ["state", stateText(look)], ["role", roleOf(look)], ["group", look.group_id], ["scenario", look.scenario],
-    ["model", look.model], ["region", look.region], ["load", look.num_slots ? slotsText(look) : ""],
-    ["KV blocks", Number(look.num_kv_blocks) ? `${number(kvUsed, 0)} of ${number(look.num_kv_blocks, 0)} used` : ""],
-    ["fault", faultText(look)], ["out of service", look.out_of_service], ["incarnation", look.incarnation],
+    ["state", stateText(look)],
+    ["role", roleOf(look)],
+    ["group", look.group_id],
+    ["scenario", look.scenario],
+    ["model", look.model],
+    ["region", look.region],
+    ["load", look.num_slots ? slotsText(look) : ""],
+    [
+      "KV blocks",
+      Number(look.num_kv_blocks)
+        ? `${number(kvUsed, 0)} of ${number(look.num_kv_blocks, 0)} used`
+        : "",
+    ],
+    ["fault", faultText(look)],
+    ["out of service", look.out_of_service],
+    ["incarnation", look.incarnation],
   ].filter(([, value]) => value);
-  const list = el("dl", {}, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+  const list = el(
+    "dl",
+    {},
+    facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]),
+  );
   shown(look.instance_id, [list, el("p", {}, actionsOf(look, outOfService))]);
 }

@@ -19,8 +19,14 @@ const EVERY_MS = 2000;
 const SHARE = 20; // the answers of a large mesh take the master a while: they are asked for less often
 const HISTORY_MS = 10000;
 const VIEWS = [
-  ["mesh", "Mesh"], ["scenarios", "Scenarios"], ["faults", "Faults"], ["groups", "Groups"], ["ratio", "Ratio"],
-  ["request", "Request"], ["desired", "Desired state"], ["stores", "Pins, adapters, usage"],
+  ["mesh", "Mesh"],
+  ["scenarios", "Scenarios"],
+  ["faults", "Faults"],
+  ["groups", "Groups"],
+  ["ratio", "Ratio"],
+  ["request", "Request"],
+  ["desired", "Desired state"],
+  ["stores", "Pins, adapters, usage"],
 ];
 
 const part = (title) => {
@@ -28,7 +34,12 @@ const part = (title) => {
   return [body, title ? [el("h3", {}, title), body] : body];
 };
 const view = (id, title, ...content) => {
-  const section = el("section", { id, hidden: true, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title`, tabindex: "-1" }, title), content);
+  const section = el(
+    "section",
+    { id, hidden: true, "aria-labelledby": `${id}-title` },
+    el("h2", { id: `${id}-title`, tabindex: "-1" }, title),
+    content,
+  );
   at("content").append(section);
   return section;
 };
@@ -58,8 +69,19 @@ const current = () => {
 
 function showView() {
   for (const [id] of VIEWS) at(id).hidden = id !== current();
-  at("nav").replaceChildren(...VIEWS.map(([id, title], n) =>
-    el("a", { href: `#${id}`, "aria-current": id === current() ? "page" : false, "aria-keyshortcuts": String(n + 1) }, title)));
+  at("nav").replaceChildren(
+    ...VIEWS.map(([id, title], n) =>
+      el(
+        "a",
+        {
+          href: `#${id}`,
+          "aria-current": id === current() ? "page" : false,
+          "aria-keyshortcuts": String(n + 1),
+        },
+        title,
+      ),
+    ),
+  );
   document.title = `pdmesh: ${VIEWS.find(([id]) => id === current())[1]}`;
 }
 
@@ -71,7 +93,8 @@ async function look() {
   setCaller(overview.caller);
   at("who").textContent = callerText();
   const states = await ask("ListGroupStates");
-  const version = states.version === "0" ? "no desired state yet" : `desired state: version ${states.version}`;
+  const version =
+    states.version === "0" ? "no desired state yet" : `desired state: version ${states.version}`;
   at("head").textContent = `${overview.leader_id}, epoch ${overview.epoch}, ${version}`;
   const who = overview.caller.role;
   drawMesh(mesh, overview, states, () => go("faults"));
@@ -120,15 +143,31 @@ async function go(id) {
 
 function theme() {
   const root = document.documentElement;
-  const isDark = (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const isDark =
+    (root.dataset.theme ||
+      (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   root.dataset.theme = isDark ? "light" : "dark";
 }
 
 const KEYS = [
-  ["1 … 8", "show a view"], ["/", "find a request by its id"], ["r", "ask the master now"], ["t", "dark or light"], ["?", "these keys"],
-  ["Tab, Enter", "go to an instance, and open it"], ["← →", "in a chart: read earlier values"], ["Esc", "close a dialog, change nothing"],
+  ["1 … 8", "show a view"],
+  ["/", "find a request by its id"],
+  ["r", "ask the master now"],
+  ["t", "dark or light"],
+  ["?", "these keys"],
+  ["Tab, Enter", "go to an instance, and open it"],
+  ["← →", "in a chart: read earlier values"],
+  ["Esc", "close a dialog, change nothing"],
 ];
-const showKeys = () => shown("Keys", el("dl", {}, KEYS.map(([key, what]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)])));
+const showKeys = () =>
+  shown(
+    "Keys",
+    el(
+      "dl",
+      {},
+      KEYS.map(([key, what]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)]),
+    ),
+  );
 
 async function onKey(event) {
   const isTyping = event.target.closest("input, textarea, select, dialog");
