@@ -130,7 +130,7 @@ async def test_ttft_and_goodput_are_charts_that_the_arrow_keys_read(
             history = await asked_of(paged, "GetHistory")
         assert history["step_s"] == STEP_S
         (default,) = (each for each in history["scenarios"] if each["scenario"] == "default")
-        assert sum(default["num_tokens"]) >= 8 * num
+        assert sum(map(int, default["num_tokens"])) >= 8 * num
         assert max(default["ttft_p99_ms"]) >= max(default["ttft_p50_ms"]) > 0
         room = seen.page.get_by_role("row", name=re.compile("^default 0"))
         await expect(room).to_have_count(1)

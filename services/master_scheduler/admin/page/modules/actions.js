@@ -15,7 +15,7 @@ export function say(text) {
 
 // Runs `act`, says its answer or what went wrong, and shows the mesh as it is then.
 export async function run(act) {
-  say("…");
+  say("");
   try {
     say((await act()) ?? "nothing was changed");
     await afterwards();
