@@ -93,12 +93,12 @@ def _row(case: str, kind: str, before: Sequence[float], after: Sequence[float]) 
 
 
 @contextlib.contextmanager
-def both(revision: str, python: str) -> Iterator[tuple[Tree, Tree]]:
+def both(revision: str, python: str, slots: int | None) -> Iterator[tuple[Tree, Tree]]:
     """A mesh of the revision, run by `python`, and one of this tree."""
     with (
         checked_out(revision) as tree,
-        running(tree, num_gateways=_NUM_GATEWAYS, python=python) as before,
-        running(ROOT, num_gateways=_NUM_GATEWAYS) as now,
+        running(tree, num_gateways=_NUM_GATEWAYS, python=python, prefill_slots=slots) as before,
+        running(ROOT, num_gateways=_NUM_GATEWAYS, prefill_slots=slots) as now,
     ):
         yield before, now
 
@@ -110,12 +110,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each case")
     parser.add_argument("--cases", type=int, default=len(CASES), help="the first so many")
+    parser.add_argument("--prefill-slots", type=int, help="of both; else so many that none waits")
     parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
     options = parser.parse_args()
     cases = CASES[: options.cases]
     old: Sides = {case.name: [] for case in cases}
     new: Sides = {case.name: [] for case in cases}
-    with both(options.old, options.old_python) as (before, now):
+    with both(options.old, options.old_python, options.prefill_slots) as (before, now):
         for tree in (before, now):
             window(tree, WARM_UP, _WARM_UP_S)
         for number in range(options.rounds):
