@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, SecretStr
 from pdmesh.config import JsonObject, ServerUrl, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.images.source import MAX_PIXELS, ImageRules
+from pdmesh.core.request import retry_budget
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
@@ -209,9 +210,11 @@ class Settings(OidcSettings):
     max_migrations: int = Field(3, ge=0, description="Most migrations of a request")
     max_candidates: int = Field(8, ge=1, description="Most instances asked before a request waits")
     retry_ratio: float = Field(
-        0.2, ge=0, description="Retries that each request adds to the retry budget"
+        retry_budget.RATIO, ge=0, description="Retries that each request adds to the retry budget"
     )
-    retry_reserve: float = Field(500.0, ge=0, description="Most retries in the retry budget")
+    retry_reserve: float = Field(
+        retry_budget.RESERVE, ge=0, description="Most retries in the retry budget"
+    )
     kv_transfer: TransferMode = shared(
         "whole",
         description="KV goes to decode after prefill (whole), or each layer as it is computed "

@@ -13,6 +13,7 @@ from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.tiers.load_plan import CostBook
+from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import DomainRank
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
@@ -79,7 +80,7 @@ class EngineSettings:
     file_digests: Mapping[str, str] = field(default_factory=dict)
     failpoint: str = ""  # vLLM: the failpoint of its workers, see failpoints.py
     tiers: TierConfig = field(default_factory=TierConfig)
-    max_pulls: int = 64  # the most pulls of KV at once
+    max_pulls: int = MAX_PULLS  # the most pulls of KV at once
     sim_law: str = "demo"
     sim_eos_period: int = 300
     sim_num_layers: int = 2

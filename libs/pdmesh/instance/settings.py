@@ -18,6 +18,7 @@ from pdmesh.core.deadlines import (
 )
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.urgency import SchedulingPolicy
+from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.instance.json_option import EngineArgsOption
 from pdmesh.instance.speculation_settings import SpeculationOption, SpeculationSettings
@@ -139,7 +140,7 @@ class InstanceSettings(ServiceSettings):
         description="Most requests at a decode whose KV has not arrived; further ones are refused",
     )
     max_pulls: int = Field(
-        64,
+        MAX_PULLS,
         ge=1,
         description="Concurrent KV pulls at a decode, of at most 64 MiB together per sender; "
         "others wait",

@@ -305,7 +305,7 @@ def _rate_limited(refused: LimitRefused) -> RateLimited:
 
 def check_model(tenant: Tenant, model: str) -> None:
     """Raises PermissionDenied."""
-    if tenant.models and model not in tenant.models:
+    if not tenant.may_use(model):
         raise PermissionDenied("this API key may not use this model", field="model")
 
 

@@ -268,7 +268,7 @@ class HttpApp:
     async def _models(self, exchange: HttpExchange) -> None:
         tenant = await self._intake.known(exchange)
         served = self._frontend.shared.fleet.models()
-        models = [_model_entry(m) for m in served if not tenant.models or m.name in tenant.models]
+        models = [_model_entry(m) for m in served if tenant.may_use(m.name)]
         await exchange.json(msgspec.json.encode({"object": "list", "data": models}))
 
     async def _model(self, exchange: HttpExchange) -> None:
