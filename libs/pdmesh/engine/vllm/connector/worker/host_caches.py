@@ -69,6 +69,69 @@ class HostCaches:
         self._layers[layer].scatter_part(data, offset, block_ids)
 
 
+class PackedHeads:
+    """Heads' blocks that lie in one piece each, block after block, in host memory.
+
+    A layer's cache is rows of one head's block: row `block * num_heads + head`.
+    """
+
+    def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
+        self._where = where
+        shape = (where.blocks.count * where.heads.count, where.head_bytes)
+        rows = [c.view(torch.uint8).reshape(-1).numpy().reshape(shape) for c in caches]
+        self._blocks = HostBlocks(rows)
+        self._layers = [HostBlocks([row]) for row in rows]
+        self.num_layers, self.num_heads = len(rows), where.heads.count
+        self.block_bytes = where.block_bytes
+
+    def wait_for_model(self) -> None:
+        """Nothing to wait for: the model computes on the calling thread."""
+
+    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
+        self._blocks.gather(self._rows(block_ids, None), out)
+        if on_done is not None:
+            on_done()
+
+    def gather_layer(
+        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+    ) -> None:
+        self._layers[layer].gather(self._rows(block_ids, None), out)
+        if on_done is not None:
+            on_done()
+
+    def scatter(
+        self,
+        source: ByteArray,
+        block_ids: Sequence[int],
+        on_done: OnDone = None,
+        heads: Span | None = None,
+    ) -> None:
+        self._blocks.scatter(source, self._rows(block_ids, heads))
+        if on_done is not None:
+            on_done()
+
+    def scatter_part(
+        self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
+    ) -> None:
+        self._blocks.scatter_part(data, offset, self._rows(block_ids, heads))
+
+    def scatter_layer(
+        self,
+        layer: int,
+        data: ByteArray,
+        offset: int,
+        block_ids: Sequence[int],
+        heads: Span | None = None,
+    ) -> None:
+        self._layers[layer].scatter_part(data, offset, self._rows(block_ids, heads))
+
+    def _rows(self, block_ids: Sequence[int], heads: Span | None) -> npt.NDArray[np.intp]:
+        """The rows of these heads of the blocks, head after head, as they travel."""
+        first, count = heads or (0, self.num_heads)
+        starts = np.asarray(block_ids, dtype=np.intp) * self.num_heads
+        return (np.arange(first, first + count)[:, None] + starts).ravel()
+
+
 class HostHeads:
     """Blocks with separable heads, in host memory: the device operators' work, by numpy."""
 

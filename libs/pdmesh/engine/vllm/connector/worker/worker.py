@@ -91,11 +91,11 @@ class HandoffWorker:
 
         `kv_caches` are in the order in which the model computes the layers. Raises CannotMoveKv.
         """
-        is_opaque = self._config["device"] == "cpu"
+        is_packed = self._config["device"] == "cpu"
         try:
             mine = heads_of(facts.num_heads, self._num_ranks, self._rank)
             layout = read_layout(
-                kv_caches, self._num_blocks, mine.count, is_opaque=is_opaque, kernels=facts.backends
+                kv_caches, self._num_blocks, mine.count, is_packed=is_packed, kernels=facts.backends
             )
         except ValueError as error:
             raise CannotMoveKv(str(error)) from error
