@@ -13,6 +13,7 @@ from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.tiers.load_plan import CostBook
+from pdmesh.core.kv.transfer.kv_path import KvMemory
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import DomainRank
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
@@ -61,6 +62,8 @@ class EngineSettings:
     sends_kv: bool
     receives_kv: bool
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
+    kv_memory: KvMemory = KvMemory.AUTO  # vLLM on a GPU
+    requires_rdma: bool = False
     group_id: str = ""  # KV is handed over only within the group
     dtype: str = ""
     kv_cache_dtype: str = "auto"  # vLLM
@@ -290,6 +293,8 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         staging_bytes=staging_bytes,
         landing_bytes=landing_bytes,
         kv_host=settings.kv_host,
+        kv_memory=settings.kv_memory,
+        requires_rdma=settings.requires_rdma,
         group_id=settings.group_id,
         lease_s=settings.ticket_lease_s,
         max_pulls=settings.max_pulls,

@@ -16,6 +16,7 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.cache_groups import CacheGroups
 from pdmesh.core.kv.layout.compatibility import KvFormat
 from pdmesh.core.kv.layout.rank_heads import heads_of
+from pdmesh.core.kv.transfer.kv_path import KvMemory, KvPath, NoSuchPath, decide_path
 from pdmesh.engine.vllm.connector.kv_facts import KvFacts
 from pdmesh.engine.vllm.connector.refusal import CannotMoveKv
 from pdmesh.engine.vllm.connector.scheduler.handoff import StepPlan
@@ -43,7 +44,7 @@ from pdmesh.engine.vllm.messages import (
 )
 from pdmesh.engine.vllm.model.fingerprint import COMPUTATION_CHARS, digest
 from pdmesh.kv.agent.agent import KvAgent
-from pdmesh.kv.agent.arena_memory import AgentMemory, HostArena
+from pdmesh.kv.agent.arena_memory import AgentMemory, ArenaMemory, HostArena
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.agent.types import (
     AgentEvent,
@@ -51,6 +52,7 @@ from pdmesh.kv.agent.types import (
     AgentLandingFreed,
     AgentTicketClosed,
 )
+from pdmesh.kv.device.probe import path_facts
 from pdmesh.kv.transport.ucx import UcxTransport
 
 if TYPE_CHECKING:
@@ -127,6 +129,7 @@ class HandoffWorker:
                 self._control.send,
                 _die,
             )
+        self._path = self._decide_path(next(iter(kv_caches.values())).device)
         address, send = self._open_agent(), self._control.send
         if self._agent is not None:
             self.outgoing = Outgoing(self._rank, caches, self._agent, send)
@@ -146,8 +149,24 @@ class HandoffWorker:
                 tuple(windows) if any(windows) else (),
                 len(self._groups),
                 self._groups.first_full,
+                str(self._path),
             )
         )
+
+    def _decide_path(self, device: torch.device) -> KvPath:
+        """Where the arenas are. Raises CannotMoveKv if the settings ask for another path."""
+        config = self._config
+        num_bytes = config["staging_bytes"] + config["landing_bytes"]
+        try:
+            facts = path_facts(device, config["kv_host"], num_bytes)
+            path = decide_path(
+                KvMemory(config["kv_memory"]), facts, requires_rdma=config["requires_rdma"]
+            )
+        except NoSuchPath as error:
+            raise CannotMoveKv(str(error)) from error
+        log.info("kv.path", memory=path.memory.value, because=path.reason)
+        self._device = device
+        return path
 
     def _group(self, layer_name: str) -> int:
         """Raises CannotMoveKv for a layer that uses another layer's cache, of an unknown group."""
@@ -177,7 +196,9 @@ class HandoffWorker:
 
     def _make_agent(self, identity: AgentIdentity) -> KvAgent:
         return KvAgent(
-            UcxTransport(self._config["kv_host"]),
+            UcxTransport(
+                self._config["kv_host"], reaches_gpu=self._path.memory is KvMemory.DEVICE
+            ),
             identity,
             AgentMemory(
                 self._arena("staging_bytes"),
@@ -188,7 +209,11 @@ class HandoffWorker:
             on_peers=lambda num_open: self._control.send(Connections(self._rank, num_open)),
         )
 
-    def _arena(self, size: str) -> HostArena:
+    def _arena(self, size: str) -> ArenaMemory:
+        if self._path.memory is KvMemory.DEVICE:
+            from pdmesh.kv.device.arena import DeviceArena
+
+            return DeviceArena(self._config[size], self._device)
         arena = HostArena(self._config[size])
         if self._config["device"] != "cpu" and arena.size:
             # needs Triton, which only a machine with a GPU has
