@@ -1,4 +1,4 @@
-"""The few bytes of a range that the host itself reads or writes, in the host's memory or a GPU's."""
+"""The few bytes that the host itself reads or writes of a range, wherever it lies."""
 
 from __future__ import annotations
 

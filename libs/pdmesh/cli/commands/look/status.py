@@ -64,6 +64,7 @@ class Row:
     engine: str = ""
     address: str = ""
     pid: int = 0
+    kv_path: str = ""  # where KV waits and lands, host or device, and why
 
 
 @dataclass
@@ -193,7 +194,7 @@ def _row(
         row.role = Role.Name(record.role).removeprefix("ROLE_").lower()
         row.group, row.model, row.engine = record.group_id, record.model, record.engine
         row.domain = rank_text(record.domain)
-        row.slots = record.num_slots
+        row.slots, row.kv_path = record.num_slots, record.kv_path
         row.health = "unknown"
         row.phase = InstancePhase.Name(record.phase).removeprefix("INSTANCE_PHASE_").lower()
         if not record.grpc_address:  # the instance serves nothing yet
@@ -257,6 +258,8 @@ def _text(status: Status) -> str:
     if status.groups:
         found = [(g.id, g.scenario, g.state, g.wanted, g.ready) for g in status.groups]
         parts.append("\n" + table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY"), found))
+    if paths := [(row.id, *row.kv_path.split(": ", 1)) for row in instances if row.kv_path]:
+        parts.append("\n" + table(("INSTANCE", "KV MEMORY", "BECAUSE"), paths))
     services = [
         (row.id, row.service, str(row.pid), row.address) for row in status.rows if not row.role
     ]

@@ -88,7 +88,7 @@ def test_required_rdma_makes_the_fallback_an_error_of_one_line(
     if not reason:
         decide_path(KvMemory(asked), facts, requires_rdma=True)
         return
-    with pytest.raises(NoSuchPath, match="^REQUIRE_RDMA is set, but ") as refused:
+    with pytest.raises(NoSuchPath, match=r"^REQUIRE_RDMA is set, but ") as refused:
         decide_path(KvMemory(asked), facts, requires_rdma=True)
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)

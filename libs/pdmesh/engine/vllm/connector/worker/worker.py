@@ -196,9 +196,7 @@ class HandoffWorker:
 
     def _make_agent(self, identity: AgentIdentity) -> KvAgent:
         return KvAgent(
-            UcxTransport(
-                self._config["kv_host"], reaches_gpu=self._path.memory is KvMemory.DEVICE
-            ),
+            UcxTransport(self._config["kv_host"], reaches_gpu=self._path.memory is KvMemory.DEVICE),
             identity,
             AgentMemory(
                 self._arena("staging_bytes"),
