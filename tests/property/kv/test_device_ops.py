@@ -290,3 +290,18 @@ def test_device_caches_move_layers_parts_and_heads(
     for a, b in zip(device_target, host_target, strict=True):
         assert torch.equal(a, b)
     wait_until(lambda: len(ends) == 3)
+
+
+@pytest.mark.req("S50")
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton: make kernels")
+@pytest.mark.parametrize("size", [0, 1, 8, 13, 4096 * 8, 4096 * 8 + 8, 100_003])
+def test_the_kernel_makes_the_checksum_that_the_host_makes(size: int) -> None:
+    import torch
+
+    from pdmesh.kv.device.digest import digest, finished
+    from pdmesh.kv.device.digest_kernel import sums_of
+
+    data = np.random.default_rng(size).integers(0, 256, size + 1, np.uint8)
+    for part in (data[:size], data[1 : size + 1]):  # the second may begin between two words
+        plain, weighted = sums_of(torch.from_numpy(part)).tolist()
+        assert finished(plain, weighted, size) == digest(part)

@@ -1,6 +1,7 @@
 """Checksums of ranges of bytes: xxh3_128 in the host's memory, `kv.device.digest` in a GPU's.
 
-Each kind can be checked in the other memory, too, if only slower. More than INLINE_BYTES at once are hashed beside the event loop (xxhash releases the GIL).
+Each kind can be checked in the other memory, too, if only slower. More than INLINE_BYTES at once
+are hashed beside the event loop (xxhash releases the GIL).
 """
 
 from __future__ import annotations

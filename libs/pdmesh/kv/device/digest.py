@@ -1,8 +1,8 @@
 """A checksum of 128 bits that a GPU makes as fast as it reads, and that the host can make, too.
 
-xxh3 carries a state from block to block, so one stream of it occupies one thread. Here every word of
-8 bytes is mixed with its place, and the results are added: a plain sum and one weighted by place,
-both modulo 2^64. Any order of additions gives the same sums, so each program of a kernel adds up
+xxh3 carries a state from block to block, so one stream of it occupies one thread. Here every word
+of 8 bytes is mixed with its place, and the results are added: a plain sum and one weighted by
+place, both modulo 2^64. Any order of additions gives the same sums, so each program of a kernel adds up
 its own words. A changed word always changes the plain sum. The checksum guards against faults, not
 against forgers. Only `mixed` and `weight` decide what is added: Triton compiles them, and numpy
 runs them.
@@ -38,6 +38,10 @@ def weight(place):  # type: ignore[no-untyped-def]
     return place * 2 + 1
 
 
+_MIXED: Final[Any] = mixed  # for callers with types
+_WEIGHT: Final[Any] = weight
+
+
 def digest(data: ByteArray) -> bytes:
     """The checksum of host memory: 16 bytes."""
     num_words = data.size // WORD_BYTES
@@ -68,5 +72,5 @@ def _as_words(data: ByteArray) -> npt.NDArray[np.uint64]:
 
 def _sums(words: npt.NDArray[np.uint64], first: int) -> tuple[int, int]:
     place = np.arange(first, first + len(words), dtype=np.uint64)
-    parts: Any = mixed(words, place)
-    return int(parts.sum(dtype=np.uint64)), int((parts * weight(place)).sum(dtype=np.uint64))
+    parts: Any = _MIXED(words, place)
+    return int(parts.sum(dtype=np.uint64)), int((parts * _WEIGHT(place)).sum(dtype=np.uint64))
