@@ -2,10 +2,10 @@
 
 xxh3 carries a state from block to block, so one stream of it occupies one thread. Here every word
 of 8 bytes is mixed with its place, and the results are added: a plain sum and one weighted by
-place, both modulo 2^64. Any order of additions gives the same sums, so each program of a kernel adds up
-its own words. A changed word always changes the plain sum. The checksum guards against faults, not
-against forgers. Only `mixed` and `weight` decide what is added: Triton compiles them, and numpy
-runs them.
+place, both modulo 2^64. Any order of additions gives the same sums, so each program of a kernel
+adds up its own words. A changed word always changes the plain sum. The checksum guards against
+faults, not against forgers. Only `mixed` and `weight` decide what is added: Triton compiles them,
+and numpy runs them.
 """
 
 from __future__ import annotations
