@@ -23,7 +23,7 @@ from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.checksums import fingerprint_hash
 from pdmesh.kv.agent.types import AgentIdentity, PinnedBlocks
-from pdmesh.kv.transport.base import ByteArray, ConnectionHandler, KvConnection
+from pdmesh.kv.transport.base import ConnectionHandler, KvBytes, KvConnection
 from tests.fakes.kv.pair import ticket_for
 
 CORPUS = Path(__file__).parent / "corpus" / "kv_wire"
@@ -66,10 +66,10 @@ class _Connection:
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         wire.parse(memoryview(b"".join(parts)))
 
-    def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
+    def send_payload(self, key: int, buffer: KvBytes, on_sent: Callable[[], None]) -> None:
         assert buffer.size
 
-    def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
+    def recv_payload(self, key: int, buffer: KvBytes, on_received: Callable[[], None]) -> None:
         assert buffer.size
 
     def abort(self, reason: str) -> None:

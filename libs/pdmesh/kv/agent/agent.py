@@ -46,7 +46,7 @@ from pdmesh.kv.agent.types import (
     OnRange,
     PullResult,
 )
-from pdmesh.kv.transport.base import KvBytes, KvConnection, KvTransport
+from pdmesh.kv.transport.base import ArenaBytes, KvBytes, KvConnection, KvTransport
 
 log = structlog.get_logger(__name__)
 
@@ -114,7 +114,7 @@ class KvAgent:
 
     # -- sending ----------------------------------------------------------------------------------
 
-    def staging(self, r: ArenaRange) -> KvBytes:
+    def staging(self, r: ArenaRange) -> ArenaBytes:
         """A view of the staging arena, to gather into."""
         return self._staging.view(r)
 
@@ -175,7 +175,7 @@ class KvAgent:
 
     # -- receiving --------------------------------------------------------------------------------
 
-    def landing(self, r: ArenaRange) -> KvBytes:
+    def landing(self, r: ArenaRange) -> ArenaBytes:
         """A view of the landing arena, to scatter from."""
         return self._landing.view(r)
 

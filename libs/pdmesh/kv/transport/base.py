@@ -11,7 +11,7 @@ small prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from pdmesh.kv.transport.device_bytes import DeviceBytes
 
 ByteArray = npt.NDArray[np.uint8]  # one-dimensional and contiguous
 KvBytes = ByteArray | DeviceBytes  # in the host's memory or a GPU's
+ArenaBytes = Any  # `KvBytes` of an arena; its user gave the arena, and knows which of the two
 MAX_MESSAGE = 96 << 10  # bytes
 
 

@@ -50,7 +50,7 @@ def caches_of(spec: MLAAttentionSpec) -> dict[str, Any]:
         where = SimpleNamespace(
             layers=[[name]], layer_stride=raw.numel(), block_stride=spec.page_size_bytes, offset=0
         )
-        tensor: KVCacheTensor = where  # type: ignore[assignment]
+        tensor: KVCacheTensor = where
         (made[name],) = create_kv_cache_views(
             raw, spec, NUM_BLOCKS, KVCacheLayout.LBNHC, tensor, spec.block_size
         )
