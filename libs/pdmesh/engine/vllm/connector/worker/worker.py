@@ -18,7 +18,7 @@ from pdmesh.core.kv.layout.compatibility import KvFormat
 from pdmesh.core.kv.layout.rank_heads import heads_of
 from pdmesh.core.kv.transfer.kv_path import KvMemory, KvPath, NoSuchPath, decide_path
 from pdmesh.engine.vllm.connector.kv_facts import KvFacts
-from pdmesh.engine.vllm.connector.refusal import CannotMoveKv
+from pdmesh.engine.vllm.connector.refusal import CannotMoveKv, HasNoKvPath
 from pdmesh.engine.vllm.connector.scheduler.handoff import StepPlan
 from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout, with_windows
@@ -154,7 +154,7 @@ class HandoffWorker:
         )
 
     def _decide_path(self, device: torch.device) -> KvPath:
-        """Where the arenas are. Raises CannotMoveKv if the settings ask for another path."""
+        """Where the arenas are. Raises HasNoKvPath if the settings ask for another one."""
         config = self._config
         num_bytes = config["staging_bytes"] + config["landing_bytes"]
         try:
@@ -163,7 +163,7 @@ class HandoffWorker:
                 KvMemory(config["kv_memory"]), facts, requires_rdma=config["requires_rdma"]
             )
         except NoSuchPath as error:
-            raise CannotMoveKv(str(error)) from error
+            raise HasNoKvPath(str(error)) from error
         log.info("kv.path", memory=path.memory.value, because=path.reason)
         self._device = device
         return path
