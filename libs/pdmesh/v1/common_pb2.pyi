@@ -744,8 +744,8 @@ class InstanceRecord(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     FETCHES_EMBEDDINGS_FIELD_NUMBER: _builtins.int
-    KV_PATH_FIELD_NUMBER: _builtins.int
     AVOIDED_ENCODERS_FIELD_NUMBER: _builtins.int
+    KV_PATH_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
     DOMAIN_ADDRESS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
@@ -913,8 +913,8 @@ class InstanceRecord(_message.Message):
         pooling: Global___PoolingFacts | None = ...,
         images: Global___ImageFacts | None = ...,
         fetches_embeddings: _builtins.bool = ...,
-        kv_path: _builtins.str = ...,
         avoided_encoders: _abc.Iterable[Global___PeerRef] | None = ...,
+        kv_path: _builtins.str = ...,
         domain: Global___Domain | None = ...,
         domain_address: _builtins.str = ...,
     ) -> None: ...
