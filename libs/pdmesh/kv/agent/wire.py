@@ -30,7 +30,7 @@ from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.checksums import ChecksumKind
 
 MAGIC = b"PDKV"
-VERSION = 5
+VERSION = 6
 
 _CHECKSUM_KINDS = frozenset(ChecksumKind)
 MAX_INLINE = INLINE_BYTES  # payload that may follow META inline
