@@ -13,7 +13,7 @@ from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.tiers.load_plan import CostBook
-from pdmesh.core.kv.transfer.kv_path import KvMemory
+from pdmesh.core.kv.transfer.kv_path import KvMemory, NoSuchPath, decide_path
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import DomainRank
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
@@ -25,7 +25,7 @@ from pdmesh.engine.sim.engine import SimEngine
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.engine.sim.pooling import SimPoolingConfig, SimPoolingEngine
 from pdmesh.engine.sim.vocabulary import IMAGE_ID
-from pdmesh.errors import EngineMisconfigured
+from pdmesh.errors import EngineMisconfigured, KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.types import AgentEvent, AgentIdentity
@@ -120,6 +120,7 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
         case "vllm" if settings.is_encoder:
             return _build_vllm_encoder(settings)
         case "sim":
+            _check_kv_path(settings)
             return build_sim(settings, lambda: _ucx(settings), find_holders)
         case "vllm":
             return _build_vllm(settings, find_holders)
@@ -262,6 +263,22 @@ def _sim_tiers(settings: EngineSettings, params: SimParams, fingerprint: str) ->
         block_bytes=params.num_layers * params.block_bytes,
         costs=CostBook(recompute_block_s=compute_s) if compute_s else None,
     )
+
+
+def _check_kv_path(settings: EngineSettings) -> None:
+    """Raises EngineMisconfigured for a path of KV that this machine does not have.
+
+    For sim, which has no GPU; vLLM's workers check it themselves.
+    """
+    if not settings.requires_rdma and settings.kv_memory is not KvMemory.DEVICE:
+        return
+    from pdmesh.kv.device.probe import host_facts  # loads the UCX libraries
+
+    try:
+        facts = host_facts(settings.kv_host)
+        decide_path(settings.kv_memory, facts, requires_rdma=settings.requires_rdma)
+    except (NoSuchPath, KvTransferFailed) as error:
+        raise EngineMisconfigured(f"{error} (docs/gpu.md)", reason="KV_NO_TRANSPORT") from error
 
 
 def _ucx(settings: EngineSettings) -> KvTransport:

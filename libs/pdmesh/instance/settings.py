@@ -129,8 +129,8 @@ class InstanceSettings(ServiceSettings):
     )
     require_rdma: bool = shared(
         False,
-        description="vLLM: refuse to start unless KV moves over RDMA and, on a GPU with KV_MEMORY "
-        "auto or device, without the host's memory",
+        description="Refuse to start unless KV moves over RDMA and, on a GPU with KV_MEMORY auto "
+        "or device, without the host's memory",
     )
     num_slots: int = Field(8, ge=1, description="Requests served at once (b_p or b_d)")
     block_size: int = shared(64, ge=1, description="Tokens per KV block")

@@ -45,3 +45,20 @@ async def test_required_rdma_that_is_not_there_ends_the_start_in_one_line(model_
     assert refused.value.message == (
         "tiny: REQUIRE_RDMA is set, but KV is sent to a loopback address: INNER_HOST (docs/gpu.md)"
     )
+
+
+@pytest.mark.req("S57")
+async def test_ucx_that_does_not_start_ends_the_start_in_one_line(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "no-such-transport")
+    with pytest.raises(EngineMisconfigured, match=r"^tiny: UCX does not start: No such device"):
+        async with running(config(model_dir)):
+            pass
+
+
+@pytest.mark.req("S57")
+async def test_an_instance_that_moves_no_kv_needs_no_path(model_dir: Path) -> None:
+    apart = replace(config(model_dir), staging_bytes=0, landing_bytes=0, requires_rdma=True)
+    async with running(apart) as host:
+        assert host.info.kv_path == ""

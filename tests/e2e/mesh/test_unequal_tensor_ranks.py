@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from pdmesh.core.model import DomainRank
 from tests.e2e.cases import differences, generate_all
 from tests.e2e.conftest import Plain, plain_vllm
 from tests.e2e.mesh.test_ranks import BLOCK_SIZE, config, rank_cases
@@ -74,6 +75,40 @@ async def test_a_pair_of_unequal_ranks_draws_what_plain_vllm_draws(
     assert unequal.num_computed_at_decode == 0
     await unequal.prefill.until_idle()
     await unequal.decode.until_idle()
+
+
+@pytest.mark.req("S57", "S75", "S121")
+async def test_ranks_of_a_domain_with_two_tensor_parallel_ranks_each_find_their_heads(
+    plain: Plain, tiny_llama: Path
+) -> None:
+    """One prefill of one rank; both data-parallel ranks of a decode take heads from it, and each
+    announces addresses and a fingerprint of its own engine.
+    """
+    todo, expected = plain.decided(rank_cases())
+    todo, expected = todo[:12], expected[:12]
+    prefill = replace(config(tiny_llama, "prefill-0", 1), tensor_parallel_size=1)
+    members = [
+        replace(
+            config(tiny_llama, f"decode-{n}", 2 + n),
+            domain=DomainRank("chat-d7", n, 2, "127.0.0.1:29677"),
+        )
+        for n in range(2)
+    ]
+    async with (
+        running(prefill) as source,
+        running(members[0]) as first,
+        running(members[1]) as second,
+    ):
+        for decode in (first, second):
+            assert decode.info.num_ranks == 2
+            assert decode.info.model_fingerprint == source.info.model_fingerprint
+            pair = Pair(source, decode)
+            assert differences(expected, await generate_all(pair.generate, todo, 4)) == []
+            assert pair.num_handed_over == len(todo)
+            assert pair.num_computed_at_decode == 0
+        assert set(first.info.kv_addresses).isdisjoint(second.info.kv_addresses)
+        for host in (source, first, second):
+            await host.until_idle()
 
 
 @pytest.mark.req("S57")

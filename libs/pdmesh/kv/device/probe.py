@@ -23,17 +23,24 @@ def path_facts(device: Any, host: str, arena_bytes: int) -> PathFacts:
     """`device`: the torch device of the KV cache; `host`: where KV is sent from. Any: of torch.
 
     UCX is asked in this process, with the options and the environment that the agent will use.
+    Raises KvTransferFailed if UCX does not start.
     """
     kind = device.type
-    transports = transports_of(context_info(options_for(host, reaches_gpu=kind != "cpu")))
     if kind == "cpu":
-        return PathFacts("cpu", is_local(host), transports)
+        return host_facts(host)
     import torch
+
+    transports = transports_of(context_info(options_for(host, reaches_gpu=True)))
 
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return PathFacts(
         kind, is_local(host), transports, gpu_reader(device), arena_bytes, int(free_bytes)
     )
+
+
+def host_facts(host: str) -> PathFacts:
+    """Of an engine without a GPU, as `path_facts`."""
+    return PathFacts("cpu", is_local(host), transports_of(context_info(options_for(host))))
 
 
 def gpu_reader(device: Any) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import structlog
 
+from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.transport.ucx_endpoints import PairedEndpoint, PeerEndpoints, close_endpoint
 from pdmesh.kv.transport.ucx_handshake import (
     HANDSHAKE,
@@ -108,9 +109,12 @@ def options_for(host: str, *, reaches_gpu: bool = False) -> dict[str, str]:
 def context_info(options: dict[str, str]) -> str:
     """What UCX prints of a context with these options: its devices and transports.
 
-    ucxx's `cuda_support` is no help: it is True without a GPU, too. Raises ucxx's UCXError.
+    ucxx's `cuda_support` is no help: it is True without a GPU, too. Raises KvTransferFailed.
     """
-    context = load_library().UCXContext(options)
+    try:
+        context = load_library().UCXContext(options)
+    except Exception as error:  # ucxx has a class per UCX status
+        raise KvTransferFailed(f"UCX does not start: {error}", reason="KV_NO_TRANSPORT") from error
     _keep_for_good(context)
     return str(context.info)
 

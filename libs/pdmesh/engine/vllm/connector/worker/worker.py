@@ -43,6 +43,7 @@ from pdmesh.engine.vllm.messages import (
     WorkerControl,
 )
 from pdmesh.engine.vllm.model.fingerprint import COMPUTATION_CHARS, digest
+from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import AgentMemory, ArenaMemory, HostArena
 from pdmesh.kv.agent.thread import AgentThread
@@ -80,6 +81,7 @@ class HandoffWorker:
         self._fingerprint = ""
         self._layers: dict[str, int] = {}  # by vLLM's name, in order of computation
         self._agent: AgentThread | None = None
+        self._path: KvPath | None = None  # None: no KV leaves or arrives
         self.outgoing: Outgoing | None = None
         self._lost: set[str] = set()  # requests that fail with the next results
         self.incoming: IncomingKv | None = None
@@ -129,7 +131,7 @@ class HandoffWorker:
                 self._control.send,
                 _die,
             )
-        self._path = self._decide_path(next(iter(kv_caches.values())).device)
+        self._device = next(iter(kv_caches.values())).device
         address, send = self._open_agent(), self._control.send
         if self._agent is not None:
             self.outgoing = Outgoing(self._rank, caches, self._agent, send)
@@ -149,24 +151,27 @@ class HandoffWorker:
                 tuple(windows) if any(windows) else (),
                 len(self._groups),
                 self._groups.first_full,
-                str(self._path),
+                str(self._path or ""),
             )
         )
 
-    def _decide_path(self, device: torch.device) -> KvPath:
+    def _decide_path(self) -> KvPath:
         """Where the arenas are. Raises HasNoKvPath if the settings ask for another one."""
         config = self._config
         num_bytes = config["staging_bytes"] + config["landing_bytes"]
         try:
-            facts = path_facts(device, config["kv_host"], num_bytes)
+            facts = path_facts(self._device, config["kv_host"], num_bytes)
             path = decide_path(
                 KvMemory(config["kv_memory"]), facts, requires_rdma=config["requires_rdma"]
             )
-        except NoSuchPath as error:
+        except (NoSuchPath, KvTransferFailed) as error:
             raise HasNoKvPath(str(error)) from error
         log.info("kv.path", memory=path.memory.value, because=path.reason)
-        self._device = device
         return path
+
+    @property
+    def _is_on_device(self) -> bool:
+        return self._path is not None and self._path.memory is KvMemory.DEVICE
 
     def _group(self, layer_name: str) -> int:
         """Raises CannotMoveKv for a layer that uses another layer's cache, of an unknown group."""
@@ -181,6 +186,7 @@ class HandoffWorker:
         lends = self.tiers is not None and config["tiers"]["uses_peers"]
         if not (config["staging_bytes"] or config["landing_bytes"] or lends):
             return ""  # fusion: no KV leaves or arrives
+        self._path = self._decide_path()
         identity = AgentIdentity(
             config["instance_id"],
             config["incarnation"],
@@ -196,7 +202,7 @@ class HandoffWorker:
 
     def _make_agent(self, identity: AgentIdentity) -> KvAgent:
         return KvAgent(
-            UcxTransport(self._config["kv_host"], reaches_gpu=self._path.memory is KvMemory.DEVICE),
+            UcxTransport(self._config["kv_host"], reaches_gpu=self._is_on_device),
             identity,
             AgentMemory(
                 self._arena("staging_bytes"),
@@ -208,7 +214,7 @@ class HandoffWorker:
         )
 
     def _arena(self, size: str) -> ArenaMemory:
-        if self._path.memory is KvMemory.DEVICE:
+        if self._is_on_device:
             from pdmesh.kv.device.arena import DeviceArena
 
             return DeviceArena(self._config[size], self._device)
