@@ -61,5 +61,6 @@ def test_the_pins_for_cuda_are_those_of_the_cpu_but_for_its_builds() -> None:
     assert f"torch=={cuda['torch']}+cpu" in (ROOT / "requirements/torch.txt").read_text()
     assert f"triton=={cuda['triton']}" in (ROOT / "requirements/triton.txt").read_text()
     assert "ucxx-cu13" in base
+    assert cuda["cuda-python"] == cuda["cuda-bindings"], "an older one has files of the other"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"vllm=={cuda['vllm']}" in extras["optional-dependencies"]["cuda"]
