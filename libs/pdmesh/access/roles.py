@@ -145,8 +145,9 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
     ),
 }
 
-# What every client of redis-py sends.
-_CONNECTION: Final = ("hello", "ping", "select", "client|setinfo", "client|setname")
+# What clients with redis-py send (`net.redis_pool`). Redis 7.0 does not load a file that names a
+# command which it does not have, such as CLIENT SETINFO.
+_CONNECTION: Final = ("hello", "ping", "select", "client|setname")
 _RESPONSES: Final = (
     f"{redis_keys.KEPT_RESPONSES}*",
     redis_keys.KEPT_EXPIRIES,

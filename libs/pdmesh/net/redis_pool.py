@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pdmesh.core.server_urls import SentinelUrl, is_sentinel_url
 from pdmesh.net.loopback import join
@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 
+# It does not tell the server the library's name and version: roles lack that command.
+_QUIET: Final = {"driver_info": None}
+
 
 # Any: redis-py's pools are generic, and the gateway imports redis only if it uses it.
 def pool_of(pool_type: Any, url: str, **options: Any) -> Any:
     """A pool of this type. Raises ValueError."""
+    options = {**_QUIET, **options}
     if is_sentinel_url(url):
         return _pool_behind_sentinels(pool_type, SentinelUrl.parse(url), options)
     pool = pool_type.from_url(url, **options)
@@ -41,7 +45,7 @@ def pool_of(pool_type: Any, url: str, **options: Any) -> Any:
 def _pool_behind_sentinels(pool_type: Any, url: SentinelUrl, options: dict[str, Any]) -> Any:
     from redis.asyncio.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
-    shared: dict[str, Any] = {"username": url.username or None, "password": url.password or None}
+    shared: dict[str, Any] = {**_QUIET, "username": url.username or None, "password": url.password or None}
     connection: Any = SentinelManagedConnection
     if url.is_encrypted:
         connection = SentinelManagedSSLConnection
@@ -50,7 +54,7 @@ def _pool_behind_sentinels(pool_type: Any, url: SentinelUrl, options: dict[str, 
             shared |= _files(own)
     timeouts = {name: value for name, value in options.items() if name.startswith("socket_")}
     pool = pool_type(
-        connection_class=connection, db=url.database, **shared, **options, host="", port=0
+        connection_class=connection, db=url.database, host="", port=0, **(options | shared)
     )
     # redis-py's own pool for sentinels never waits for a free connection, as a blocking one does.
     pool.connection_kwargs["connection_pool"] = Primary(url, {**shared, **timeouts}, pool)
@@ -99,11 +103,12 @@ class Primary:
 
     async def _ask(self, host: str, port: int) -> Address | None:
         """None: it does not answer, or knows none that is up."""
-        from redis.asyncio.sentinel import Sentinel
+        from redis.asyncio import sentinel as library
         from redis.exceptions import RedisError
 
+        untyped: Any = library
         kwargs = {**self._options, "ssl": self._url.is_encrypted}
-        sentinel: Any = Sentinel([(host, port)], sentinel_kwargs=kwargs)
+        sentinel = untyped.Sentinel([(host, port)], sentinel_kwargs=kwargs)
         try:
             found: Address = await sentinel.discover_master(self._url.primary)
         except (RedisError, OSError, TimeoutError):
