@@ -43,6 +43,7 @@ class NatsAccess:
     follows_own: tuple[str, ...] = ()  # buckets, of which only the entry with its id
     reads: tuple[str, ...] = ()  # buckets
     makes: tuple[str, ...] = ()  # buckets
+    inspects: tuple[str, ...] = ()  # buckets: which servers hold them, and how current each is
     has_record: bool = True
 
 
@@ -140,6 +141,7 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
         NatsAccess(
             hears=(subjects.ALL,),
             follows=tuple(map(whole, buckets.ALL_BUCKETS)),
+            inspects=buckets.ALL_BUCKETS,
             has_record=False,
         ),
     ),

@@ -45,7 +45,11 @@ def pool_of(pool_type: Any, url: str, **options: Any) -> Any:
 def _pool_behind_sentinels(pool_type: Any, url: SentinelUrl, options: dict[str, Any]) -> Any:
     from redis.asyncio.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
-    shared: dict[str, Any] = {**_QUIET, "username": url.username or None, "password": url.password or None}
+    shared: dict[str, Any] = {
+        **_QUIET,
+        "username": url.username or None,
+        "password": url.password or None,
+    }
     connection: Any = SentinelManagedConnection
     if url.is_encrypted:
         connection = SentinelManagedSSLConnection

@@ -50,6 +50,7 @@ _OF_SENTINELS: Final = (
 _OF_CLIENTS: Final = (
     *("hello", "ping", "client|setname"),
     *("sentinel|masters", "sentinel|master", "sentinel|get-master-addr-by-name"),
+    *("sentinel|replicas", "sentinel|slaves", "sentinel|sentinels"),
 )
 
 

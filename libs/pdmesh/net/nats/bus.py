@@ -289,6 +289,8 @@ class NatsBus:
                     await self._client.publish(inbox, b"")
             await asyncio.sleep(_ECHO_EVERY_S)
             if time.monotonic() - self._last_echo >= OUTAGE_S:
+                if not self._is_up:  # nor was it last time: it is not our own loop that was late
+                    self._try_the_next()
                 self._lost()
 
     def _heard(self) -> None:
@@ -311,15 +313,13 @@ class NatsBus:
         log.warning("bus.lost", url=without_password(self._url))
         for callback in tuple(self._on_lost):
             callback()
-        if len(self._servers) > 1:
-            self._try_the_next()
 
     def _try_the_next(self) -> None:
-        """Leave a server that is silent: nats-py would wait for its pings, then for the end of the
-        connection, over TLS for half a minute.
+        """Leave a silent server of several: nats-py would wait for its pings, then for the end of
+        the connection, over TLS for half a minute.
         """
         writer = getattr(self._client._transport, "_io_writer", None)
-        if self._client.is_connected and writer is not None:
+        if len(self._servers) > 1 and self._client.is_connected and writer is not None:
             writer.transport.abort()
 
     async def _on_disconnected(self) -> None:
