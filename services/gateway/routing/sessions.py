@@ -161,7 +161,7 @@ class InstanceSession:
         self._task = asyncio.create_task(self._run(), name=f"session-{self.instance_id}")
 
     async def _run(self) -> None:
-        reason = "closed"
+        reason, was_silent = "closed", False
         try:
             if self._channel is None:
                 self._channel = rpc.channel_to(self._record)
@@ -175,12 +175,12 @@ class InstanceSession:
                 writer.cancel()
                 call.cancel()
         except grpc.aio.AioRpcError as exc:
-            reason = rpc.failure_of(exc)
+            reason, was_silent = rpc.failure_of(exc), rpc.is_silence(exc)
         except Exception:
             log.exception("session.bug", instance_id=self.instance_id)
             reason = "BUG"
         finally:
-            self._on_broken(reason)
+            self._on_broken(reason, was_silent)
 
     # Any: grpc-stubs cannot type a call made by a generated stub for asyncio.
     async def _write(self, call: Any) -> None:
@@ -277,7 +277,7 @@ class InstanceSession:
             at = before.at
         self.worked = EngineProgress(at, said.num_signs, said.num_tokens, said.num_open_tokens)
 
-    def _on_broken(self, reason: str) -> None:
+    def _on_broken(self, reason: str, was_silent: bool) -> None:
         self._is_open, self._num_free, self.worked = False, None, None
         self.is_full = False
         self._offered.clear()
@@ -286,11 +286,18 @@ class InstanceSession:
         was_reached = not self._is_unreachable()
         lost, self._legs = self._legs, {}
         self._outbox = []
-        log.info("session.broken", instance_id=self.instance_id, reason=reason, num_legs=len(lost))
+        log.info(
+            "session.broken",
+            instance_id=self.instance_id,
+            reason=reason,
+            was_silent=was_silent,
+            num_legs=len(lost),
+        )
         for key, owner in lost.items():
             # An instance that was never reached was not killed by the request, so its prompt must
             # not count as poison (F38).
-            owner.on_event(LegLost(key) if was_reached else LegRejected(key, is_final=True))
+            end = LegLost(key, was_silent) if was_reached else LegRejected(key, is_final=True)
+            owner.on_event(end)
 
     def _is_unreachable(self) -> bool:
         """Whether connecting failed. A connection that broke leaves the channel idle instead."""
