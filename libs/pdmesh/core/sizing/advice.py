@@ -7,7 +7,7 @@ much more or less than planned. Ranges that overlap show no difference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -76,6 +76,9 @@ def _range(wanted: Workload, found: Deployment | NotPossible, error: float) -> G
     if isinstance(found, NotPossible):
         return None
     search = smallest_fusion if found.is_fusion else smallest_pair
+    # Of the kinds that were chosen: another load is no reason for another number of ranks.
+    kinds = tuple(dict.fromkeys(pool.kind for pool in found.pools))
+    wanted = replace(wanted, kinds=kinds, chunks=(found.pools[0].chunk,))
     rate = wanted.traffic.rate_per_s
     ends = [search(wanted.at(rate * factor)) for factor in (1 - error, 1 + error)]
     sizes = [end.num_gpus for end in ends if isinstance(end, Deployment)]

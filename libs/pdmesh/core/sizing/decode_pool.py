@@ -16,7 +16,7 @@ from pdmesh.core.instance.law import Law
 from pdmesh.core.sizing.queueing import above, quantile_of
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
-_MAX_STATES: Final = 500  # of the number of sequences; more are taken in strides
+_MAX_STATES: Final = 300  # of the number of sequences; more are taken in strides
 
 
 @dataclass(frozen=True, slots=True)

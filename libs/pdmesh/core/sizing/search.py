@@ -51,6 +51,7 @@ class Workload:
     kinds: tuple[InstanceKind, ...]
     least: int = 2
     max_busy: float = MAX_BUSY
+    chunks: tuple[int, ...] = FUSION_CHUNKS
 
     def at(self, rate_per_s: float) -> Workload:
         return replace(self, traffic=self.traffic.at(rate_per_s))
@@ -84,8 +85,9 @@ def smallest_pair(wanted: Workload) -> Deployment | NotPossible:
 def smallest_fusion(wanted: Workload) -> Deployment | NotPossible:
     found, why_not = list[Deployment](), ""
     for kind in wanted.kinds:
-        for chunk in FUSION_CHUNKS:
-            pool = _fusion_pool(wanted, kind, chunk)
+        for chunk in wanted.chunks:
+            most = min((each.num_gpus for each in found), default=MAX_COUNT * kind.tp) // kind.tp
+            pool = _fusion_pool(wanted, kind, chunk, most)
             if isinstance(pool, NotPossible):
                 why_not = pool.reason
             else:
@@ -137,7 +139,8 @@ def _decode_pool(wanted: Workload, kind: InstanceKind, sender: InstanceKind) -> 
     return _fewest(kind, PREFILL_CHUNK, wanted.least, is_enough)
 
 
-def _fusion_pool(wanted: Workload, kind: InstanceKind, chunk: int) -> Found:
+def _fusion_pool(wanted: Workload, kind: InstanceKind, chunk: int, most: int) -> Found:
+    """`most`: instances that are not more devices than another kind has been found to need."""
     traffic, goals = wanted.traffic, wanted.goals
     if traffic.longest > kind.kv_tokens:
         return NotPossible(_too_long(traffic.longest, kind))
@@ -149,6 +152,9 @@ def _fusion_pool(wanted: Workload, kind: InstanceKind, chunk: int) -> Found:
 
     def is_enough(count: int) -> bool:
         return _fusion_holds(PoolSize(kind, count, chunk), wanted)
+
+    if most < MAX_COUNT and (most < wanted.least or not is_enough(most)):
+        return NotPossible("another kind needs fewer devices")
 
     return _fewest(kind, chunk, wanted.least, is_enough)
 
