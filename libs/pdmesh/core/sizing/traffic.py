@@ -104,7 +104,7 @@ def spread(field: str, text: str) -> list[int]:
     """
     points = [(i + 0.5) / NUM_SAMPLES for i in range(NUM_SAMPLES)]
     if "=" in text:
-        return [_tokens(field, round(x)) for x in _lognormal(field, text, points)]
+        return [_tokens(field, max(1, round(x))) for x in _lognormal(field, text, points)]
     first, has_range, last = text.partition("-")
     low = _number(field, first)
     high = _number(field, last) if has_range else low

@@ -45,7 +45,7 @@ def test_a_single_instance_is_allowed_where_it_was_asked_for() -> None:
     assert applied(found, least=1).scenarios["default"].allow_single
 
 
-@pytest.mark.parametrize(("max_len", "given"), [(0, 64), (32_768, 32_768)])
+@pytest.mark.parametrize(("max_len", "given"), [(0, 64), (40_960, 40_960)])
 def test_the_context_has_room_for_the_longest_request(max_len: int, given: int) -> None:
     wanted = SCENES[1].wanted(10.0)
     desired = applied(smallest_fusion(wanted), max_len=max_len)

@@ -38,7 +38,7 @@ def test_long_prompts_make_the_tail_of_short_answers() -> None:
     """The same work per second in fewer, longer prompts varies more."""
     even = times(10.0, prompt="2000").next
     uneven = times(10.0, prompt="mean=2000,p99=16000").next
-    assert uneven.quantile_s(0.99) > 1.2 * even.quantile_s(0.99)
+    assert uneven.quantile_s(0.99) > 1.1 * even.quantile_s(0.99)
 
 
 def test_a_step_that_reads_the_weights_once_costs_the_answers_less() -> None:

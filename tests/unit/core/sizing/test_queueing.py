@@ -59,3 +59,9 @@ def test_a_skewed_value_has_the_tail_of_a_gamma() -> None:
         share = sum(x > limit for x in drawn) / len(drawn)
         assert above(1.0, math.sqrt(0.5), limit, math.sqrt(2)) == pytest.approx(share, abs=0.01)
     assert above(1.0, 0.0, 0.9) == 1.0
+
+
+def test_a_value_that_is_seldom_large_is_never_below_its_least() -> None:
+    """One event in a thousand: skewness 30."""
+    assert above(1.0, 0.1, 0.5, 30.0) == 1.0
+    assert 0.0 < above(1.0, 0.1, 1.3, 30.0) < 0.05

@@ -24,6 +24,12 @@ from tests.unit.core.sizing.test_model_shape import DEEPSEEK_V3
 SHORT = SCENES[0]
 
 
+def short_chat(rate_per_s: float, least: int = 1) -> Workload:
+    """With two numbers of ranks to choose from."""
+    wanted = SHORT.wanted(rate_per_s, least)
+    return replace(wanted, kinds=wanted.kinds[:2])
+
+
 def made(found: Deployment | NotPossible) -> Deployment:
     assert isinstance(found, Deployment)
     return found
@@ -31,7 +37,7 @@ def made(found: Deployment | NotPossible) -> Deployment:
 
 @pytest.mark.parametrize("search", [smallest_pair, smallest_fusion])
 def test_one_instance_less_does_not_hold(search: object) -> None:
-    wanted = SHORT.wanted(200.0)
+    wanted = short_chat(200.0)
     found = made(search(wanted))  # type: ignore[operator]
     assert holds(found, wanted)
     for index, pool in enumerate(found.pools):
@@ -44,20 +50,20 @@ def test_one_instance_less_does_not_hold(search: object) -> None:
 
 def test_more_load_never_needs_fewer() -> None:
     for search in (smallest_pair, smallest_fusion):
-        sizes = [made(search(SHORT.wanted(rate))).num_gpus for rate in (5.0, 50.0, 200.0, 400.0)]
+        sizes = [made(search(short_chat(rate))).num_gpus for rate in (5.0, 50.0, 200.0, 400.0)]
         assert sizes == sorted(sizes)
         assert sizes[0] < sizes[-1]
 
 
 def test_each_role_has_at_least_what_is_asked_for() -> None:
-    found = made(smallest_pair(SHORT.wanted(1.0, least=3)))
+    found = made(smallest_pair(short_chat(1.0, least=3)))
     assert [pool.count for pool in found.pools] == [3, 3]
     assert found.pools[0].slots == PREFILL_SLOTS
-    assert made(smallest_fusion(SHORT.wanted(1.0, least=3))).pools[0].count == 3
+    assert made(smallest_fusion(short_chat(1.0, least=3))).pools[0].count == 3
 
 
 def test_goals_that_no_number_holds_are_refused_with_the_time_alone() -> None:
-    wanted = SHORT.wanted(10.0)
+    wanted = short_chat(10.0)
     strict = replace(wanted, goals=Goals(0.0001, 1.0))
     slow = replace(wanted, goals=Goals(10.0, 0.0001))
     for search in (smallest_pair, smallest_fusion):
@@ -86,7 +92,7 @@ def test_latent_kv_moves_between_equal_ranks_only() -> None:
 
 
 def test_a_thin_network_asks_for_more_instances() -> None:
-    wanted = SHORT.wanted(200.0)
+    wanted = short_chat(200.0)
     thin = tuple(replace(kind, network_bandwidth=5e9) for kind in wanted.kinds)
     found = made(smallest_pair(replace(wanted, kinds=thin)))
     assert found.num_gpus > made(smallest_pair(wanted)).num_gpus
