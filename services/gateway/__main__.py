@@ -43,7 +43,9 @@ async def serve(settings: Settings, app: App) -> None:
         allow_anonymous=settings.allow_anonymous,
     )
     tokenizers = await _tokenizers(settings)
-    bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
+    bus = await app.unless_stopping(
+        NatsBus.connect(settings.nats_url, settings.instance_id, settings.num_nats_replicas)
+    )
     access.join(tenant_bucket(bus), gateway_name(settings.instance_id, app.incarnation))
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())

@@ -6,6 +6,7 @@ It is a raw ASGI application: a framework would cost more than all the rest.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -221,7 +222,8 @@ class HttpApp:
         """Send an error response; if the stream has begun, one error event and no [DONE]."""
         if exchange.has_started:
             await exchange.write(exchange.errors.event(error), is_last=True)
-        else:
+            return
+        with contextlib.suppress(ClientDisconnected):
             await exchange.error(error)
 
     async def run(self) -> None:

@@ -2,6 +2,10 @@
 
 A client that does not read blocks only its own writer. `blocked_since` lets the server disconnect
 it (F28).
+
+A refusal waits for the rest of the request, within bounds. The connection can then be kept, and a
+proxy with HTTP/2 towards its client has nothing to reset: it may reset a stream whose answer came
+before the end of its request, and the client then sees no status.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ Headers = list[tuple[bytes, bytes]]
 
 _NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 _JSON = (b"content-type", b"application/json")
+# Of the rest of a refused request: how much of it is read, and for how long.
+_MAX_REST_BYTES: Final = 1 << 20
+_MAX_REST_S: Final = 2.0
 _QUOTABLE: Final = frozenset(map(chr, range(0x20, 0x7F))) - {'"', "\\"}  # RFC 6750, 3
 
 
@@ -85,6 +92,7 @@ class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request_id = new_request_id()
         self.has_started = False
+        self._is_received = False  # the whole request
         self.ignored_fields: list[str] = []  # of the request; the response names them
         self.path_parameters: Mapping[str, str] = _NO_PARAMETERS
         self._query: bytes = scope.get("query_string", b"")
@@ -146,7 +154,23 @@ class HttpExchange:
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
+        self._is_received = not message.get("more_body", False)
         return message
+
+    async def _drop_rest(self) -> None:
+        """Read and drop what is left of the request, within bounds. Raises ClientDisconnected.
+
+        A client that waits for `100 Continue` is not asked for a body that is not wanted.
+        """
+        announced = self.header(b"content-length")
+        is_long = announced.isdigit() and int(announced) > _MAX_REST_BYTES
+        if is_long or self.header(b"expect").lower() == "100-continue":
+            return
+        num_dropped = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_REST_S):
+                while not self._is_received and num_dropped <= _MAX_REST_BYTES:
+                    num_dropped += len((await self._next_message())["body"])
 
     async def start(self, status: int, headers: Headers) -> None:
         self.has_started = True
@@ -167,6 +191,8 @@ class HttpExchange:
         await self.write(body, is_last=True)
 
     async def error(self, error: MeshError) -> None:
+        """Answer with the error. Raises ClientDisconnected."""
+        await self._drop_rest()
         with contextlib.suppress(OSError):
             body = self.errors.body(error, self.request_id)
             await self.json(body, error.http_status, error_headers(error))

@@ -365,8 +365,10 @@ class Generation:
         if record is None:
             self._refuse(effect.key)
             return
-        if self.prompt.images and self._shared.sessions.session(record).is_full:
-            # Megabytes of images would be sent for nothing with each attempt.
+        session = self._shared.sessions.session(record)
+        if not session.has_slot or (self.prompt.images and session.is_full):
+            # It would refuse, and tells when it has a slot. So the prompt is not sent for nothing;
+            # images, which may be megabytes, not even to make sure.
             self.on_event(LegRejected(effect.key))
             return
         kv_transfer = self._shared.kv_transfer(self._spec.scenario or record.scenario)

@@ -187,7 +187,12 @@ class LegFailed(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class LegLost(LegEvent):
-    """The session with the leg's instance broke."""
+    """The session with the leg's instance broke.
+
+    `was_silent`: by silence. The instance may be alive beyond a cable that was cut.
+    """
+
+    was_silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

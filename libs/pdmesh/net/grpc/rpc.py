@@ -71,6 +71,10 @@ _CHANNEL: Final = (
 _NAME: Final = "grpc.ssl_target_name_override"
 # How gRPC's texts say that a server's certificate is not accepted.
 _UNVERIFIED: Final = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
+# What gRPC says of keepalive, and the kernel of what was never acknowledged.
+_SILENCE: Final = re.compile(
+    "ping timeout|keepalive|timed out|no route to host|unreachable", re.IGNORECASE
+)
 _MISNAMED: Final = "Hostname Verification Check failed"
 
 _ERRORS_BY_CODE: Final[dict[str, type[MeshError]]] = {
@@ -385,6 +389,13 @@ def untrusted(exc: grpc.aio.AioRpcError) -> str:
 def failure_of(exc: grpc.aio.AioRpcError) -> str:
     """For a log line: the status, and what is wrong with the server's certificate."""
     return untrusted(exc) or exc.code().name
+
+
+def is_silence(exc: grpc.aio.AioRpcError) -> bool:
+    """Whether the connection ended because nothing came from the peer: it is frozen, or its host or
+    the way to it is lost. The end of a process is told by its host at once.
+    """
+    return bool(_SILENCE.search(exc.details() or ""))
 
 
 def from_rpc_error(exc: grpc.aio.AioRpcError) -> MeshError:
