@@ -64,9 +64,21 @@ class Settings(OidcSettings):
     http_port: int = Field(
         8000, ge=0, le=65535, description="HTTP port for clients; 0 picks a free one"
     )
+    picker_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="gRPC port of the endpoint picker for Envoy's ext_proc filter, at inner_host; "
+        "0 picks a free one; none: no picker, and no plans in headers (docs/endpoint-picker.md)",
+    )
+    picker_callers: Literal["certified", "any"] = Field(
+        "certified",
+        description="Who may call the picker with tls_dir: proxies with a certificate of the role "
+        "proxy, or any caller over TLS, for proxies that cannot show a certificate",
+    )
     region: str = shared("", description="Region of this gateway; instances in it are preferred")
     reuse_port: bool = Field(
-        False, description="Share the HTTP and gRPC ports with other gateway processes"
+        False, description="Share the ports for clients and the picker's with other gateways"
     )
     model_dir: Path = shared(
         Path(".pdmesh/model"),

@@ -130,6 +130,7 @@ def _calls(access: NatsAccess, holder: Holder) -> Iterator[str]:
     for bucket in dict.fromkeys(entry.partition(".")[0] for entry in followed):
         yield f"CONSUMER.DELETE.KV_{bucket}.*"
     yield from (f"STREAM.MSG.GET.KV_{bucket}" for bucket in access.reads)
+    yield from (f"STREAM.INFO.KV_{bucket}" for bucket in access.inspects)
     for bucket in access.makes:
         yield from (f"STREAM.{verb}.KV_{bucket}" for verb in ("CREATE", "UPDATE"))
 

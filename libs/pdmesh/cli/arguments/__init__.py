@@ -34,6 +34,7 @@ def build_parser() -> CommandParser:
     stores.add_artefact(commands)
     stores.add_certs(commands)
     stores.add_access(commands)
+    stores.add_hosts(commands)
     looks.add_completion(commands)
     return parser
 

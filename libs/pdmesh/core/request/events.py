@@ -95,6 +95,7 @@ class PlanReceived:
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
     prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
+    is_by_master: bool = True  # False: the gateway ranked the instances itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,12 @@ class LegFailed(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class LegLost(LegEvent):
-    """The session with the leg's instance broke."""
+    """The session with the leg's instance broke.
+
+    `was_silent`: by silence. The instance may be alive beyond a cable that was cut.
+    """
+
+    was_silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,18 @@ def test_a_decode_with_a_draft_that_the_prefills_lack_is_named_with_one_of_them(
     assert unpaired({"g": [d1, P0, D0], "h": [P0, D0]}) == [line]
 
 
+@pytest.mark.req("S24", "S57")
+def test_blocks_cut_by_heads_never_meet_the_opaque_ones_of_an_earlier_release() -> None:
+    """vLLM on a CPU had opaque blocks before. Two such releases may be in one group for a while."""
+    by_heads = str(KvFormat("aa", "f32", "unscaled", 64, "cd", num_heads=4))
+    new = replace(D0, instance_id="decode-1", model_fingerprint=by_heads)
+    (line,) = unpaired({"g": [P0, D0, new]})
+    assert line == (
+        "group g: prefill-0 and decode-1 exchange no KV: prefill-0 keeps opaque blocks on 1 rank, "
+        "decode-1 its KV by 4 heads: they run other releases of pdmesh or other attention kernels"
+    )
+
+
 def test_each_kind_without_a_partner_has_a_line_however_many_instances_are_of_it() -> None:
     others = [replace(P0, instance_id=f"prefill-{n}", model_fingerprint=WITH_DRAFT) for n in (1, 2)]
     (line,) = unpaired({"g": [P0, D0, *others]})

@@ -1,0 +1,167 @@
+"""A mesh over several hosts, started by the commands of docs/deploy.md from deploy/hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdmesh.embedded import child
+from pdmesh.launcher import state
+from pdmesh.launcher.hosts.folder import HostFolder
+from pdmesh.launcher.hosts.layout import Layout, read
+from pdmesh.net.loopback import join
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.own import using_certificates
+from tests.support.hosts.network import Cable, Network, free_subnet
+from tests.support.waiting import until
+
+ROOT = Path(__file__).parents[3]
+_EXAMPLE_SUBNET = "10.0.0."  # of the files in deploy/hosts
+_REDIS = ROOT / ".cache/redis/redis-server"  # of .ci/redis
+
+# Namespaces of one machine share its memory, which two hosts do not.
+_ENV = {
+    "UCX_TLS": "tcp",
+    "UCX_NET_DEVICES": "eth0",
+    "PDMESH_PREFILL_NUM_SLOTS": "48",
+    "PDMESH_DECODE_NUM_SLOTS": "48",
+    "PDMESH_VALKEY_SERVER": os.environ.get("PDMESH_VALKEY_SERVER", str(_REDIS)),
+}
+
+
+def why_no_redis() -> str:
+    """Why there is no Redis with TLS; empty if there is one."""
+    if Path(_ENV["PDMESH_VALKEY_SERVER"]).exists():
+        return ""
+    return "needs a Redis with TLS: run .ci/redis, or set PDMESH_VALKEY_SERVER"
+
+
+@dataclass
+class Cluster:
+    """The mesh. `pdmesh` runs on each host as it would there."""
+
+    directory: Path
+    layout: Layout
+    network: Network
+    env: Mapping[str, str]
+    launchers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, host: str) -> None:
+        """The second command of docs/deploy.md."""
+        address = self.layout.address(host)
+        command = pdmesh(
+            f"up --host-folder {self.folder(host)} --state-dir {self.state_dir(host)} "
+            f"--engine sim --host {address} --allow-anonymous --timeout 300"
+        )
+        env = {**os.environ, **self.env}
+        log_file = self.directory / f"{host}.log"
+        self.launchers[host] = child.start(
+            self.network.inside(host, *command), env, log_file, cwd=ROOT
+        )
+
+    def folder(self, host: str) -> Path:
+        return self.directory / "hosts" / host
+
+    def state_dir(self, host: str) -> Path:
+        return self.directory / f"state-{host}"
+
+    def log(self, host: str) -> str:
+        return (self.directory / f"{host}.log").read_text()
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(self.layout.hosts)
+
+    @property
+    def server_hosts(self) -> tuple[str, ...]:
+        return self.layout.server_hosts
+
+    def url(self, host: str) -> str:
+        return f"http://{join(self.layout.address(host), 8000)}"
+
+    def mesh_state(self, host: str) -> state.MeshState | None:
+        return state.read(self.state_dir(host))
+
+    def is_ready(self, host: str) -> bool:
+        launcher = self.launchers[host]
+        assert launcher.poll() is None, self.log(host)
+        found = self.mesh_state(host)
+        return found is not None and found.phase == "ready"
+
+    async def until_ready(self, within_s: float = 240.0) -> float:
+        return await until(lambda: all(map(self.is_ready, self.hosts)), within_s)
+
+    def host_of(self, process: str) -> str:
+        return process.partition("-")[0]
+
+    def pid(self, host: str, process: str) -> int:
+        """0 while it does not run."""
+        found = self.mesh_state(host)
+        return 0 if found is None else found.processes[process].pid
+
+    def reap(self, host: str) -> None:
+        self.launchers.pop(host).wait(30)
+
+    @contextlib.contextmanager
+    def as_admin(self) -> Iterator[None]:
+        """Connect as the operator's commands do."""
+        folder = CertificateFolder(self.directory / "hosts/admin/operator")
+        with using_certificates(folder, nats_roles=True):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def bus(self) -> AsyncIterator[NatsBus]:
+        with self.as_admin():
+            bus = await NatsBus.connect(self.host_folder.nats_url, "test")
+            try:
+                yield bus
+            finally:
+                await bus.close()
+
+    @property
+    def host_folder(self) -> HostFolder:
+        return HostFolder.read(self.folder(self.hosts[0]))
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    file: Path, directory: Path, cable: Cable, env: Mapping[str, str] | None = None
+) -> AsyncIterator[Cluster]:
+    """All hosts of the file, ready."""
+    subnet = free_subnet()
+    here = directory / file.name
+    here.write_text(file.read_text().replace(_EXAMPLE_SUBNET, subnet))
+    # The first command of docs/deploy.md.
+    subprocess.run(
+        pdmesh(f"hosts prepare {here} --out {directory / 'hosts'}"),
+        check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": _python_path()},
+    )  # fmt: skip
+    layout = read(here.read_text())
+    addresses = {name: layout.address(name) for name in layout.hosts}
+    with Network(addresses, f"{subnet}1", cable) as network:
+        env = {**_ENV, "PYTHONPATH": _python_path(), **(env or {})}
+        running = Cluster(directory, layout, network, env)
+        try:
+            for host in running.hosts:
+                running.start(host)
+            await running.until_ready()
+            yield running
+        finally:
+            for host, launcher in running.launchers.items():
+                network.kill_all(host)
+                launcher.wait(30)
+
+
+def pdmesh(arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pdmesh.cli.app", *shlex.split(arguments)]
+
+
+def _python_path() -> str:
+    return os.pathsep.join(path for path in sys.path if path)
