@@ -74,7 +74,13 @@ async def serve(settings: Settings, app: App) -> None:
         "parsers", lambda: gateway.parser_start.is_settled or not gateway.fleet.serves_answers()
     )
     await gateway.start()
-    log.info("gateway.serving", http_port=gateway.http.port, grpc_port=gateway.grpc.port)
+    picker_port = None if gateway.picker is None else gateway.picker.port
+    log.info(
+        "gateway.serving",
+        http_port=gateway.http.port,
+        grpc_port=gateway.grpc.port,
+        picker_port=picker_port,
+    )
     registering = asyncio.create_task(presence.start(lambda: _record(settings, app, gateway)))
     proving = asyncio.create_task(proof.run(), name="path-proof")
     try:

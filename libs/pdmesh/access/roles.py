@@ -96,6 +96,13 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
             subjects.instance_load(),
             subjects.request_finished(),
             subjects.error_reported(),
+            # What the operators' page shows of the last hour, of other masters too:
+            subjects.health_changed(),
+            subjects.fault_report(),
+            subjects.group_step(),
+            subjects.upgrade_step(),
+            subjects.leader_changed(),
+            subjects.admin_changed(),
         ),
         writes=(
             buckets.ASSIGNMENTS,

@@ -43,3 +43,13 @@ def is_loopback_number(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_numeric(address: str) -> bool:
+    """Whether `host:port` has a numeric host; IPv6 has brackets."""
+    host, _, port = address.rpartition(":")
+    try:
+        version = ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).version
+    except ValueError:
+        return False
+    return port.isdecimal() and (version == 4) is (not host.startswith("["))

@@ -114,9 +114,9 @@ class InferenceServicer:
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
         async with self._permit(context) as permit:
-            allowed = permit.tenant.models
+            tenant = permit.tenant
         served = self._frontend.shared.fleet.models()
-        models = [m for m in served if not allowed or m.name in allowed]
+        models = [m for m in served if tenant.may_use(m.name)]
         return pb.ListModelsResponse(
             models=[m.name for m in models],
             infos=[

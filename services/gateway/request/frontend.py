@@ -43,11 +43,17 @@ from pdmesh.services.gateway.request.generation import Collaborators, Generation
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity
 from pdmesh.services.gateway.request.observer import CallReport, Observer
 from pdmesh.services.gateway.request.pacer import Pacer
-from pdmesh.services.gateway.request.spec import UNBOUNDED, CallSpec, ServedModel
+from pdmesh.services.gateway.request.spec import (
+    UNBOUNDED,
+    CallSpec,
+    PreparedCall,
+    ServedModel,
+)
 from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.telemetry import metrics, names, traces
+from pdmesh.v1.scheduler_service_pb2 import HandedPlan, PlanResult
 
 _scenarios = metrics.counter(
     names.SCENARIO_CHOSEN,
@@ -264,31 +270,16 @@ class Frontend:
         traceparent: str = "",
         *,
         is_quiet: bool = False,
+        handed: HandedPlan | None = None,
     ) -> Call:
-        """Start a call, which must be closed.
+        """Start a call, which must be closed. `handed`: a plan that an endpoint picker made for it.
 
         Raises InvalidRequest, ModelNotFound, NoInstance, Draining or Overloaded.
         """
         self.check_open()
-        num_choices = spec.n * len(spec.prompts)
-        check_grammars(spec.sampling.constraint, num_choices)
-        check_allowed_ids(len(spec.sampling.shaping.allowed_token_ids), num_choices)
-        spec = self._with_scenario(self._with_adapter(spec))
-        budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
-        digest = spec.adapter.adapter.digest if spec.adapter is not None else ""
-        prompts = [
-            Prompt(
-                tokens,
-                self.shared.hash_secret,
-                spec.tenant.name,
-                spec.cache_salt,
-                digest,
-                spec.images,
-            )
-            for tokens in spec.prompts
-        ]
-        if self.shared.poison:
-            self._refuse_poison(prompts)
+        prepared = self.prepare(spec)
+        _count_scenario(prepared)
+        spec, prompts, budgets = prepared.spec, prepared.prompts, prepared.max_tokens
         permit.charge(sum(map(len, spec.prompts)) + spec.n * sum(budgets))
         span = self.observer.start_span(spec, traceparent)
         call = Call(request_id, spec, span, self._pacer, permit)
@@ -297,6 +288,8 @@ class Frontend:
             for choice in range(spec.n):
                 index = prompt_index * spec.n + choice
                 identity = self._identity(call, index, choice, budgets[prompt_index])
+                if handed is not None and index == 0:
+                    identity.handed = self._fitting(handed, prepared)
                 generation = Generation(
                     self.shared, spec, prompt, identity, on_tokens, call.on_news
                 )
@@ -306,6 +299,42 @@ class Frontend:
         for generation in call.generations:
             generation.start()
         return call
+
+    def prepare(self, spec: CallSpec) -> PreparedCall:
+        """Find out all that the call's plan depends on.
+
+        Raises InvalidRequest, ModelNotFound, NoInstance or PoisonRequest.
+        """
+        num_choices = spec.n * len(spec.prompts)
+        check_grammars(spec.sampling.constraint, num_choices)
+        check_allowed_ids(len(spec.sampling.shaping.allowed_token_ids), num_choices)
+        spec, by = self._with_scenario(self._with_adapter(spec))
+        budgets = tuple(self._max_tokens(spec, len(p)) for p in spec.prompts)
+        digest = spec.adapter.adapter.digest if spec.adapter is not None else ""
+        prompts = tuple(
+            Prompt(
+                tokens,
+                self.shared.hash_secret,
+                spec.tenant.name,
+                spec.cache_salt,
+                digest,
+                spec.images,
+            )
+            for tokens in spec.prompts
+        )
+        if self.shared.poison:
+            self._refuse_poison(prompts)
+        return PreparedCall(spec, prompts, budgets, by)
+
+    def take_handed(self, header: str) -> HandedPlan | None:
+        """The plan of an endpoint picker in the header of a request; None if there is none."""
+        handed = self.shared.handed_plans
+        return None if handed is None else handed.take(header)
+
+    def _fitting(self, handed: HandedPlan, prepared: PreparedCall) -> PlanResult | None:
+        plans = self.shared.handed_plans
+        assert plans is not None
+        return handed.result if plans.fits(handed, handed_for(prepared)) else None
 
     def _with_adapter(self, spec: CallSpec) -> CallSpec:
         """Bind the call to the content that its adapter has now, for as long as the call lasts.
@@ -321,24 +350,21 @@ class Frontend:
             raise NoInstance(f"{spec.model} has become another model during this request")
         return replace(spec, adapter=found)
 
-    def _with_scenario(self, spec: CallSpec) -> CallSpec:
-        """Give the call its scenario. The rules use the length of its longest prompt.
+    def _with_scenario(self, spec: CallSpec) -> tuple[CallSpec, str]:
+        """Give the call its scenario, and tell what chose it.
 
-        A rule applies only if its scenario serves the model. If no rule applies, the model
-        determines the scenario.
+        The rules use the length of its longest prompt. A rule applies only if its scenario serves
+        the model. If no rule applies, the model determines the scenario.
         """
         if spec.scenario:
-            _scenarios.add(1, _BY_LABEL)
-            return spec
+            return spec, "label"
         model = spec.base_model
         found, by = self._scenario_by_rule(spec, model) if self._scenario_rules else None, "rule"
         if found is None:
             found, by = self.shared.fleet.scenario_of(model), "model"
         if found == DEFAULT_SCENARIO and by == "model":
-            _scenarios.add(1, _BY_DEFAULT)
-            return spec
-        _scenarios.add(1, {names.ATTR_SCENARIO: found, "by": by})
-        return replace(spec, scenario=found)
+            return spec, by
+        return replace(spec, scenario=found), by
 
     def _scenario_by_rule(self, spec: CallSpec, model: str) -> str | None:
         fleet = self.shared.fleet
@@ -432,6 +458,27 @@ class Frontend:
         if asked is not None:
             return asked
         return min(spec.sampling.default_max_tokens or self._default_max_tokens, room)
+
+
+def handed_for(prepared: PreparedCall) -> HandedPlan:
+    """What a plan for the call's first choice is bound to."""
+    spec = prepared.spec
+    return HandedPlan(
+        prompt_digest=prepared.prompts[0].digest,
+        model=spec.base_model,
+        adapter_digest=spec.adapter.adapter.digest if spec.adapter is not None else "",
+        scenario=spec.scenario,
+    )
+
+
+def _count_scenario(prepared: PreparedCall) -> None:
+    scenario, by = prepared.spec.scenario, prepared.scenario_by
+    if by == "label":
+        _scenarios.add(1, _BY_LABEL)
+    elif not scenario:
+        _scenarios.add(1, _BY_DEFAULT)
+    else:
+        _scenarios.add(1, {names.ATTR_SCENARIO: scenario, "by": by})
 
 
 def _count_slo(call: Call, slos: Slos) -> None:

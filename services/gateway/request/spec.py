@@ -19,6 +19,7 @@ from pdmesh.core.tenancy.limits import ANYONE, Tenant
 from pdmesh.services.gateway.images.loading import Held
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel
+from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.services.gateway.text.text_stream import TextRules
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
@@ -115,3 +116,12 @@ class CallSpec(msgspec.Struct, frozen=True):
     def base_model(self) -> str:
         """The model that instances serve, even if `model` names an adapter of it."""
         return self.model if self.adapter is None else self.adapter.model
+
+
+class PreparedCall(msgspec.Struct, frozen=True):
+    """A call with all that its plan depends on. `prompts` and `max_tokens` are in one order."""
+
+    spec: CallSpec  # with its scenario, and its adapter as it is now
+    prompts: tuple[Prompt, ...]
+    max_tokens: tuple[int, ...]  # of each answer
+    scenario_by: str  # what chose the scenario: label, rule or model

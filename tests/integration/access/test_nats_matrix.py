@@ -53,7 +53,8 @@ EVENTS: Final = {
     "operator": "",
 }
 HEARS: Final = {
-    "master-scheduler": "kv.blocks.* load.instance.* request.finished.* error.reported.*",
+    "master-scheduler": "kv.blocks.* load.instance.* request.finished.* error.reported.* "
+    "health.changed.* health.fault.* group.step.* group.upgrade.* control.leader.* control.audit.*",
     "kv-cache-index": "kv.blocks.*",
     "health-monitor": "health.instance.* health.node.*",
 }

@@ -185,19 +185,19 @@ def server(
     )
 
 
-def listen(target: grpc.aio.Server, address: str) -> int:
+def listen(target: grpc.aio.Server, address: str, *, certified: bool = True) -> int:
     """Listen for the mesh's own processes, and return the port.
 
-    If this process has certificates, callers must show one of the same authorities. Raises
-    RuntimeError.
+    If this process has certificates, the port has TLS, and if callers must be `certified`, they
+    must show a certificate of the same authorities. Raises RuntimeError.
     """
     certificates = own_certificates()
     if certificates is None:
         return target.add_insecure_port(address)
-    return target.add_secure_port(address, _server_side(certificates))
+    return target.add_secure_port(address, _server_side(certificates, certified=certified))
 
 
-def _server_side(folder: CertificateFolder) -> grpc.ServerCredentials:
+def _server_side(folder: CertificateFolder, *, certified: bool) -> grpc.ServerCredentials:
     used = folder.latest()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -212,7 +212,7 @@ def _server_side(folder: CertificateFolder) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         _configuration(used),
         changed,  # type: ignore[arg-type]  # None: no change; grpc-stubs does not know
-        require_client_authentication=True,
+        require_client_authentication=certified,
     )
 
 

@@ -90,7 +90,14 @@ async def opened(
     traceparent = exchange.header(b"traceparent")
     return await charged(
         permit,
-        lambda: frontend.open(spec, exchange.request_id, permit, traceparent, is_quiet=is_quiet),
+        lambda: frontend.open(
+            spec,
+            exchange.request_id,
+            permit,
+            traceparent,
+            is_quiet=is_quiet,
+            handed=exchange.handed,
+        ),
     )
 
 
