@@ -117,8 +117,9 @@ async def test_nobody_is_taken_for_dead_while_no_majority_takes_writes(
         assert set(view.records) == {"g", "p"}
         await buses["p"].close()  # without taking leave
         await until(lambda: gone == ["p"])
-        for each in (*leases, view):
-            await (each.release() if each is not view else view.close())
+        for lease in leases:
+            await lease.release()
+        await view.close()
         await buses["g"].close()
 
 

@@ -56,7 +56,7 @@ class Cluster:
 
     def start(self, host: str) -> None:
         words = {
-            "hosts/a": self.folder(host),
+            "folders/a": self.folder(host),
             "10.0.0.11": self.layout.address(host),
             "keys.json": self.directory / "keys.json",
         }
@@ -142,7 +142,7 @@ async def cluster(
     here.write_text(file.read_text().replace(_EXAMPLE_SUBNET, subnet))
     words = {
         "deploy/hosts/hosts.yaml": here,
-        "hosts": directory / "hosts",
+        "folders": directory / "hosts",
         "keys.json": directory / "keys.json",
     }
     _run(documented("pdmesh hosts prepare", words))
