@@ -4,7 +4,8 @@ The hosts are network namespaces with real addresses, mutual TLS, latency and lo
 hosts). They run deploy/hosts/hosts.yaml by the commands of docs/deploy.md: a NATS cluster of three,
 Redis with two replicas and three sentinels, two gateways, two masters, two prefills, two decodes.
 Every stream must get the text of the calm run, which is that of a single sim model. Only the
-streams of a gateway that was hit may be cut. `make kill-matrix` writes the table "Across hosts".
+streams of a gateway that was hit may be cut. `make kill-matrix-hosts` writes the table "Across
+hosts" in docs/kill-matrix.md.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         running = await stack.enter_async_context(cluster(file, directory, Cable()))
         stack.enter_context(running.as_admin())
         observer = await stack.enter_async_context(Observer.of(running))
-        client = await stack.enter_async_context(httpx.AsyncClient(timeout=60))
+        headers = {"authorization": f"Bearer {running.api_key}"}
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=60, headers=headers))
         reference = fleet.Reference.load(directory / "model")
         world = World(running, observer, reference, client)
         await world.until_whole()
