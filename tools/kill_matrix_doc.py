@@ -65,7 +65,8 @@ through all cases in turn.
 - **complete**: streams with exactly the text of the run without faults, which is that of a single
   sim model. **cut**: streams of the gateway that was hit; they had the beginning of that text.
 - **longest gap**: the longest silence that a client saw, except at a gateway that was hit.
-  **bound**: the longest one that the test allows; the silence without a fault is in it.
+  **bound**: the longest one that the test allows; the silence of the same streams without the
+  fault (at least 1 s) is in it.
 - **whole after**: the time from the end of the fault until every process was ready, every bucket
   had three current replicas, Redis two replicas that follow, and both gateways answered. It is for
   information. The start of a host's processes is the longest part of it.

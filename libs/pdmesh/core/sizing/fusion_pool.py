@@ -161,7 +161,7 @@ def _next(
     variance += batch * held.variance * (law.step_context_s * slower) ** 2
     # The prompts that come while an answer is written: second and third moments, per second of it,
     # of a busy period. The master spreads prompts evenly.
-    spread = prompts.rate_per_s * (1 + 1 / engines.count) / 2
+    spread = prompts.rate_per_s / math.sqrt(engines.count)
     square = spread * mean([t**2 for t in prompts.times]) * slower**2
     cube = spread * mean([t**3 for t in prompts.times]) * slower**3
     # Prompts that came behind a request's own are computed while its answer begins.
