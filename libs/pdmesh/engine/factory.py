@@ -11,6 +11,7 @@ from typing import Final
 from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.engine_args import EngineArgs
+from pdmesh.core.instance.law import Law
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
@@ -19,7 +20,7 @@ from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import DomainRank
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.base import Engine
-from pdmesh.engine.laws import LAWS, Law
+from pdmesh.engine.laws import LAWS
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.encoding.engine import SimEncoderConfig, SimEncoderEngine
 from pdmesh.engine.sim.engine import SimEngine

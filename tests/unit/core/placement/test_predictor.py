@@ -7,8 +7,9 @@ import statistics
 
 import pytest
 
+from pdmesh.core.instance.law import Law
 from pdmesh.core.placement.predictor import MAX_KINDS, LatencyPredictor, PrefillFit
-from pdmesh.engine.laws import DEMO, MOCKER, SMOLLM2_CPU, Law
+from pdmesh.engine.laws import DEMO, MOCKER, SMOLLM2_CPU
 
 
 def learn(fit: PrefillFit, law: Law, count: int, seed: int = 1, noise: float = 0.0) -> list[float]:
