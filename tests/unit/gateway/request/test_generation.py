@@ -36,6 +36,7 @@ class Instance:
     """A session that records what is sent, in one list for all instances."""
 
     worked = None
+    has_slot = True
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
