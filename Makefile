@@ -22,7 +22,7 @@ VLLM   := $(DONE)/$(if $(CUDA),cuda,vllm)
 # RESULTS is a folder where each suite leaves what its tests did.
 PYTEST = $(BIN)/python -m pytest $(if $(RESULTS),--junitxml=$(RESULTS)/$@-$$(date +%s).xml)
 
-.PHONY: help up down status setup setup-sim setup-dev setup-vllm setup-cuda cuda-lock-check model test unit chart kernels gpu-check e2e chaos faults kill-matrix \
+.PHONY: help up down status setup setup-sim setup-dev setup-vllm setup-cuda cuda-lock-check model test unit chart kernels gpu-check e2e chaos faults kill-matrix kill-matrix-hosts \
         kv-faults compose-test check audit format fuzz bench bench-peers proto proto-check docs coverage-results docs-check site lock lock-images clean
 
 help: ## list the targets
@@ -91,9 +91,10 @@ faults: $(DONE)/dev ## test each fault separately: kill, freeze and cut off ever
 compose-test: $(DONE)/dev ## run and test the docker compose cluster; starts a container engine if none runs
 	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)
 
+kill-matrix-hosts: TESTS = tests/chaos/test_hosts.py ## lose parts of a mesh of three hosts (network namespaces; as root) and write the table in docs/kill-matrix.md
 kill-matrix: TESTS = tests/chaos/test_kill_matrix.py ## run the kill matrix and write its table in docs/kill-matrix.md
 kv-faults: TESTS = tests/chaos/test_kv_faults.py tests/chaos/test_kv_source_exclusions.py tests/integration/tiers/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything ## run the faults of KV and write their table in docs/kill-matrix.md
-kill-matrix kv-faults: $(DONE)/dev
+kill-matrix kill-matrix-hosts kv-faults: $(DONE)/dev
 	@rm -rf .cache/$@ && mkdir -p .cache/$@
 	@KILL_MATRIX_DIR=$(abspath .cache/$@) $(PYTEST) $(TESTS) $(ARGS)
 	@$(BIN)/python -m tools.kill_matrix_doc .cache/$@ docs/kill-matrix.md

@@ -51,15 +51,17 @@ class Cluster:
     layout: Layout
     network: Network
     env: Mapping[str, str]
+    api_key: str
     launchers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, host: str) -> None:
-        """The second command of docs/deploy.md."""
-        address = self.layout.address(host)
-        command = pdmesh(
-            f"up --host-folder {self.folder(host)} --state-dir {self.state_dir(host)} "
-            f"--engine sim --host {address} --allow-anonymous --timeout 300"
-        )
+        words = {
+            "folders/a": self.folder(host),
+            "10.0.0.11": self.layout.address(host),
+            "keys.json": self.directory / "keys.json",
+        }
+        more = f" --engine sim --state-dir {self.state_dir(host)}"
+        command = documented("pdmesh up --host-folder", words, more)
         env = {**os.environ, **self.env}
         log_file = self.directory / f"{host}.log"
         self.launchers[host] = child.start(
@@ -138,16 +140,18 @@ async def cluster(
     subnet = free_subnet()
     here = directory / file.name
     here.write_text(file.read_text().replace(_EXAMPLE_SUBNET, subnet))
-    # The first command of docs/deploy.md.
-    subprocess.run(
-        pdmesh(f"hosts prepare {here} --out {directory / 'hosts'}"),
-        check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": _python_path()},
-    )  # fmt: skip
+    words = {
+        "deploy/hosts/hosts.yaml": here,
+        "folders": directory / "hosts",
+        "keys.json": directory / "keys.json",
+    }
+    _run(documented("pdmesh hosts prepare", words))
+    api_key = _run(documented("pdmesh keys add", words)).split()[-1]
     layout = read(here.read_text())
     addresses = {name: layout.address(name) for name in layout.hosts}
     with Network(addresses, f"{subnet}1", cable) as network:
         env = {**_ENV, "PYTHONPATH": _python_path(), **(env or {})}
-        running = Cluster(directory, layout, network, env)
+        running = Cluster(directory, layout, network, env, api_key)
         try:
             for host in running.hosts:
                 running.start(host)
@@ -159,8 +163,19 @@ async def cluster(
                 launcher.wait(30)
 
 
-def pdmesh(arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pdmesh.cli.app", *shlex.split(arguments)]
+def documented(start: str, words: Mapping[str, object], more: str = "") -> list[str]:
+    """The command of docs/deploy.md that begins so, with these words of the page replaced."""
+    lines = (ROOT / "docs/deploy.md").read_text().splitlines()
+    (line,) = (each for each in lines if each.startswith(start))
+    _, *arguments = shlex.split(line + more)
+    replaced = [str(words.get(each, each)) for each in arguments]
+    return [sys.executable, "-m", "pdmesh.cli.app", *replaced]
+
+
+def _run(command: list[str]) -> str:
+    env = {**os.environ, "PYTHONPATH": _python_path()}
+    done = subprocess.run(command, check=True, cwd=ROOT, env=env, capture_output=True, text=True)
+    return done.stdout
 
 
 def _python_path() -> str:

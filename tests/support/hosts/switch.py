@@ -112,8 +112,16 @@ def _ip(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
+def _line(fd: int) -> bytes:
+    """Nothing beyond it, which `run` reads."""
+    line = b""
+    while not line.endswith(b"\n") and (char := os.read(fd, 1)):
+        line += char
+    return line
+
+
 def main() -> None:
-    first = json.loads(sys.stdin.buffer.raw.readline())  # the rest is read by `run`
+    first = json.loads(_line(sys.stdin.fileno()))
     hosts = {name: (namespace, ip) for name, (namespace, ip) in first["hosts"].items()}
     switch = Switch(hosts, first["latency_s"], first["loss"])
     print("ready", flush=True)

@@ -41,8 +41,9 @@ class Observer:
     @classmethod
     @contextlib.asynccontextmanager
     async def of(cls, cluster: Cluster) -> AsyncIterator[Self]:
+        lease_s = float(cluster.env.get("PDMESH_LEASE_S", "3"))
         async with cluster.bus() as bus:
-            view = await NatsRegistry(bus, 3.0).watch()
+            view = await NatsRegistry(bus, lease_s).watch()
             try:
                 yield cls(cluster, bus, view)
             finally:

@@ -26,6 +26,7 @@ from tests.fakes.fake_master import FakeMaster, leader_at, serving
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.memory_registry import MemoryView
 from tests.support.proxies.envoy import Config, Envoy, picker_config
+from tests.support.waiting import until
 
 SECRET = "a-hash-secret-of-the-test"
 
@@ -168,6 +169,11 @@ async def picked_site(
         if allowed is not None:
             allowed(addresses)(config)
         envoy = await stack.enter_async_context(Envoy(folder, config, port))
+
+        async def knows_pickers() -> bool:
+            return await envoy.counter("cluster.picker.membership_healthy") == len(pickers)
+
+        await until(knows_pickers)
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=envoy.url, timeout=60, trust_env=False)
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -83,15 +84,24 @@ def _prepare_servers(
     for identity in (nats_of(name), redis_of(name)):
         authority.issue(identity, folder_of(folder.tls_dir, identity), at, days)
     of_cluster.issue(nats_of(name), folder.path / "cluster-tls", at, days)
-    roles = {role: passwords[role] for role in REDIS_ROLES}
-    acl = redis_acl(roles)
-    acl += server_user(REPLICA_USER, passwords[REPLICA_USER], _REPLICA)
-    acl += server_user(SENTINEL_USER, passwords[SENTINEL_USER], _SENTINEL)
-    write_atomically(folder.path / "redis.acl", acl)
-    users = ["user default off resetpass\n"]
-    users += [server_user(role, password, _OF_CLIENTS) for role, password in roles.items()]
+    write_atomically(folder.path / "redis.acl", redis_users(passwords))
+    write_atomically(folder.path / "sentinel.acl", sentinel_users(passwords))
+
+
+def redis_users(passwords: Mapping[str, str]) -> str:
+    """The ACL file of Redis' servers: services, replicas and sentinels."""
+    return (
+        redis_acl({role: passwords[role] for role in REDIS_ROLES})
+        + server_user(REPLICA_USER, passwords[REPLICA_USER], _REPLICA)
+        + server_user(SENTINEL_USER, passwords[SENTINEL_USER], _SENTINEL)
+    )
+
+
+def sentinel_users(passwords: Mapping[str, str]) -> str:
+    """The ACL file of the sentinels: services, which ask for the primary, and sentinels."""
+    users = [server_user(role, passwords[role], _OF_CLIENTS) for role in sorted(REDIS_ROLES)]
     users.append(server_user(SENTINEL_USER, passwords[SENTINEL_USER], _OF_SENTINELS))
-    write_atomically(folder.path / "sentinel.acl", "".join(users))
+    return "user default off resetpass\n" + "".join(users)
 
 
 def _identities(layout: Layout, name: str) -> list[ProcessIdentity]:

@@ -28,7 +28,9 @@ def streamed(config: Config) -> None:
 
 
 def failing_open(config: Config) -> None:
+    """While it retries, Envoy gives the body away, and can no longer go on without a picker."""
     ext_proc(config)["failure_mode_allow"] = True
+    del ext_proc(config)["grpc_service"]["retry_policy"]
 
 
 def by_header(config: Config) -> None:

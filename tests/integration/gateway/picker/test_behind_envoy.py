@@ -175,6 +175,11 @@ async def test_without_a_picker_the_proxy_refuses_or_goes_on_as_it_was_told(
             assert gateway.picker is not None
             await gateway.picker.stop(0)
 
+        async def is_known() -> bool:
+            return await site.envoy.counter("cluster.picker.membership_healthy") == 0
+
+        await until(is_known)
+
     (tmp_path / "closed").mkdir()
     async with picked_site(tmp_path / "closed") as site:
         await stop_pickers(site)

@@ -43,6 +43,11 @@ async def picked_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Envoy]]:
     config = picker_config(port.port, addresses[:2], addresses[4:])
     try:
         async with Mesh(spec, folder / "mesh") as mesh, Envoy(folder, config, port) as envoy:
+
+            async def knows_pickers() -> bool:
+                return await envoy.counter("cluster.picker.membership_healthy") == len(GATEWAYS)
+
+            await until(knows_pickers)
             yield mesh, envoy
     finally:
         for each in reserved:
