@@ -51,6 +51,7 @@ class HostPools:
 
     num_blocks: int
     recompute_block_s: float
+    is_shared: bool = True  # workers fetch from the pools of others
     costs: CostBook = field(default_factory=CostBook)
     num_loaded: dict[Tier, int] = field(default_factory=lambda: {Tier.HOST: 0, Tier.PEER: 0})
     _pools: dict[str, _Pool] = field(default_factory=dict)
@@ -60,7 +61,11 @@ class HostPools:
         if not self.num_blocks or first >= len(hashes):
             return 0, 0.0
         plan = plan_load(
-            [s for name in self._pools if (s := self._source(worker, name, hashes)).held],
+            [
+                s
+                for name in (self._pools if self.is_shared else self._pools.keys() & {worker})
+                if (s := self._source(worker, name, hashes)).held
+            ],
             first,
             len(hashes),
             self.recompute_block_s,
