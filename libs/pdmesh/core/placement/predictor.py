@@ -63,6 +63,14 @@ class PrefillFit:
         ]
     )
 
+    @property
+    def doubt(self) -> float:
+        """How much longer than predicted a prompt may take; before a few were seen, as long again.
+
+        A first prediction is a guess, so an instance whose guessed time is over is not yet free.
+        """
+        return self.error if self.num_observed >= _FEW_OBSERVED else max(1.0, self.error)
+
     def predict_s(
         self,
         num_tokens: int,
