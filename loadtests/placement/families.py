@@ -12,7 +12,13 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from loadtests.traffic.workloads import Arrival, block_name
+from loadtests.traffic.workloads import (
+    Arrival,
+    block_name,
+    long_prompts,
+    scaled,
+    short_chats,
+)
 
 BLOCK: Final = 512
 _TICK_S: Final = 3.0
@@ -139,6 +145,21 @@ def working_set(seed: int, count: int, rate_per_s: float = 9.0) -> list[Arrival]
         num_tokens = len(names) * BLOCK + rng.randrange(BLOCK)
         arrivals.append(Arrival(now, num_tokens, 1 + int(rng.expovariate(1 / 60)), names))
     return arrivals
+
+
+def rtp_short_chats(seed: int, count: int, rate_per_s: float = 40.0) -> list[Arrival]:
+    """RTP-LLM's first workload (S131): a dozen requests for each prefix."""
+    return short_chats(
+        random.Random(seed), num_scenarios=count // 12, num_requests=12, rate_per_s=rate_per_s
+    )
+
+
+def rtp_long_prompts(seed: int, count: int, rate_per_s: float = 16.0) -> list[Arrival]:
+    """RTP-LLM's second workload (S131) at a quarter of its lengths."""
+    arrivals = long_prompts(
+        random.Random(seed), num_scenarios=count // 12, num_requests=12, rate_per_s=rate_per_s
+    )
+    return scaled(arrivals, lengths=0.25)
 
 
 def window(arrivals: Sequence[Arrival], seed: int, count: int, time: float = 1.0) -> list[Arrival]:

@@ -4,6 +4,9 @@ one, beside seven other policies (`make bench NAME=placement-generalises`).
     make bench NAME=placement-generalises TRACES=FOLDER          # about five minutes on a core
     python -m loadtests.placement.generalises --families "toolagent;agents" --seeds 1
 
+With --kept FILE, each run becomes a line there and is not repeated: a call that was interrupted is
+continued by the next. Delete the file when the code changes.
+
 Runs are on the virtual clock: the product's own cores decide. A seed is another part of a trace, or
 another draw of a family. Azure's traces have lengths and times only, so nothing is reused there.
 """
@@ -12,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -39,13 +43,18 @@ from pdmesh.core.placement.baselines import POLICIES, default
 from pdmesh.core.placement.expected_completion import Prices
 from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU, Law
+from pdmesh.engine.sim.config import CHUNK_TOKENS
 
 _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
 _FUSION: Final = MeshShape(MOCKER, num_fusion=4, num_blocks=2048, block_size=families.BLOCK)
 _PAIRS: Final = replace(_FUSION, num_fusion=0, num_prefill=4, num_decode=4, prefill_slots=16)
+# RTP-LLM's two workloads (S131) as `loadtests.placement.compare` plays them.
+_RTP: Final = MeshShape(
+    SMOLLM2_CPU, num_prefill=8, num_decode=2, decode_blocks=16_384, chunk_tokens=CHUNK_TOKENS
+)
 _BEGINNING: Final = 20  # spans that the predictor learns from before it is judged
-FUTURES: Final = (0.0, 3.0, 6.0, 12.0)
-BALANCES: Final = (0.0, 3.0)
+FUTURES: Final = (0.0, 4.0, 12.0)
+BALANCES: Final = (0.0, 2.0, 4.0)
 DEFAULT: Final = Prices()
 
 
@@ -98,6 +107,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "agents, 6 instances": Family(
         replace(_FUSION, num_fusion=6), lambda t, s: families.agents(s, 100, apart_s=0.7)
+    ),
+    "RTP-LLM short chats, P/D 8+2": Family(
+        replace(_RTP, num_blocks=52), lambda t, s: families.rtp_short_chats(s, 720)
+    ),
+    "RTP-LLM long prompts, P/D 8+2": Family(
+        replace(_RTP, num_blocks=64), lambda t, s: families.rtp_long_prompts(s, 300)
     ),
 }
 
@@ -225,11 +240,35 @@ def tiers_table(seeds: int) -> str:
     return "\n".join([*lines, "\nAsked: 40 % lower."])
 
 
+class KeptRuns:
+    """The outcomes of runs by what was played, kept in a file if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._outcomes: dict[str, Outcome] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                key, outcome = json.loads(line)
+                self._outcomes[key] = Outcome(**outcome)
+
+    def get(self, key: str, run: Callable[[], Outcome]) -> Outcome:
+        """The kept outcome, or that of a run now."""
+        found = self._outcomes.get(key)
+        if found is None:
+            found = self._outcomes[key] = run()
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps([key, asdict(found)]) + "\n")
+        return found
+
+
 class Comparison:
     """All runs: ours with every constant that is tried, and the other policies."""
 
-    def __init__(self, names: Sequence[str], traces: Path | None, seeds: int) -> None:
-        self._names, self._traces, self._seeds = names, traces, seeds
+    def __init__(
+        self, names: Sequence[str], traces: Path | None, seeds: int, kept: KeptRuns
+    ) -> None:
+        self._names, self._traces, self._seeds, self._kept = names, traces, seeds, kept
         self._grid = [Prices(future=f, balance=b) for f, b in itertools.product(FUTURES, BALANCES)]
         self._others = [p for p in POLICIES if p != OURS]
         self._progress = Progress(len(names) * (len(self._grid) + len(self._others)))
@@ -262,8 +301,13 @@ class Comparison:
         )
 
     def _play(self, name: str, policy: str, prices: Prices) -> list[Outcome]:
-        seeds = range(1, self._seeds + 1)
-        runs = [play(name, seed, self._traces, policy, prices) for seed in seeds]
+        runs = [
+            self._kept.get(
+                json.dumps([name, policy, seed, asdict(prices)]),
+                partial(play, name, seed, self._traces, policy, prices),
+            )
+            for seed in range(1, self._seeds + 1)
+        ]
         self._progress.step(f"{name}, {policy}")
         return runs
 
@@ -275,13 +319,14 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="folder of the public traces")
     parser.add_argument("--families", default=";".join(FAMILIES), help="separated by ;")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kept", type=Path, help="a file of runs, which are not repeated")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     options = parser.parse_args()
     names = [name.strip() for name in options.families.split(";")]
     unknown = [name for name in names if name not in FAMILIES]
     if unknown:
         parser.error(f"--families: no family is called {unknown[0]!r}")
-    comparison = Comparison(names, options.traces, options.seeds)
+    comparison = Comparison(names, options.traces, options.seeds, KeptRuns(options.kept))
     text = comparison.run()
     print(text)
     if options.out:

@@ -86,4 +86,5 @@ def test_every_family_without_a_trace_has_requests_of_named_blocks_in_order_of_t
             continue
         arrivals = family.arrivals(None, 1)
         assert [a.at_s for a in arrivals] == sorted(a.at_s for a in arrivals)
-        assert all(len(a.blocks) * families.BLOCK <= a.num_prompt_tokens for a in arrivals)
+        size = family.shape.block_size
+        assert all(len(a.blocks) * size <= a.num_prompt_tokens for a in arrivals)
