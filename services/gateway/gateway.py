@@ -35,6 +35,7 @@ from pdmesh.services.gateway.request.observer import Observer, Publisher
 from pdmesh.services.gateway.request.waiting import Waiting
 from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
 from pdmesh.services.gateway.routing.planner import Planner
+from pdmesh.services.gateway.routing.scenarios import PrefixMatches, ScenarioChooser
 from pdmesh.services.gateway.routing.sessions import SessionPool
 from pdmesh.services.gateway.settings import Settings
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
@@ -80,6 +81,7 @@ class Gateway:
             timeout_s=settings.plan_timeout_s,
             max_staleness_s=settings.max_staleness_s,
         )
+        self._matches = PrefixMatches(self.fleet, gateway_id, timeout_s=settings.plan_timeout_s)
         self.observer = Observer(gateway_id, publisher)
         keys = itertools.count(1)
         shared = Collaborators(
@@ -105,7 +107,7 @@ class Gateway:
             default_max_tokens=settings.default_max_tokens,
             max_calls=settings.max_calls,
             chunk_interval_s=settings.chunk_interval_ms / 1000,
-            scenario_rules=settings.rules,
+            scenarios=ScenarioChooser(settings.rules, self.fleet, self._matches),
         )
         self.http_app = _http_app(settings, self.frontend, self._access, not_ready)
         self._bounds = _bounds(settings)
@@ -155,6 +157,7 @@ class Gateway:
         await self.observer.publish_rest()
         await self.sessions.close()
         await self._planner.close()
+        await self._matches.close()
         await self.frontend.shared.grammars.close()
         await self.frontend.shared.tokenizers.close()
 

@@ -166,6 +166,7 @@ class InferenceServicer:
         """
         is_quiet = not (is_streamed or spec.sampling.ends_by_text)
         traceparent = _metadata(context, "traceparent")
+        spec = await self._frontend.with_scenario(spec)
         call = await charged(
             permit,
             lambda: self._frontend.open(

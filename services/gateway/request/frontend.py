@@ -12,6 +12,7 @@ import contextlib
 import math
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -22,7 +23,6 @@ from opentelemetry.trace import Span
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.pooling.facts import PoolingFacts
 from pdmesh.core.request.events import Complete, Fail
-from pdmesh.core.request.scenario_rules import ScenarioRule, scenario_by_rule
 from pdmesh.core.request.slo import Slos
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import (
@@ -45,9 +45,11 @@ from pdmesh.services.gateway.request.observer import CallReport, Observer
 from pdmesh.services.gateway.request.pacer import Pacer
 from pdmesh.services.gateway.request.spec import UNBOUNDED, CallSpec, ServedModel
 from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel
+from pdmesh.services.gateway.routing.scenarios import Asked, ScenarioChooser
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.telemetry import metrics, names, traces
+from pdmesh.v1.common_pb2 import InstanceRecord
 
 _scenarios = metrics.counter(
     names.SCENARIO_CHOSEN,
@@ -188,10 +190,10 @@ class Frontend:
         default_max_tokens: int,
         max_calls: int,
         chunk_interval_s: float = 0.0,
-        scenario_rules: Sequence[ScenarioRule] = (),
+        scenarios: ScenarioChooser,
     ) -> None:
         self.shared = shared
-        self._scenario_rules = scenario_rules
+        self._scenarios = scenarios
         self.is_draining = False
         self.observer = observer
         self._default_max_tokens = default_max_tokens
@@ -265,7 +267,7 @@ class Frontend:
         *,
         is_quiet: bool = False,
     ) -> Call:
-        """Start a call, which must be closed.
+        """Start a call that has its scenario (`with_scenario`); it must be closed.
 
         Raises InvalidRequest, ModelNotFound, NoInstance, Draining or Overloaded.
         """
@@ -273,20 +275,9 @@ class Frontend:
         num_choices = spec.n * len(spec.prompts)
         check_grammars(spec.sampling.constraint, num_choices)
         check_allowed_ids(len(spec.sampling.shaping.allowed_token_ids), num_choices)
-        spec = self._with_scenario(self._with_adapter(spec))
+        spec = self._with_adapter(spec)
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
-        digest = spec.adapter.adapter.digest if spec.adapter is not None else ""
-        prompts = [
-            Prompt(
-                tokens,
-                self.shared.hash_secret,
-                spec.tenant.name,
-                spec.cache_salt,
-                digest,
-                spec.images,
-            )
-            for tokens in spec.prompts
-        ]
+        prompts = [self._prompt(spec, tokens) for tokens in spec.prompts]
         if self.shared.poison:
             self._refuse_poison(prompts)
         permit.charge(sum(map(len, spec.prompts)) + spec.n * sum(budgets))
@@ -321,30 +312,41 @@ class Frontend:
             raise NoInstance(f"{spec.model} has become another model during this request")
         return replace(spec, adapter=found)
 
-    def _with_scenario(self, spec: CallSpec) -> CallSpec:
-        """Give the call its scenario. The rules use the length of its longest prompt.
-
-        A rule applies only if its scenario serves the model. If no rule applies, the model
-        determines the scenario.
+    def _prompt(self, spec: CallSpec, tokens: array[int]) -> Prompt:
+        """The prompt as instances and the master know it; the one that chose the scenario is kept,
+        since its blocks are hashed already.
         """
+        digest = spec.adapter.adapter.digest if spec.adapter is not None else ""
+        known = spec.hashed
+        if known is not None and known.tokens is tokens and known.adapter == digest:
+            return known
+        return Prompt(
+            tokens, self.shared.hash_secret, spec.tenant.name, spec.cache_salt, digest, spec.images
+        )
+
+    async def with_scenario(self, spec: CallSpec) -> CallSpec:
+        """Give the call its scenario. The rules use its longest prompt. Raises as `open`."""
         if spec.scenario:
             _scenarios.add(1, _BY_LABEL)
             return spec
-        model = spec.base_model
-        found, by = self._scenario_by_rule(spec, model) if self._scenario_rules else None, "rule"
-        if found is None:
-            found, by = self.shared.fleet.scenario_of(model), "model"
+        self.check_open()
+        longest = max(spec.prompts, key=len, default=None)
+        hashed: list[Prompt] = []
+
+        def hashes(reference: InstanceRecord) -> Sequence[bytes]:
+            if longest is None:
+                return ()
+            hashed.append(self._prompt(self._with_adapter(spec), longest))
+            return hashed[0].hashes(reference)
+
+        found, by = await self._scenarios.choose(
+            Asked(spec.operation, spec.base_model, len(longest or ()), hashes)
+        )
         if found == DEFAULT_SCENARIO and by == "model":
             _scenarios.add(1, _BY_DEFAULT)
             return spec
         _scenarios.add(1, {names.ATTR_SCENARIO: found, "by": by})
-        return replace(spec, scenario=found)
-
-    def _scenario_by_rule(self, spec: CallSpec, model: str) -> str | None:
-        fleet = self.shared.fleet
-        rules = [r for r in self._scenario_rules if fleet.has_served(model, r.scenario)]
-        longest = max(map(len, spec.prompts), default=0)
-        return scenario_by_rule(rules, spec.operation, longest)
+        return replace(spec, scenario=found, hashed=hashed[0] if hashed else None)
 
     def take_in(self, call: Endable) -> None:
         """Count a pooling call that begins, so that it ends when the gateway does."""

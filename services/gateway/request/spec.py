@@ -19,6 +19,7 @@ from pdmesh.core.tenancy.limits import ANYONE, Tenant
 from pdmesh.services.gateway.images.loading import Held
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel
+from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.services.gateway.text.text_stream import TextRules
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
@@ -106,6 +107,7 @@ class CallSpec(msgspec.Struct, frozen=True):
     adapter: AdaptedModel | None = None  # the adapter that `model` names
     images: tuple[PromptImage, ...] = ()  # of its prompt, which is the only one then
     held_images: Held | None = None
+    hashed: Prompt | None = None  # of its longest prompt, if the choice of a scenario needed it
 
     @property
     def text_rules(self) -> TextRules:

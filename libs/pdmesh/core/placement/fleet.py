@@ -7,7 +7,7 @@ a report names them (see `reservations.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.core.health.fault_levels import FaultJudged
@@ -137,6 +137,16 @@ class Fleet:
     def settle(self, now: float) -> None:
         """Drop bookings that no report has named in time."""
         self.reservations.expire(now)
+
+    def longest_by_scenario(self, matches: Mapping[str, int]) -> dict[str, int]:
+        """The longest of the matches (blocks by instance) in each scenario, of usable instances."""
+        longest: dict[str, int] = {}
+        for instance_id, num_blocks in matches.items():
+            instance = self.instances.get(instance_id)
+            if instance is not None and instance.is_usable:
+                scenario = instance.identity.scenario
+                longest[scenario] = max(num_blocks, longest.get(scenario, 0))
+        return longest
 
     def check_invariants(self) -> None:
         for instance_id, instance in self.instances.items():
