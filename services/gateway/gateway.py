@@ -36,6 +36,7 @@ from pdmesh.services.gateway.request.waiting import Waiting
 from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
 from pdmesh.services.gateway.routing.planner import Planner
 from pdmesh.services.gateway.routing.scenarios import PrefixMatches, ScenarioChooser
+from pdmesh.services.gateway.routing.session_hints import SessionHints
 from pdmesh.services.gateway.routing.sessions import SessionPool
 from pdmesh.services.gateway.settings import Settings
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
@@ -100,6 +101,7 @@ class Gateway:
             parsers=parsers,
             images=_images(settings),
             answer_kv=AnswerKv(self.fleet, self.sessions, is_on=settings.give_answer_kv),
+            session_hints=SessionHints(self.fleet, self.sessions, hold_s=settings.session_hold_s),
         )
         self.frontend = Frontend(
             shared,

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from pdmesh.config import JsonObject, ServerUrl, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.images.source import MAX_PIXELS, ImageRules
+from pdmesh.core.kv.tiers.holds import MAX_HOLD_S
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
@@ -211,6 +212,13 @@ class Settings(OidcSettings):
         description="Rules for requests without a scenario, as JSON; the first match wins: "
         "scenario, min_prompt_tokens, max_prompt_tokens, max_uncached_tokens (the most that no "
         "instance of the scenario may hold of the prompt), operation",
+    )
+    session_hold_s: float = Field(
+        120.0,
+        ge=0,
+        le=MAX_HOLD_S,
+        description="For how long host pools evict the blocks of a session last that has paused "
+        "for a tool (a quarter of a pool, and of a tenant's share of it, at most)",
     )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(

@@ -37,6 +37,7 @@ from pdmesh.services.gateway.openai.schema import (
     checked_ids,
     is_echo_alone,
     prompts_of,
+    session_of,
 )
 from pdmesh.services.gateway.openai.tools import tools_of
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
@@ -85,7 +86,8 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, permit: 
         context_length=model.context_length,
         n=request.n or 1,
         scenario=request.scenario,
-        chat_id=request.chat_id,
+        chat_id=request.chat_id or (request.session.id if request.session else ""),
+        session=session_of(request.session),
         cache_salt=request.cache_salt,
         field_of_prompt="messages",
         field_of_max_tokens="max_completion_tokens"
@@ -217,7 +219,8 @@ async def completion_spec(
         ),
         n=n,
         scenario=request.scenario,
-        chat_id=request.chat_id,
+        chat_id=request.chat_id or (request.session.id if request.session else ""),
+        session=session_of(request.session),
         cache_salt=request.cache_salt,
         echoed=await _echoed(asked, prompts, request, model.tokenizer) if request.echo else (),
         is_echo_alone=is_echo_alone(request),
