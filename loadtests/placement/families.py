@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from loadtests.traffic.workloads import (
@@ -19,6 +20,7 @@ from loadtests.traffic.workloads import (
     scaled,
     short_chats,
 )
+from pdmesh.core.kv.tiers.holds import SessionState
 
 BLOCK: Final = 512
 _TICK_S: Final = 3.0
@@ -132,6 +134,32 @@ def agents(
             )
             now += rng.uniform(4.0, 20.0)
             own += 1 + int(rng.expovariate(1 / 1.5))
+    return sorted(arrivals, key=lambda a: a.at_s)
+
+
+def agents_beside_documents(
+    seed: int, num_sessions: int, documents_per_s: float = 2.0
+) -> list[Arrival]:
+    """Agents whose tools take 4 to 20 s, one in five a minute or two, beside prompts that nobody
+    asks for again. Each agent's client says when it pauses and when it is done.
+    """
+    rng = random.Random(seed)
+    sessions: dict[str, list[Arrival]] = {}
+    for turn in agents(seed, num_sessions, apart_s=1.0, head=4):
+        sessions.setdefault(turn.chat_id, []).append(turn)
+    arrivals = []
+    for turns in sessions.values():
+        late = 0.0
+        for number, turn in enumerate(turns):
+            is_last = number == len(turns) - 1
+            state = SessionState.DONE if is_last else SessionState.PAUSED_FOR_TOOL
+            arrivals.append(replace(turn, at_s=turn.at_s + late, session_state=state))
+            late += rng.uniform(50, 110) if rng.random() < 0.2 else 0.0
+    now, last = 0.0, max(a.at_s for a in arrivals)
+    while (now := now + rng.expovariate(documents_per_s)) < last:
+        names = _named(1_000_000 + len(arrivals), rng.randrange(6, 18))
+        num_tokens = len(names) * BLOCK + rng.randrange(BLOCK)
+        arrivals.append(Arrival(now, num_tokens, 1 + int(rng.expovariate(1 / 60)), names))
     return sorted(arrivals, key=lambda a: a.at_s)
 
 

@@ -53,8 +53,8 @@ _RTP: Final = MeshShape(
     SMOLLM2_CPU, num_prefill=8, num_decode=2, decode_blocks=16_384, chunk_tokens=CHUNK_TOKENS
 )
 _BEGINNING: Final = 20  # spans that the predictor learns from before it is judged
-FUTURES: Final = (0.0, 4.0, 12.0)
-BALANCES: Final = (0.0, 2.0, 4.0)
+FUTURES: Final = (0.0, 6.0, 12.0)
+BALANCES: Final = (2.0, 5.0)
 DEFAULT: Final = Prices()
 
 

@@ -288,6 +288,7 @@ class VirtualMesh:
             case Complete():
                 life.served.e2e_s = self.clock.now - life.served.arrival.at_s
                 life.served.num_rejections = life.request.num_rejections
+                self._note_session(life.served)
                 self.ended(life.served)
             case Fail():
                 life.served.is_refused = True
@@ -295,6 +296,18 @@ class VirtualMesh:
                 self.ended(life.served)
             case _:
                 pass
+
+    def _note_session(self, served: Served) -> None:
+        """Tell the prefill what the client said of the session."""
+        arrival, prefill = served.arrival, served.prefill_id
+        state, pools = arrival.session_state, self.host_pools
+        if state is None:
+            return
+
+        def hear() -> None:
+            pools.note_session(prefill, state, arrival.chat_id, arrival.blocks, self.clock.now)
+
+        self.clock.after(self.shape.hop_s, hear)
 
     def _wait(self, life: _Life, effect: WaitForSlot) -> None:
         joined = self._room.join(

@@ -26,14 +26,13 @@ class Settings(OidcSettings):
         "weighted_sum",
     ] = Field("default", description="Policy that ranks instances; all but default are baselines")
     future_price: float = Field(
-        12.0,
+        6.0,
         ge=0,
-        description="What a second of compute costs later requests: so many seconds, times the "
-        "growth of a queue of all instances (of one that is busy half of the time 1, of four 0.45, "
-        "of eight 0.21)",
+        description="What a second of compute costs later requests, in seconds, where instances "
+        "are busy half of the time; by used / (1 - used) more or less elsewhere",
     )
     balance_price: float = Field(
-        4.0,
+        5.0,
         ge=0,
         description="What it costs where an instance has done twice its share of the work lately "
         "(beyond a fifth more), in times of the whole prompt",

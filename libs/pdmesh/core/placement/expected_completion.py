@@ -9,7 +9,6 @@ few constants of `Prices` say how much of that counts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,15 +24,15 @@ _EVEN: Final = 1.2  # of the mean: an instance that did so much is not too busy
 class Prices:
     """What a placement costs requests to come, in seconds per second.
 
-    future: a second of compute, times the growth of a queue (`_growth`); eviction: a second of
-    compute whose blocks push others out of a full cache; balance: a second of the whole prompt,
+    future: a second of compute, times used / (1 - used) time of the instances; eviction: a second
+    of compute whose blocks push others out of a full cache; balance: a second of the whole prompt,
     nothing reused, where the instance did twice its share of the work lately beyond a fifth; chat:
     a discount where the chat's last turn was, on the same time; adapter_s: to load an adapter.
     """
 
-    future: float = 12.0
+    future: float = 6.0
     eviction: float = 0.3
-    balance: float = 4.0
+    balance: float = 5.0
     chat: float = 0.1
     adapter_s: float = 0.3
 
@@ -51,7 +50,7 @@ class ExpectedCompletion:
         backlog_s = sum(i.backlog_s for i in instances)
         used = min(_MOST_USED, (sum(u for u, _ in recent) + backlog_s) / (USED_S * count))
         even = _EVEN * (sum(b for _, b in recent) + backlog_s) / count
-        price = 1.0 + prices.future * _growth(used, count)
+        price = 1.0 + prices.future * used / (1 - used)
         times = _Times(query, known)
         costs: list[float] = []
         num_full = 0
@@ -122,16 +121,6 @@ class _Times:
             num_tokens = self._query.num_prompt_tokens
             self._whole[kind] = self._known.predictor.fit(kind).predict_s(num_tokens, 0)
         return self._whole[kind] * instance.slowness
-
-
-def _growth(used: float, count: int) -> float:
-    """How much a queue of all instances grows with a second of work (Sakasegawa's approximation).
-
-    One instance that is used half of its time makes later requests wait for as long; of eight
-    instances one is nearly always free then.
-    """
-    exponent: float = math.sqrt(2 * (count + 1)) - 1
-    return float(used**exponent) / (1 - used)
 
 
 def _evicted_share(query: Query, instance: Instance, local: int, known: Known) -> float:

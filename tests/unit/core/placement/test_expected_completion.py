@@ -12,7 +12,7 @@ from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
 from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import default
 from pdmesh.core.placement.expected_completion import Prices
-from pdmesh.core.placement.fleet import InstanceRecorded, LoadReported, PrefillComputed
+from pdmesh.core.placement.fleet import LoadReported, PrefillComputed
 from pdmesh.core.placement.plan import Placement, Plan
 from pdmesh.core.placement.policies import Query
 from pdmesh.core.placement.predictor import PromptTokens
@@ -75,26 +75,6 @@ def test_the_busier_the_instances_are_the_more_compute_counts_beside_the_wait() 
 
     assert first(used_s=0.0) == "prefill-1"
     assert first(used_s=30.0) == "prefill-0"
-
-
-@pytest.mark.req("S107", "S131")
-def test_the_more_instances_share_the_load_the_less_a_second_of_compute_delays_others() -> None:
-    """All are used for half of their time. The holder has a wait of 0.55 s, and elsewhere 0.384 s
-    more would be computed: one of eight is nearly always free, so that delays no other.
-    """
-
-    def first(count: int) -> str:
-        placement = taught(replace(SELFISH, future=1.0))
-        for number in range(2, count):
-            record = InstanceRecorded(identity(f"prefill-{number}", Role.PREFILL))
-            placement.fleet.handle(record, 0.0)
-        for instance in placement.fleet.instances.values():
-            instance.add_computed(30.0, 0.0)
-        placement.fleet.instances["prefill-0"].available_at = 0.55
-        return max((s, name) for name, s in scores(placement, prefill_0=6).items())[1]
-
-    assert first(count=2) == "prefill-0"
-    assert first(count=8) != "prefill-0"
 
 
 @pytest.mark.req("S108")
