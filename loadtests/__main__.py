@@ -125,6 +125,11 @@ BENCHES = {
     "compare": Bench(
         "sim.compare", "placement policies side by side on a virtual clock", traces=True
     ),
+    "session-hints": Bench(
+        "placement.session_hints",
+        "what it is worth that agents' clients say when they pause and when they are done",
+        record=True,
+    ),
     "placement-generalises": Bench(
         "placement.generalises",
         "whether placement is good on families of requests that did not choose its constants",
