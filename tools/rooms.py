@@ -21,7 +21,7 @@ TESTS = ("tests",)
 CORE, CORE_TESTS = "libs/pdmesh/core", "tests/unit/core"
 SERVICES = ("libs/pdmesh", "services")
 # Generated, or one in each service by its own contract.
-GENERATED = ("libs/pdmesh/v1", "libs/pdmesh/events/v1")
+GENERATED = ("libs/pdmesh/v1", "libs/pdmesh/events/v1", "libs/pdmesh/envoy/v3")
 # Class name -> why it is defined more than once.
 SHARED_NAMES = {
     "Settings": "each service reads its own; tools find them by this name",

@@ -38,6 +38,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from pdmesh.core.server_urls import SentinelUrl, is_sentinel_url, server_urls
+
 SHARED_PREFIX: Final = "PDMESH_"
 MIN_SECRET_CHARS: Final = 16
 _SHARED_MARK: Final = "is_shared"
@@ -87,21 +89,35 @@ def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) ->
 
 
 def url_problem(url: str) -> str:
-    """What is wrong with a server's address, without any part of its password; empty: nothing.
+    """What is wrong with the address of a server, or of several with commas between them; empty:
+    nothing. It has no part of a password.
 
     A client library would raise later, in the middle of the start. Its message would quote a bad
     port, which may really be the beginning of the password.
     """
+    if is_sentinel_url(url):
+        try:
+            SentinelUrl.parse(url)
+        except ValueError as exc:
+            return str(exc)
+        return ""
+    urls = server_urls(url)
+    if not all(map(_is_address, urls)):
+        return (
+            "not of the form scheme://user:password@host:port (use letters and digits in the "
+            "password)"
+        )
+    if len({each.partition("://")[0] for each in urls if "://" in each}) > 1:
+        return "its servers have different schemes"
+    return ""
+
+
+def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url if "://" in url else f"tcp://{url}")
-        is_address = (bool(parts.hostname) and parts.port != 0) or parts.scheme == "unix"
+        return (bool(parts.hostname) and parts.port != 0) or parts.scheme == "unix"
     except ValueError:
-        is_address = False
-    if is_address:
-        return ""
-    return (
-        "not of the form scheme://user:password@host:port (use letters and digits in the password)"
-    )
+        return False
 
 
 def _checked_url(url: str) -> str:
@@ -172,7 +188,18 @@ class ServiceSettings(BaseSettings):
         description="Allow what tls_dir is for in plain text: calls between the mesh's processes, "
         "NATS and Redis over a network; only on a network that you trust",
     )
-    nats_url: ServerUrl = shared("nats://127.0.0.1:4222", description="NATS server")
+    nats_url: ServerUrl = shared(
+        "nats://127.0.0.1:4222",
+        description="NATS server, or the servers of a cluster, the nearest first: "
+        "tls://10.0.0.11:4222,10.0.0.12:4222,10.0.0.13:4222",
+    )
+    nats_replicas: int = shared(
+        0,
+        ge=0,
+        le=5,
+        description="Copies of each bucket in a cluster of NATS, the same for all processes; 0: 3 "
+        "if nats_url names three servers or more, else 1",
+    )
     nats_roles: bool = shared(
         False,
         description="NATS knows processes by their certificates, with the accounts of pdmesh "
@@ -214,6 +241,11 @@ class ServiceSettings(BaseSettings):
         """The machine's name, made of letters, digits and dashes."""
         name = self.node_id or socket.gethostname().lower()
         return re.sub(r"[^a-z0-9-]+", "-", name) or "node"
+
+    @property
+    def num_nats_replicas(self) -> int:
+        """How many servers of NATS hold each bucket."""
+        return self.nats_replicas or (3 if len(server_urls(self.nats_url)) >= 3 else 1)
 
     @property
     def reachable_host(self) -> str:
@@ -367,10 +399,14 @@ def _text(value: object) -> str:
 
 
 def without_password(text: str) -> str:
-    """`redis://user:secret@host` -> `redis://***@host`."""
-    scheme, found, rest = text.partition("://")
+    """`redis://user:secret@host` -> `redis://***@host`; also of several servers."""
+    return ",".join(map(_hidden, text.split(","))) if "://" in text else text
+
+
+def _hidden(url: str) -> str:
+    scheme, found, rest = url.rpartition("://")
     credentials, at, host = rest.rpartition("@")
-    return f"{scheme}://***@{host}" if found and at and credentials else text
+    return f"{scheme}{found}***@{host}" if at and credentials else url
 
 
 def _one_line(settings_type: type[ServiceSettings], exc: ValidationError) -> str:

@@ -224,7 +224,8 @@ def _check_network(settings: ServiceSettings) -> None:
         if url is not None and is_exposed(url):
             raise StartupError(
                 f"refusing to use {without_password(url)} without TLS: begin "
-                f"PDMESH_{field_name.upper()} with {scheme}://, or {_ALLOW_PLAIN_TEXT}"
+                f"PDMESH_{field_name.upper()} with {scheme}://, or "
+                f"{_ALLOW_PLAIN_TEXT}"
             )
 
 

@@ -38,8 +38,7 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
 async def main():
-    settings = json.loads(sys.argv[1])
-    env = {k: {f"PDMESH_{k.upper()}_{n}": v for n, v in settings.items()} for k in ("prefill", "decode")}
+    env = {k: {f"PDMESH_{k.upper()}_{n}": v for n, v in of.items()} for k, of in json.loads(sys.argv[1]).items()}
     spec = MeshSpec(
         engine="sim", http_port=0, grpc_port=0, service_env=env, start_timeout_s=float(sys.argv[2]),
         num_gateways=int(sys.argv[3])
@@ -134,6 +133,7 @@ def running(
     *,
     num_gateways: int = 1,
     python: str = sys.executable,
+    prefill_slots: int | None = None,
 ) -> Iterator[Tree]:
     """A mesh of the tree, until the block ends. Its processes import from `first_path` first."""
     paths = [first_path, str(tree / "libs"), str(tree)]
@@ -143,9 +143,11 @@ def running(
         "PYTHONDONTWRITEBYTECODE": "1",
         **(env or {}),
     }
-    settings = json.dumps(instance_settings("sim"))
+    settings = {role: dict(instance_settings("sim")) for role in ("prefill", "decode")}
+    if prefill_slots is not None:
+        settings["prefill"]["NUM_SLOTS"] = str(prefill_slots)
     process = subprocess.Popen(
-        [python, "-c", _MESH, settings, str(start_s), str(num_gateways)],
+        [python, "-c", _MESH, json.dumps(settings), str(start_s), str(num_gateways)],
         cwd=tree,
         env=environment,
         stdin=subprocess.PIPE,

@@ -93,12 +93,14 @@ def _row(case: str, kind: str, before: Sequence[float], after: Sequence[float]) 
 
 
 @contextlib.contextmanager
-def both(revision: str, python: str) -> Iterator[tuple[Tree, Tree]]:
-    """A mesh of the revision, run by `python`, and one of this tree."""
+def both(
+    revision: str, python: str, old_slots: int | None, slots: int | None, env: Mapping[str, str]
+) -> Iterator[tuple[Tree, Tree]]:
+    """A mesh of the revision, run by `python`, and one of this tree with the settings of `env`."""
     with (
         checked_out(revision) as tree,
-        running(tree, num_gateways=_NUM_GATEWAYS, python=python) as before,
-        running(ROOT, num_gateways=_NUM_GATEWAYS) as now,
+        running(tree, num_gateways=_NUM_GATEWAYS, python=python, prefill_slots=old_slots) as before,
+        running(ROOT, env=env, num_gateways=_NUM_GATEWAYS, prefill_slots=slots) as now,
     ):
         yield before, now
 
@@ -110,12 +112,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each case")
     parser.add_argument("--cases", type=int, default=len(CASES), help="the first so many")
+    parser.add_argument("--only", choices=[case.name for case in CASES], help="one case alone")
+    parser.add_argument("--prefill-slots", type=int, help="else so many that no prompt waits")
+    parser.add_argument("--old-prefill-slots", type=int, help="of the old one, if they differ")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment of this tree alone"
+    )
     parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
     options = parser.parse_args()
-    cases = CASES[: options.cases]
+    cases = [case for case in CASES[: options.cases] if options.only in (None, case.name)]
     old: Sides = {case.name: [] for case in cases}
     new: Sides = {case.name: [] for case in cases}
-    with both(options.old, options.old_python) as (before, now):
+    env = dict(each.split("=", 1) for each in options.set)
+    slots = options.prefill_slots
+    old_slots = slots if options.old_prefill_slots is None else options.old_prefill_slots
+    with both(options.old, options.old_python, old_slots, slots, env) as (before, now):
         for tree in (before, now):
             window(tree, WARM_UP, _WARM_UP_S)
         for number in range(options.rounds):

@@ -1,6 +1,7 @@
 """Run every section on this machine's GPU: `make gpu-check`, or `python -m loadtests.gpu_check`.
 
-It needs a GPU, torch, Triton and UCX, not vLLM; it takes a few minutes. The record goes to
+It needs a GPU, torch, Triton and UCX; the last section also needs vLLM, and says so without it. It
+takes a few minutes. The record goes to
 `--out FILE`. The exit code is 2 without a GPU, and 1 if a section failed.
 """
 
@@ -51,14 +52,24 @@ def head(device: str, torch_version: str) -> str:
 
 
 def sections() -> list[Callable[[], Sequence[Finding]]]:
-    from loadtests.gpu_check import beside_model, device_ops, draws, exact, transfer
+    from loadtests.gpu_check import (
+        beside_model,
+        checksums,
+        device_ops,
+        draws,
+        engine,
+        exact,
+        transfer,
+    )
 
     return [
         lambda: [exact.check()],
+        lambda: [checksums.check()],
         lambda: [draws.check()],
         beside_model.check,
-        lambda: [asyncio.run(transfer.check())],
+        *(lambda kind=kind: [asyncio.run(transfer.check(kind))] for kind in transfer.MEMORIES),
         lambda: [device_ops.check()],
+        lambda: [engine.check()],
     ]
 
 

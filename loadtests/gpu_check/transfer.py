@@ -1,7 +1,8 @@
 """KV from the cache of one process into the cache of another, both on a GPU, over UCX.
 
-The way is that of a mesh: gather into the locked arena, stage, pull, verify, scatter. Plain copies
-of the same size, out and in, are measured beside it.
+The way is that of a mesh: gather into the arena, stage, pull, verify, scatter; once with arenas in
+the host's memory, page-locked, and once in the GPU's. Plain copies of the same size, out to the
+host and in, are measured beside it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from loadtests.gpu_check.finding import Finding, Row
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.layout.head_blocks import head_blocks
+from pdmesh.core.kv.transfer.kv_path import KvMemory, NoSuchPath, decide_path
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.engine.vllm.connector.worker.device_caches import DeviceCaches
 from pdmesh.kv.agent.agent import KvAgent
-from pdmesh.kv.agent.arena_memory import host_memory
+from pdmesh.kv.agent.arena_memory import AgentMemory, ArenaMemory, HostArena
 from pdmesh.kv.agent.types import AgentIdentity
+from pdmesh.kv.device.arena import DeviceArena
 from pdmesh.kv.device.copies import lock_pages
+from pdmesh.kv.device.probe import path_facts
 from pdmesh.kv.transport.ucx import UcxTransport
 
 MODEL: Final = "gpu-check"
@@ -34,6 +38,7 @@ NUM_LAYERS: Final = 32
 SHAPE: Final = (2, 1024, 16, 8, 128)  # 64 KiB a block of 16 tokens, as an 8B model has
 CASES: Final = (16, 64, 256, 512)  # blocks of a prompt
 ROUNDS: Final = 7
+MEMORIES: Final = (KvMemory.HOST, KvMemory.DEVICE)
 _SEED: Final = {"sender": 1, "receiver": 2}
 
 
@@ -65,14 +70,26 @@ def paged(caches: list[torch.Tensor]) -> DeviceCaches:
     return DeviceCaches(caches, head_blocks("kbnhc", SHAPE, caches[0].stride(), 2))
 
 
-async def send() -> None:
+def arena_of(memory: KvMemory, num_bytes: int) -> ArenaMemory:
+    if memory is KvMemory.DEVICE:
+        return DeviceArena(num_bytes, "cuda")
+    arena = HostArena(num_bytes)
+    if num_bytes:
+        lock_pages(arena.view(ArenaRange(0, num_bytes)))
+    return arena
+
+
+def transport_of(memory: KvMemory) -> UcxTransport:
+    return UcxTransport(reaches_gpu=memory is KvMemory.DEVICE)
+
+
+async def send(kind: KvMemory) -> None:
     """Serve: for each line `blocks ticket`, gather and stage, then answer with the seconds."""
-    arena = ArenaRange(0, layout_of(max(CASES)).total_bytes)
-    memory = host_memory(arena.length, 0)
-    lock_pages(memory.staging.view(arena))
+    num_bytes = layout_of(max(CASES)).total_bytes
+    memory = AgentMemory(arena_of(kind, num_bytes), HostArena(0))
     caches = paged(caches_of("sender"))
     agent = KvAgent(
-        UcxTransport(), AgentIdentity("prefill-0", 1, MODEL), memory, on_event=lambda _: None
+        transport_of(kind), AgentIdentity("prefill-0", 1, MODEL), memory, on_event=lambda _: None
     )
     print(json.dumps({"address": await agent.start()}), flush=True)
     while line := (await asyncio.to_thread(sys.stdin.readline)).split():
@@ -88,18 +105,22 @@ async def send() -> None:
     await agent.close()
 
 
-async def check() -> Finding:
+async def check(kind: KvMemory) -> Finding:
+    facts = path_facts(torch.device("cuda", 0), "127.0.0.1", 0)
+    title = f"KV over UCX from cache to cache, arenas in {kind.value} memory"
+    try:
+        decide_path(kind, facts, requires_rdma=False)
+    except NoSuchPath as error:
+        return Finding(title, f"{error}.", None)
     child = subprocess.Popen(
-        [sys.executable, "-m", "loadtests.gpu_check.transfer"],
+        [sys.executable, "-m", "loadtests.gpu_check.transfer", kind.value],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    arena = ArenaRange(0, layout_of(max(CASES)).total_bytes)
-    memory = host_memory(0, arena.length)
-    lock_pages(memory.landing.view(arena))
+    memory = AgentMemory(HostArena(0), arena_of(kind, layout_of(max(CASES)).total_bytes))
     agent = KvAgent(
-        UcxTransport(), AgentIdentity("decode-0", 2, MODEL), memory, on_event=lambda _: None
+        transport_of(kind), AgentIdentity("decode-0", 2, MODEL), memory, on_event=lambda _: None
     )
     try:
         await agent.start()
@@ -116,7 +137,7 @@ async def check() -> Finding:
         f"scatter; every block compared on the device. Best of {ROUNDS}. The plain copies are the "
         "same bytes from and to locked memory."
     )
-    return Finding("KV over UCX from cache to cache", claim, not wrong, rows)
+    return Finding(title, claim, not wrong, rows)
 
 
 class _Receiver:
@@ -185,7 +206,7 @@ class _Receiver:
         )
 
     def _plain_copies_s(self, num_bytes: int) -> float:
-        host = torch.from_numpy(self._agent.landing(ArenaRange(0, num_bytes)))
+        host = torch.empty(num_bytes, dtype=torch.uint8).pin_memory()
         device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
         times = []
         for _ in range(ROUNDS):
@@ -199,4 +220,4 @@ class _Receiver:
 
 
 if __name__ == "__main__":
-    asyncio.run(send())
+    asyncio.run(send(KvMemory(sys.argv[1])))

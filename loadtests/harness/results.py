@@ -28,7 +28,7 @@ STALL_S: Final = (0.035, 0.060)  # a delayed ACK takes a little more than 40 ms
 # When this program began, before it was busy itself.
 _BEGAN: Final = datetime.now(UTC).isoformat(timespec="minutes")
 _LOAD_BEFORE: Final = os.getloadavg()[0]
-_PACKAGES: Final = ("grpcio", "protobuf", "uvicorn", "uvloop", "tokenizers", "ucxx-cu12", "nats-py")
+_PACKAGES: Final = ("grpcio", "protobuf", "uvicorn", "uvloop", "tokenizers", "ucxx-cu13", "nats-py")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from pdmesh.engine.laws import MOCKER, Law
+from pdmesh.core.instance.law import Law
+from pdmesh.engine.laws import MOCKER
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from pdmesh.core.instance.admission import (
     Capacity,
     Work,
 )
+from pdmesh.core.instance.law import Law
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, IndexDelta, PrefixIndex
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.core.model import Role, Tick
@@ -75,7 +76,6 @@ from pdmesh.core.request.length_window import MAX_PASSED, LengthWindow
 from pdmesh.core.request.machine import Request
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.waiting_room import WaitingRoom
-from pdmesh.engine.laws import Law
 from pdmesh.errors import NoInstance
 from pdmesh.instance.legs.load_book import LoadBook
 
@@ -92,6 +92,7 @@ class MeshShape:
     num_decode: int = 0
     num_blocks: int = 16384
     decode_blocks: int = 0  # of a decode; 0: as many as a prefill has
+    decode_law: Law | None = None  # of a decode; None: the law of all
     block_size: int = 64
     prefill_slots: int = 8
     prefill_batch: int = 0  # as in the gateways' setting
@@ -203,7 +204,7 @@ class VirtualMesh:
             name,
             work,
             self.clock,
-            shape.law,
+            (shape.decode_law if role is Role.DECODE else None) or shape.law,
             Admission(capacity),
             shape.chunk_tokens,
             self._on_computed,

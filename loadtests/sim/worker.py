@@ -22,7 +22,7 @@ from pdmesh.core.instance.admission import (
     Refused,
     Work,
 )
-from pdmesh.engine.laws import Law
+from pdmesh.core.instance.law import Law
 from pdmesh.engine.sim.block_pool import BlockPool
 
 
@@ -186,7 +186,7 @@ class Worker:
             self.num_chunk_tokens += num_tokens
             self.num_padded_tokens += batch * longest - num_tokens
             duration = self.law.prefill_s(num_tokens, pairs // batch, batch, longest)
-            duration += self.law.step_s(running, self._num_context)
+            duration = self.law.mixed_s(duration, running, self._num_context)
             for job in self._prompts.values():
                 job.seconds += duration * job.in_chunk / num_tokens
             self._plan(duration, 1)

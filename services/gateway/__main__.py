@@ -43,7 +43,9 @@ async def serve(settings: Settings, app: App) -> None:
         allow_anonymous=settings.allow_anonymous,
     )
     tokenizers = await _tokenizers(settings)
-    bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
+    bus = await app.unless_stopping(
+        NatsBus.connect(settings.nats_url, settings.instance_id, settings.num_nats_replicas)
+    )
     access.join(tenant_bucket(bus), gateway_name(settings.instance_id, app.incarnation))
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
@@ -72,7 +74,13 @@ async def serve(settings: Settings, app: App) -> None:
         "parsers", lambda: gateway.parser_start.is_settled or not gateway.fleet.serves_answers()
     )
     await gateway.start()
-    log.info("gateway.serving", http_port=gateway.http.port, grpc_port=gateway.grpc.port)
+    picker_port = None if gateway.picker is None else gateway.picker.port
+    log.info(
+        "gateway.serving",
+        http_port=gateway.http.port,
+        grpc_port=gateway.grpc.port,
+        picker_port=picker_port,
+    )
     registering = asyncio.create_task(presence.start(lambda: _record(settings, app, gateway)))
     proving = asyncio.create_task(proof.run(), name="path-proof")
     try:

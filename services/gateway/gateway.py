@@ -21,6 +21,7 @@ from pdmesh.net.tasks import end
 from pdmesh.services.gateway.access.access_control import AccessControl, OpenAccess
 from pdmesh.services.gateway.grpc.service import GrpcBounds, GrpcServer
 from pdmesh.services.gateway.http.app import HttpApp
+from pdmesh.services.gateway.http.exchange import BodyRoom
 from pdmesh.services.gateway.http.responses.store import KeepBounds, ResponseStore
 from pdmesh.services.gateway.http.serving.intake import HttpBounds
 from pdmesh.services.gateway.images.fetching import FetchBounds, Fetcher
@@ -28,12 +29,15 @@ from pdmesh.services.gateway.images.loading import Images
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
 from pdmesh.services.gateway.parsing.early_start import EarlyStart
 from pdmesh.services.gateway.parsing.parser_process import ParserProcess
+from pdmesh.services.gateway.picker.server import PickerAddress, PickerServer
+from pdmesh.services.gateway.picker.servicer import PickerBounds, PickerServicer
 from pdmesh.services.gateway.request.answer_kv import AnswerKv
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.generation import Collaborators
 from pdmesh.services.gateway.request.observer import Observer, Publisher
 from pdmesh.services.gateway.request.waiting import Waiting
 from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
+from pdmesh.services.gateway.routing.handed_plans import HandedPlans
 from pdmesh.services.gateway.routing.planner import Planner
 from pdmesh.services.gateway.routing.scenarios import PrefixMatches, ScenarioChooser
 from pdmesh.services.gateway.routing.session_hints import SessionHints
@@ -84,6 +88,7 @@ class Gateway:
         )
         self._matches = PrefixMatches(self.fleet, gateway_id, timeout_s=settings.plan_timeout_s)
         self.observer = Observer(gateway_id, publisher)
+        secret = settings.hash_secret.get_secret_value().encode()
         keys = itertools.count(1)
         shared = Collaborators(
             fleet=self.fleet,
@@ -95,13 +100,14 @@ class Gateway:
             limits=settings.limits,
             slos=self.slos,
             poison=self._poison,
-            hash_secret=settings.hash_secret.get_secret_value().encode(),
+            hash_secret=secret,
             next_key=lambda: next(keys),
             kv_transfer=settings.kv_transfer_of,
             parsers=parsers,
             images=_images(settings),
             answer_kv=AnswerKv(self.fleet, self.sessions, is_on=settings.give_answer_kv),
             session_hints=SessionHints(self.fleet, self.sessions, hold_s=settings.session_hold_s),
+            handed_plans=None if settings.picker_port is None else HandedPlans(secret),
         )
         self.frontend = Frontend(
             shared,
@@ -115,6 +121,7 @@ class Gateway:
         self._bounds = _bounds(settings)
         self.http = _http_server(settings, self.http_app, self._bounds)
         self.grpc = _grpc_server(settings, self.frontend, self._access)
+        self.picker = _picker(settings, self.frontend, self._access, self.http_app.body_room)
         self._not_ready = not_ready
         self._tasks: list[asyncio.Task[None]] = []
         mesh.records.on_change(self._on_record_changed)
@@ -139,6 +146,8 @@ class Gateway:
             self._tasks.append(asyncio.create_task(self.parser_start.run()))
         self.http.start()
         await self.grpc.start()
+        if self.picker is not None:
+            await self.picker.start()
 
     async def _tell_health(self) -> None:
         while True:
@@ -152,6 +161,8 @@ class Gateway:
             tasks.create_task(self.frontend.drain(self._settings.drain_s))
             tasks.create_task(self.http.stop())
             tasks.create_task(self.grpc.stop(self._settings.drain_s + 1))
+            if self.picker is not None:
+                tasks.create_task(self.picker.stop(self._settings.drain_s + 1))
         await end(self._tasks)
         await self.frontend.shared.parsers.close()
         await self._access.close()
@@ -190,6 +201,7 @@ class Gateway:
         def plans() -> Iterable[tuple[float, dict[str, str]]]:
             yield self._planner.num_planned, {"source": "master"}
             yield self._planner.num_fallbacks, {"source": "fallback"}
+            yield self._planner.num_handed, {"source": "picker"}
 
         metrics.gauge(
             names.WAITING_REQUESTS, "Choices waiting for a slot, by priority", self._room.depths
@@ -227,7 +239,7 @@ class Gateway:
         metrics.gauge(names.REQUESTS_IN_FLIGHT, "Open calls", lambda: self.frontend.num_calls)
         metrics.gauge(names.GATEWAY_SESSIONS, "Sessions with instances", sessions)
         metrics.gauge(names.GATEWAY_LEGS, "Open legs over all sessions", legs)
-        metrics.total(names.GATEWAY_PLANS, "Plans, by source: master, fallback", plans)
+        metrics.total(names.GATEWAY_PLANS, "Plans, by source: master, fallback, picker", plans)
 
 
 def _images(settings: Settings) -> Images:
@@ -299,3 +311,24 @@ def _grpc_server(settings: Settings, frontend: Frontend, access: AccessControl) 
         ),
         reuse_port=settings.reuse_port,
     )
+
+
+def _picker(
+    settings: Settings, frontend: Frontend, access: AccessControl, room: BodyRoom
+) -> PickerServer | None:
+    plans = frontend.shared.handed_plans
+    if plans is None or settings.picker_port is None:
+        return None
+    is_certified = settings.picker_callers == "certified"
+    bounds = PickerBounds(
+        settings.max_body_bytes, settings.receive_timeout_s, settings.strict_fields, is_certified
+    )
+    at = PickerAddress(
+        settings.inner_host,
+        settings.picker_port,
+        settings.max_connections,
+        settings.max_body_bytes,
+        is_certified,
+        settings.reuse_port,
+    )
+    return PickerServer(PickerServicer(frontend, access, plans, room, bounds), at)

@@ -13,6 +13,7 @@ from pdmesh.config import JsonObject, ServerUrl, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.images.source import MAX_PIXELS, ImageRules
 from pdmesh.core.kv.tiers.holds import MAX_HOLD_S
+from pdmesh.core.request import retry_budget
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
@@ -82,9 +83,21 @@ class Settings(OidcSettings):
     http_port: int = Field(
         8000, ge=0, le=65535, description="HTTP port for clients; 0 picks a free one"
     )
+    picker_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="gRPC port of the endpoint picker for Envoy's ext_proc filter, at inner_host; "
+        "0 picks a free one; none: no picker, and no plans in headers (docs/endpoint-picker.md)",
+    )
+    picker_callers: Literal["certified", "any"] = Field(
+        "certified",
+        description="Who may call the picker with tls_dir: proxies with a certificate of the role "
+        "proxy, or any caller over TLS, for proxies that cannot show a certificate",
+    )
     region: str = shared("", description="Region of this gateway; instances in it are preferred")
     reuse_port: bool = Field(
-        False, description="Share the HTTP and gRPC ports with other gateway processes"
+        False, description="Share the ports for clients and the picker's with other gateways"
     )
     model_dir: Path = shared(
         Path(".pdmesh/model"),
@@ -236,9 +249,11 @@ class Settings(OidcSettings):
     max_migrations: int = Field(3, ge=0, description="Most migrations of a request")
     max_candidates: int = Field(8, ge=1, description="Most instances asked before a request waits")
     retry_ratio: float = Field(
-        0.2, ge=0, description="Retries that each request adds to the retry budget"
+        retry_budget.RATIO, ge=0, description="Retries that each request adds to the retry budget"
     )
-    retry_reserve: float = Field(500.0, ge=0, description="Most retries in the retry budget")
+    retry_reserve: float = Field(
+        retry_budget.RESERVE, ge=0, description="Most retries in the retry budget"
+    )
     kv_transfer: TransferMode = shared(
         "whole",
         description="KV goes to decode after prefill (whole), or each layer as it is computed "

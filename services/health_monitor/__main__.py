@@ -35,7 +35,9 @@ _NODE_HELP: Final = (
 
 
 async def serve(settings: Settings, app: App) -> None:
-    bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
+    bus = await app.unless_stopping(
+        NatsBus.connect(settings.nats_url, settings.instance_id, settings.num_nats_replicas)
+    )
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
     publisher = EventPublisher(bus, app.instance_id, app.incarnation)

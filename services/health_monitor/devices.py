@@ -1,8 +1,7 @@
 """The sources of a node's device states: the driver, and files by tools and operators.
 
 A source is asked in a thread, since drivers block. A missing source says nothing; a source that
-fails or hangs is reported as unknown. This module also decides which level each of the driver's
-answers means.
+fails or hangs is reported as unknown. `core.health.gpu_faults` decides how serious an answer is.
 """
 
 from __future__ import annotations
@@ -14,6 +13,13 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from pdmesh.core.health.fault_levels import Level, level_of
+from pdmesh.core.health.gpu_faults import (
+    DriverError,
+    GpuCounters,
+    GpuFault,
+    fault_of_counters,
+    fault_of_error,
+)
 from pdmesh.core.health.node_status import DEVICE_UNKNOWN, DeviceStatus, merged
 
 _MAX_FILE_BYTES: Final = 65_536
@@ -128,34 +134,29 @@ class NvmlDevices:
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             names.append(_text(nvml.nvmlDeviceGetUUID(handle)))
-            found = self._judge(handle)
+            found = fault_of_counters(self._counters(handle))
         except nvml.NVMLError as exc:
-            found = self._from_error(exc)
+            found = self._fault_of(exc)
         for name in names:
             yield DeviceStatus(name, *found)
 
-    def _judge(self, handle: Any) -> tuple[Level, str, str]:
-        """The worst level of the driver's counters; a counter that the device lacks is no fault."""
+    def _counters(self, handle: Any) -> GpuCounters:
         nvml = self._nvml
-        rows = self._ask(nvml.nvmlDeviceGetRemappedRows, handle)
-        if rows is not None:
-            _, _, is_pending, has_failed = rows
-            if has_failed:
-                return Level.NODE, "DEVICE_ROWS_USED_UP", "row remapping failed"
-            if is_pending:
-                return Level.INSTANCE, "DEVICE_RESET_REQUIRED", "row remapping waits for a reset"
+        rows = self._ask(nvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+        _, _, is_pending, has_failed = rows
         uncorrected = self._ask(
             nvml.nvmlDeviceGetTotalEccErrors,
             handle,
             nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
             nvml.NVML_VOLATILE_ECC,
         )
-        if uncorrected:
-            return Level.INSTANCE, "DEVICE_ECC_UNCORRECTED", f"{uncorrected} errors since its reset"
         reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-        if reasons & nvml.nvmlClocksThrottleReasonHwThermalSlowdown:
-            return Level.TRANSIENT, "DEVICE_HOT", "slowed down by heat"
-        return Level.WELL, "", ""
+        return GpuCounters(
+            row_remapping_failed=bool(has_failed),
+            row_remapping_pending=bool(is_pending),
+            num_uncorrected_errors=uncorrected or 0,
+            is_slowed_by_heat=bool(reasons & nvml.nvmlClocksThrottleReasonHwThermalSlowdown),
+        )
 
     def _ask(self, question: Any, *about: Any) -> Any:
         """The driver's answer; None if the device does not count this."""
@@ -167,13 +168,13 @@ class NvmlDevices:
                 return None
             raise
 
-    def _from_error(self, error: Any) -> tuple[Level, str, str]:
+    def _fault_of(self, error: Any) -> GpuFault:
         nvml = self._nvml
-        if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
-            return Level.LOST, "DEVICE_LOST", "fallen off the bus"
-        if error.value == nvml.NVML_ERROR_RESET_REQUIRED:
-            return Level.INSTANCE, "DEVICE_RESET_REQUIRED", "the driver asks for a reset"
-        return Level.TRANSIENT, DEVICE_UNKNOWN, str(error)
+        known = {
+            nvml.NVML_ERROR_GPU_IS_LOST: DriverError.GPU_IS_LOST,
+            nvml.NVML_ERROR_RESET_REQUIRED: DriverError.RESET_REQUIRED,
+        }
+        return fault_of_error(known.get(error.value, DriverError.OTHER), str(error))
 
 
 def _text(value: str | bytes) -> str:

@@ -77,7 +77,9 @@ async def running(
 
 
 async def serve(settings: Settings, app: App) -> None:
-    bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
+    bus = await app.unless_stopping(
+        NatsBus.connect(settings.nats_url, settings.instance_id, settings.num_nats_replicas)
+    )
     registry = NatsRegistry(bus, settings.lease_s)
     async with running(settings, bus, registry) as parts:
         server, port = await _listen(settings, parts.index)

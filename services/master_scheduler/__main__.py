@@ -23,7 +23,9 @@ async def serve(settings: Settings, app: App) -> None:
         "an admin token",
     )
     sources = _sources(settings)
-    bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
+    bus = await app.unless_stopping(
+        NatsBus.connect(settings.nats_url, settings.instance_id, settings.num_nats_replicas)
+    )
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
     page_url = lambda: f"http://{app.ops_address}/"  # noqa: E731

@@ -12,8 +12,6 @@ from google.protobuf.empty_pb2 import Empty
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
-from pdmesh.core.placement.plan import Placement
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.assignments import NatsAssignments
@@ -30,6 +28,9 @@ from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.services.master_scheduler.groups.cluster_view import ClusterView
 from pdmesh.services.master_scheduler.groups.out_of_service import OutOfServiceBook
 from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
+from pdmesh.services.master_scheduler.overview.history_feed import HistoryFeed
+from pdmesh.services.master_scheduler.overview.overview import Overview
+from pdmesh.services.master_scheduler.placement.servicer import PlanningCores
 from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
 from pdmesh.services.master_scheduler.plans.upgrade_feed import UpgradeFeed
 from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
@@ -46,11 +47,11 @@ class Control:
         settings: Settings,
         access: AdminAccess,
         link: MeshLink,
-        placement: Placement,
-        index: PrefixIndex,
+        cores: PlanningCores,
         leadership: Leadership,
     ) -> None:
-        bus, fleet = link.bus, placement.fleet
+        bus, placement, index = link.bus, cores.placement, cores.index
+        fleet = placement.fleet
         self._assignments, self._store = NatsAssignments(bus), desired_store(bus)
         out_of_service = OutOfServiceBook(out_of_service_board(bus), fleet, leadership)
         view = ClusterView(fleet, link.view, self._assignments, self._store, out_of_service)
@@ -62,7 +63,9 @@ class Control:
         usage = UsageLoop(groups, usage_store(bus), leadership)
         pins = Pins(pin_board(bus), index, link, secret, leadership)
         adapters = Adapters(adapter_board(bus), link.view, leadership)
-        self.loops = ControlLoops(groups, plans, upgrades, usage, pins, adapters)
+        self.history = HistoryFeed(bus, fleet)
+        overview = Overview(self.history, view, cores.backpressure)
+        self.loops = ControlLoops(groups, plans, upgrades, usage, pins, adapters, overview)
         self.upgrade_feed = UpgradeFeed(fleet, bus, upgrades.tell)
         servicer = AdminServicer(access.page_url, self.loops, leadership)
         self._leadership = leadership

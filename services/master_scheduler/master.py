@@ -49,7 +49,7 @@ from pdmesh.services.master_scheduler.instruments import (
 )
 from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed, MonitorBoards
 from pdmesh.services.master_scheduler.placement.group_announcer import GroupAnnouncer
-from pdmesh.services.master_scheduler.placement.scenario_feed import ScenarioFeed
+from pdmesh.services.master_scheduler.placement.scenario_feed import ScenarioFeed, ended_of
 from pdmesh.services.master_scheduler.placement.servicer import PlanningCores, SchedulerServicer
 from pdmesh.services.master_scheduler.settings import Settings
 from pdmesh.telemetry import metrics, names
@@ -114,12 +114,18 @@ class Master:
         )
         boards = MonitorBoards(health_board(bus), fault_board(bus))
         self._fleet_feed = FleetFeed(self.fleet, bus, view, boards, self._announcer.wake)
+        self.backpressure = Backpressure(
+            lambda scenario, now: (
+                self.scenarios.phi(scenario, self.fleet.instances.values(), now).prefill
+            ),
+            settings.max_waiting,
+        )
+        cores = PlanningCores(placement, self.index, self.backpressure)
         self._control = Control(
             settings,
             access,
             MeshLink(bus, view, self._publisher),
-            placement,
-            self.index,
+            cores,
             self._leadership,
         )
         is_secure = settings.tls_dir is not None and not settings.insecure_network
@@ -136,6 +142,7 @@ class Master:
             self.fleet,
             bus,
             self._control.upgrade_feed.answered,
+            lambda event: self._control.history.on_ended(ended_of(event)),
         )
         self._presence = Presence(
             registry,
@@ -144,14 +151,8 @@ class Master:
             is_ready=lambda: not app.not_ready(),
             on_replaced=app.stopping.set,
         )
-        self.backpressure = Backpressure(
-            lambda scenario, now: (
-                self.scenarios.phi(scenario, self.fleet.instances.values(), now).prefill
-            ),
-            settings.max_waiting,
-        )
         self._servicer = SchedulerServicer(
-            PlanningCores(placement, self.index, self.backpressure),
+            cores,
             groups,
             view,
             self._leadership,

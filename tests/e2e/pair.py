@@ -17,6 +17,7 @@ from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.instance.arena import ArenaAllocator
 from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
+from pdmesh.core.kv.layout.compatibility import rank_bytes
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import (
@@ -311,7 +312,10 @@ class Pair:
     ) -> int:
         """Begin a decode, and return its leg."""
         host = self.decode
-        landing = await _reserve(host, host.landing, ticket.kv_bytes)
+        theirs, ours = len(ticket.addresses), host.info.num_ranks
+        share = rank_bytes(ticket.model_fingerprint, ticket.kv_bytes, theirs, ours)
+        assert share is not None, "the ranks cannot share the heads"
+        landing = await _reserve(host, host.landing, share)
         leg = self.next_leg(host)
         host.landings[leg] = landing
         rest = replace(

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import grpc
 
 from pdmesh.core.instance.admission import Admission, Capacity, Work
-from pdmesh.engine.laws import ZERO, Law
+from pdmesh.core.instance.law import Law
+from pdmesh.engine.laws import ZERO
 from pdmesh.engine.sim.pooling import SimPoolingConfig, SimPoolingEngine
 from pdmesh.instance.legs.host import InstanceHost
 from pdmesh.instance.legs.publishing import KvBlocksPublisher

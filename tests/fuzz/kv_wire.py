@@ -21,9 +21,9 @@ from pdmesh.core.kv.transfer.ticket import Refusal
 from pdmesh.kv.agent import wire
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory
-from pdmesh.kv.agent.checksums import fingerprint_hash
+from pdmesh.kv.agent.checksums import ChecksumKind, fingerprint_hash
 from pdmesh.kv.agent.types import AgentIdentity, PinnedBlocks
-from pdmesh.kv.transport.base import ByteArray, ConnectionHandler, KvConnection
+from pdmesh.kv.transport.base import ConnectionHandler, KvBytes, KvConnection
 from tests.fakes.kv.pair import ticket_for
 
 CORPUS = Path(__file__).parent / "corpus" / "kv_wire"
@@ -66,10 +66,10 @@ class _Connection:
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         wire.parse(memoryview(b"".join(parts)))
 
-    def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
+    def send_payload(self, key: int, buffer: KvBytes, on_sent: Callable[[], None]) -> None:
         assert buffer.size
 
-    def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
+    def recv_payload(self, key: int, buffer: KvBytes, on_received: Callable[[], None]) -> None:
         assert buffer.size
 
     def abort(self, reason: str) -> None:
@@ -168,6 +168,7 @@ def examples() -> list[bytes]:
         wire.Pull(3, "t", 1, 7, HASH, first_head=0, num_heads=1),
         wire.Meta(1, 64, ranges, memoryview(bytes(64))),
         wire.Meta(1, 64, ranges[:1]),
+        wire.Meta(1, 64, ranges, checksums=ChecksumKind.WORDS),
         wire.Meta(1, 0, (), memoryview(b"")),
         wire.Ack(1, True),
         wire.Ack(2, False),
@@ -179,11 +180,16 @@ def examples() -> list[bytes]:
     return [b"".join(wire.encode(message)) for message in messages]
 
 
+def seeds() -> dict[str, bytes]:
+    """The corpus: each example, and all of them, by the name of the file."""
+    found = {f"message-{n:02}": sequence([each]) for n, each in enumerate(examples())}
+    return found | {"all": sequence(examples())}
+
+
 def write_corpus() -> None:
     CORPUS.mkdir(parents=True, exist_ok=True)
-    for number, message in enumerate(examples()):
-        (CORPUS / f"message-{number:02}").write_bytes(sequence([message]))
-    (CORPUS / "all").write_bytes(sequence(examples()))
+    for name, data in seeds().items():
+        (CORPUS / name).write_bytes(data)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,12 @@ from tools.audit.sbom import write_sbom
 
 _ROOT: Final = Path(__file__).parents[2]
 _REQUIREMENTS: Final = _ROOT / "requirements"
-# What an operator installs: for a mesh on the simulated engine, and for one on vLLM.
-_SETS: Final = {"sim": ("base",), "vllm": ("base", "vllm", "torch", "model")}
+# What an operator installs: for a mesh on the simulated engine, on vLLM, on vLLM with CUDA GPUs.
+_SETS: Final = {
+    "sim": ("base",),
+    "vllm": ("base", "vllm", "torch", "model"),
+    "vllm-cuda": ("base", "vllm-cuda", "model"),
+}
 
 
 def main(folder: Path, ruff: Path, environments: Iterable[Path]) -> int:

@@ -29,7 +29,7 @@ class Licences:
     allowed: frozenset[str]  # SPDX ids, with their exception if they have one
     names: dict[str, str]  # what packages call a licence -> SPDX expression
     stated: dict[str, str]  # package without usable metadata -> SPDX expression of its files
-    excepted: dict[str, str]  # package -> why its licence is accepted
+    excepted: dict[str, str]  # pattern of packages, as in a shell -> why their licence is accepted
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Final
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
@@ -94,8 +95,9 @@ def forbidden(
     for pin, expression in sorted(expressions.items()):
         if expression and is_allowed(expression, known.allowed):
             continue
-        needed.add(pin.name)
-        if pin.name not in known.excepted:
+        reasons = [pattern for pattern in known.excepted if fnmatch(pin.name, pattern)]
+        needed.update(reasons)
+        if not reasons:
             yield f"licences: {pin} is under {expression or 'a licence that its metadata hides'}"
     if is_whole:
         yield from _idle("excepted", set(known.excepted) - needed)

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.audit.licences import Metadata
-from tools.audit.pinned import Pin, normalized, without_namesakes
+from tools.audit.pinned import Pin, normalized, public, without_namesakes
+
+_Key = tuple[str, str]  # name and public version
 
 
 def metadata_of(
@@ -23,20 +25,25 @@ def metadata_of(
 ) -> dict[Pin, Metadata]:
     """Of each package that can be found; `kept` is the file of earlier answers."""
     here = _installed(environments) | _read(kept)
-    missing = [pin for pin in pins if (pin.name, pin.version) not in here]
-    asked: dict[tuple[str, str], Metadata] = {}
+    missing = [pin for pin in pins if _key(pin) not in here]
+    asked: dict[_Key, Metadata] = {}
     for each in without_namesakes(missing):
         asked |= _ask_pip(each, kept.parent)
     if asked:
         _write(kept, _read(kept) | asked)
     here |= asked
-    return {pin: here[pin.name, pin.version] for pin in pins if (pin.name, pin.version) in here}
+    return {pin: here[_key(pin)] for pin in pins if _key(pin) in here}
 
 
-def _installed(environments: Iterable[Path]) -> dict[tuple[str, str], Metadata]:
+def _key(pin: Pin) -> _Key:
+    """Builds of one version, such as torch's for CPUs and for CUDA, have one licence."""
+    return pin.name, pin.public_version
+
+
+def _installed(environments: Iterable[Path]) -> dict[_Key, Metadata]:
     folders = [str(f) for venv in environments for f in venv.glob("lib/python3*/site-packages")]
     return {
-        (normalized(each.name), each.version): _metadata(each)
+        (normalized(each.name), public(each.version)): _metadata(each)
         for each in distributions(path=folders)
     }
 
@@ -55,33 +62,39 @@ def _one(values: list[str] | None) -> str:
     return values[0] if values else ""
 
 
-def _ask_pip(pins: Iterable[Pin], folder: Path) -> dict[tuple[str, str], Metadata]:
-    """Resolve without installing; nothing if one of the packages cannot be had."""
+def _ask_pip(pins: Iterable[Pin], folder: Path) -> dict[_Key, Metadata]:
+    """Resolve without installing; nothing if one of the packages cannot be had.
+
+    Without hashes, since pip would download each wheel to compare it: those for CUDA are gigabytes.
+    Nothing is installed, and only wheels are looked at, so nothing of them is run.
+    """
     wanted, report = folder / "wanted.txt", folder / "report.json"
-    wanted.write_text("\n".join(pin.requirement() for pin in pins) + "\n")
+    wanted.write_text("".join(f"{pin.name}=={pin.version}\n" for pin in pins))
     command = [
         sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-        "--dry-run", "--ignore-installed", "--no-deps", "--require-hashes", "--report", str(report),
-        "-r", str(wanted),
+        "--dry-run", "--ignore-installed", "--no-deps", "--only-binary", ":all:",
+        "--report", str(report), "-r", str(wanted),
     ]  # fmt: skip
     if subprocess.run(command, capture_output=True, check=False).returncode:
         return {}
     return dict(_reported(each["metadata"]) for each in json.loads(report.read_text())["install"])
 
 
-def _reported(about: Mapping[str, Any]) -> tuple[tuple[str, str], Metadata]:
+def _reported(about: Mapping[str, Any]) -> tuple[_Key, Metadata]:
     classifiers = [c for c in about.get("classifier", ()) if c.startswith("License ::")]
     found = Metadata(
         about.get("license_expression", ""), about.get("license", ""), tuple(classifiers)
     )
-    return (normalized(about["name"]), about["version"]), found
+    return (normalized(about["name"]), public(about["version"])), found
 
 
-def _read(kept: Path) -> dict[tuple[str, str], Metadata]:
+def _read(kept: Path) -> dict[_Key, Metadata]:
     if not kept.exists():
         return {}
     return {
-        (name, version): Metadata(said["expression"], said["licence"], tuple(said["classifiers"]))
+        (name, public(version)): Metadata(
+            said["expression"], said["licence"], tuple(said["classifiers"])
+        )
         for name, version, said in json.loads(kept.read_text())
     }
 

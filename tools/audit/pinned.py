@@ -17,7 +17,7 @@ class Pin:
     @property
     def public_version(self) -> str:
         """The version as the index has it, without what marks a build of our own choice."""
-        return self.version.partition("+")[0]
+        return public(self.version)
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
@@ -44,6 +44,10 @@ def _pins(text: str) -> Iterator[Pin]:
         version, *words = rest.split()
         hashes = [word.removeprefix("--hash=") for word in words if word.startswith("--hash=")]
         yield Pin(normalized(name), version, tuple(hashes))
+
+
+def public(version: str) -> str:
+    return version.partition("+")[0]
 
 
 def normalized(name: str) -> str:

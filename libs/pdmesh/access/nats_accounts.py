@@ -104,8 +104,10 @@ def _own_accounts(holders: list[Holder]) -> Iterator[str]:
         yield _stream(DATA_ACCOUNT, holder.inbox)
         for teller in holders:
             if teller is not holder:
-                heard = (event for event in events[teller] if _is_heard(access, event))
-                yield from (_stream(teller.account, event) for event in heard)
+                heard = (each for each in events[teller] if _is_heard(access, each))
+                # NATS refuses a cycle: two accounts that take the same subject from each other.
+                back = {each for each in events[holder] if _is_heard(NATS_ROLES[teller.role], each)}
+                yield from (_stream(teller.account, each) for each in heard if each not in back)
         yield "    ]"
         yield "  }"
 
@@ -130,6 +132,7 @@ def _calls(access: NatsAccess, holder: Holder) -> Iterator[str]:
     for bucket in dict.fromkeys(entry.partition(".")[0] for entry in followed):
         yield f"CONSUMER.DELETE.KV_{bucket}.*"
     yield from (f"STREAM.MSG.GET.KV_{bucket}" for bucket in access.reads)
+    yield from (f"STREAM.INFO.KV_{bucket}" for bucket in access.inspects)
     for bucket in access.makes:
         yield from (f"STREAM.{verb}.KV_{bucket}" for verb in ("CREATE", "UPDATE"))
 

@@ -6,7 +6,7 @@ A user is named as its service. The file has no password, only the SHA-256 of ea
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pdmesh.access.roles import REDIS_ROLES, RedisAccess
 
@@ -24,6 +24,13 @@ def redis_acl(passwords: Mapping[str, str]) -> str:
             raise ValueError(f"{role}: the password is empty")
         lines.append(_user(role, password, REDIS_ROLES[role]))
     return "\n".join(lines) + "\n"
+
+
+def server_user(name: str, password: str, commands: Iterable[str]) -> str:
+    """A line for a server that connects to another one: all channels, but no keys."""
+    digest = hashlib.sha256(password.encode()).hexdigest()
+    allowed = " ".join(f"+{command}" for command in commands)
+    return f"user {name} on resetpass #{digest} resetkeys allchannels -@all {allowed}\n"
 
 
 def _user(role: str, password: str, access: RedisAccess) -> str:

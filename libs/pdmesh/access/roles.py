@@ -43,6 +43,7 @@ class NatsAccess:
     follows_own: tuple[str, ...] = ()  # buckets, of which only the entry with its id
     reads: tuple[str, ...] = ()  # buckets
     makes: tuple[str, ...] = ()  # buckets
+    inspects: tuple[str, ...] = ()  # buckets: which servers hold them, and how current each is
     has_record: bool = True
 
 
@@ -95,6 +96,13 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
             subjects.instance_load(),
             subjects.request_finished(),
             subjects.error_reported(),
+            # What the operators' page shows of the last hour, of other masters too:
+            subjects.health_changed(),
+            subjects.fault_report(),
+            subjects.group_step(),
+            subjects.upgrade_step(),
+            subjects.leader_changed(),
+            subjects.admin_changed(),
         ),
         writes=(
             buckets.ASSIGNMENTS,
@@ -140,13 +148,15 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
         NatsAccess(
             hears=(subjects.ALL,),
             follows=tuple(map(whole, buckets.ALL_BUCKETS)),
+            inspects=buckets.ALL_BUCKETS,
             has_record=False,
         ),
     ),
 }
 
-# What every client of redis-py sends.
-_CONNECTION: Final = ("hello", "ping", "select", "client|setinfo", "client|setname")
+# What clients with redis-py send (`net.redis_pool`). Redis 7.0 does not load a file that names a
+# command which it does not have, such as CLIENT SETINFO.
+_CONNECTION: Final = ("hello", "ping", "select", "client|setname")
 _RESPONSES: Final = (
     f"{redis_keys.KEPT_RESPONSES}*",
     redis_keys.KEPT_EXPIRIES,

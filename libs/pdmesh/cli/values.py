@@ -60,6 +60,18 @@ def share(text: str) -> float:
     return value
 
 
+def share_or_none(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError("must be at least 0 and less than 1")
+    return value
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Numbers that are separated by commas, the least first."""
+    return tuple(sorted({one_or_more(part) for part in text.split(",")}))
+
+
 def count(text: str) -> int:
     return _whole_number(text, 64)
 

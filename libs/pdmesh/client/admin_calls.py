@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from pdmesh.net.grpc.admin_client import Invoke, Metadata, T
 from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1 import overview_pb2 as looks
 
 if TYPE_CHECKING:
     from grpc.aio import UnaryUnaryMultiCallable
@@ -92,6 +93,19 @@ class AdminCalls:
 
     async def usage(self) -> pb.GetUsageResponse:
         return await self._call(lambda stub: stub.GetUsage, pb.GetUsageRequest())
+
+    async def overview(self) -> looks.GetOverviewResponse:
+        """What the operators' page shows of the mesh now."""
+        return await self._call(lambda stub: stub.GetOverview, looks.GetOverviewRequest())
+
+    async def answers(self) -> looks.GetHistoryResponse:
+        """TTFT and answers of the last hour, by scenario."""
+        return await self._call(lambda stub: stub.GetHistory, looks.GetHistoryRequest())
+
+    async def request_story(self, request_id: str) -> looks.GetRequestStoryResponse:
+        """Raises InvalidRequest if the master knows nothing of the request."""
+        request = looks.GetRequestStoryRequest(request_id=request_id)
+        return await self._call(lambda stub: stub.GetRequestStory, request)
 
     async def plan_moves(self, request: pb.PlanMovesRequest) -> pb.PlanMovesResponse:
         return await self._call(lambda stub: stub.PlanMoves, request)

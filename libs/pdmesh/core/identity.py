@@ -61,6 +61,7 @@ def folder_of(root: Path, identity: ProcessIdentity) -> Path:
 
 
 OPERATORS: Final = frozenset(ROLES)
+PROXIES: Final = frozenset({"proxy"})  # Envoy before the gateways
 _INSTANCES: Final = frozenset({"prefill", "decode", "instance"})
 _EVERYONE: Final = None
 
@@ -81,6 +82,7 @@ _CALLERS: Final[Mapping[str, frozenset[str] | None]] = {
     "/pdmesh.v1.KvIndexService/Snapshot": frozenset({"master-scheduler"}),
     "/pdmesh.v1.InferenceService": _EVERYONE,
     "/grpc.health.v1.Health": _EVERYONE,
+    "/envoy.service.ext_proc.v3.ExternalProcessor": _EVERYONE,  # PROXIES, by the picker's setting
 }
 
 

@@ -29,7 +29,7 @@ from pdmesh.errors import BadCertificates
 _SOCKET_PATH_MAX: Final = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 _PROBE_S: Final = 0.5
 _NATS_USER: Final = "pdmesh"
-_NO_USER: Final = b"-NOAUTH"  # Valkey answers, but not to everybody
+NO_USER: Final = b"-NOAUTH"  # Valkey answers, but not to everybody
 
 _NATS_CONFIG: Final = """\
 listen: "{address}"
@@ -110,7 +110,7 @@ class NatsServer:
 
     def command(self) -> list[str]:
         binary = find(NATS)
-        _private(self._directory)
+        make_private(self._directory)
         config = self._directory / "nats.conf"
         store = (self._directory / "jetstream").absolute()
         text = _NATS_CONFIG.format(
@@ -133,11 +133,11 @@ class NatsServer:
     async def is_ready(self) -> bool:
         """Whether the server answers; it sends INFO once JetStream is up."""
         try:
-            context = None if self._tls_dir is None else _context(self._tls_dir)
+            context = None if self._tls_dir is None else context_of(self._tls_dir)
         except (BadCertificates, OSError):
             return False
         connecting = asyncio.open_connection(self._port.host, self._port.port, ssl=context)
-        return await _says(connecting, b"", (b"INFO ",))
+        return await says(connecting, b"", (b"INFO ",))
 
     async def is_alive(self) -> bool:
         """With TLS, whether it answers a handshake: certificates that do not fit are no reason to
@@ -191,8 +191,8 @@ class ValkeyServer:
 
     def command(self) -> list[str]:
         binary = find(VALKEY)
-        _private(self._directory)
-        _private(self._socket.parent)
+        make_private(self._directory)
+        make_private(self._socket.parent)
         self._socket.unlink(missing_ok=True)
         return [
             str(binary), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm",
@@ -209,8 +209,8 @@ class ValkeyServer:
         return ["--aclfile", str(file)]
 
     async def is_ready(self) -> bool:
-        return await _says(
-            asyncio.open_unix_connection(self._socket), b"PING\r\n", (b"+PONG", _NO_USER)
+        return await says(
+            asyncio.open_unix_connection(self._socket), b"PING\r\n", (b"+PONG", NO_USER)
         )
 
     async def is_alive(self) -> bool:
@@ -220,7 +220,7 @@ class ValkeyServer:
         self._socket.unlink(missing_ok=True)
 
 
-def _context(tls_dir: Path) -> ssl.SSLContext:
+def context_of(tls_dir: Path) -> ssl.SSLContext:
     """Raises BadCertificates, OSError."""
     from pdmesh.net.tls.contexts import client_context
     from pdmesh.net.tls.folder import CertificateFolder
@@ -228,7 +228,7 @@ def _context(tls_dir: Path) -> ssl.SSLContext:
     return client_context(CertificateFolder(tls_dir))
 
 
-async def _says(
+async def says(
     connecting: Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]],
     question: bytes,
     answers: Sequence[bytes],
@@ -247,7 +247,7 @@ async def _says(
         return False
 
 
-def _private(directory: Path) -> None:
+def make_private(directory: Path) -> None:
     """Make `directory` private; refuse one that another user put there."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory.stat().st_uid != os.getuid():

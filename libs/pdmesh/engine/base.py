@@ -403,6 +403,7 @@ class EngineInfo:
     max_adapters: int = 0  # LoRA adapters that it holds at once; 0: it takes none
     pooling: PoolingFacts | None = None  # of a pooling engine
     images: ImageFacts | None = None  # None: the model takes none
+    kv_path: str = ""  # where KV waits and lands, and why; empty: it hands on none
     fetches_embeddings: bool = False  # of images: it takes jobs that await an encoder
 
 

@@ -11,20 +11,23 @@ from typing import Final
 from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.engine_args import EngineArgs
+from pdmesh.core.instance.law import Law
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.tiers.load_plan import CostBook
+from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
+from pdmesh.core.kv.transfer.kv_path import KvMemory, NoSuchPath, decide_path
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import DomainRank
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
 from pdmesh.engine.base import Engine
-from pdmesh.engine.laws import LAWS, Law
+from pdmesh.engine.laws import LAWS
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.encoding.engine import SimEncoderConfig, SimEncoderEngine
 from pdmesh.engine.sim.engine import SimEngine
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.engine.sim.pooling import SimPoolingConfig, SimPoolingEngine
 from pdmesh.engine.sim.vocabulary import IMAGE_ID
-from pdmesh.errors import EngineMisconfigured
+from pdmesh.errors import EngineMisconfigured, KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.types import AgentEvent, AgentIdentity
@@ -61,6 +64,8 @@ class EngineSettings:
     sends_kv: bool
     receives_kv: bool
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
+    kv_memory: KvMemory = KvMemory.AUTO  # vLLM on a GPU
+    requires_rdma: bool = False
     group_id: str = ""  # KV is handed over only within the group
     dtype: str = ""
     kv_cache_dtype: str = "auto"  # vLLM
@@ -79,7 +84,7 @@ class EngineSettings:
     file_digests: Mapping[str, str] = field(default_factory=dict)
     failpoint: str = ""  # vLLM: the failpoint of its workers, see failpoints.py
     tiers: TierConfig = field(default_factory=TierConfig)
-    max_pulls: int = 64  # the most pulls of KV at once
+    max_pulls: int = MAX_PULLS  # the most pulls of KV at once
     sim_law: str = "demo"
     sim_eos_period: int = 300
     sim_num_layers: int = 2
@@ -117,6 +122,7 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
         case "vllm" if settings.is_encoder:
             return _build_vllm_encoder(settings)
         case "sim":
+            _check_kv_path(settings)
             return build_sim(settings, lambda: _ucx(settings), find_holders)
         case "vllm":
             return _build_vllm(settings, find_holders)
@@ -261,6 +267,22 @@ def _sim_tiers(settings: EngineSettings, params: SimParams, fingerprint: str) ->
     )
 
 
+def _check_kv_path(settings: EngineSettings) -> None:
+    """Raises EngineMisconfigured for a path of KV that this machine does not have.
+
+    For sim, which has no GPU; vLLM's workers check it themselves.
+    """
+    if not settings.requires_rdma and settings.kv_memory is not KvMemory.DEVICE:
+        return
+    from pdmesh.kv.device.probe import host_facts  # loads the UCX libraries
+
+    try:
+        facts = host_facts(settings.kv_host)
+        decide_path(settings.kv_memory, facts, requires_rdma=settings.requires_rdma)
+    except (NoSuchPath, KvTransferFailed) as error:
+        raise EngineMisconfigured(f"{error} (docs/gpu.md)", reason="KV_NO_TRANSPORT") from error
+
+
 def _ucx(settings: EngineSettings) -> KvTransport:
     from pdmesh.kv.transport.ucx import UcxTransport  # loads the UCX libraries
 
@@ -290,6 +312,8 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         staging_bytes=staging_bytes,
         landing_bytes=landing_bytes,
         kv_host=settings.kv_host,
+        kv_memory=settings.kv_memory,
+        requires_rdma=settings.requires_rdma,
         group_id=settings.group_id,
         lease_s=settings.ticket_lease_s,
         max_pulls=settings.max_pulls,

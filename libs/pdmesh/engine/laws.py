@@ -1,52 +1,12 @@
-"""How long an engine takes: step times of prefill and decode as laws of what is in the batch.
-
-The laws are pure: the sim engine waits these times out in real time, and the simulator adds them up
-in virtual time. The terms are those of a transformer: fixed cost per step, cost per token, and
-attention over the context.
-"""
+"""The laws that have names: how long known engines take for their steps (`core.instance.law`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
-
-@dataclass(frozen=True, slots=True)
-class Law:
-    """Coefficients in seconds. If all are zero, only the mesh costs time."""
-
-    name: str
-    prefill_fixed_s: float = 0.0
-    prefill_token_s: float = 0.0
-    prefill_pair_s: float = 0.0  # per (computed token, token it attends to)
-    step_fixed_s: float = 0.0
-    step_sequence_s: float = 0.0  # per sequence in the decode batch
-    step_context_s: float = 0.0  # per token of context over the whole batch
-    pads: bool = False  # every prompt of a batch takes as long as the batch's longest
-
-    def prefill_s(
-        self, num_tokens: int, num_cached: int = 0, batch: int = 1, longest: int = 0
-    ) -> float:
-        """Time to compute `num_tokens` in total, of `batch` prompts.
-
-        Each prompt has `num_cached` tokens already; the longest computes `longest` tokens.
-        """
-        if num_tokens <= 0:
-            return 0.0
-        if self.pads:
-            num_tokens = max(num_tokens, batch * longest)
-        pairs = num_tokens * (num_cached + num_tokens / (2 * max(batch, 1)))
-        return (
-            self.prefill_fixed_s + num_tokens * self.prefill_token_s + pairs * self.prefill_pair_s
-        )
-
-    def step_s(self, batch: int, num_context: int) -> float:
-        """Time of one decode step of `batch` sequences that hold `num_context` tokens together."""
-        if batch <= 0:
-            return 0.0
-        return self.step_fixed_s + batch * self.step_sequence_s + num_context * self.step_context_s
-
+from pdmesh.core.instance.law import Law
 
 ZERO = Law("zero")
 # A mesh that feels alive in a terminal: 100 prompt tokens in 12 ms, 50 tokens/s.

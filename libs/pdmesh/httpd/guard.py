@@ -5,9 +5,9 @@ Without these bounds, an idle or slow connection stays forever, heads and traile
 kept in memory, and one address can use up all file descriptors. Streams of any length are not
 affected, because the clock stops when the whole request has arrived.
 
-A refused connection gets its answer and then the end of the stream. Nothing more is read from it,
-and it is dropped a moment later. If it were closed at once, the kernel would discard the answer
-because of the unread bytes.
+A connection that ends early gets its answer and then the end of the stream. What the client still
+sends is read and dropped, within bounds on bytes and time, as nginx's `lingering_close` does. If it
+were closed at once, the kernel would discard the answer because of the unread bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ CONNECTION: Final = "pdmesh.connection"
 # The most requests that a client may send before earlier ones are answered. No client needs more,
 # but a full buffer could hold thousands.
 _MAX_PIPELINED: Final = 16
-_LINGER_S: Final = 1.0
+# How long an ended connection stays, and how much of what it still sends is read.
+_LINGER_S: Final = 2.0
+_MAX_DROPPED_BYTES: Final = 1 << 20
 
 
 class GuardRefused(Exception):
@@ -57,6 +59,7 @@ class _Guarded(HttpToolsProtocol):
     _is_in_head = False
     _is_whole = True  # no request is arriving
     _is_ending = False
+    _num_dropped = 0  # bytes that arrived after the end
     _is_stopping = False
     _status = HTTPStatus.BAD_REQUEST  # the status for a request that stops the parser
     _keeps_alive = False  # whether the client asked for keep-alive
@@ -84,6 +87,9 @@ class _Guarded(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._is_admitted:
             return
+        if self._is_ending:
+            self._drop(len(data))
+            return
         rest = memoryview(data)
         while rest and not self._is_ending:
             # In pieces, so that an excess is refused before the rest of it is parsed.
@@ -91,6 +97,11 @@ class _Guarded(HttpToolsProtocol):
             rest = rest[self._feed(rest[:size]) :]
         if not self._is_whole and not self._is_ending and self._deadline is None:
             self._start_clock()
+
+    def _drop(self, num_bytes: int) -> None:
+        self._num_dropped += num_bytes
+        if self._num_dropped > _MAX_DROPPED_BYTES:
+            self.flow.pause_reading()
 
     def _feed(self, piece: memoryview) -> int:
         """Parse a piece, and return how many of its bytes were used."""
@@ -234,7 +245,7 @@ class _Guarded(HttpToolsProtocol):
         return is_of_this and not cycle.response_started and not self.pipeline
 
     def end(self) -> None:
-        """Send what was written, read no more, and drop the connection soon."""
+        """Send what was written, and drop the connection when the client closes it, or soon."""
         if self._is_ending or self.transport.is_closing():
             return
         self._is_ending = True
@@ -242,7 +253,7 @@ class _Guarded(HttpToolsProtocol):
             self.bounds.waits(self.abort)  # the connection stays only for its answer
         self._stop_clock()
         self._unset_keepalive_if_required()
-        self.flow.pause_reading()
+        self.flow.resume_reading()
         with contextlib.suppress(OSError):  # the client is gone
             self.transport.write_eof()
         self._deadline = self.loop.call_later(_LINGER_S, self.abort)

@@ -36,7 +36,9 @@ async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
         return
     bus: NatsBus | None = None
     try:
-        bus = await _unless_stopping(app, NatsBus.connect(settings.nats_url, app.instance_id))
+        bus = await _unless_stopping(
+            app, NatsBus.connect(settings.nats_url, app.instance_id, settings.num_nats_replicas)
+        )
     finally:
         if bus is None and own is not None:
             await own.stop()

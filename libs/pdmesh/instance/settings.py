@@ -18,6 +18,8 @@ from pdmesh.core.deadlines import (
 )
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.urgency import SchedulingPolicy
+from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
+from pdmesh.core.kv.transfer.kv_path import KvMemory
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.instance.json_option import EngineArgsOption
 from pdmesh.instance.speculation_settings import SpeculationOption, SpeculationSettings
@@ -121,6 +123,16 @@ class InstanceSettings(ServiceSettings):
         None, description="Folder for copies of artefacts; none: artefacts are loaded in place"
     )
     peer_verify_s: float = shared(5.0, gt=0, description="Longest time for a KV probe to a peer")
+    kv_memory: KvMemory = shared(
+        KvMemory.AUTO,
+        description="vLLM on a GPU: where KV waits and lands: device, host (page-locked), or auto: "
+        "on the device where UCX moves it from there without the host (docs/gpu.md)",
+    )
+    require_rdma: bool = shared(
+        False,
+        description="Refuse to start unless KV moves over RDMA and, on a GPU with KV_MEMORY auto "
+        "or device, without the host's memory",
+    )
     num_slots: int = Field(8, ge=1, description="Requests served at once (b_p or b_d)")
     block_size: int = shared(64, ge=1, description="Tokens per KV block")
     max_model_len: int = shared(4096, ge=2, description="Most tokens of prompt and output together")
@@ -139,7 +151,7 @@ class InstanceSettings(ServiceSettings):
         description="Most requests at a decode whose KV has not arrived; further ones are refused",
     )
     max_pulls: int = Field(
-        64,
+        MAX_PULLS,
         ge=1,
         description="Concurrent KV pulls at a decode, of at most 64 MiB together per sender; "
         "others wait",

@@ -13,7 +13,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -27,6 +27,7 @@ from pdmesh.core.control.supervision import (
     RestartScheduled,
 )
 from pdmesh.embedded.binaries import ServerNotFound
+from pdmesh.embedded.members import NatsMember
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.errors import BadCertificates, MeshError
@@ -34,9 +35,12 @@ from pdmesh.launcher import first_groups, log_files, state
 from pdmesh.launcher.certificates import CertificateAccounts, MeshCertificates, nats_folder
 from pdmesh.launcher.external import nats_problem, redis_problem
 from pdmesh.launcher.gateway_ports import reserve_ports
+from pdmesh.launcher.hosts.folder import SERVICES_WITH_REDIS, HostFolder
+from pdmesh.launcher.hosts.servers import servers_of
 from pdmesh.launcher.process_health import ProcessHealth
 from pdmesh.launcher.spec import (
     MeshSpec,
+    Ports,
     ProcessSpec,
     StopOrder,
     Wiring,
@@ -85,6 +89,8 @@ class Mesh:
         self._health: ProcessHealth | None = None
         self._certificates: MeshCertificates | None = None  # None: no TLS
         self._accounts: CertificateAccounts | None = None  # None: NATS tells nobody apart
+        self._host: HostFolder | None = None  # None: the mesh is on this machine alone
+        self._read_by_nats: list[float] = []  # when the files of a host's NATS were changed
         self._phase, self._message = "starting", ""
         self._ready: set[str] = set()
         self._last_state: state.MeshState | None = None
@@ -140,6 +146,10 @@ class Mesh:
     @property
     def certificates(self) -> CertificateFolder | None:
         """The certificate of commands; None: no TLS."""
+        if self._host is not None:
+            from pdmesh.net.tls.folder import CertificateFolder
+
+            return CertificateFolder(self._host.of_commands)
         return self._certificates.of_commands if self._certificates is not None else None
 
     def as_commands(self) -> AbstractContextManager[None]:
@@ -295,6 +305,8 @@ class Mesh:
     def _wire(self) -> Wiring:
         spec = self.spec
         ports = reserve_ports(spec, self._cleanup)
+        if spec.host_folder is not None:
+            return self._wire_host(HostFolder.read(spec.host_folder), ports)
         tls = self.state_dir / "tls" if spec.tls else None
         if spec.nats_url is None:
             self._add_server(self._nats(tls))
@@ -316,6 +328,31 @@ class Mesh:
             redis_urls=redis_urls,
         )
 
+    def _wire_host(self, folder: HostFolder, ports: Mapping[str, Ports]) -> Wiring:
+        """Raises BadHostFolder, PortTaken."""
+        self._host = folder
+        for server in servers_of(folder, self.state_dir):
+            self._add_server(server)
+        self._read_by_nats = self._files_of_nats()
+        return Wiring(
+            nats_url=folder.nats_url,
+            redis_url="",
+            ports=ports,
+            hash_secret=folder.secrets.hash_secret,
+            mesh_token=folder.secrets.mesh_token,
+            state_dir=self.state_dir,
+            model_dir=self._model_dir(),
+            tls_dir=folder.tls_dir,
+            nats_roles=True,
+            redis_urls={role: folder.redis_url(role) for role in SERVICES_WITH_REDIS},
+        )
+
+    def _files_of_nats(self) -> list[float]:
+        """When they were changed; empty: NATS does not run on this host."""
+        nats = self._servers.get("nats")
+        files = nats.watched if isinstance(nats, NatsMember) else []
+        return [each.stat().st_mtime for each in files if each.exists()]
+
     def _nats(self, tls: Path | None) -> NatsServer:
         directory = self.state_dir / "nats"
         if tls is None:
@@ -330,7 +367,7 @@ class Mesh:
 
     def _issue_certificates(self, processes: Iterable[ProcessSpec]) -> None:
         """Raises MeshFailed."""
-        if self.wiring.tls_dir is None:
+        if self.wiring.tls_dir is None or self._host is not None:
             return
         try:
             self._certificates = MeshCertificates(
@@ -445,6 +482,10 @@ class Mesh:
             await asyncio.sleep(_HOUSEKEEPING_S)
 
     async def _renew_certificates(self) -> None:
+        if (found := self._files_of_nats()) != self._read_by_nats:
+            self._read_by_nats = found
+            with contextlib.suppress(KeyError):
+                self.supervisor.signal("nats", signal.SIGHUP)
         if self._certificates is None:
             return
         self._certificates.renew()

@@ -61,6 +61,11 @@ class MeshSpec:
     num_gateways: int = 1
     node_agent: bool = False  # watch this machine's devices
     num_masters: int = 1  # one leads, the others stand by
+    has_index: bool = True  # a kv-cache-index; only one host of a mesh has one
+    has_monitor: bool = True  # a health-monitor, likewise
+    host_folder: Path | None = None  # of `pdmesh hosts`: this mesh is one host of a larger one
+    host_name: str = ""  # names of processes begin with it
+    host_region: str = ""
     regions: tuple[str, ...] = ()  # each region has this many instances, gateways and masters
     host: str = "127.0.0.1"  # where clients reach the gateways
     inner_host: str = "127.0.0.1"  # where the processes reach each other
@@ -97,6 +102,7 @@ _OPTIONS: Final = {
     "--gateways": "num_gateways",
     "--node-agent": "node_agent",
     "--masters": "num_masters",
+    "--host-folder": "host_folder",
     "--regions": "regions",
     "--host": "host",
     "--inner-host": "inner_host",
@@ -186,16 +192,39 @@ _MODULES: Final = {
 
 
 def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
-    """Every service process, in start order.
+    """Every service process, in start order."""
+    return [_service(planned, spec, wiring) for planned in planned_services(spec)]
 
-    In a region its name begins with the region's.
-    """
-    regions = spec.regions or ("",)
-    control = [("kv-cache-index", "kv-cache-index"), ("health-monitor", "health-monitor")]
-    if spec.node_agent:
-        control.append(("node-agent", "node-agent"))
-    masters = [("master-scheduler", "master-scheduler")]
-    masters += [(f"master-scheduler-{i}", "master-scheduler") for i in range(1, spec.num_masters)]
+
+@dataclass(frozen=True)
+class PlannedService:
+    """A service process before its addresses are known."""
+
+    name: str
+    kind: str  # the name without those of its region and host
+    service: str
+    region: str
+
+    @property
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity(self.service, self.name)
+
+
+def planned_services(spec: MeshSpec) -> list[PlannedService]:
+    """In start order. In a region or on a host of several, a name begins with that of it."""
+    control = [
+        (name, name)
+        for name, is_wanted in (
+            ("kv-cache-index", spec.has_index),
+            ("health-monitor", spec.has_monitor),
+            ("node-agent", spec.node_agent),
+        )
+        if is_wanted
+    ]
+    masters = [
+        (f"master-scheduler-{i}" if i else "master-scheduler", "master-scheduler")
+        for i in range(spec.num_masters)
+    ]
     instances = [
         (f"{kind}-{i}", service)
         for kind, service, count in (
@@ -209,13 +238,19 @@ def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
         for i in range(count)
     ]
     gateways = [(f"gateway-{i}", "gateway") for i in range(spec.num_gateways)]
+    regions = spec.regions or (spec.host_region,)
     parts = ((masters, regions), (control, ("",)), (instances, regions), (gateways, regions))
     return [
-        _service(name, service, region, spec, wiring)
+        PlannedService(_named(kind, region, spec), kind, service, region)
         for named, places in parts
         for region in places
-        for name, service in named
+        for kind, service in named
     ]
+
+
+def _named(kind: str, region: str, spec: MeshSpec) -> str:
+    start = spec.host_name or region
+    return f"{start}-{kind}" if start else kind
 
 
 def unpaired(processes: Iterable[ProcessSpec]) -> str:
@@ -242,8 +277,9 @@ def _option_of(process: ProcessSpec, option: str) -> OptionText:
     return OptionText(given, process.env.get(given, ""))
 
 
-def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wiring) -> ProcessSpec:
-    name = f"{region}-{kind}" if region else kind
+def _service(planned: PlannedService, spec: MeshSpec, wiring: Wiring) -> ProcessSpec:
+    name, kind, service = planned.name, planned.kind, planned.service
+    region = planned.region
     module = service.replace("-", "_")
     prefix = f"PDMESH_{module.upper()}_"
     ops_file = wiring.state_dir / "run" / f"{name}.ops"
@@ -284,9 +320,10 @@ def _tls_settings(service: str, name: str, wiring: Wiring) -> dict[str, str]:
 def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
     return {
         "PDMESH_INNER_HOST": spec.inner_host,
+        **({"PDMESH_NODE_ID": spec.host_name} if spec.host_name else {}),
         "PDMESH_NATS_URL": wiring.nats_url,
         **({"PDMESH_NATS_ROLES": "true"} if wiring.nats_roles else {}),
-        "PDMESH_REDIS_URL": wiring.redis_url,
+        **({"PDMESH_REDIS_URL": wiring.redis_url} if wiring.redis_url else {}),
         "PDMESH_HASH_SECRET": wiring.hash_secret,
         "PDMESH_MESH_TOKEN": wiring.mesh_token,
         **({"PDMESH_INSECURE_NETWORK": "true"} if spec.insecure_network else {}),
@@ -305,7 +342,7 @@ def _keys(spec: MeshSpec) -> dict[str, str]:
 
 
 def _gateway_settings(region: str, spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
-    ports = wiring.ports[region]
+    ports = wiring.ports[region if spec.regions else ""]
     return {
         **({"ALLOW_ANONYMOUS": "true"} if spec.allow_anonymous else {}),
         **({"TOOL_PARSER": spec.tool_parser} if spec.tool_parser else {}),

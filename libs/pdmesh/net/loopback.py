@@ -9,7 +9,9 @@ import ipaddress
 from typing import Final
 from urllib.parse import urlsplit
 
-_NOT_IN_PLAIN_TEXT: Final = frozenset({"tls", "wss", "rediss", "unix"})
+from pdmesh.core.server_urls import server_urls
+
+_NOT_IN_PLAIN_TEXT: Final = frozenset({"tls", "wss", "rediss", "rediss-sentinel", "unix"})
 
 
 def is_loopback(host: str) -> bool:
@@ -21,7 +23,11 @@ def is_loopback(host: str) -> bool:
 
 
 def is_exposed(url: str) -> bool:
-    """Whether what is sent to the server at this URL leaves the machine in plain text."""
+    """Whether what is sent to one of the servers at this URL leaves the machine in plain text."""
+    return any(map(_is_exposed, server_urls(url)))
+
+
+def _is_exposed(url: str) -> bool:
     parts = urlsplit(url if "://" in url else f"nats://{url}")
     return parts.scheme not in _NOT_IN_PLAIN_TEXT and not is_loopback(parts.hostname or "")
 
@@ -37,3 +43,13 @@ def is_loopback_number(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_numeric(address: str) -> bool:
+    """Whether `host:port` has a numeric host; IPv6 has brackets."""
+    host, _, port = address.rpartition(":")
+    try:
+        version = ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).version
+    except ValueError:
+        return False
+    return port.isdecimal() and (version == 4) is (not host.startswith("["))

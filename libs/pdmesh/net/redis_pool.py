@@ -1,35 +1,144 @@
-"""Pools of connections to Redis: over TLS if the address begins with `rediss://`.
+"""Pools of connections to Redis: over TLS if the address begins with `rediss`, and behind sentinels
+if it is one of `core.server_urls`.
 
-Each new connection shows the latest certificate of this process.
+Each new connection shows the latest certificate of this process, and goes to the server that is the
+primary then.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
+from pdmesh.core.server_urls import SentinelUrl, is_sentinel_url
+from pdmesh.net.loopback import join
+from pdmesh.net.tasks import end
 from pdmesh.net.tls.own import own_certificates
+
+if TYPE_CHECKING:
+    from pdmesh.net.tls.folder import CertificateFolder
+
+Address = tuple[str, int]
+
+# It does not tell the server the library's name and version: roles lack that command.
+_QUIET: Final = {"driver_info": None}
 
 
 # Any: redis-py's pools are generic, and the gateway imports redis only if it uses it.
 def pool_of(pool_type: Any, url: str, **options: Any) -> Any:
-    """A pool of this type, made by its `from_url`. Raises ValueError."""
+    """A pool of this type. Raises ValueError."""
+    options = {**_QUIET, **options}
+    if is_sentinel_url(url):
+        return _pool_behind_sentinels(pool_type, SentinelUrl.parse(url), options)
     pool = pool_type.from_url(url, **options)
     own = own_certificates()
     if own is None or not url.startswith("rediss://"):
         return pool
     from redis.asyncio import SSLConnection
 
-    from pdmesh.net.tls.folder import AUTHORITIES, CERTIFICATE, KEY
+    pool.connection_class = _with_latest_certificate(SSLConnection)
+    pool.connection_kwargs.update(_files(own))
+    return pool
 
-    class LatestCertificate(SSLConnection):
+
+def _pool_behind_sentinels(pool_type: Any, url: SentinelUrl, options: dict[str, Any]) -> Any:
+    from redis.asyncio.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
+
+    shared: dict[str, Any] = {
+        **_QUIET,
+        "username": url.username or None,
+        "password": url.password or None,
+    }
+    connection: Any = SentinelManagedConnection
+    if url.is_encrypted:
+        connection = SentinelManagedSSLConnection
+        if (own := own_certificates()) is not None:
+            connection = _with_latest_certificate(connection)
+            shared |= _files(own)
+    timeouts = {name: value for name, value in options.items() if name.startswith("socket_")}
+    pool = pool_type(
+        connection_class=connection, db=url.database, host="", port=0, **(options | shared)
+    )
+    # redis-py's own pool for sentinels never waits for a free connection, as a blocking one does.
+    pool.connection_kwargs["connection_pool"] = Primary(url, {**shared, **timeouts}, pool)
+    return pool
+
+
+def primary_of(pool: Any) -> str:
+    """The server that a pool of `pool_of` was led to; empty: it does not ask sentinels."""
+    found = pool.connection_kwargs.get("connection_pool")
+    return "" if found is None or found.address is None else join(*found.address)
+
+
+class Primary:
+    """What redis-py's connections behind sentinels ask of their pool."""
+
+    is_master = True
+    check_connection = False
+
+    def __init__(self, url: SentinelUrl, options: Mapping[str, Any], pool: Any) -> None:
+        self._url, self._options, self._pool = url, options, pool
+        self.address: Address | None = None  # as last asked
+
+    async def get_master_address(self) -> Address:
+        """Raises redis-py's ConnectionError if no sentinel knows it."""
+        address = await self._first_answer()
+        if self.address not in (None, address):  # idle connections lead to the former primary
+            await self._pool.disconnect(inuse_connections=False)
+        self.address = address
+        return address
+
+    async def _first_answer(self) -> Address:
+        """Ask all sentinels at once: on a host that is gone, one would not answer in time."""
+        from redis.exceptions import ConnectionError as NotReached
+
+        asking = {asyncio.create_task(self._ask(*each)) for each in self._url.sentinels}
+        waiting = asking
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if (address := task.result()) is not None:
+                        return address
+        finally:
+            await end(asking)
+        raise NotReached(f"no sentinel knows the primary of {self._url.primary!r}")
+
+    async def _ask(self, host: str, port: int) -> Address | None:
+        """None: it does not answer, or knows none that is up."""
+        from redis.asyncio import sentinel as library
+        from redis.exceptions import RedisError
+
+        untyped: Any = library
+        kwargs = {**self._options, "ssl": self._url.is_encrypted}
+        sentinel = untyped.Sentinel([(host, port)], sentinel_kwargs=kwargs)
+        try:
+            found: Address = await sentinel.discover_master(self._url.primary)
+        except (RedisError, OSError, TimeoutError):
+            return None
+        finally:
+            for each in sentinel.sentinels:
+                await each.aclose()
+        return found
+
+
+def _with_latest_certificate(connection: Any) -> Any:
+    """The class, whose connections each read the certificate's files."""
+
+    class LatestCertificate(connection):  # type: ignore[misc]  # redis-py's, which is untyped
         async def connect(self) -> None:
             self.ssl_context.context = None  # redis-py would keep the first one
-            await super().connect()  # type: ignore[no-untyped-call]  # redis-py's
+            await super().connect()
 
-    pool.connection_class = LatestCertificate
-    pool.connection_kwargs.update(
-        ssl_certfile=str(own.path / CERTIFICATE),
-        ssl_keyfile=str(own.path / KEY),
-        ssl_ca_certs=str(own.path / AUTHORITIES),
-    )
-    return pool
+    return LatestCertificate
+
+
+def _files(own: CertificateFolder) -> dict[str, str]:
+    from pdmesh.net.tls.folder import AUTHORITIES, CERTIFICATE, KEY
+
+    return {
+        "ssl_certfile": str(own.path / CERTIFICATE),
+        "ssl_keyfile": str(own.path / KEY),
+        "ssl_ca_certs": str(own.path / AUTHORITIES),
+    }

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from pdmesh.v1 import admin_service_pb2 as pdmesh_dot_v1_dot_admin__service__pb2
+from pdmesh.v1 import overview_pb2 as pdmesh_dot_v1_dot_overview__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -80,6 +81,21 @@ class AdminServiceStub:
                 '/pdmesh.v1.AdminService/GetUsage',
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
+        self.GetOverview = channel.unary_unary(
+                '/pdmesh.v1.AdminService/GetOverview',
+                request_serializer=pdmesh_dot_v1_dot_overview__pb2.GetOverviewRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_overview__pb2.GetOverviewResponse.FromString,
+                _registered_method=True)
+        self.GetHistory = channel.unary_unary(
+                '/pdmesh.v1.AdminService/GetHistory',
+                request_serializer=pdmesh_dot_v1_dot_overview__pb2.GetHistoryRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_overview__pb2.GetHistoryResponse.FromString,
+                _registered_method=True)
+        self.GetRequestStory = channel.unary_unary(
+                '/pdmesh.v1.AdminService/GetRequestStory',
+                request_serializer=pdmesh_dot_v1_dot_overview__pb2.GetRequestStoryRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_overview__pb2.GetRequestStoryResponse.FromString,
                 _registered_method=True)
         self.CordonInstance = channel.unary_unary(
                 '/pdmesh.v1.AdminService/CordonInstance',
@@ -191,6 +207,27 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetOverview(self, request, context):
+        """The mesh now: instances, KV flows, waiting rooms, what went wrong and what was done; and what the caller may do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetHistory(self, request, context):
+        """TTFT and answers of the last hour, by scenario.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRequestStory(self, request, context):
+        """What happened to one of the latest requests, step by step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CordonInstance(self, request, context):
         """Take one instance out of service, or put it back.
         """
@@ -292,6 +329,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetUsage,
                     request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageResponse.SerializeToString,
+            ),
+            'GetOverview': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOverview,
+                    request_deserializer=pdmesh_dot_v1_dot_overview__pb2.GetOverviewRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_overview__pb2.GetOverviewResponse.SerializeToString,
+            ),
+            'GetHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHistory,
+                    request_deserializer=pdmesh_dot_v1_dot_overview__pb2.GetHistoryRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_overview__pb2.GetHistoryResponse.SerializeToString,
+            ),
+            'GetRequestStory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequestStory,
+                    request_deserializer=pdmesh_dot_v1_dot_overview__pb2.GetRequestStoryRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_overview__pb2.GetRequestStoryResponse.SerializeToString,
             ),
             'CordonInstance': grpc.unary_unary_rpc_method_handler(
                     servicer.CordonInstance,
@@ -579,6 +631,87 @@ class AdminService:
             '/pdmesh.v1.AdminService/GetUsage',
             pdmesh_dot_v1_dot_admin__service__pb2.GetUsageRequest.SerializeToString,
             pdmesh_dot_v1_dot_admin__service__pb2.GetUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOverview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/GetOverview',
+            pdmesh_dot_v1_dot_overview__pb2.GetOverviewRequest.SerializeToString,
+            pdmesh_dot_v1_dot_overview__pb2.GetOverviewResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/GetHistory',
+            pdmesh_dot_v1_dot_overview__pb2.GetHistoryRequest.SerializeToString,
+            pdmesh_dot_v1_dot_overview__pb2.GetHistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequestStory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/GetRequestStory',
+            pdmesh_dot_v1_dot_overview__pb2.GetRequestStoryRequest.SerializeToString,
+            pdmesh_dot_v1_dot_overview__pb2.GetRequestStoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ How operators change the mesh: the desired state, and single instances."""
 from collections import abc as _abc
 from grpc import aio as _aio
 from pdmesh.v1 import admin_service_pb2 as _admin_service_pb2
+from pdmesh.v1 import overview_pb2 as _overview_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -53,6 +54,12 @@ class AdminServiceStub:
     """The groups: wanted, members and how far they are."""
     GetUsage: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]
     """For how long which group used instances (S22)."""
+    GetOverview: _grpc.UnaryUnaryMultiCallable[_overview_pb2.GetOverviewRequest, _overview_pb2.GetOverviewResponse]
+    """The mesh now: instances, KV flows, waiting rooms, what went wrong and what was done; and what the caller may do."""
+    GetHistory: _grpc.UnaryUnaryMultiCallable[_overview_pb2.GetHistoryRequest, _overview_pb2.GetHistoryResponse]
+    """TTFT and answers of the last hour, by scenario."""
+    GetRequestStory: _grpc.UnaryUnaryMultiCallable[_overview_pb2.GetRequestStoryRequest, _overview_pb2.GetRequestStoryResponse]
+    """What happened to one of the latest requests, step by step."""
     CordonInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CordonInstanceRequest, _admin_service_pb2.CordonInstanceResponse]
     """Take one instance out of service, or put it back."""
     UncordonInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UncordonInstanceRequest, _admin_service_pb2.UncordonInstanceResponse]
@@ -93,6 +100,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """The groups: wanted, members and how far they are."""
     GetUsage: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]  # type: ignore[assignment]
     """For how long which group used instances (S22)."""
+    GetOverview: _aio.UnaryUnaryMultiCallable[_overview_pb2.GetOverviewRequest, _overview_pb2.GetOverviewResponse]  # type: ignore[assignment]
+    """The mesh now: instances, KV flows, waiting rooms, what went wrong and what was done; and what the caller may do."""
+    GetHistory: _aio.UnaryUnaryMultiCallable[_overview_pb2.GetHistoryRequest, _overview_pb2.GetHistoryResponse]  # type: ignore[assignment]
+    """TTFT and answers of the last hour, by scenario."""
+    GetRequestStory: _aio.UnaryUnaryMultiCallable[_overview_pb2.GetRequestStoryRequest, _overview_pb2.GetRequestStoryResponse]  # type: ignore[assignment]
+    """What happened to one of the latest requests, step by step."""
     CordonInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CordonInstanceRequest, _admin_service_pb2.CordonInstanceResponse]  # type: ignore[assignment]
     """Take one instance out of service, or put it back."""
     UncordonInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UncordonInstanceRequest, _admin_service_pb2.UncordonInstanceResponse]  # type: ignore[assignment]
@@ -184,6 +197,30 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.GetUsageResponse, _abc.Awaitable[_admin_service_pb2.GetUsageResponse]]:
         """For how long which group used instances (S22)."""
+
+    @_abc_1.abstractmethod
+    def GetOverview(
+        self,
+        request: _overview_pb2.GetOverviewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_overview_pb2.GetOverviewResponse, _abc.Awaitable[_overview_pb2.GetOverviewResponse]]:
+        """The mesh now: instances, KV flows, waiting rooms, what went wrong and what was done; and what the caller may do."""
+
+    @_abc_1.abstractmethod
+    def GetHistory(
+        self,
+        request: _overview_pb2.GetHistoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_overview_pb2.GetHistoryResponse, _abc.Awaitable[_overview_pb2.GetHistoryResponse]]:
+        """TTFT and answers of the last hour, by scenario."""
+
+    @_abc_1.abstractmethod
+    def GetRequestStory(
+        self,
+        request: _overview_pb2.GetRequestStoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_overview_pb2.GetRequestStoryResponse, _abc.Awaitable[_overview_pb2.GetRequestStoryResponse]]:
+        """What happened to one of the latest requests, step by step."""
 
     @_abc_1.abstractmethod
     def CordonInstance(

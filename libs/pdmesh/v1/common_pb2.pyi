@@ -774,6 +774,7 @@ class InstanceRecord(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     FETCHES_EMBEDDINGS_FIELD_NUMBER: _builtins.int
     AVOIDED_ENCODERS_FIELD_NUMBER: _builtins.int
+    KV_PATH_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
     DOMAIN_ADDRESS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
@@ -841,6 +842,8 @@ class InstanceRecord(_message.Message):
     """it may be sent SessionHint: it has a host pool"""
     fetches_embeddings: _builtins.bool
     """of images, from encoders; false: it must be sent no Embedded"""
+    kv_path: _builtins.str
+    """where its KV waits and lands, host or device, and why; empty: it hands on none"""
     domain_address: _builtins.str
     """host:port that it keeps free while it is blank, for the ranks to meet if it becomes rank 0"""
     @_builtins.property
@@ -943,12 +946,13 @@ class InstanceRecord(_message.Message):
         images: Global___ImageFacts | None = ...,
         fetches_embeddings: _builtins.bool = ...,
         avoided_encoders: _abc.Iterable[Global___PeerRef] | None = ...,
+        kv_path: _builtins.str = ...,
         domain: Global___Domain | None = ...,
         domain_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "images", b"images", "load_timings", b"load_timings", "pooling", b"pooling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "avoided_encoders", b"avoided_encoders", "block_size", b"block_size", "devices", b"devices", "domain", b"domain", "domain_address", b"domain_address", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_embeddings", b"fetches_embeddings", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "images", b"images", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_region", b"kv_region", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "pooling", b"pooling", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_constraints", b"supports_constraints", "supports_logprobs", b"supports_logprobs", "takes_prefetches", b"takes_prefetches", "takes_session_hints", b"takes_session_hints", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "avoided_encoders", b"avoided_encoders", "block_size", b"block_size", "devices", b"devices", "domain", b"domain", "domain_address", b"domain_address", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_embeddings", b"fetches_embeddings", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "images", b"images", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_path", b"kv_path", "kv_region", b"kv_region", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "pooling", b"pooling", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_constraints", b"supports_constraints", "supports_logprobs", b"supports_logprobs", "takes_prefetches", b"takes_prefetches", "takes_session_hints", b"takes_session_hints", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

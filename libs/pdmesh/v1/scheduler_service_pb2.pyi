@@ -412,6 +412,48 @@ class PlanResult(_message.Message):
 Global___PlanResult: _TypeAlias = PlanResult  # noqa: Y015
 
 @_typing.final
+class HandedPlan(_message.Message):
+    """Made by the endpoint picker of a gateway for the gateway that it picks, which gets it from the proxy as a header, with a
+    signature. Where nothing has changed since then, that gateway need not ask the master again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_MS_FIELD_NUMBER: _builtins.int
+    prompt_digest: _builtins.bytes
+    """of this tenant's prompt"""
+    model: _builtins.str
+    """that instances serve"""
+    adapter_digest: _builtins.str
+    scenario: _builtins.str
+    expires_at_ms: _builtins.int
+    """since 1970"""
+    @_builtins.property
+    def result(self) -> Global___PlanResult: ...
+    def __init__(
+        self,
+        *,
+        result: Global___PlanResult | None = ...,
+        prompt_digest: _builtins.bytes = ...,
+        model: _builtins.str = ...,
+        adapter_digest: _builtins.str = ...,
+        scenario: _builtins.str = ...,
+        expires_at_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "expires_at_ms", b"expires_at_ms", "model", b"model", "prompt_digest", b"prompt_digest", "result", b"result", "scenario", b"scenario"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandedPlan: _TypeAlias = HandedPlan  # noqa: Y015
+
+@_typing.final
 class Candidate(_message.Message):
     """One instance that a request may go to."""
 

@@ -59,7 +59,7 @@ def head(title: str, command: str, rounds: int) -> Iterator[str]:
         check=True,
     ).stdout.strip()
     versions = ", ".join(
-        f"{n} {metadata.version(n)}" for n in ("ucxx-cu12", "libucx-cu12", "numpy")
+        f"{n} {metadata.version(n)}" for n in ("ucxx-cu13", "libucx-cu13", "numpy")
     )
     yield f"# {title}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     yield ""

@@ -90,8 +90,8 @@ ANYONES_PERMIT: Final = _Anyone()
 
 
 class AccessControl(Protocol):
-    async def check(self, authorization: str) -> None:
-        """Check the key or token of a call of which nothing has been read yet.
+    async def check(self, authorization: str) -> Tenant:
+        """Check the key or token of a call of which nothing has been read yet; its tenant.
 
         This check does not count as a request. Raises the errors of `enter` but RateLimited.
         """
@@ -121,7 +121,8 @@ class AccessControl(Protocol):
 
 
 class OpenAccess:
-    async def check(self, authorization: str) -> None: ...
+    async def check(self, authorization: str) -> Tenant:
+        return ANYONE
 
     async def enter(self, authorization: str) -> Permit:
         return ANYONES_PERMIT
@@ -154,8 +155,8 @@ class KeyedAccess:
         self._tenants = Tenants(num_parts)
         self._ledgers = TenantLedgers(bucket, me, self._tenants, self._known)
 
-    async def check(self, authorization: str) -> None:
-        await self._tenant_of(authorization)
+    async def check(self, authorization: str) -> Tenant:
+        return await self._tenant_of(authorization)
 
     async def enter(self, authorization: str) -> Permit:
         tenant = await self._tenant_of(authorization)
@@ -305,7 +306,7 @@ def _rate_limited(refused: LimitRefused) -> RateLimited:
 
 def check_model(tenant: Tenant, model: str) -> None:
     """Raises PermissionDenied."""
-    if tenant.models and model not in tenant.models:
+    if not tenant.may_use(model):
         raise PermissionDenied("this API key may not use this model", field="model")
 
 

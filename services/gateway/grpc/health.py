@@ -32,10 +32,19 @@ class UnknownService(InvalidRequest):
 
 
 class HealthServicer:
-    """Gives one answer for all `services` and for the server as a whole, whose name is empty."""
+    """Gives one answer for all `services` and for the server as a whole, whose name is empty.
 
-    def __init__(self, services: Iterable[str], max_watches: int = _MAX_WATCHES) -> None:
+    `living`: names for which the answer is always SERVING.
+    """
+
+    def __init__(
+        self,
+        services: Iterable[str],
+        max_watches: int = _MAX_WATCHES,
+        living: Iterable[str] = (),
+    ) -> None:
         self._services = frozenset(("", *services))
+        self._living = frozenset(living)
         self._max_watches = max_watches
         self._is_serving = self._is_closing = False
         self._changed = asyncio.Event()  # set when the status changes; then replaced by a new one
@@ -58,6 +67,8 @@ class HealthServicer:
     async def Check(  # noqa: N802  # gRPC's name
         self, request: HealthCheckRequest, context: Context
     ) -> HealthCheckResponse:
+        if request.service in self._living:
+            return HealthCheckResponse(status=HealthCheckResponse.SERVING)
         if not self._knows(request):
             raise UnknownService("there is no such service", field="service")
         return HealthCheckResponse(status=self._status(is_known=True))

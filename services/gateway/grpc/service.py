@@ -114,9 +114,9 @@ class InferenceServicer:
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
         async with self._permit(context) as permit:
-            allowed = permit.tenant.models
+            tenant = permit.tenant
         served = self._frontend.shared.fleet.models()
-        models = [m for m in served if not allowed or m.name in allowed]
+        models = [m for m in served if tenant.may_use(m.name)]
         return pb.ListModelsResponse(
             models=[m.name for m in models],
             infos=[
@@ -166,11 +166,11 @@ class InferenceServicer:
         """
         is_quiet = not (is_streamed or spec.sampling.ends_by_text)
         traceparent = _metadata(context, "traceparent")
-        spec = await self._frontend.with_scenario(spec)
+        prepared = await self._frontend.prepare(spec)
         call = await charged(
             permit,
             lambda: self._frontend.open(
-                spec, new_request_id(), permit, traceparent, is_quiet=is_quiet
+                prepared, new_request_id(), permit, traceparent, is_quiet=is_quiet
             ),
         )
         error: MeshError | None = None

@@ -6,6 +6,7 @@ It is a raw ASGI application: a framework would cost more than all the rest.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -72,10 +73,12 @@ from pdmesh.services.gateway.openai.schema import (
 from pdmesh.services.gateway.request.deltas import ClientDisconnected
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.routing.fleet import KnownModel
+from pdmesh.services.gateway.routing.handed_plans import PLAN_HEADER
 
 log = structlog.get_logger(__name__)
 
 _SWEEP_S: Final = 0.5
+_PLAN: Final = PLAN_HEADER.encode()
 
 
 class HttpApp:
@@ -200,6 +203,7 @@ class HttpApp:
             exchange.errors = ANTHROPIC_ERRORS
         self._writing[exchange] = None
         try:
+            exchange.use(self._frontend.take_handed(exchange.header(_PLAN)))
             handler, exchange.path_parameters = self._router.find(scope["path"], scope["method"])
             await handler(exchange)
         except ClientDisconnected as exc:
@@ -218,7 +222,8 @@ class HttpApp:
         """Send an error response; if the stream has begun, one error event and no [DONE]."""
         if exchange.has_started:
             await exchange.write(exchange.errors.event(error), is_last=True)
-        else:
+            return
+        with contextlib.suppress(ClientDisconnected):
             await exchange.error(error)
 
     async def run(self) -> None:
@@ -266,7 +271,7 @@ class HttpApp:
     async def _models(self, exchange: HttpExchange) -> None:
         tenant = await self._intake.known(exchange)
         served = self._frontend.shared.fleet.models()
-        models = [_model_entry(m) for m in served if not tenant.models or m.name in tenant.models]
+        models = [_model_entry(m) for m in served if tenant.may_use(m.name)]
         await exchange.json(msgspec.json.encode({"object": "list", "data": models}))
 
     async def _model(self, exchange: HttpExchange) -> None:

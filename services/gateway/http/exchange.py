@@ -2,6 +2,10 @@
 
 A client that does not read blocks only its own writer. `blocked_since` lets the server disconnect
 it (F28).
+
+A refusal waits for the rest of the request, within bounds. The connection can then be kept, and a
+proxy with HTTP/2 towards its client has nothing to reset: it may reset a stream whose answer came
+before the end of its request, and the client then sees no status.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from pdmesh.services.gateway.http.errors import OPENAI_ERRORS, ErrorFormat
 from pdmesh.services.gateway.openai.unknown_fields import header_of
 from pdmesh.services.gateway.request.deltas import ClientDisconnected
 from pdmesh.services.gateway.request.frontend import new_request_id
+from pdmesh.v1.scheduler_service_pb2 import HandedPlan
 
 # Any: ASGI's messages and scopes are plain dicts.
 Scope = MutableMapping[str, Any]
@@ -32,6 +37,9 @@ Headers = list[tuple[bytes, bytes]]
 
 _NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 _JSON = (b"content-type", b"application/json")
+# Of the rest of a refused request: how much of it is read, and for how long.
+_MAX_REST_BYTES: Final = 1 << 20
+_MAX_REST_S: Final = 2.0
 _QUOTABLE: Final = frozenset(map(chr, range(0x20, 0x7F))) - {'"', "\\"}  # RFC 6750, 3
 
 
@@ -84,10 +92,12 @@ class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request_id = new_request_id()
         self.has_started = False
+        self._is_received = False  # the whole request
         self.ignored_fields: list[str] = []  # of the request; the response names them
         self.path_parameters: Mapping[str, str] = _NO_PARAMETERS
         self._query: bytes = scope.get("query_string", b"")
         self.errors: ErrorFormat = OPENAI_ERRORS
+        self.handed: HandedPlan | None = None
         self.blocked_since = math.inf
         # A list of pairs; of several with one name, the first counts.
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
@@ -98,6 +108,11 @@ class HttpExchange:
     def header(self, name: bytes) -> str:
         """The value of a header, empty if absent. `name` is in lower case."""
         return str(self._headers.get(name, b""), "latin-1")
+
+    def use(self, handed: HandedPlan | None) -> None:
+        """Take over a picker's plan, which the master has booked under the id of its request."""
+        if handed is not None:
+            self.handed, self.request_id = handed, handed.result.request_id
 
     @property
     def query(self) -> Mapping[str, str]:
@@ -110,10 +125,7 @@ class HttpExchange:
 
         Clients of Anthropic's API send it in a different header.
         """
-        if given := self.header(b"authorization"):
-            return given
-        key = self.header(b"x-api-key")
-        return f"Bearer {key}" if key else ""
+        return authorization_of(self.header(b"authorization"), self.header(b"x-api-key"))
 
     async def body(self, max_bytes: int, room: BodyRoom) -> bytes:
         """Raises BodyTooLarge before reading more, Overloaded if `room` is full,
@@ -142,7 +154,23 @@ class HttpExchange:
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
+        self._is_received = not message.get("more_body", False)
         return message
+
+    async def _drop_rest(self) -> None:
+        """Read and drop what is left of the request, within bounds. Raises ClientDisconnected.
+
+        A client that waits for `100 Continue` is not asked for a body that is not wanted.
+        """
+        announced = self.header(b"content-length")
+        is_long = announced.isdigit() and int(announced) > _MAX_REST_BYTES
+        if is_long or self.header(b"expect").lower() == "100-continue":
+            return
+        num_dropped = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_REST_S):
+                while not self._is_received and num_dropped <= _MAX_REST_BYTES:
+                    num_dropped += len((await self._next_message())["body"])
 
     async def start(self, status: int, headers: Headers) -> None:
         self.has_started = True
@@ -163,17 +191,11 @@ class HttpExchange:
         await self.write(body, is_last=True)
 
     async def error(self, error: MeshError) -> None:
-        headers: Headers = []
-        if error.retry_after_ms is not None:
-            seconds = max(1, math.ceil(error.retry_after_ms / 1000))
-            headers.append((b"retry-after", str(seconds).encode()))
-        if error.http_status == 401:
-            headers.append((b"www-authenticate", _challenge(error)))
-        if isinstance(error, WrongMethod):
-            headers.append((b"allow", error.allowed.encode()))
+        """Answer with the error. Raises ClientDisconnected."""
+        await self._drop_rest()
         with contextlib.suppress(OSError):
             body = self.errors.body(error, self.request_id)
-            await self.json(body, error.http_status, headers)
+            await self.json(body, error.http_status, error_headers(error))
 
     def watched(self) -> AbstractContextManager[None]:
         """If the client leaves, this task's work in here ends with ClientDisconnected."""
@@ -210,6 +232,24 @@ class _Watched:
     def _leave(self) -> None:
         self._has_left = True
         self._task.cancel()
+
+
+def authorization_of(authorization: str, api_key: str) -> str:
+    """What `AccessControl` takes, from the values of these two headers."""
+    return authorization or (f"Bearer {api_key}" if api_key else "")
+
+
+def error_headers(error: MeshError) -> Headers:
+    """The headers by which clients know what to do about an error."""
+    headers: Headers = []
+    if error.retry_after_ms is not None:
+        seconds = max(1, math.ceil(error.retry_after_ms / 1000))
+        headers.append((b"retry-after", str(seconds).encode()))
+    if error.http_status == 401:
+        headers.append((b"www-authenticate", _challenge(error)))
+    if isinstance(error, WrongMethod):
+        headers.append((b"allow", error.allowed.encode()))
+    return headers
 
 
 def _challenge(error: MeshError) -> bytes:

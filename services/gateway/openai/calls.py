@@ -34,6 +34,7 @@ from pdmesh.services.gateway.openai.schema import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    chat_id_of,
     checked_ids,
     is_echo_alone,
     prompts_of,
@@ -65,7 +66,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, permit: 
     )
     check_sent(images, request.n or 1)
     sampling = await sampling_of(request, max_tokens, num_logprobs, model, frontend, tenant)
-    prompt = _truncated(tokens, request, model.context_length)
+    prompt = truncated(tokens, request, model.context_length)
     check_num_prompt_logprobs((prompt,), sampling.num_prompt_logprobs, request.n or 1)
     has_form = sampling.constraint is not None or may_call(request)
     constrained = tokens_to_bytes(prompt) if has_form else b""
@@ -86,7 +87,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, permit: 
         context_length=model.context_length,
         n=request.n or 1,
         scenario=request.scenario,
-        chat_id=request.chat_id or (request.session.id if request.session else ""),
+        chat_id=chat_id_of(request),
         session=session_of(request.session),
         cache_salt=request.cache_salt,
         field_of_prompt="messages",
@@ -182,24 +183,8 @@ async def completion_spec(
     model = await frontend.served_model(request.model, tenant, request.scenario)
     check_logprobs(frontend, model.name, request.logprobs)
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
-    context = model.context_length
-    asked = prompts_of(request.prompt, model.tokenizer.vocab_size, context)
     n = request.n or 1
-    if n * len(asked) > MAX_CHOICES:
-        raise InvalidRequest(
-            f"at most {MAX_CHOICES} choices over all prompts are allowed", field="n"
-        )
-    has_special = request.add_special_tokens is not False
-    prompts = [
-        _truncated(
-            await text_tokens(p, model, add_special_tokens=has_special)
-            if isinstance(p, str)
-            else token_array(p),
-            request,
-            context,
-        )
-        for p in asked
-    ]
+    asked, prompts = await completion_prompts(request, model)
     max_tokens = 1 if is_echo_alone(request) else request.max_tokens
     sampling = await sampling_of(request, max_tokens, request.logprobs, model, frontend, tenant)
     num_prompt_logprobs = sampling.num_prompt_logprobs
@@ -219,7 +204,7 @@ async def completion_spec(
         ),
         n=n,
         scenario=request.scenario,
-        chat_id=request.chat_id or (request.session.id if request.session else ""),
+        chat_id=chat_id_of(request),
         session=session_of(request.session),
         cache_salt=request.cache_salt,
         echoed=await _echoed(asked, prompts, request, model.tokenizer) if request.echo else (),
@@ -229,6 +214,30 @@ async def completion_spec(
         tenant=tenant,
         adapter=model.adapter,
     )
+
+
+async def completion_prompts(
+    request: CompletionRequest, model: ServedModel
+) -> tuple[Sequence[str | list[int]], Sequence[array[int]]]:
+    """The prompts as they were sent, and the tokens of each. Raises MeshError."""
+    context = model.context_length
+    asked = prompts_of(request.prompt, model.tokenizer.vocab_size, context)
+    if (request.n or 1) * len(asked) > MAX_CHOICES:
+        raise InvalidRequest(
+            f"at most {MAX_CHOICES} choices over all prompts are allowed", field="n"
+        )
+    has_special = request.add_special_tokens is not False
+    prompts = [
+        truncated(
+            await text_tokens(p, model, add_special_tokens=has_special)
+            if isinstance(p, str)
+            else token_array(p),
+            request,
+            context,
+        )
+        for p in asked
+    ]
+    return asked, prompts
 
 
 async def tokenized(
@@ -367,9 +376,10 @@ def check_num_prompt_logprobs(
         raise InvalidRequest(message, field="prompt_logprobs")
 
 
-def _truncated(
+def truncated(
     tokens: array[int], request: ChatCompletionRequest | CompletionRequest, context: int
 ) -> array[int]:
+    """The part of a prompt that its request wants to keep. Raises InvalidRequest."""
     asked = request.truncate_prompt_tokens
     if asked is None:
         return tokens

@@ -47,7 +47,7 @@ from pdmesh.services.gateway.request.bounds import (
     in_range,
     stops_of,
 )
-from pdmesh.services.gateway.request.spec import SessionNote
+from pdmesh.services.gateway.request.spec import ToldSession
 
 MAX_CHOICES: Final = 64  # the number of prompts times n
 _MAX_PROMPTS: Final = 16
@@ -418,8 +418,13 @@ def check_session(session: Session, chat_id: str) -> None:
         raise InvalidRequest(message, field="session.id")
 
 
-def session_of(session: Session | None) -> SessionNote | None:
-    return None if session is None else SessionNote(session.id, SessionState(session.state))
+def chat_id_of(request: ChatCompletionRequest | CompletionRequest) -> str:
+    """The conversation's name: a session's id stands for a chat_id that is empty."""
+    return request.chat_id or (request.session.id if request.session is not None else "")
+
+
+def session_of(session: Session | None) -> ToldSession | None:
+    return None if session is None else ToldSession(session.id, SessionState(session.state))
 
 
 def _check_common(request: _Common, neutral: NeutralValues) -> None:

@@ -199,10 +199,10 @@ class PoolingBatch:
             case leg_events.LegFailed(key):
                 self._ended(key)
                 self._step(life.BatchFailed(key, event.error, event.is_retryable))
-            case leg_events.LegLost(key):
+            case leg_events.LegLost(key, was_silent):
                 self._ended(key)
                 log.info("batch.lost", instance_id=self._asked.instance_id)
-                self._step(life.BatchLost(key))
+                self._step(life.BatchLost(key, was_silent))
 
     def _on_accepted(self) -> None:
         self.instance_id = self._asked.instance_id

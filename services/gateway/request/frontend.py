@@ -12,7 +12,6 @@ import contextlib
 import math
 import secrets
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -43,13 +42,18 @@ from pdmesh.services.gateway.request.generation import Collaborators, Generation
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity
 from pdmesh.services.gateway.request.observer import CallReport, Observer
 from pdmesh.services.gateway.request.pacer import Pacer
-from pdmesh.services.gateway.request.spec import UNBOUNDED, CallSpec, ServedModel
+from pdmesh.services.gateway.request.spec import (
+    UNBOUNDED,
+    CallSpec,
+    PreparedCall,
+    ServedModel,
+)
 from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel
 from pdmesh.services.gateway.routing.scenarios import Asked, ScenarioChooser
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.telemetry import metrics, names, traces
-from pdmesh.v1.common_pb2 import InstanceRecord
+from pdmesh.v1.scheduler_service_pb2 import HandedPlan, PlanResult
 
 _scenarios = metrics.counter(
     names.SCENARIO_CHOSEN,
@@ -260,26 +264,21 @@ class Frontend:
 
     def open(
         self,
-        spec: CallSpec,
+        prepared: PreparedCall,
         request_id: str,
         permit: Permit,
         traceparent: str = "",
         *,
         is_quiet: bool = False,
+        handed: HandedPlan | None = None,
     ) -> Call:
-        """Start a call that has its scenario (`with_scenario`); it must be closed.
+        """Start a call, which must be closed. `handed`: a plan that an endpoint picker made for it.
 
-        Raises InvalidRequest, ModelNotFound, NoInstance, Draining or Overloaded.
+        Raises Draining or Overloaded.
         """
         self.check_open()
-        num_choices = spec.n * len(spec.prompts)
-        check_grammars(spec.sampling.constraint, num_choices)
-        check_allowed_ids(len(spec.sampling.shaping.allowed_token_ids), num_choices)
-        spec = self._with_adapter(spec)
-        budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
-        prompts = [self._prompt(spec, tokens) for tokens in spec.prompts]
-        if self.shared.poison:
-            self._refuse_poison(prompts)
+        _count_scenario(prepared)
+        spec, prompts, budgets = prepared.spec, prepared.prompts, prepared.max_tokens
         permit.charge(sum(map(len, spec.prompts)) + spec.n * sum(budgets))
         span = self.observer.start_span(spec, traceparent)
         call = Call(request_id, spec, span, self._pacer, permit)
@@ -288,6 +287,8 @@ class Frontend:
             for choice in range(spec.n):
                 index = prompt_index * spec.n + choice
                 identity = self._identity(call, index, choice, budgets[prompt_index])
+                if handed is not None and index == 0:
+                    identity.handed = self._fitting(handed, prepared)
                 generation = Generation(
                     self.shared, spec, prompt, identity, on_tokens, call.on_news
                 )
@@ -297,6 +298,43 @@ class Frontend:
         for generation in call.generations:
             generation.start()
         return call
+
+    async def prepare(self, spec: CallSpec) -> PreparedCall:
+        """Find out all that the call's plan depends on.
+
+        Raises InvalidRequest, ModelNotFound, NoInstance or PoisonRequest.
+        """
+        num_choices = spec.n * len(spec.prompts)
+        check_grammars(spec.sampling.constraint, num_choices)
+        check_allowed_ids(len(spec.sampling.shaping.allowed_token_ids), num_choices)
+        spec = self._with_adapter(spec)
+        budgets = tuple(self._max_tokens(spec, len(p)) for p in spec.prompts)
+        digest = spec.adapter.adapter.digest if spec.adapter is not None else ""
+        prompts = tuple(
+            Prompt(
+                tokens,
+                self.shared.hash_secret,
+                spec.tenant.name,
+                spec.cache_salt,
+                digest,
+                spec.images,
+            )
+            for tokens in spec.prompts
+        )
+        if self.shared.poison:
+            self._refuse_poison(prompts)
+        spec, by = await self._with_scenario(spec, prompts)
+        return PreparedCall(spec, prompts, budgets, by)
+
+    def take_handed(self, header: str) -> HandedPlan | None:
+        """The plan of an endpoint picker in the header of a request; None if there is none."""
+        handed = self.shared.handed_plans
+        return None if handed is None else handed.take(header)
+
+    def _fitting(self, handed: HandedPlan, prepared: PreparedCall) -> PlanResult | None:
+        plans = self.shared.handed_plans
+        assert plans is not None
+        return handed.result if plans.fits(handed, handed_for(prepared)) else None
 
     def _with_adapter(self, spec: CallSpec) -> CallSpec:
         """Bind the call to the content that its adapter has now, for as long as the call lasts.
@@ -312,41 +350,19 @@ class Frontend:
             raise NoInstance(f"{spec.model} has become another model during this request")
         return replace(spec, adapter=found)
 
-    def _prompt(self, spec: CallSpec, tokens: array[int]) -> Prompt:
-        """The prompt as instances and the master know it; the one that chose the scenario is kept,
-        since its blocks are hashed already.
-        """
-        digest = spec.adapter.adapter.digest if spec.adapter is not None else ""
-        known = spec.hashed
-        if known is not None and known.tokens is tokens and known.adapter == digest:
-            return known
-        return Prompt(
-            tokens, self.shared.hash_secret, spec.tenant.name, spec.cache_salt, digest, spec.images
-        )
-
-    async def with_scenario(self, spec: CallSpec) -> CallSpec:
-        """Give the call its scenario. The rules use its longest prompt. Raises as `open`."""
+    async def _with_scenario(
+        self, spec: CallSpec, prompts: Sequence[Prompt]
+    ) -> tuple[CallSpec, str]:
+        """Give the call its scenario, and tell what chose it. The rules use its longest prompt."""
         if spec.scenario:
-            _scenarios.add(1, _BY_LABEL)
-            return spec
-        self.check_open()
-        longest = max(spec.prompts, key=len, default=None)
-        hashed: list[Prompt] = []
-
-        def hashes(reference: InstanceRecord) -> Sequence[bytes]:
-            if longest is None:
-                return ()
-            hashed.append(self._prompt(self._with_adapter(spec), longest))
-            return hashed[0].hashes(reference)
-
+            return spec, "label"
+        longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         found, by = await self._scenarios.choose(
-            Asked(spec.operation, spec.base_model, len(longest or ()), hashes)
+            Asked(spec.operation, spec.base_model, len(longest.tokens), longest.hashes)
         )
         if found == DEFAULT_SCENARIO and by == "model":
-            _scenarios.add(1, _BY_DEFAULT)
-            return spec
-        _scenarios.add(1, {names.ATTR_SCENARIO: found, "by": by})
-        return replace(spec, scenario=found, hashed=hashed[0] if hashed else None)
+            return spec, by
+        return replace(spec, scenario=found), by
 
     def take_in(self, call: Endable) -> None:
         """Count a pooling call that begins, so that it ends when the gateway does."""
@@ -434,6 +450,27 @@ class Frontend:
         if asked is not None:
             return asked
         return min(spec.sampling.default_max_tokens or self._default_max_tokens, room)
+
+
+def handed_for(prepared: PreparedCall) -> HandedPlan:
+    """What a plan for the call's first choice is bound to."""
+    spec = prepared.spec
+    return HandedPlan(
+        prompt_digest=prepared.prompts[0].digest,
+        model=spec.base_model,
+        adapter_digest=spec.adapter.adapter.digest if spec.adapter is not None else "",
+        scenario=spec.scenario,
+    )
+
+
+def _count_scenario(prepared: PreparedCall) -> None:
+    scenario, by = prepared.spec.scenario, prepared.scenario_by
+    if by == "label":
+        _scenarios.add(1, _BY_LABEL)
+    elif not scenario:
+        _scenarios.add(1, _BY_DEFAULT)
+    else:
+        _scenarios.add(1, {names.ATTR_SCENARIO: scenario, "by": by})
 
 
 def _count_slo(call: Call, slos: Slos) -> None:

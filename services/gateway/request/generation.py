@@ -58,6 +58,7 @@ from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.request.timings import Timings
 from pdmesh.services.gateway.request.waiting import Waiting
 from pdmesh.services.gateway.routing.fleet import FleetView
+from pdmesh.services.gateway.routing.handed_plans import HandedPlans
 from pdmesh.services.gateway.routing.planner import Planner
 from pdmesh.services.gateway.routing.session_hints import SessionHints
 from pdmesh.services.gateway.routing.sessions import InstanceSession, SessionPool
@@ -100,6 +101,14 @@ class Collaborators:
     answer_kv: AnswerKv
     session_hints: SessionHints
     grammars: GrammarChecks = field(default_factory=lambda: GrammarChecks(GrammarProcess()))
+    handed_plans: HandedPlans | None = None  # of endpoint pickers; None: they are not used
+
+    def refusal(self, spec: CallSpec, num_prompt_tokens: int) -> Overloaded | None:
+        """Why a choice must not join its scenario's queue; None if it may."""
+        scenario, tenant = spec.scenario or DEFAULT_SCENARIO, spec.tenant
+        limits = self.slos.limits_for(spec.scenario, num_prompt_tokens)
+        can_evict = self.room.yields_to(tenant)
+        return self.planner.refusal(scenario, tenant.priority, limits.ttft_s, can_evict)
 
 
 class Generation:
@@ -339,14 +348,15 @@ class Generation:
         if not self.timings.asked and self.index == 0:
             self._shared.answer_kv.prompted(self._spec, self.prompt)
         self.timings.asked = self.timings.asked or time.monotonic()
-        self._shared.planner.ask(self, effect.plan, query, self._spec.tokenizer.vocabulary)
+        handed, self._identity.handed = self._identity.handed, None
+        vocabulary = self._spec.tokenizer.vocabulary
+        self._shared.planner.ask(self, effect.plan, query, vocabulary, handed)
 
     def _refusal(self) -> Overloaded | None:
-        """Why this choice must not join its queue; None if it may."""
-        shared, tenant = self._shared, self._spec.tenant
-        limits = shared.slos.limits_for(self._spec.scenario, len(self.prompt.tokens))
-        can_evict = shared.room.yields_to(tenant)
-        return shared.planner.refusal(self._scenario, tenant.priority, limits.ttft_s, can_evict)
+        """None for a choice that has its plan: the picker has judged the queue."""
+        if self._identity.handed is not None:
+            return None
+        return self._shared.refusal(self._spec, len(self.prompt.tokens))
 
     @property
     def _scenario(self) -> str:
@@ -357,8 +367,10 @@ class Generation:
         if record is None:
             self._refuse(effect.key)
             return
-        if self.prompt.images and self._shared.sessions.session(record).is_full:
-            # Megabytes of images would be sent for nothing with each attempt.
+        session = self._shared.sessions.session(record)
+        if not session.has_slot or (self.prompt.images and session.is_full):
+            # It would refuse, and tells when it has a slot. So the prompt is not sent for nothing;
+            # images, which may be megabytes, not even to make sure.
             self.on_event(LegRejected(effect.key))
             return
         kv_transfer = self._shared.kv_transfer(self._spec.scenario or record.scenario)

@@ -19,7 +19,7 @@ from pdmesh.v1.common_pb2 import Constraint as ConstraintMessage
 from pdmesh.v1.common_pb2 import LogitShaping as LogitShapingMessage
 from pdmesh.v1.instance_service_pb2 import Command, Encode, KvTransfer, Prefill, Start
 from pdmesh.v1.instance_service_pb2 import PromptImage as PromptImageMessage
-from pdmesh.v1.scheduler_service_pb2 import PlanQuery
+from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanResult
 
 
 @dataclass(slots=True)
@@ -32,6 +32,7 @@ class ChoiceIdentity:
     seed: int | None = None
     max_tokens: int = 1
     deadline: float = 0.0  # monotonic
+    handed: PlanResult | None = None  # the answer to its first query, which a picker asked
 
 
 class LegCommands:

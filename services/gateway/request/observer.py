@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import structlog
@@ -175,7 +175,7 @@ class Observer:
             e2e_ms=round(times.e2e_s * 1000, 3),
             kv_transfer_ms=round(times.kv_transfer_s * 1000, 3),
             decode_queue_ms=round(times.decode_queue_s * 1000, 3),
-            **_losses(report),
+            **({"losses": losses} if (losses := _losses(report)) else {}),
         )
 
     def _publish(self, report: CallReport, times: _Times) -> None:
@@ -203,6 +203,7 @@ class Observer:
             e2e_ms=times.e2e_s * 1000,
             kv_transfer_ms=times.kv_transfer_s * 1000,
             decode_queue_ms=times.decode_queue_s * 1000,
+            losses=[_loss_to(loss) for loss in _losses(report)],
         )
         self._add(event)
 
@@ -302,9 +303,12 @@ class _Times:
         self.num_migrations = sum([c.num_migrations for c in report.cores])
 
 
-def _losses(report: CallReport) -> dict[str, object]:
-    """For the log of a call that lost an instance; `pdmesh trace` tells them as steps."""
-    found = [
+def _losses(report: CallReport) -> list[dict[str, Any]]:
+    """For the log of a call that lost an instance; `pdmesh trace` tells them as steps.
+
+    Any: the fields of a line of the log.
+    """
+    return [
         {
             "choice": choice,
             "at_ms": round((loss.at - report.started_at) * 1000, 3),
@@ -315,7 +319,16 @@ def _losses(report: CallReport) -> dict[str, object]:
         for choice, core in enumerate(report.cores)
         for loss in core.losses
     ]
-    return {"losses": found} if found else {}
+
+
+def _loss_to(loss: dict[str, Any]) -> RequestFinished.Loss:
+    return RequestFinished.Loss(
+        at_ms=loss["at_ms"],
+        instance_ids=loss["instances"],
+        cause=loss["cause"],
+        num_tokens=loss["num_tokens"],
+        choice=loss["choice"],
+    )
 
 
 def _trace_id(span: Span) -> str:

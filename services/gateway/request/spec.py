@@ -80,7 +80,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     adapter: AdaptedModel | None = None  # the adapter that `name` stands for
 
 
-class SessionNote(msgspec.Struct, frozen=True):
+class ToldSession(msgspec.Struct, frozen=True):
     """What the client says of its session."""
 
     id: str
@@ -102,7 +102,7 @@ class CallSpec(msgspec.Struct, frozen=True):
     n: int = 1
     scenario: str = ""
     chat_id: str = ""
-    session: SessionNote | None = None
+    session: ToldSession | None = None
     cache_salt: str = ""
     field_of_prompt: str = "prompt"  # errors about lengths name these two fields
     field_of_max_tokens: str = "max_tokens"
@@ -116,7 +116,6 @@ class CallSpec(msgspec.Struct, frozen=True):
     adapter: AdaptedModel | None = None  # the adapter that `model` names
     images: tuple[PromptImage, ...] = ()  # of its prompt, which is the only one then
     held_images: Held | None = None
-    hashed: Prompt | None = None  # of its longest prompt, if the choice of a scenario needed it
 
     @property
     def text_rules(self) -> TextRules:
@@ -126,3 +125,12 @@ class CallSpec(msgspec.Struct, frozen=True):
     def base_model(self) -> str:
         """The model that instances serve, even if `model` names an adapter of it."""
         return self.model if self.adapter is None else self.adapter.model
+
+
+class PreparedCall(msgspec.Struct, frozen=True):
+    """A call with all that its plan depends on. `prompts` and `max_tokens` are in one order."""
+
+    spec: CallSpec  # with its scenario, and its adapter as it is now
+    prompts: tuple[Prompt, ...]
+    max_tokens: tuple[int, ...]  # of each answer
+    scenario_by: str  # what chose the scenario: label, rule or model

@@ -13,11 +13,17 @@ from typing import Final
 from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.kv.transfer.source_exclusions import NO_EXCLUSIONS, KvExchange
 from pdmesh.core.model import Role
+from pdmesh.core.placement.gateway_ranking import (
+    GatewayEndpoint,
+    GatewayQuery,
+    GatewayRanking,
+)
 from pdmesh.core.placement.local_ranking import LocalInstance, LocalQuery, LocalRanking
 from pdmesh.core.placement.plan import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.request.events import Candidate
 from pdmesh.errors import InvalidRequest, ModelNotFound, NoInstance, shortened
 from pdmesh.net.excluded_sources import excluded_from
+from pdmesh.net.loopback import is_numeric
 from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel, AdapterNames
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
@@ -73,6 +79,16 @@ def _local(record: InstanceRecord) -> LocalInstance:
         frozenset(record.loaded_adapters),
         record.HasField("images"),
     )
+
+
+def _takes_calls(record: InstanceRecord) -> bool:
+    """Whether a proxy can send requests there: proxies take only numeric addresses."""
+    is_gateway = record.service == _GATEWAY and not record.is_draining
+    return is_gateway and is_numeric(record.http_address)
+
+
+def _endpoint(record: InstanceRecord) -> GatewayEndpoint:
+    return GatewayEndpoint(record.instance_id, record.http_address, record.region)
 
 
 def gateway_name(instance_id: str, incarnation: int) -> str:
@@ -144,6 +160,7 @@ class FleetView:
     ) -> None:
         self.region = region
         self._ranking = LocalRanking(region, gateway_id)
+        self._gateways = GatewayRanking()
         self._mesh, self._view = mesh, mesh.records
         self._clock = clock
         self._book = ModelBook(model)
@@ -170,6 +187,7 @@ class FleetView:
         )
         serving = (*self._prefills, *self._decodes, *self._fusions)
         self._ranking.see(_local(r) for r in serving if not r.is_draining)
+        self._gateways.see(_endpoint(r) for r in self._records.values() if _takes_calls(r))
         self._book.see((*self._prefills, *self._fusions, *self._decodes), self._clock())
         self.pooling.see(self._with_role(ROLE_POOLING))
         self._encoders = [r for r in self._with_role(ROLE_ENCODER) if not r.is_draining]
@@ -208,6 +226,16 @@ class FleetView:
         """The names of all registered gateways, including this one."""
         found = (r for r in self._records.values() if r.service == _GATEWAY)
         return frozenset(gateway_name(r.instance_id, r.incarnation) for r in found)
+
+    def gateway_endpoints(
+        self, query: GatewayQuery, num_open: Callable[[str], int]
+    ) -> Sequence[GatewayEndpoint]:
+        """The gateways that a proxy can send a request to, in the order of `GatewayRanking`."""
+        return self._gateways.rank(query, num_open)
+
+    def region_of(self, instance_id: str) -> str:
+        record = self._records.get(instance_id)
+        return "" if record is None else record.region
 
     def staleness_s(self) -> float:
         """How long the view may have been out of date, as counted between calls: call it often."""

@@ -104,14 +104,28 @@ class Planner:
         self._ask_master_at = 0.0
         self.num_planned = 0
         self.num_fallbacks = 0
+        self.num_handed = 0
 
-    def ask(self, asker: Asker, plan: int, query: PlanQuery, vocabulary: str = "") -> None:
+    def ask(
+        self,
+        asker: Asker,
+        plan: int,
+        query: PlanQuery,
+        vocabulary: str = "",
+        handed: PlanResult | None = None,
+    ) -> None:
         """Ask for a plan. PlanReceived or PlanFailed follows within the timeout.
 
-        `vocabulary`: of the query's tokens.
+        `vocabulary`: of the query's tokens. `handed`: the master's answer to the same query of an
+        endpoint picker, which is used at once if its instances are still there.
         """
         wanted = Wanted(query.model, vocabulary, query.adapter_digest, query.has_images)
-        self._asks.append(_Ask(asker, plan, query, wanted))
+        ask = _Ask(asker, plan, query, wanted)
+        if handed is not None and (received := self._received(ask, handed)) is not None:
+            self.num_handed += 1
+            asker.on_event(received)
+            return
+        self._asks.append(ask)
         self._has_asks.set()
 
     def refusal(
@@ -221,10 +235,14 @@ class Planner:
         if result.error_reason:
             is_away = self._fleet.has_served(ask.query.model, ask.query.scenario)
             return PlanFailed(ask.plan, _refusal(result, is_away))
+        return self._received(ask, result) or self._rank_here(ask)
+
+    def _received(self, ask: _Ask, result: PlanResult) -> PlanReceived | None:
+        """None: the view that it was made from is newer or older than ours."""
         prefills = self._resolve(ask.wanted, result.prefills)
         decodes = self._resolve(ask.wanted, result.decodes)
         if not any(c.is_local for c in prefills) and not (prefills and decodes):
-            return self._rank_here(ask)  # the master's view is newer or older than ours
+            return None
         return PlanReceived(ask.plan, prefills, decodes, result.prompt_compute_ms / 1000)
 
     def _resolve(self, wanted: Wanted, candidates: Sequence[CandidateProto]) -> list[Candidate]:
@@ -256,7 +274,7 @@ class Planner:
             model, scenario = shortened(query.model), shortened(query.scenario)
             message = f"no instance serves {model} for the scenario {scenario}"
             return PlanFailed(ask.plan, ScenarioNotFound(message, field="scenario"))
-        return PlanReceived(ask.plan, prefills, decodes)
+        return PlanReceived(ask.plan, prefills, decodes, is_by_master=False)
 
 
 def _place(master: InstanceRecord) -> _Place:

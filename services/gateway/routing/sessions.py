@@ -41,6 +41,7 @@ _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stub
 _MAX_OUTBOX: Final = 8192
 _MAX_HINTED: Final = 256  # commands that wait; beyond this number hints are dropped
 _MESSAGE_BYTES: Final = rpc.MAX_MESSAGE_BYTES // 8  # of commands gathered in one message
+_TRUST_S: Final = 1.0  # after this time without news, prompts are offered to a full instance
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
 _BEFORE_TOKENS: Final = frozenset(
@@ -77,7 +78,11 @@ class InstanceSession:
     def __init__(self, record: InstanceRecord, hello: Hello, on_slots_freed: SlotsFreed) -> None:
         self.instance_id = record.instance_id
         self.incarnation = record.incarnation
-        self._num_free = 0  # slots, as the instance last told
+        # Slots, as the instance last told, less those that our prompts have taken since; None: it
+        # has not told yet.
+        self._num_free: int | None = None
+        self._told_at = 0.0
+        self._offered: set[int] = set()  # keys of prompts that it has not answered yet
         self.worked: EngineProgress | None = (
             None  # None: no report yet, or an instance of an older release
         )
@@ -100,6 +105,18 @@ class InstanceSession:
         return len(self._legs)
 
     @property
+    def has_slot(self) -> bool:
+        """Whether a prompt may find a slot beside those that were offered before.
+
+        If not, the instance tells when there is a slot: with its answer to a prompt that it has not
+        answered yet, or, if it is full, as soon as it is not. What it told is not trusted for long,
+        because an older release may not tell.
+        """
+        if self._num_free is None or time.monotonic() - self._told_at > _TRUST_S:
+            return True
+        return not self.is_full and self._num_free > len(self._offered)
+
+    @property
     def is_usable(self) -> bool:
         """Whether the stream is open, or is broken and due to be opened again."""
         return self._is_open or time.monotonic() >= self._may_open_at
@@ -111,6 +128,8 @@ class InstanceSession:
         if not self.is_usable or len(self._outbox) >= _MAX_OUTBOX:
             return False
         self._legs[key] = owner
+        if command.HasField("prefill"):
+            self._offered.add(key)
         self.send(command)
         return True
 
@@ -132,6 +151,7 @@ class InstanceSession:
 
     def forget(self, key: int) -> None:
         self._legs.pop(key, None)
+        self._offered.discard(key)
 
     # --- the stream ------------------------------------------------------------------------------
 
@@ -141,7 +161,7 @@ class InstanceSession:
         self._task = asyncio.create_task(self._run(), name=f"session-{self.instance_id}")
 
     async def _run(self) -> None:
-        reason = "closed"
+        reason, was_silent = "closed", False
         try:
             if self._channel is None:
                 self._channel = rpc.channel_to(self._record)
@@ -155,12 +175,12 @@ class InstanceSession:
                 writer.cancel()
                 call.cancel()
         except grpc.aio.AioRpcError as exc:
-            reason = rpc.failure_of(exc)
+            reason, was_silent = rpc.failure_of(exc), rpc.is_silence(exc)
         except Exception:
             log.exception("session.bug", instance_id=self.instance_id)
             reason = "BUG"
         finally:
-            self._on_broken(reason)
+            self._on_broken(reason, was_silent)
 
     # Any: grpc-stubs cannot type a call made by a generated stub for asyncio.
     async def _write(self, call: Any) -> None:
@@ -215,9 +235,12 @@ class InstanceSession:
         owner = self._legs.get(event.key)
         if owner is None:
             return  # the leg was given up, so its output is dropped
+        if event.key in self._offered:
+            self._answered(event.key, is_accepted=kind != "rejected")
         if kind == "rejected":
             rejected = event.rejected
             self.is_full = self.is_full or rejected.retry_after_ms > 0
+            self._told_at = time.monotonic()
             log.debug(
                 "leg.rejected",
                 instance_id=self.instance_id,
@@ -231,15 +254,22 @@ class InstanceSession:
         if fact is not None:
             owner.on_event(fact, event)
 
+    def _answered(self, key: int, *, is_accepted: bool) -> None:
+        self._offered.discard(key)
+        if is_accepted and self._num_free:
+            self._num_free -= 1
+
     def _on_load(self, load: Load) -> None:
-        """Wake waiters only if there are more free slots: there are other reasons to reject,
-        too.
+        """Wake waiters only if there are more free slots: there are other reasons to reject, too.
+
+        A prompt that is not answered yet will take one of them.
         """
-        num_free_before = self._num_free
+        num_free_before, self._told_at = self._num_free or 0, time.monotonic()
         num_free = self._num_free = 0 if load.is_draining else load.num_slots - load.num_slots_used
         self.is_full = self.is_full and not num_free
-        if num_free > num_free_before:
-            self._on_slots_freed(self.instance_id, num_free)
+        num_new = num_free - len(self._offered)
+        if num_free > num_free_before and num_new > 0:
+            self._on_slots_freed(self.instance_id, num_new)
 
     def _on_progress(self, said: Progress) -> None:
         before, at = self.worked, time.monotonic()
@@ -247,19 +277,27 @@ class InstanceSession:
             at = before.at
         self.worked = EngineProgress(at, said.num_signs, said.num_tokens, said.num_open_tokens)
 
-    def _on_broken(self, reason: str) -> None:
-        self._is_open, self._num_free, self.worked = False, 0, None
+    def _on_broken(self, reason: str, was_silent: bool) -> None:
+        self._is_open, self._num_free, self.worked = False, None, None
         self.is_full = False
+        self._offered.clear()
         self._may_open_at = time.monotonic() + self._backoff_s
         self._backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2)
         was_reached = not self._is_unreachable()
         lost, self._legs = self._legs, {}
         self._outbox = []
-        log.info("session.broken", instance_id=self.instance_id, reason=reason, num_legs=len(lost))
+        log.info(
+            "session.broken",
+            instance_id=self.instance_id,
+            reason=reason,
+            was_silent=was_silent,
+            num_legs=len(lost),
+        )
         for key, owner in lost.items():
             # An instance that was never reached was not killed by the request, so its prompt must
             # not count as poison (F38).
-            owner.on_event(LegLost(key) if was_reached else LegRejected(key, is_final=True))
+            end = LegLost(key, was_silent) if was_reached else LegRejected(key, is_final=True)
+            owner.on_event(end)
 
     def _is_unreachable(self) -> bool:
         """Whether connecting failed. A connection that broke leaves the channel idle instead."""

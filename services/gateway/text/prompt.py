@@ -41,10 +41,6 @@ class Prompt:
         self._hashes: dict[tuple[str, int], list[bytes]] = {}
 
     @property
-    def adapter(self) -> str:
-        return self._adapter
-
-    @property
     def digest(self) -> bytes:
         """A name for this tenant's prompt that reveals nothing about the prompt."""
         key = hmac.digest(self._secret, self._tenant.encode(), "sha256")

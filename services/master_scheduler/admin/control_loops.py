@@ -9,6 +9,7 @@ from typing import Any
 from pdmesh.services.master_scheduler.admin.adapters import Adapters
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
+from pdmesh.services.master_scheduler.overview.overview import Overview
 from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
 from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 from pdmesh.services.master_scheduler.usage_loop import UsageLoop
@@ -24,6 +25,7 @@ class ControlLoops:
     usage: UsageLoop
     pins: Pins
     adapters: Adapters
+    overview: Overview
 
     def run(self) -> list[Coroutine[Any, Any, None]]:
         """The loops, which never end; if one fails, the master fails."""
@@ -34,4 +36,5 @@ class ControlLoops:
             self.usage.run(),
             self.pins.run(),
             self.adapters.run(),
+            self.overview.feed.run(),
         ]

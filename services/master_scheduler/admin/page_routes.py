@@ -31,14 +31,21 @@ from pdmesh.v1 import admin_service_pb2
 log = structlog.get_logger(__name__)
 
 _FILES: Final = Path(__file__).with_name("page")
-_TYPES: Final = {"page.html": "text/html", "page.js": "text/javascript"}
+_TYPES: Final = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 _MAX_BODY: Final = 2 * MAX_BYTES  # a text in which every byte is escaped
 _MAX_READING: Final = 8  # bodies that are read at once; further ones wait
 _SERVICE: Final = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _HEADERS: Final = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
-    "style-src 'unsafe-inline';"
-    " frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
@@ -108,15 +115,17 @@ def page_routes(door: AdminDoor, *, has_token: bool, only_host: str | None = Non
             log.exception("page.bug")
             return _error(MeshError("internal error; the server's log has the cause"))
 
-    def show(name: str) -> Route:
-        content = (_FILES / name).read_bytes()
+    def show(path: Path) -> Route:
+        content, kind = path.read_bytes(), _TYPES[path.suffix]
 
         async def shown(_: Request) -> Response:
-            return Response(content, media_type=_TYPES[name], headers=_HEADERS)
+            return Response(content, media_type=kind, headers=_HEADERS)
 
-        return Route("/" if name == "page.html" else f"/{name}", shown)
+        name = path.relative_to(_FILES).as_posix()
+        return Route("/" if name == "page.html" else f"/page/{name}", shown)
 
-    return [*map(show, _TYPES), Route("/admin/{method}", call, methods=["POST"])]
+    files = sorted(path for path in _FILES.rglob("*") if path.suffix in _TYPES)
+    return [*map(show, files), Route("/admin/{method}", call, methods=["POST"])]
 
 
 def _is_here(caller: _Caller, own_host: str) -> bool:

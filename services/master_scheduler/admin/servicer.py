@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 import structlog
 from google.protobuf.message import Message
 
+from pdmesh.core.access.roles import NEEDED
 from pdmesh.core.groups.adjustments import CannotMove
 from pdmesh.core.groups.desired import (
     DEFAULT_NAME,
@@ -33,6 +34,7 @@ from pdmesh.services.master_scheduler.groups.group_state import group_states
 from pdmesh.services.master_scheduler.groups.upgrade_convert import state_to
 from pdmesh.services.master_scheduler.plans.ratio_convert import moves_from, profile_from
 from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1 import overview_pb2 as looks
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
 
 log = structlog.get_logger(__name__)
@@ -58,7 +60,7 @@ class AdminServicer:
         self._groups, self._view = loops.groups, loops.groups.view
         self._upgrades, self._plans, self._pins = loops.upgrades, loops.plans, loops.pins
         self._adapters = loops.adapters
-        self._usage = loops.usage
+        self._usage, self._overview = loops.usage, loops.overview
         self._texts = TextWorker()
 
     async def GetDesired(  # noqa: N802
@@ -200,6 +202,23 @@ class AdminServicer:
         self._enter()
         return pb.GetUsageResponse(book=self._usage.message())
 
+    async def GetOverview(  # noqa: N802
+        self, request: looks.GetOverviewRequest, caller: AdminCaller
+    ) -> looks.GetOverviewResponse:
+        return self._overview.now(_caller_to(caller), self._enter())
+
+    async def GetHistory(  # noqa: N802
+        self, request: looks.GetHistoryRequest, caller: AdminCaller
+    ) -> looks.GetHistoryResponse:
+        self._enter()
+        return self._overview.history()
+
+    async def GetRequestStory(  # noqa: N802
+        self, request: looks.GetRequestStoryRequest, caller: AdminCaller
+    ) -> looks.GetRequestStoryResponse:
+        self._enter()
+        return self._overview.story(request.request_id)
+
     async def CordonInstance(  # noqa: N802
         self, request: pb.CordonInstanceRequest, caller: AdminCaller
     ) -> Changed:
@@ -275,7 +294,12 @@ class AdminServicer:
         is_leader, epoch = self._leadership()
         if not is_leader:
             leader = next((r for r in self._view.registry.records.values() if r.is_leader), None)
-            where = f"; {leader.instance_id} does, at {leader.grpc_address}" if leader else ""
+            where = (
+                f"; {leader.instance_id} does, at {leader.grpc_address}, and its page is at "
+                f"http://{leader.ops_address}/"
+                if leader
+                else ""
+            )
             raise NotLeader(f"this master does not lead{where}")
         return epoch
 
@@ -358,6 +382,13 @@ class AdminServicer:
             canary_share=canary_share,
         )
         return _Applied(current.version if current else 0, applied.version, changes, canary_share)
+
+
+def _caller_to(caller: AdminCaller) -> looks.Caller:
+    needed = {method: str(role) for method, role in NEEDED.items()}
+    return looks.Caller(
+        who=caller.who, shown_by=caller.shown_by, role=str(caller.role or ""), needed=needed
+    )
 
 
 def _runs(desired: Desired) -> dict[str, Service]:

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from pdmesh.core.history.ended_request import EndedRequest, InstanceLoss
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.ratio.model import Phi
@@ -37,18 +38,37 @@ class _Usage(msgspec.Struct, rename="camel"):
     num_cached_tokens: int = 0
 
 
+class _Header(msgspec.Struct, rename="camel"):
+    publisher_id: str = ""
+
+
+class _Loss(msgspec.Struct, rename="camel"):
+    at_ms: float = 0.0
+    instance_ids: tuple[str, ...] = ()
+    cause: str = ""
+    num_tokens: int = 0
+    choice: int = 0
+
+
 class RequestFinishedJson(msgspec.Struct, rename="camel"):
-    """The needed fields of a RequestSample, in protobuf's JSON.
+    """A RequestFinished, in protobuf's JSON.
 
     protobuf's own parser would take a quarter of a millisecond, for every request.
     """
 
+    header: _Header = msgspec.field(default_factory=_Header)
+    request_id: str = ""
+    trace_id: str = ""
+    model: str = ""
     scenario: str = ""
     outcome: str = ""
     reason: str = ""
     prefill_id: str = ""
+    decode_id: str = ""
     pooling_id: str = ""
     operation: str = ""
+    num_rejections: int = 0
+    losses: tuple[_Loss, ...] = ()
     usage: _Usage = msgspec.field(default_factory=_Usage)
     queue_ms: float = 0.0
     ttft_ms: float = 0.0
@@ -66,8 +86,11 @@ def is_by_client(reason: str) -> bool:
     return BY_REASON.get(reason, MeshError).http_status == InvalidRequest.http_status
 
 
+OnRequest = Callable[[RequestFinishedJson], None]
+
+
 class ScenarioFeed:
-    """`on_completed` is called for each request that was answered."""
+    """`on_completed` is called for each request that was answered, `on_ended` for every one."""
 
     def __init__(
         self,
@@ -75,11 +98,12 @@ class ScenarioFeed:
         windows: ScenarioWindows,
         fleet: Fleet,
         bus: Bus,
-        on_completed: Callable[[RequestFinishedJson], None] = lambda event: None,
+        on_completed: OnRequest = lambda event: None,
+        on_ended: OnRequest = lambda event: None,
     ) -> None:
         self._scenarios, self._windows = scenarios, windows
         self._fleet, self._bus = fleet, bus
-        self._on_completed = on_completed
+        self._on_completed, self._on_ended = on_completed, on_ended
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -97,6 +121,7 @@ class ScenarioFeed:
         except msgspec.MsgspecError as exc:
             log.warning("scenario.bad_event", error=str(exc))
             return
+        self._on_ended(event)
         if event.operation in _POOLING:  # such a call has no phases, and no first token
             if event.outcome == "completed":
                 self._on_completed(event)
@@ -191,6 +216,37 @@ _MEANS: Final[tuple[tuple[str, str, str, Callable[[ScenarioStats], float]], ...]
     (names.SCENARIO_HITS, "Share of prompt tokens found in a cache", "1", lambda s: s.hit_share),
     (names.SCENARIO_T_P_SHARE, "T_p / (T_p + T_d)", "1", lambda s: s.t_p_share),
 )
+
+
+def ended_of(event: RequestFinishedJson) -> EndedRequest:
+    usage = event.usage
+    return EndedRequest(
+        request_id=event.request_id,
+        scenario=event.scenario or DEFAULT_SCENARIO,
+        outcome=event.outcome,
+        gateway_id=event.header.publisher_id,
+        trace_id=event.trace_id,
+        model=event.model,
+        operation=event.operation,
+        reason=event.reason,
+        is_by_client=is_by_client(event.reason),
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_completion_tokens=usage.num_completion_tokens,
+        num_rejections=event.num_rejections,
+        prefill_id=event.prefill_id,
+        decode_id=event.decode_id,
+        pooling_id=event.pooling_id,
+        queue_ms=event.queue_ms,
+        ttft_ms=event.ttft_ms,
+        e2e_ms=event.e2e_ms,
+        kv_transfer_ms=event.kv_transfer_ms,
+        decode_queue_ms=event.decode_queue_ms,
+        losses=tuple(
+            InstanceLoss(each.at_ms, each.instance_ids, each.cause, each.num_tokens, each.choice)
+            for each in event.losses
+        ),
+    )
 
 
 def finished_of(event: RequestFinishedJson) -> RequestSample:

@@ -277,6 +277,7 @@ async def test_two_ranks_hand_over_the_layers_of_every_group(model_dir: Path, pl
         await idle(prefill, decode)
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S1", "S3", "S77")
 async def test_a_window_alone_is_handed_over_and_a_spoilt_one_is_seen(tmp_path: Path) -> None:
     """Of layers that all have a window, nothing else moves. The decode spoils its later pulls."""
@@ -347,6 +348,7 @@ async def test_a_model_with_another_state_ends_the_start_with_one_line(
     assert caught.value.reason == "MODEL_UNSUPPORTED"
 
 
+@pytest.mark.nightly
 async def test_a_cache_that_only_vllm_s_own_processes_see_ends_the_start_with_one_line(
     tmp_path: Path,
 ) -> None:

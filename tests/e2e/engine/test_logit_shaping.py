@@ -114,6 +114,7 @@ async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[lis
     assert wrong_features(expected, got) == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S48")
 async def test_a_pair_draws_the_same_with_kv_handed_over_per_layer(
     pair: Pair, expected: list[list[int]]

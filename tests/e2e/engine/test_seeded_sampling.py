@@ -127,6 +127,7 @@ async def test_an_answer_is_the_same_after_a_death_at_any_token(
     assert differences(rest, got) == []
 
 
+@pytest.mark.nightly
 async def test_an_answer_is_the_same_after_a_preemption(
     model_dir: Path, plain_answers: list[list[int]]
 ) -> None:

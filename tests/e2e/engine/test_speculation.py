@@ -171,6 +171,7 @@ async def test_a_decode_that_proposes_tokens_draws_what_plain_vllm_draws(
     await pair.prefill.until_idle()
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S118")
 async def test_a_decode_without_a_schedule_tries_tokens_and_counts_the_right_ones(
     pair: Pair, model_dir: Path
@@ -252,6 +253,7 @@ async def begun(run: Pair, case: Case) -> list[int]:
     return drawn
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S116", "S72")
 async def test_fusion_draws_the_same_up_to_the_models_last_position(
     model_dir: Path, copied: Copied

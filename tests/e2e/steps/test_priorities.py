@@ -197,6 +197,7 @@ async def small(
         yield alone, policy
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S83")
 async def test_the_least_urgent_is_preempted_and_its_answer_is_that_of_plain_vllm(
     small: tuple[Host, SchedulingPolicy], expected: list[list[int]]
@@ -237,6 +238,7 @@ async def test_no_prompt_stands_back_for_one_whose_blocks_it_holds(
     await engine.until_idle()
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S83")
 async def test_prompts_that_pass_others_leave_handed_over_kv_whole(
     model: Path, expected: list[list[int]]

@@ -46,6 +46,7 @@ async def plain(tiny: Path) -> AsyncIterator[Host]:
         yield host
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S37", "S111")
 async def test_a_seeded_token_1_does_not_depend_on_the_chunks_of_its_prompt_beside_a_draft(
     plain: Host, tiny: Path

@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.transport.base import (
     MAX_MESSAGE,
-    ByteArray,
     ConnectionHandler,
+    KvBytes,
     KvConnection,
 )
+from pdmesh.kv.transport.device_bytes import DeviceBytes
+from pdmesh.kv.transport.memory_access import fill, host_view
 
 _ports = itertools.count(1)
 _listening: dict[str, MemoryTransport] = {}
@@ -33,8 +35,8 @@ class MemoryConnection:
         self.other: MemoryConnection | None = None
         self.is_closed = False
         self.messages: deque[bytes] = deque()
-        self.sends: dict[int, deque[tuple[ByteArray, Callable[[], None]]]] = defaultdict(deque)
-        self.receives: dict[int, deque[tuple[ByteArray, Callable[[], None]]]] = defaultdict(deque)
+        self.sends: dict[int, deque[tuple[KvBytes, Callable[[], None]]]] = defaultdict(deque)
+        self.receives: dict[int, deque[tuple[KvBytes, Callable[[], None]]]] = defaultdict(deque)
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         if self.is_closed or self.other is None:
@@ -44,14 +46,14 @@ class MemoryConnection:
         self.other.messages.append(message)
         self.other.transport.wake()
 
-    def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
-        assert buffer.flags.c_contiguous
+    def send_payload(self, key: int, buffer: KvBytes, on_sent: Callable[[], None]) -> None:
+        assert isinstance(buffer, DeviceBytes) or buffer.flags.c_contiguous
         if not self.is_closed:
             self.sends[key].append((buffer, on_sent))
             self._wake_both()
 
-    def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
-        assert buffer.flags.c_contiguous
+    def recv_payload(self, key: int, buffer: KvBytes, on_received: Callable[[], None]) -> None:
+        assert isinstance(buffer, DeviceBytes) or buffer.flags.c_contiguous
         if not self.is_closed:
             self.receives[key].append((buffer, on_received))
             self._wake_both()
@@ -76,7 +78,7 @@ class MemoryConnection:
             while self.receives[key] and self.other.sends[key]:
                 target, on_received = self.receives[key].popleft()
                 source, on_sent = self.other.sends[key].popleft()
-                target[:] = source
+                fill(target, host_view(source))
                 on_sent()
                 on_received()
 

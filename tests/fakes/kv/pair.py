@@ -67,7 +67,8 @@ class KvPair:
         return data
 
     def landed(self, size: int, offset: int = 0) -> ByteArray:
-        return self.receiver.landing(ArenaRange(offset, size))
+        landed: ByteArray = self.receiver.landing(ArenaRange(offset, size))
+        return landed
 
 
 @asynccontextmanager

@@ -53,7 +53,8 @@ EVENTS: Final = {
     "operator": "",
 }
 HEARS: Final = {
-    "master-scheduler": "kv.blocks.* load.instance.* request.finished.* error.reported.*",
+    "master-scheduler": "kv.blocks.* load.instance.* request.finished.* error.reported.* "
+    "health.changed.* health.fault.* group.step.* group.upgrade.* control.leader.* control.audit.*",
     "kv-cache-index": "kv.blocks.*",
     "health-monitor": "health.instance.* health.node.*",
 }
@@ -153,6 +154,8 @@ def expected_sends(role: str, me: str) -> set[str]:
         sends.add(f"{api_of}.CONSUMER.DELETE.{stream}.c")
     reads = words(READS, role, me) or ({"instances"} if role != "operator" else set())
     sends |= {f"{api_of}.STREAM.MSG.GET.KV_pdmesh-{name}" for name in reads}
+    if role == "operator":
+        sends |= {f"{api_of}.STREAM.INFO.KV_{name}" for name in ALL_BUCKETS}
     if role == "master-scheduler":
         made = [f"{verb}.KV_{name}" for verb in ("CREATE", "UPDATE") for name in ALL_BUCKETS]
         sends |= {f"{api_of}.STREAM.{each}" for each in made}

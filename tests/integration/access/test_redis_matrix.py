@@ -19,7 +19,7 @@ from pdmesh.kv.index.redis_index import RedisIndex
 from pdmesh.services.gateway.http.responses.store import KeepBounds, KeepOutcome, ResponseStore
 from tests.support.sites.servers import TestServer
 
-CONNECTION: Final = "hello auth quit reset ping select client|setinfo client|setname"
+CONNECTION: Final = "hello auth quit reset ping select client|setname"
 COMMANDS: Final = {
     "gateway": "evalsha script|load get set unlink exists time hget hset hdel hincrby zadd zrem "
     "zcard zrange pttl pexpire",

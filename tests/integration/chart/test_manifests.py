@@ -25,7 +25,7 @@ from tests.support.chart.helm import CHART, VALUE_SETS, Manifest, of_kind, pods,
 # The oldest version that the chart takes, those that are maintained, and the newest known schemas.
 KUBERNETES = ("1.29", "1.33", "1.35", "1.37")
 # Custom resources, whose schemas their operators bring along.
-CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "InferencePool"}
 OBSERVE = helm.ROOT / "deploy/observe"
 MARGIN_S = 3  # of the launcher's grace beyond the drain
 

@@ -12,15 +12,18 @@ import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
 
 from pdmesh.engine.sim_tokenizer import write_sim_model
+from pdmesh.envoy.v3.external_processor_pb2_grpc import ExternalProcessorStub
 from tests.support.attack.listeners import listeners
 from tests.support.chart.helm import of_kind, render
-from tests.support.chart.kubelet import ANY_ADDRESS, Kubelet, image_environment
+from tests.support.chart.kubelet import ANY_ADDRESS, Kubelet, Pod, image_environment
+from tests.support.proxies.asking import GET_MODELS, endpoints_of
 from tests.support.waiting import until
 
 SERVERS = ["pdmesh-nats", "pdmesh-redis"]
@@ -50,7 +53,11 @@ DESIRED = {
 async def kubelet(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Kubelet]:
     write_sim_model(tmp_path / "model")
     values = {
-        "gateway": {"allowAnonymous": True},
+        "gateway": {
+            "allowAnonymous": True,
+            "endpointPicker": {"enabled": True},
+            "settings": {"PICKER_CALLERS": "any"},
+        },
         "nodeAgent": {"enabled": True},
         "kv": {"netDevices": "lo"},
         "tls": {"enabled": request.param, "issuerName": "mesh"},
@@ -80,6 +87,7 @@ async def test_all_containers_start_in_any_order_and_make_a_mesh(kubelet: Kubele
         url = f"http://{gateway.ip}:8000/v1/completions"
         answer = await client.post(url, json=body)
         assert answer.status_code == 200, answer.text
+    await _the_picker_names_the_pod(kubelet, gateway)
 
     # As `kubectl exec deploy/pdmesh-master-scheduler` runs them.
     status = kubelet.run(MASTER, "pdmesh", "status")
@@ -103,6 +111,23 @@ async def test_all_containers_start_in_any_order_and_make_a_mesh(kubelet: Kubele
     # As a node is emptied: nothing is left to be killed.
     for name in services:
         assert await kubelet.pods[name].end() == 0, kubelet.pods[name].log.read_text()[-2000:]
+
+
+async def _the_picker_names_the_pod(kubelet: Kubelet, gateway: Pod) -> None:
+    """As a proxy of an InferencePool calls it: over TLS without a certificate, or in plain text."""
+    address = f"{gateway.ip}:9002"
+    if "PDMESH_GATEWAY_TLS_DIR" in gateway.environment:
+        ca = (gateway.mounts["/etc/pdmesh/tls"] / "ca.crt").read_bytes()
+        name = f"{gateway.name}.gateway.pdmesh"
+        options = [("grpc.ssl_target_name_override", name)]
+        credentials = grpc.ssl_channel_credentials(ca)
+        channel = grpc.aio.secure_channel(address, credentials, options=options)
+    else:
+        channel = grpc.aio.insecure_channel(address)
+    async with channel:
+        stream = ExternalProcessorStub(channel).Process(iter([GET_MODELS]), timeout=60)
+        (said,) = [answer async for answer in stream]
+    assert endpoints_of(said) == f"{gateway.ip}:8000"
 
 
 async def _nats_takes_a_new_certificate(kubelet: Kubelet) -> None:

@@ -33,7 +33,11 @@ OF_PRODUCT = {
     "pdmesh-instance": "instance",
 }
 EVERYTHING: dict[str, Any] = {
-    "gateway": {"allowAnonymous": True},
+    "gateway": {
+        "allowAnonymous": True,
+        "endpointPicker": {"enabled": True},
+        "settings": {"PICKER_CALLERS": "any"},
+    },
     "nodeAgent": {"enabled": True, "deviceHostPath": "/var/lib/devices"},
     "tls": {"enabled": True, "issuerName": "mesh"},
     "topology": {"fromPodLabels": True},

@@ -22,6 +22,21 @@ OPEN: dict[str, Any] = {"gateway": {"allowAnonymous": True}}
         ({"gateway": {"settings": {"MAX_CALS": 1}}}, "MAX_CALS is not allowed"),
         ({"gateway": {"settings": {"MAX_CALLS": "x"}}}, "gateway.settings.MAX_CALLS: Invalid type"),
         ({"gateway": {"settings": {"MAX_CALLS": 0}}}, "settings.MAX_CALLS: Must be greater"),
+        ({"gateway": {"endpointPicker": {"failureMode": "Open"}}}, "endpointPicker.failureMode"),
+        ({"gateway": {"endpointPicker": {"port": 0}}}, "endpointPicker.port"),
+        (
+            {"gateway": {"endpointPicker": {"enabled": True, "port": 9100}}},
+            "gateway.endpointPicker.port: 9100 is another port",
+        ),
+        ({"gateway": {"settings": {"PICKER_PORT": 9002}}}, "PICKER_PORT is not allowed"),
+        ({"gateway": {"settings": {"PICKER_CALLERS": "all"}}}, "settings.PICKER_CALLERS"),
+        (
+            {
+                "gateway": {"endpointPicker": {"enabled": True}},
+                "tls": {"enabled": True, "issuerName": "mesh"},
+            },
+            "gateway.settings.PICKER_CALLERS",
+        ),
         ({"settings": {"LOG_LEVEL": "loud"}}, "settings.LOG_LEVEL"),
         ({"settings": {"HASH_SECRET": "in plain text"}}, "HASH_SECRET is not allowed"),
         ({"pools": {"decode": {"settings": {"KV_CACHE_BYTES": -1}}}}, "KV_CACHE_BYTES"),

@@ -171,3 +171,36 @@ async def test_the_example_of_the_docs_runs(mesh: Mesh) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "prefill-0 prefill 127.0.0.1:" in done.stdout
+
+
+async def test_the_overview_has_what_the_leader_hears_as_far_as_its_role_at_nats_goes(
+    mesh: Mesh,
+) -> None:
+    """Its own changes, and what the health-monitor and gateways tell in accounts of their own."""
+    async with connect(mesh) as client:
+        with pytest.raises(InvalidRequest, match="this master knows no request nothing"):
+            await client.request_story("nothing")
+        assert (await client.answers()).step_s > 0
+        await client.cordon("decode-0", reason="a new fan", at_once=True)
+        await client.uncordon("decode-0")
+
+        async def is_told() -> bool:
+            told = {
+                (h.kind, h.about, h.what.split()[0]) for h in (await client.overview()).happenings
+            }
+            return {
+                ("change", "decode-0", "CordonInstance"),
+                ("change", "decode-0", "UncordonInstance"),
+            } <= told
+
+        await until(is_told)
+        overview = await client.overview()
+        assert (overview.caller.role, overview.caller.shown_by) == ("admin", "admin_token")
+        assert {"prefill-0", "decode-0"} <= {each.instance_id for each in overview.instances}
+        mesh.kill("decode-0")
+
+        async def is_an_incident() -> bool:
+            incidents = (await client.overview()).incidents
+            return any(each.instance_id == "decode-0" and each.steps for each in incidents)
+
+        await until(is_an_incident)

@@ -17,6 +17,7 @@ from pdmesh.api_keys import KeyFile
 from pdmesh.core.tenancy.entry import TenantEntry
 from pdmesh.services.gateway.access.access_control import KeyedAccess
 from pdmesh.services.gateway.request import frontend
+from pdmesh.services.gateway.routing import sessions
 from pdmesh.telemetry import names
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION
 from pdmesh.v1.instance_service_pb2 import REJECT_REASON_BUSY
@@ -82,6 +83,49 @@ async def test_a_flood_of_one_tenant_does_not_keep_another_waiting(tmp_path: Pat
             task.cancel()
         await asyncio.gather(*flood, *quiet, return_exceptions=True)
         await until(lambda: room(mesh) == 0 and mesh.num_legs == 0)
+
+
+@pytest.mark.req("S40", "S41")
+async def test_prompts_are_offered_only_where_a_slot_may_be_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused offer costs a message each way, with the whole prompt in one of them."""
+    monkeypatch.setattr(sessions, "_TRUST_S", 600.0)
+    async with (
+        gateway_mesh(tmp_path, ttft_s=300.0, retry_s=0.05) as mesh,
+        httpx.AsyncClient(base_url=mesh.url, timeout=300) as client,
+    ):
+        prefill = mesh.instances["prefill-0"]
+        assert (await ask(client)).status_code == 200, "the session is open now"
+        prefill.is_holding = True
+        prefill.free_slots(2)
+        session = mesh.gateway.frontend.shared.sessions.session(prefill.record())
+        await until(lambda: session._num_free == 2)
+        asks = [asyncio.create_task(ask(client, prompt="abc" * n)) for n in range(1, 11)]
+        await until(lambda: len(prefill.legs) == 2 and room(mesh) == 8)
+        assert len(prefill.prefills) == 3
+        prefill.finish_prefills()
+        prefill.free_slots(1 << 20)
+        assert {(await each).status_code for each in asks} == {200}
+        assert (len(prefill.prefills), prefill.num_rejected) == (11, 0)
+
+
+@pytest.mark.req("S40")
+async def test_a_full_instance_that_tells_nothing_is_asked_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older release may forget to say that it has a slot."""
+    monkeypatch.setattr(sessions, "_TRUST_S", 0.2)
+    async with (
+        gateway_mesh(tmp_path, ttft_s=300.0, retry_s=0.05) as mesh,
+        httpx.AsyncClient(base_url=mesh.url, timeout=300) as client,
+    ):
+        prefill = mesh.instances["prefill-0"]
+        prefill.reject_with = REJECT_REASON_BUSY
+        asked = asyncio.create_task(ask(client))
+        await until(lambda: prefill.num_rejected == 1)
+        prefill.reject_with = None  # and no Load says so
+        assert (await asked).status_code == 200
 
 
 @pytest.mark.req("S44")

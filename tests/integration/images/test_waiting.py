@@ -42,7 +42,7 @@ async def test_images_are_not_sent_again_to_an_instance_that_is_full(mesh: Gatew
     waiting = asyncio.create_task(ask(mesh, image))
     await until(lambda: prefill.num_rejected == 1)
     others = asyncio.create_task(ask(mesh))
-    await until(lambda: prefill.num_rejected > 10)  # of the text: attempts went on meanwhile
+    await until(lambda: prefill.num_rejected > 3)  # of the text: attempts went on meanwhile
     with_images = [p for p in prefill.prefills if p.images]
     assert not waiting.done()
     assert len(with_images) <= 1

@@ -41,7 +41,7 @@ async def test_hellos_without_an_answer_cost_no_later_connection(
 ) -> None:
     """Before the two sides kept in step, about every second of these pairs lost a connection."""
     often = {"KEEPALIVE_INTERVAL": "50ms"}
-    monkeypatch.setattr(ucx, "options_for", lambda host: options_for(host) | often)
+    monkeypatch.setattr(ucx, "options_for", lambda *a, **kw: options_for(*a, **kw) | often)
     rng = random.Random(3)
     for number in range(NUM_PAIRS):
         async with kv_pair(UcxTransport) as pair:

@@ -88,7 +88,7 @@ class Rank:
         self.tensors: dict[str, Any] = {
             f"layer.{i}": torch.zeros(shape, dtype=dtype) for i in range(NUM_LAYERS)
         }
-        layout = read_layout(self.tensors, NUM_BLOCKS, self.mine.count, is_opaque=False)
+        layout = read_layout(self.tensors, NUM_BLOCKS, self.mine.count, is_packed=False)
         self.caches: PagedCaches = paged_caches(self.tensors, layout, NUM_BLOCKS)
         kv = KvFormat("m", kind.dtype, kind.scales, TOKENS, layout.block, num_heads=self.num_heads)
         self.fingerprint = str(kv)

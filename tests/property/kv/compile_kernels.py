@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pdmesh.kv.device import digest_kernel
 from pdmesh.kv.device import kernels as device_kernels
 
 CONSTANTS = {"head_words": 2048, "run_words": 64, "inner_count": 16, "tile": 1024}
@@ -31,6 +32,13 @@ def main() -> None:
             source = ASTSource(fn=kernel, signature=signature, constexprs=values)
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
             print(name, is_gather, len(compiled.asm["cubin"]))
+    kinds = {"words": "*i64", "sums": "*i64", "num_words": "i32", "tile": "constexpr"}
+    at = (digest_kernel._sum.arg_names.index("tile"),)
+    source = ASTSource(
+        fn=digest_kernel._sum, signature=kinds, constexprs={at: digest_kernel.TILE_WORDS}
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print("digest", None, len(compiled.asm["cubin"]))
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def test_the_kernels_compile_for_a_gpu() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 8
+    assert len(done.stdout.splitlines()) == 9
 
 
 class OneStream:
@@ -232,17 +232,24 @@ class OneStream:
     not HAS_TRITON, reason="Triton is not installed: its interpreter runs these kernels"
 )
 @pytest.mark.req("S50", "S57")
-@pytest.mark.parametrize("scratch_bytes", [1, 5000, 1 << 20])
+@pytest.mark.parametrize("scratch_bytes", [0, 1, 5000, 1 << 20])
 def test_device_caches_move_layers_parts_and_heads(
     scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scratch buffer has any size. Stand-ins replace streams: only a GPU shows overlaps."""
+    """The scratch buffer has any size; 0: the arena is on the device, without one.
+
+    Stand-ins replace streams: only a GPU shows overlaps.
+    """
     import torch
 
+    from pdmesh.core.instance.arena import ArenaRange
     from pdmesh.engine.vllm.connector.worker.caches import PagedCaches
     from pdmesh.engine.vllm.connector.worker.device_caches import DeviceCaches
     from pdmesh.engine.vllm.connector.worker.host_caches import HostHeads
     from pdmesh.kv.device import copies as device_copies
+    from pdmesh.kv.device.arena import DeviceArena
+    from pdmesh.kv.transport.base import KvBytes
+    from pdmesh.kv.transport.memory_access import host_view
 
     monkeypatch.setattr(device_copies, "SCRATCH_BYTES", scratch_bytes)
     for name in ("Stream", "Event", "stream", "current_stream"):
@@ -265,28 +272,54 @@ def test_device_caches_move_layers_parts_and_heads(
     size = NUM_LAYERS * len(ids) * where.block_bytes
     ends: list[str] = []
 
-    def both(move: Callable[[PagedCaches, Bytes], None], size: int) -> Bytes:
+    def arena_of(data: Bytes) -> KvBytes:
+        """These bytes where the device copies to and from."""
+        if scratch_bytes:
+            return data
+        place = DeviceArena(data.size, "cpu").view(ArenaRange(0, data.size))
+        place.fill(data.data)
+        return place
+
+    def both(move: Callable[[PagedCaches, KvBytes], None], size: int) -> Bytes:
         got, expected = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
-        move(on_device, got)
+        place = arena_of(got)
+        move(on_device, place)
+        if not scratch_bytes:
+            got[:] = np.frombuffer(host_view(place), np.uint8)
         move(on_host, expected)
         assert (got == expected).all()
         return got
 
     data = both(lambda caches, out: caches.gather(ids, out), size)
     both(lambda caches, out: caches.gather_layer(1, ids, out), size // NUM_LAYERS)
-    on_device.gather(ids, data, lambda: ends.append("gathered"))
+    on_device.gather(ids, arena_of(data), lambda: ends.append("gathered"))
 
     device_target, host_target = tensors(), tensors()
     for a, b in zip(device_target, host_target, strict=True):
         b.copy_(a)
     targets: list[PagedCaches] = [DeviceCaches(device_target, where), HostHeads(host_target, where)]
     unit = where.head_bytes
-    for caches in targets:
-        caches.scatter(data, target_ids, lambda: ends.append("scattered"))
-        caches.scatter(data[: size // 3], target_ids, heads=(1, 1))
-        caches.scatter_part(data[: 5 * unit], 4 * unit, target_ids)
-        caches.scatter_part(data[: 7 * unit], 5 * unit, target_ids, (1, 2))
-        caches.scatter_part(data[: size // NUM_LAYERS], size // NUM_LAYERS, target_ids)
+    for caches, landed in zip(targets, (arena_of(data), data), strict=True):
+        caches.scatter(landed, target_ids, lambda: ends.append("scattered"))
+        caches.scatter(landed[: size // 3], target_ids, heads=(1, 1))
+        caches.scatter_part(landed[: 5 * unit], 4 * unit, target_ids)
+        caches.scatter_part(landed[: 7 * unit], 5 * unit, target_ids, (1, 2))
+        caches.scatter_part(landed[: size // NUM_LAYERS], size // NUM_LAYERS, target_ids)
     for a, b in zip(device_target, host_target, strict=True):
         assert torch.equal(a, b)
     wait_until(lambda: len(ends) == 3)
+
+
+@pytest.mark.req("S50")
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton: make kernels")
+@pytest.mark.parametrize("size", [0, 1, 8, 13, 4096 * 8, 4096 * 8 + 8, 100_003])
+def test_the_kernel_makes_the_checksum_that_the_host_makes(size: int) -> None:
+    import torch
+
+    from pdmesh.kv.device.digest import digest, finished
+    from pdmesh.kv.device.digest_kernel import sums_of
+
+    data = np.random.default_rng(size).integers(0, 256, size + 1, np.uint8)
+    for part in (data[:size], data[1 : size + 1]):  # the second may begin between two words
+        plain, weighted = sums_of(torch.from_numpy(part)).tolist()
+        assert finished(plain, weighted, size) == digest(part)

@@ -32,6 +32,7 @@ LAYOUTS = (
     ("bhnc", "bnhc"),  # vLLM 0.32: K and V in the content, tokens first in memory
     ("bhnc", "bhnc"),
 )
+PACKED = LAYOUTS[-1]  # a CPU's: a head's block in one piece, packed as its kernels want it
 SCALE_BYTES = 8
 DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "int8", "float32")
 
@@ -52,7 +53,7 @@ class Rank:
         for layer in range(NUM_LAYERS):
             memory = torch.zeros([counts[a] for a in order], dtype=kind)
             self.tensors[f"layer.{layer}"] = memory.permute([order.index(a) for a in axes])
-        found = read_layout(self.tensors, NUM_BLOCKS, num_heads, is_opaque=False)
+        found = read_layout(self.tensors, NUM_BLOCKS, num_heads, is_packed=False)
         assert not found.is_opaque
         self.block = found.block
         self.caches: PagedCaches = paged_caches(self.tensors, found, NUM_BLOCKS)
@@ -130,15 +131,65 @@ def test_each_destination_rank_gets_its_heads_bit_for_bit(
     assert done.count("gathered") == 2 * num_sources
 
 
+@pytest.mark.req("S57", "S50")
+@given(
+    st.sampled_from([(1, 2), (2, 1), (1, 4), (4, 2), (2, 8)]), st.sampled_from(DTYPES),
+    st.integers(0, 999),
+)  # fmt: skip
+def test_packed_heads_are_cut_for_other_numbers_of_ranks(
+    ranks: tuple[int, int], dtype: str, seed: int
+) -> None:
+    """A CPU's blocks move head by head, without a look into a head's block."""
+    num_heads, (num_sources, num_targets) = 4, ranks
+    rng = np.random.default_rng(seed)
+    sources = [Rank(PACKED, dtype, heads_of(num_heads, num_sources, r).count) for r in
+               range(num_sources)]  # fmt: skip
+    source_ids, target_ids = (rng.permutation(NUM_BLOCKS)[:3].tolist() for _ in range(2))
+    item = sources[0].content * sources[0].item
+    whole = rng.integers(0, 256, (NUM_LAYERS, 3, num_heads, 2, TOKENS, item), np.uint8)
+    staged, blocks = [], set()
+    for number, source in enumerate(sources):
+        mine = heads_of(num_heads, num_sources, number)
+        for layer, i, head in np.ndindex(NUM_LAYERS, 3, mine.count):
+            kv = torch.from_numpy(whole[layer, i, mine.first + head])
+            put(source, layer, source_ids[i], head, kv)
+        found = read_layout(source.tensors, NUM_BLOCKS, mine.count, is_packed=True, kernels="k")
+        blocks.add(found.block)
+        caches = paged_caches(source.tensors, found, NUM_BLOCKS)
+        layout = layout_of(caches, 3, "")
+        staged.append((layout, np.zeros(layout.total_bytes, np.uint8)))
+        caches.gather(source_ids, staged[-1][1])
+    for number in range(num_targets):
+        mine = heads_of(num_heads, num_targets, number)
+        target = Rank(PACKED, dtype, mine.count)
+        found = read_layout(target.tensors, NUM_BLOCKS, mine.count, is_packed=True, kernels="k")
+        blocks.add(found.block)
+        into = paged_caches(target.tensors, found, NUM_BLOCKS)
+        for piece in pieces(num_heads, num_sources, num_targets, number):
+            if not piece.count:
+                continue
+            layout, buffer = staged[piece.source_rank]
+            heads = (piece.source_head, piece.count)
+            landed = np.concatenate(
+                [buffer[s.offset : s.offset + s.length] for part in layout.parts(heads=heads)
+                 for s in part.spans]
+            )  # fmt: skip
+            into.scatter_part(landed, 0, target_ids, (piece.head, piece.count))
+        for layer, i, head in np.ndindex(NUM_LAYERS, 3, mine.count):
+            got = target.bytes_of(layer, target_ids[i], head)
+            assert (got.numpy() == whole[layer, i, mine.first + head]).all()
+    assert len(blocks) == 1, "all ranks may exchange blocks"
+
+
 @pytest.mark.req("S50")
 @given(st.sampled_from(LAYOUTS[2:]), st.sampled_from(DTYPES), st.integers(0, 999))
 def test_opaque_blocks_move_whole(layout: tuple[str, str], dtype: str, seed: int) -> None:
-    """The caches of a CPU are handled as opaque blocks, whatever they contain."""
+    """A block of packed heads that do not lie one after the other cannot be cut."""
     if layout[1][0] != "b":
         layout = LAYOUTS[3]
     rank = Rank(layout, dtype, 2)
-    found = read_layout(rank.tensors, NUM_BLOCKS, 2, is_opaque=True)
-    assert found.is_opaque
+    found = read_layout(rank.tensors, NUM_BLOCKS, 2, is_packed=True)
+    assert found.is_opaque == (layout != PACKED)
     caches = paged_caches(rank.tensors, found, NUM_BLOCKS)
     rng = np.random.default_rng(seed)
     for layer, block, head in np.ndindex(NUM_LAYERS, NUM_BLOCKS, 2):
@@ -146,7 +197,7 @@ def test_opaque_blocks_move_whole(layout: tuple[str, str], dtype: str, seed: int
         put(rank, layer, block, head, kv)
     other = Rank(layout, dtype, 2)
     into = paged_caches(
-        other.tensors, read_layout(other.tensors, NUM_BLOCKS, 2, is_opaque=True), NUM_BLOCKS
+        other.tensors, read_layout(other.tensors, NUM_BLOCKS, 2, is_packed=True), NUM_BLOCKS
     )
     buffer = np.zeros(layout_of(caches, 3, "").total_bytes, np.uint8)
     caches.gather([4, 0, 5], buffer, lambda: None)
@@ -167,17 +218,17 @@ def test_opaque_blocks_move_whole(layout: tuple[str, str], dtype: str, seed: int
     st.integers(0, 99),
 )
 def test_parts_scatter_as_the_whole_does(
-    layout: tuple[str, str], is_opaque: bool, cuts: set[int], seed: int
+    layout: tuple[str, str], is_packed: bool, cuts: set[int], seed: int
 ) -> None:
     """Parts may begin and end between any two blocks of a head."""
-    if is_opaque and layout[1][0] != "b":
+    if is_packed and layout[1][0] != "b":
         layout = LAYOUTS[3]
     num_heads, ids = 3, [4, 1, 2]
     whole, parted = (Rank(layout, "float16", num_heads) for _ in range(2))
     caches = [
         paged_caches(
             rank.tensors,
-            read_layout(rank.tensors, NUM_BLOCKS, num_heads, is_opaque=is_opaque),
+            read_layout(rank.tensors, NUM_BLOCKS, num_heads, is_packed=is_packed),
             NUM_BLOCKS,
         )
         for rank in (whole, parted)
@@ -191,7 +242,7 @@ def test_parts_scatter_as_the_whole_does(
         caches[1].scatter_part(data[a:b], a, ids)
     for name, tensor in whole.tensors.items():
         assert (tensor.view(torch.uint8) == parted.tensors[name].view(torch.uint8)).all()
-    if not is_opaque:  # the same for a piece that has two of the heads
+    if not is_packed or layout == PACKED:  # the same for a piece that has two of the heads
         some = np.random.default_rng(seed + 1).integers(0, 256, data.size // 3 * 2, np.uint8)
         caches[0].scatter(some, ids, lambda: None, (1, 2))
         for a, b in pairwise(e for e in (*edges[:-1], some.size) if e <= some.size):
@@ -210,10 +261,10 @@ def test_parts_scatter_as_the_whole_does(
     st.integers(0, 99),
 )
 def test_each_layer_travels_with_the_block_ids_of_its_group(
-    layout: tuple[str, str], is_opaque: bool, cuts: set[int], seed: int
+    layout: tuple[str, str], is_packed: bool, cuts: set[int], seed: int
 ) -> None:
     """Layer 1 has a window of 5 of the 11 tokens, so it has no part of the prompt's first block."""
-    if is_opaque and layout[1][0] != "b":
+    if is_packed and layout[1][0] != "b":
         layout = LAYOUTS[3]
     num_heads, groups = 3, CacheGroups(TOKENS, (0, 5))
     ranks = [Rank(layout, "float16", num_heads) for _ in range(3)]
@@ -221,7 +272,7 @@ def test_each_layer_travels_with_the_block_ids_of_its_group(
         GroupCaches(
             paged_caches(
                 rank.tensors,
-                read_layout(rank.tensors, NUM_BLOCKS, num_heads, is_opaque=is_opaque),
+                read_layout(rank.tensors, NUM_BLOCKS, num_heads, is_packed=is_packed),
                 NUM_BLOCKS,
             ),
             groups,

@@ -41,7 +41,16 @@ _REFUSALS: Final = frozenset(
     }
 )
 # Every path of the operators' ports; those of a gateway are in its own description.
-_OPS_PATHS: Final = ("/", "/page.js", "/metrics", "/health/live", "/health/ready", "/status/none")
+_OPS_PATHS: Final = (
+    "/",
+    "/page/page.css",
+    "/page/modules/main.js",
+    "/page/../page_routes.py",
+    "/metrics",
+    "/health/live",
+    "/health/ready",
+    "/status/none",
+)
 _PAGE: Final = "/status/none"
 _ADMIN: Final = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 NATS: Final = b'CONNECT {"verbose":false,"protocol":1}\r\nPING\r\n'

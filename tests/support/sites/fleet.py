@@ -169,17 +169,22 @@ async def held(mesh: Mesh) -> dict[str, str]:
         if answer is None:
             found[name] = "no answer"
             continue
-        numbers = {
-            "slots": answer.load.num_slots_used,
-            "running": answer.num_running,
-            "tickets": answer.num_tickets,
-            "staging_bytes": answer.staging_bytes_used,
-            "retrieving": answer.num_retrieving,
-        }
-        rest = {k: v for k, v in numbers.items() if v}
-        if rest:
-            found[name] = str(rest)
+        if rest := held_of(answer):
+            found[name] = rest
     return found
+
+
+def held_of(answer: GetStatusResponse) -> str:
+    """What an instance holds for requests; empty: nothing."""
+    numbers = {
+        "slots": answer.load.num_slots_used,
+        "running": answer.num_running,
+        "tickets": answer.num_tickets,
+        "staging_bytes": answer.staging_bytes_used,
+        "retrieving": answer.num_retrieving,
+    }
+    rest = {k: v for k, v in numbers.items() if v}
+    return str(rest) if rest else ""
 
 
 async def until_nothing_held(mesh: Mesh, within_s: float) -> None:

@@ -9,6 +9,7 @@ from pdmesh.core.health.fault_levels import FaultJudged, Level
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
+from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.link import MeshLink
 from pdmesh.net.nats.board import Board
@@ -24,6 +25,8 @@ from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.services.master_scheduler.groups.cluster_view import ClusterView
 from pdmesh.services.master_scheduler.groups.out_of_service import OutOfServiceBook
 from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
+from pdmesh.services.master_scheduler.overview.history_feed import HistoryFeed
+from pdmesh.services.master_scheduler.overview.overview import Overview
 from pdmesh.services.master_scheduler.placement.convert import identity_from
 from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
 from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
@@ -79,7 +82,10 @@ class Site:
         bucket: Any = self.out_of_service_bucket  # a fake; never opened
         registered = Board(bucket, pb.RegisteredAdapter)
         adapters = Adapters(registered, view, leads)
-        loops = ControlLoops(self.loop, self.plans, self.upgrades, usage, pins, adapters)
+        self.history = HistoryFeed(MemoryBus(), self.fleet)
+        self.backpressure = Backpressure(lambda scenario, now: 0.0, 64)
+        overview = Overview(self.history, self.view, self.backpressure)
+        loops = ControlLoops(self.loop, self.plans, self.upgrades, usage, pins, adapters, overview)
         self.bus = MemoryBus()
         audit = AuditTrail(EventPublisher(self.bus, "master", 1), "master")
         self.admin: Any = AdminDoor(AdminServicer(str, loops, leads), AdminAccess(""), audit)

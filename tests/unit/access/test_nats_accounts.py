@@ -46,7 +46,8 @@ def test_operators_may_write_nothing() -> None:
     verbs = {
         each for each in listed(block, "publish") if not each.startswith("_INBOX.operator.ann")
     }
-    assert all(re.match(r"\$PDMESH\.API\.CONSUMER\.(CREATE|DELETE)\.", each) for each in verbs)
+    reads = r"\$PDMESH\.API\.(CONSUMER\.(CREATE|DELETE)|STREAM\.INFO)\."
+    assert all(re.match(reads, each) for each in verbs)
 
 
 def test_events_are_imported_only_by_those_who_hear_them() -> None:
@@ -89,6 +90,22 @@ def test_every_event_and_every_bucket_is_somebodys() -> None:
 def test_what_nats_could_not_tell_apart_is_refused(holders: list[Holder], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         nats_accounts(holders)
+
+
+def test_no_two_accounts_take_the_same_subject_from_each_other() -> None:
+    """nats-server does not start with such a cycle. Two masters tell of the same groups."""
+    holders = [Holder(role, f"{role}-{i}") for role in NATS_ROLES for i in range(2)]
+    text = nats_accounts(holders)
+    stream = re.compile(
+        r'^ +\{stream: \{account: "([^"]+)", subject: "(mesh[^"]+)"\}\}$', re.MULTILINE
+    )
+    taken = {
+        (holder.account, *found)
+        for holder in holders
+        for found in stream.findall(account(text, holder.account))
+    }
+    assert taken
+    assert {each for each in taken if (each[1], each[0], each[2]) in taken} == set()
 
 
 def test_the_chart_has_the_accounts_of_this_release() -> None:

@@ -12,11 +12,13 @@ import pytest
 import yaml
 
 from pdmesh.cli.arguments import build_parser
+from pdmesh.cli.commands.look.status import Status, _row, _text
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.view.output import show
 from pdmesh.cli.view.watching import watched
 from pdmesh.errors import Unavailable
 from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1.common_pb2 import InstanceRecord, Role
 
 BOOK = pb.DesiredVersion(version=7, author="Zoë", text="groups: {}\n")
 
@@ -91,3 +93,28 @@ def test_a_terminal_shows_one_view_at_a_time(
     monkeypatch.setattr(time, "sleep", Interrupted(2))
     assert watched(lambda options: print("view") or 0, Namespace(every=2.0)) == 0
     assert capsys.readouterr().out == "\x1b[H\x1b[Jview\n" * 2
+
+
+@pytest.mark.req("S50")
+@pytest.mark.parametrize("path", ["", "host: UCX has no RDMA here, only self, tcp"])
+def test_the_path_of_kv_and_its_reason_are_shown_if_there_is_one(path: str) -> None:
+    record = InstanceRecord(
+        instance_id="decode-0", service="decode", role=Role.ROLE_DECODE, kv_path=path
+    )
+    text = _text(Status(None, leader_epoch=1, rows=[_row(record, None, {})]))
+    assert ("KV MEMORY" in text) == bool(path)
+    if path:
+        (line,) = [each for each in text.splitlines() if "UCX has" in each]
+        assert line.split(maxsplit=2) == ["decode-0", "host", path.removeprefix("host: ")]
+
+
+def test_ranks_that_differ_have_a_line_each() -> None:
+    record = InstanceRecord(
+        instance_id="decode-0",
+        service="decode",
+        role=Role.ROLE_DECODE,
+        kv_path="device: cuda_ipc between the GPUs of this machine | host: the arenas need 512 MiB",
+    )
+    text = _text(Status(None, leader_epoch=1, rows=[_row(record, None, {})]))
+    found = [line.split(maxsplit=2)[1] for line in text.splitlines() if "decode-0" in line]
+    assert found[-2:] == ["device", "host"]

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 
 from pdmesh.cli.view.log_lines import LogLine, of_process
-from pdmesh.cli.view.request_story import MAX_STEPS, as_rows, lines_about, story
+from pdmesh.cli.view.request_story import as_rows, lines_about, story
+from pdmesh.core.history.request_story import MAX_STEPS
 
 KEY = "0123456789abcdef01234567"
 ID = f"req-{KEY}"

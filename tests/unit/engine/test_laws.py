@@ -2,7 +2,8 @@ from itertools import pairwise
 
 import pytest
 
-from pdmesh.engine.laws import DEMO, LAWS, SMOLLM2_CPU, ZERO, Law
+from pdmesh.core.instance.law import Law
+from pdmesh.engine.laws import DEMO, LAWS, SMOLLM2_CPU, ZERO
 
 
 def test_the_zero_law_takes_no_time() -> None:

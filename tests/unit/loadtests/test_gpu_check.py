@@ -30,6 +30,14 @@ def test_a_section_that_raises_counts_as_failed() -> None:
     assert "out of memory" in found.page()
 
 
+def test_the_check_of_checksums_runs_without_a_gpu_too() -> None:
+    from loadtests.gpu_check import checksums
+
+    found = checksums.check("cpu", (1, 7, 4096, 1 << 20))
+    assert found.is_right
+    assert [row["MiB"] for row in found.rows] == [1]
+
+
 def test_a_record_shows_its_verdict_and_its_rows() -> None:
     page = Finding("Operators", "Two cases.", True, [{"MiB": 4, "ms": "0.1"}]).page()
     assert page.splitlines() == [

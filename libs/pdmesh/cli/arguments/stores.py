@@ -208,6 +208,29 @@ def add_certs(commands: Commands) -> None:
     )
 
 
+def add_hosts(commands: Commands) -> None:
+    common = options.of_state()
+    parser = commands.add_parser("hosts", parents=[common], help="set up a mesh over several hosts")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    prepare = actions.add_parser(
+        "prepare", parents=[common], help="make a folder for each host, to be copied there"
+    )
+    prepare.add_argument("layout", type=Path, metavar="FILE", help="which hosts there are (YAML)")
+    prepare.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where the folders go; the authority and the secrets of the mesh stay in it",
+    )
+    prepare.add_argument(
+        "--days",
+        type=values.positive,
+        default=365.0,
+        help="how long the certificates are valid (default: %(default)g)",
+    )
+
+
 def add_access(commands: Commands) -> None:
     common = options.of_state()
     parser = commands.add_parser(

@@ -125,6 +125,13 @@ def add_up(commands: Commands) -> None:
             "the model's chat template tells)",
         )
     add(
+        "--host-folder",
+        type=Path,
+        metavar="DIR",
+        help="be one host of a mesh over several: this folder, made by pdmesh hosts prepare, says "
+        "what runs here",
+    )
+    add(
         "--nats-url",
         default=argparse.SUPPRESS,
         help="use this NATS server instead of starting one",

@@ -31,6 +31,7 @@ from pdmesh.engine.vllm.child import cpu_features
 from pdmesh.engine.vllm.config import installed_device
 from pdmesh.errors import InvalidRequest
 from pdmesh.launcher import state
+from pdmesh.launcher.hosts.folder import HostFolder
 from pdmesh.launcher.mesh import Mesh, MeshFailed
 from pdmesh.launcher.spec import MeshSpec, asked_of
 from pdmesh.models import smollm2
@@ -100,10 +101,12 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
     per_role = 2 if options.engine == "sim" else 1
     groups_file, desired = _groups_file(options)
     _check_processor(options, desired)
-    _check_network(options)
+    host = None if options.host_folder is None else _host(options)
+    if host is None:
+        _check_network(options)
     is_assigned = options.groups is not None
     default = 0 if options.fusion or is_assigned else per_role
-    return MeshSpec(
+    spec = MeshSpec(
         engine=options.engine,
         num_prefill=default if options.prefill is None else options.prefill,
         num_decode=default if options.decode is None else options.decode,
@@ -134,6 +137,20 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         insecure_network=options.insecure_network,
         start_timeout_s=options.timeout,
     )
+    return spec if host is None else host.spec(spec)
+
+
+def _host(options: argparse.Namespace) -> HostFolder:
+    """Raises CommandFailed: the folder says what these options would say."""
+    for option, given in (
+        ("--regions", options.regions),
+        ("--nats-url", options.nats_url),
+        ("--prefill", options.prefill),
+        ("--decode", options.decode),
+    ):
+        if given is not None:
+            raise CommandFailed(f"{option}: not with --host-folder, whose host.json says it", 2)
+    return HostFolder.read(options.host_folder)
 
 
 def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:

@@ -1,5 +1,6 @@
-"""Decides when an instance takes too long for a stage, and which instance of an unconnected pair is
-to blame.
+"""Decides when an instance takes too long for a stage.
+
+`unpaired` decides which instance of a pair that does not connect in time is to blame.
 """
 
 from __future__ import annotations
@@ -7,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdmesh.core.groups.round import GroupMember, Round, unverified_pairs
-from pdmesh.core.model import Phase, Role, Stage
+from pdmesh.core.groups.unpaired import is_to_blame
+from pdmesh.core.model import Phase, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +90,19 @@ class StageClock:
         return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 
     def _why_unconnected(self, round_: Round, member: GroupMember, now: float) -> str:
-        """Blame the instance of the pair that fails in more pairs.
+        """Empty if the other one of its pair is to blame, or if it only waits for others.
 
         The other instances get time to connect to its substitute.
         """
         pairs = unverified_pairs(round_.members(member.assignment.role_spec.group_id))
-        own = [pair for pair in pairs if member in pair]
-        if not own:
+        own = next((pair for pair in pairs if member in pair), None)
+        if own is None:
             if member.seen.phase is Phase.CONNECTING:
                 return f"its connections were not made in {self.limits.connect_s:g} s"
-            return ""  # it waits for others
-        decode, prefill = own[0]
-        other = prefill if member is decode else decode
-        if not other.is_ready:
-            num_other = sum(other in pair for pair in pairs)
-            is_other_to_blame = (num_other, other.role is Role.DECODE) > (
-                len(own),
-                member.role is Role.DECODE,
-            )
-            if is_other_to_blame:
-                return ""
+            return ""
+        decode, prefill = own
+        if not is_to_blame(member, prefill if member is decode else decode, pairs):
+            return ""
         for each in round_.members(member.assignment.role_spec.group_id):
             if each.stage is Stage.CONNECT:
                 self._since[each.instance_id] = (self._since[each.instance_id][0], now)

@@ -1,7 +1,8 @@
-"""Decides which ready instances of a group pair with none of the other role.
+"""Decides which instances do not pair: which of two that cannot connect is given up and replaced,
+and which ready instances of a group have no partner of the other role.
 
-A request is served all the same, by one instance that computes both phases. So nothing fails, and
-only a look at the group shows that no KV is handed over.
+A ready instance without a partner serves requests all the same: it computes both phases. So nothing
+fails, and only a look at the group shows that no KV is handed over.
 """
 
 from __future__ import annotations
@@ -9,8 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pdmesh.core.groups.round import GroupMember
 from pdmesh.core.kv.layout.compatibility import difference
 from pdmesh.core.model import Role
+
+
+def is_to_blame(
+    member: GroupMember, other: GroupMember, pairs: Sequence[tuple[GroupMember, GroupMember]]
+) -> bool:
+    """Whether `member` is given up because it and `other` did not connect in time (S16).
+
+    `pairs` are all pairs of their group that are not connected. The one of the two that is in more
+    of them is given up; in as many, the decode. An instance that is ready is never given up.
+    """
+
+    def blame(each: GroupMember) -> tuple[int, bool]:
+        return sum(each in pair for pair in pairs), each.role is Role.DECODE
+
+    return other.is_ready or blame(member) >= blame(other)
 
 
 @dataclass(frozen=True, slots=True)

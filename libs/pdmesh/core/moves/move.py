@@ -20,6 +20,7 @@ from pdmesh.core.model import Role
 
 TRAINING_POOL: Final = "training"
 OFF_POOL: Final = "off"  # of groups that are switched off: not lent, their instances are free
+MAX_BUSY: Final = 0.85  # the share of its capacity that a survivor may carry
 MIN_PER_GROUP: Final = 1
 MIN_PER_SCENARIO: Final = 2
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdmesh.core.moves.move import (
+    MAX_BUSY,
     Groups,
     Move,
     MoveKind,
@@ -138,7 +139,7 @@ class PlanRunner:
     instances. Such a move ends after `gather_s`, and its groups get the instances that come later.
     """
 
-    max_busy: float = 0.85
+    max_busy: float = MAX_BUSY
     gather_s: float = 60.0
     move_timeout_s: float = 3600.0
     _running: dict[str, _Running] = field(default_factory=dict)

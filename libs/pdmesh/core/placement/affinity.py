@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Final
+
+TTL_S: Final = 600.0  # a chat that is silent for longer is forgotten
+MAX_CHATS: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,8 @@ class Turn:
 
 @dataclass(slots=True)
 class ChatAffinity:
-    ttl_s: float = 600.0
-    max_chats: int = 100_000
+    ttl_s: float = TTL_S
+    max_chats: int = MAX_CHATS
     _chats: OrderedDict[str, tuple[float, Turn]] = field(default_factory=OrderedDict)
     _chat_of: dict[str, str] = field(default_factory=dict)  # by the id of a chat's last request
 

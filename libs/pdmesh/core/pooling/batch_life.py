@@ -83,9 +83,10 @@ class BatchFailed:
 
 @dataclass(frozen=True, slots=True)
 class BatchLost:
-    """The session broke."""
+    """The session broke; `was_silent` as in `LegLost`."""
 
     key: int
+    was_silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +245,9 @@ class BatchLife:
                 if error.reason == _ENGINE_DIED:
                     self._count_death(self._asked)
                 return self._again(error, now) if is_retryable else self._give_up(error)
-            case BatchLost():
-                self._count_death(self._asked)
+            case BatchLost(_, was_silent):
+                if not was_silent:
+                    self._count_death(self._asked)
                 lost = InstanceLost("the instances that computed this request were lost")
                 return self._again(lost, now)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
+    MAX_BUSY,
     MIN_PER_GROUP,
     Groups,
     GroupShape,
@@ -29,7 +30,7 @@ class PlannerLimits:
     `max_busy`: what survivors may carry at most. `min_need`: a role that is less busy is not short.
     """
 
-    max_busy: float = 0.85
+    max_busy: float = MAX_BUSY
     min_need: float = 0.6
     min_gain: float = 0.10  # the giver must stay at least this much less busy than the taker is now
 

@@ -13,6 +13,7 @@ from typing import Literal
 from pdmesh.core.deadlines import ANSWER_S, HAD_KV_S, LEG_STALL_S
 from pdmesh.core.kv.transfer.source_exclusions import NO_EXCLUSIONS, Fit, SourceExclusions
 from pdmesh.core.model import Tick
+from pdmesh.core.request.poison import MAX_DEATHS
 from pdmesh.errors import MeshError
 
 FinishReason = Literal["stop", "length"]
@@ -73,7 +74,7 @@ class RequestLimits:
     had_kv_s: float = HAD_KV_S
     retry_s: float = 0.25  # while waiting, ask for a new plan at least this often (doubles to 2 s)
     max_migrations: int = 3
-    max_deaths: int = 2  # of instances; then the request is to blame (F38)
+    max_deaths: int = MAX_DEATHS  # of instances; then the request is to blame (F38)
     num_innocent_tokens: int = 16  # a death later than this many tokens into its leg is not counted
     # A leg without progress is lost once its engine has computed this multiple of its open work.
     max_overtaking: int = 2
@@ -94,6 +95,7 @@ class PlanReceived:
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
     prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
+    is_by_master: bool = True  # False: the gateway ranked the instances itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,12 @@ class LegFailed(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class LegLost(LegEvent):
-    """The session with the leg's instance broke."""
+    """The session with the leg's instance broke.
+
+    `was_silent`: by silence. The instance may be alive beyond a cable that was cut.
+    """
+
+    was_silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

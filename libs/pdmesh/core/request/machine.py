@@ -551,7 +551,8 @@ class Request:
     # --- losing and ending -----------------------------------------------------------------------
 
     def _on_leg_lost(self, event: LegLost, now: float) -> list[Effect]:
-        self._count_death()
+        if not event.was_silent:
+            self._count_death()
         effects, to = self._held.close_leg()
         error = InstanceLost("the instance was lost", reason="UPSTREAM_FAILED")
         return effects + self._lose(error, (to.instance_id,), now)

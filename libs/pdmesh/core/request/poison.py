@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+MAX_DEATHS: Final = 2  # of instances with one request; then the request is to blame
 
 Victim = tuple[str, int]  # an instance that died, and its incarnation
 
@@ -47,7 +50,7 @@ class Deaths:
 
 @dataclass(slots=True)
 class PoisonBook:
-    max_deaths: int = 2
+    max_deaths: int = MAX_DEATHS
     remember_s: float = 600.0
     max_entries: int = 1024
     _victims: dict[bytes, tuple[frozenset[Victim], float]] = field(

@@ -7,12 +7,16 @@ everything cannot multiply the load. A reserve covers one lost instance on a qui
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+RATIO: Final = 0.2
+RESERVE: Final = 500.0
 
 
 @dataclass(slots=True)
 class RetryBudget:
-    ratio: float = 0.2
-    reserve: float = 100.0
+    ratio: float = RATIO
+    reserve: float = RESERVE
     _balance: float = -1.0
 
     def __post_init__(self) -> None:

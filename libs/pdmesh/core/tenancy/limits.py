@@ -45,6 +45,9 @@ class Tenant:
     models: frozenset[str] = frozenset()
     is_disabled: bool = False
 
+    def may_use(self, model: str) -> bool:
+        return not self.models or model in self.models
+
 
 ANYONE = Tenant("default")  # without API keys all clients are one tenant
 

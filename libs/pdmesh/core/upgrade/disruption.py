@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from typing import Final
 
 from pdmesh.core.model import Role
+from pdmesh.core.moves.move import MAX_BUSY
 from pdmesh.core.upgrade.events import GroupSeen
 from pdmesh.core.upgrade.round import UpgradeRound
-
-MAX_BUSY: Final = 0.85  # load of the instances that are left while a group is out
 
 
 def why_not_now(

@@ -1,15 +1,15 @@
-"""Decides whether a group's new revision answers as well as its old one.
+"""Decides whether a group's new revision is as healthy as its old one: whether it answers as well,
+and how many of its instances may be lost or faulty.
 
 It counts failures and times of the answers of each revision of each group. They are compared with
 the answers of the unchanged groups in the same time. If no group is unchanged, they are compared
-with the answers before the change. Missing numbers never speak against a revision. `rollback.py`
-looks at lost and faulty instances, too.
+with the answers before the change. Missing numbers never speak against a revision.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,6 +22,7 @@ _BUCKET_S: Final = 5.0
 _NUM_BUCKETS: Final = 120  # ten minutes
 _MIN_ANSWERS: Final = 20  # on each side, before times are compared
 _MIN_FAILED: Final = 3
+_MAX_INCIDENTS: Final = 1  # this many lost or faulty instances may be chance
 _T_P_NOISE_S: Final = 0.05  # a mean that is larger by less than this counts as equal
 _TPOT_NOISE_S: Final = 0.005
 
@@ -108,6 +109,13 @@ class Answers:
         if not buckets or now - buckets[-1][0] >= _BUCKET_S:
             buckets.append((now, Tally()))
         return buckets[-1][1]
+
+
+def why_too_many(incidents: Mapping[str, str]) -> str:
+    """Which instances were lost or faulty, and why; empty if that may be chance."""
+    if len(incidents) <= _MAX_INCIDENTS:
+        return ""
+    return ", ".join(f"{instance}: {why}" for instance, why in sorted(incidents.items()))
 
 
 def why_worse(new: Tally, old: Tally, limits: UpgradeLimits) -> str:

@@ -1,22 +1,21 @@
 """Decides when a bad upgrade is turned back, and which group goes back next (S24).
 
 A revision is bad if a group cannot be set up with it or is not complete in time, if more than one
-of the group's instances was lost or faulty, or if it answers worse than the old revision. Then all
-groups go back, one at a time, and so does the desired state, as a new version.
+of the group's instances was lost or faulty, or if it answers worse than the old revision (see
+`revision_health`). Then all groups go back, one at a time, and so does the desired state, as a new
+version.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
 
 from pdmesh.core.groups.revisions import Upgrade
 from pdmesh.core.upgrade.disruption import why_no_room, why_not_now
 from pdmesh.core.upgrade.events import GroupSeen, RestoreVersion
+from pdmesh.core.upgrade.revision_health import why_too_many
 from pdmesh.core.upgrade.round import UpgradeRound
 from pdmesh.core.upgrade.trial import Trial
-
-_MAX_INCIDENTS: Final = 1  # this many lost or faulty instances may be chance
 
 
 def why_bad(
@@ -27,9 +26,8 @@ def why_bad(
     trial.note(seen, now)
     if seen.failure:
         return f"{seen.group_id}: {seen.failure}"
-    if len(trial.incidents) > _MAX_INCIDENTS:
-        named = ", ".join(f"{i}: {why}" for i, why in sorted(trial.incidents.items()))
-        return f"{seen.group_id}: {named}"
+    if why := why_too_many(trial.incidents):
+        return f"{seen.group_id}: {why}"
     waited_s = now - trial.unwhole_since if trial.unwhole_since is not None else 0.0
     if waited_s > limits.group_timeout_s and not can_wait:
         return f"{seen.group_id} was not whole in {limits.group_timeout_s:g} s: {seen.detail}"

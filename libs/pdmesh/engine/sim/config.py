@@ -7,8 +7,10 @@ from typing import Final
 
 from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.images.prompt_image import ImageFacts
+from pdmesh.core.instance.law import Law
 from pdmesh.core.instance.urgency import SchedulingPolicy
-from pdmesh.engine.laws import DEMO, Law
+from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
+from pdmesh.engine.laws import DEMO
 from pdmesh.engine.sim.model import SimParams
 
 CHUNK_TOKENS: Final = 512
@@ -27,7 +29,7 @@ class SimConfig:
     chunk_tokens: int = CHUNK_TOKENS  # prompt tokens computed per step
     ticket_lease_s: float = TICKET_LEASE_S
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
-    max_pulls: int = 64  # of KV, at once
+    max_pulls: int = MAX_PULLS  # of KV, at once
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
     max_adapter_rank: int = 16

@@ -358,7 +358,7 @@ class SimEngine:
             batch = len(self._batch)
             duration = law.prefill_s(chunk.num_tokens, chunk.num_before, chunk.batch, chunk.longest)
             duration += law.prefill_s(num_to_encode)
-            duration += law.step_s(batch, self._batch.num_context if batch else 0)
+            duration = law.mixed_s(duration, batch, self._batch.num_context if batch else 0)
             self._num_tokens += chunk.num_tokens + batch
             await self._wait_out(duration)
             if chunk.num_tokens:

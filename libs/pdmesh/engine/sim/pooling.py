@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pdmesh import failpoints
+from pdmesh.core.instance.law import Law
 from pdmesh.core.pooling.facts import PoolingFacts, PoolingTask
 from pdmesh.engine.base import EngineInfo, EngineStats, Pooled, PoolJob
-from pdmesh.engine.laws import Law
 from pdmesh.engine.serial_jobs import SerialJobs
 
 _MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))

@@ -46,6 +46,7 @@ from pdmesh.engine.sim.model import shift_of, tokens_of
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.memory_access import in_host
 from pdmesh.net.tasks import watched
 
 T = TypeVar("T")
@@ -190,7 +191,7 @@ class Retriever:
                 deadline_s=job.deadline_s,
                 stall_s=math.inf if awaits_prefill else job.stall_s,
                 on_silent=lambda: self._tell(PullFellSilent(job.leg)),
-                on_range=lambda offset, data: self._land(job.leg, offset, data, blocks),
+                on_range=lambda offset, data: self._land(job.leg, offset, in_host(data), blocks),
             )
         except KvTransferFailed as exc:
             return LoadFailure(exc.reason, exc.message)

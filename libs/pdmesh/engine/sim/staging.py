@@ -16,6 +16,7 @@ from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import shift_of, tokens_of
 from pdmesh.engine.sim.prefill import PromptUnderWay
 from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.transport.memory_access import in_host
 
 
 class Stager:
@@ -63,7 +64,7 @@ class Stager:
         first, last = (start // size if prompt.num_computed else 0), -(-end // size)
         layout = self._layout(job)
         at, width = layout.offset(layer, 0), layout.block_bytes
-        out = self._agent.staging(_staging(job))[at + first * width : at + last * width]
+        out = in_host(self._agent.staging(_staging(job)))[at + first * width : at + last * width]
         self._memory.layers[layer].gather(prompt.blocks[first:last], out)
         if end < len(job.prompt):
             return
@@ -95,7 +96,7 @@ class Stager:
 
     def _stage(self, job: PrefillJob, blocks: list[int]) -> None:
         layout = self._layout(job)
-        out = self._agent.staging(_staging(job))
+        out = in_host(self._agent.staging(_staging(job)))
         self._memory.blocks.gather(blocks, out[: layout.total_bytes])
         self._legs[job.ticket_id] = job.leg
         self._agent.stage(

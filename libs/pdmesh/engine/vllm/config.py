@@ -20,6 +20,8 @@ from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.instance.async_scheduling import AsyncScheduling, Decision, Schedules, decide
 from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.instance.urgency import SchedulingPolicy
+from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
+from pdmesh.core.kv.transfer.kv_path import KvMemory
 from pdmesh.core.loading.weights_loader import LoaderChoice, WeightsLoader
 from pdmesh.core.model import DomainRank
 from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
@@ -87,8 +89,10 @@ class VllmConfig:
     staging_bytes: int = 256 << 20  # 0: this instance hands on no KV
     landing_bytes: int = 256 << 20  # 0: this instance takes no KV
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
+    kv_memory: KvMemory = KvMemory.AUTO  # where KV waits and lands, on a GPU
+    requires_rdma: bool = False
     group_id: str = ""  # KV is handed on only within it
-    max_pulls: int = 64  # of KV, at once
+    max_pulls: int = MAX_PULLS  # of KV, at once
     lease_s: float = TICKET_LEASE_S  # how long a staged prompt waits for its decode
     max_model_len: int = 2048
     max_num_seqs: int = 16
@@ -336,6 +340,8 @@ def connector_config(config: VllmConfig, private_dir: Path, computation: str) ->
         "staging_bytes": config.staging_bytes,
         "landing_bytes": config.landing_bytes,
         "kv_host": config.kv_host,
+        "kv_memory": config.kv_memory.value,
+        "requires_rdma": config.requires_rdma,
         "group_id": config.group_id,
         "block_size": config.block_size,
         "tiers": config.tiers.to_plain() if config.tiers.is_on else None,

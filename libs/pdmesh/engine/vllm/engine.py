@@ -227,8 +227,7 @@ class VllmEngine:
             if why is None:
                 raise
             raise EngineMisconfigured(
-                f"{self._config.model}: {why} (docs/cache-kinds.md)",
-                reason="MODEL_UNSUPPORTED",
+                f"{self._config.model}: {why.message}", reason=why.reason
             ) from error
 
     def _open_for_jobs(self, info: EngineInfo, endpoint: Endpoint, llm: AsyncLLM) -> None:

@@ -42,6 +42,7 @@ class RankHello(RankMessage):
     windows: tuple[int, ...] = ()  # by layer, in tokens; 0: it needs all; (): all layers do
     num_groups: int = 1  # cache groups, which share the blocks
     named_group: int = 0  # the group whose blocks stand for a prefix
+    kv_path: str = ""  # where its arenas are, and why: "host: the engine computes on a CPU"
 
 
 class RankTicketOpened(RankMessage):

@@ -687,6 +687,41 @@ class RequestFinished(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class Loss(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        AT_MS_FIELD_NUMBER: _builtins.int
+        INSTANCE_IDS_FIELD_NUMBER: _builtins.int
+        CAUSE_FIELD_NUMBER: _builtins.int
+        NUM_TOKENS_FIELD_NUMBER: _builtins.int
+        CHOICE_FIELD_NUMBER: _builtins.int
+        at_ms: _builtins.float
+        """since the request came"""
+        cause: _builtins.str
+        num_tokens: _builtins.int
+        """of the answer so far"""
+        choice: _builtins.int
+        """of a call with n answers"""
+        @_builtins.property
+        def instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+            """empty: none is to blame"""
+
+        def __init__(
+            self,
+            *,
+            at_ms: _builtins.float = ...,
+            instance_ids: _abc.Iterable[_builtins.str] | None = ...,
+            cause: _builtins.str = ...,
+            num_tokens: _builtins.int = ...,
+            choice: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["at_ms", b"at_ms", "cause", b"cause", "choice", b"choice", "instance_ids", b"instance_ids", "num_tokens", b"num_tokens"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     HEADER_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
@@ -706,6 +741,7 @@ class RequestFinished(_message.Message):
     DECODE_QUEUE_MS_FIELD_NUMBER: _builtins.int
     OPERATION_FIELD_NUMBER: _builtins.int
     POOLING_ID_FIELD_NUMBER: _builtins.int
+    LOSSES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     trace_id: _builtins.str
     model: _builtins.str
@@ -733,6 +769,10 @@ class RequestFinished(_message.Message):
     def header(self) -> Global___Header: ...
     @_builtins.property
     def usage(self) -> _common_pb2.Usage: ...
+    @_builtins.property
+    def losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestFinished.Loss]:
+        """of instances while it ran; the request went on elsewhere, or failed"""
+
     def __init__(
         self,
         *,
@@ -755,10 +795,11 @@ class RequestFinished(_message.Message):
         decode_queue_ms: _builtins.float = ...,
         operation: _builtins.str = ...,
         pooling_id: _builtins.str = ...,
+        losses: _abc.Iterable[Global___RequestFinished.Loss] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_id", b"decode_id", "decode_queue_ms", b"decode_queue_ms", "e2e_ms", b"e2e_ms", "header", b"header", "kv_transfer_ms", b"kv_transfer_ms", "model", b"model", "num_migrations", b"num_migrations", "num_rejections", b"num_rejections", "operation", b"operation", "outcome", b"outcome", "pooling_id", b"pooling_id", "prefill_id", b"prefill_id", "queue_ms", b"queue_ms", "reason", b"reason", "request_id", b"request_id", "scenario", b"scenario", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_id", b"decode_id", "decode_queue_ms", b"decode_queue_ms", "e2e_ms", b"e2e_ms", "header", b"header", "kv_transfer_ms", b"kv_transfer_ms", "losses", b"losses", "model", b"model", "num_migrations", b"num_migrations", "num_rejections", b"num_rejections", "operation", b"operation", "outcome", b"outcome", "pooling_id", b"pooling_id", "prefill_id", b"prefill_id", "queue_ms", b"queue_ms", "reason", b"reason", "request_id", b"request_id", "scenario", b"scenario", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -78,6 +78,7 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.num_slots = serving.host.admission.num_places  # as in its load
     record.kv_bytes_per_token = info.kv_bytes_per_token
     record.max_model_len, record.supports_logprobs = info.max_model_len, info.supports_logprobs
+    record.kv_path = info.kv_path
     record.supports_constraints = info.supports_constraints
     record.unsupported_shaping.extend(info.unsupported_shaping)
     if (text := loaded.text.files) is not None:

@@ -112,6 +112,8 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         sends_kv=Work.PREFILL in works,
         receives_kv=Work.DECODE in works,
         kv_host=settings.inner_host,
+        kv_memory=settings.kv_memory,
+        requires_rdma=settings.require_rdma,
         group_id=settings.group_id,
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,

@@ -160,6 +160,10 @@ class InstanceHost:
             is_draining=admission.is_draining,
         )
 
+    @property
+    def _is_full(self) -> bool:
+        return self.admission.num_slots_used >= self.admission.num_places
+
     def progress(self) -> Progress:
         stats = self.engine.stats()
         return Progress(
@@ -190,6 +194,7 @@ class InstanceHost:
         outbox = Outbox(gateway_id, config.stall_s, self._clock, config.message_gap_s)
         self._outboxes[outbox] = None
         outbox.set_load(self.load(), self.admission.version)
+        outbox.wants_load = self._is_full
         outbox.set_progress(self.progress())
         return outbox
 
@@ -309,10 +314,7 @@ class InstanceHost:
     def _after_changes(self) -> None:
         """Wake writers that have something to send, and gateways that wait for a free slot."""
         admission = self.admission
-        version, is_full = (
-            admission.version,
-            admission.num_slots_used >= admission.num_places,
-        )
+        version, is_full = admission.version, self._is_full
         for outbox in self._outboxes:
             is_hint = outbox.wants_load and not is_full
             if not (outbox.has_something or is_hint):

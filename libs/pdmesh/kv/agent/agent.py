@@ -46,7 +46,7 @@ from pdmesh.kv.agent.types import (
     OnRange,
     PullResult,
 )
-from pdmesh.kv.transport.base import ByteArray, KvConnection, KvTransport
+from pdmesh.kv.transport.base import ArenaBytes, KvBytes, KvConnection, KvTransport
 
 log = structlog.get_logger(__name__)
 
@@ -114,7 +114,7 @@ class KvAgent:
 
     # -- sending ----------------------------------------------------------------------------------
 
-    def staging(self, r: ArenaRange) -> ByteArray:
+    def staging(self, r: ArenaRange) -> ArenaBytes:
         """A view of the staging arena, to gather into."""
         return self._staging.view(r)
 
@@ -175,7 +175,7 @@ class KvAgent:
 
     # -- receiving --------------------------------------------------------------------------------
 
-    def landing(self, r: ArenaRange) -> ByteArray:
+    def landing(self, r: ArenaRange) -> ArenaBytes:
         """A view of the landing arena, to scatter from."""
         return self._landing.view(r)
 
@@ -259,7 +259,7 @@ class KvAgent:
         address: str,
         incarnation: int,
         names: Sequence[bytes],
-        targets: Sequence[ByteArray],
+        targets: Sequence[KvBytes],
         *,
         deadline_s: float,
         on_freed: Callable[[], None],

@@ -1,6 +1,6 @@
 """Where an arena's bytes are: one private anonymous mapping, committed page by page as it is used.
 
-For a GPU, another `ArenaMemory` would have views of device memory: the agent only slices, sends,
+`kv.device.arena` has another `ArenaMemory`, in a GPU's memory: the agent only slices, sends,
 receives and checksums what `view` returns.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.kv.agent.types import BlockSource
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import ByteArray, KvBytes
 
 
 class ArenaMemory(Protocol):
@@ -27,7 +27,7 @@ class ArenaMemory(Protocol):
     @property
     def size(self) -> int: ...
 
-    def view(self, r: ArenaRange) -> ByteArray:
+    def view(self, r: ArenaRange) -> KvBytes:
         """The bytes of a range, not a copy. Raises IndexError outside the arena."""
         ...
 

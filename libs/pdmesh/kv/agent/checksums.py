@@ -1,21 +1,45 @@
-"""xxh3_128 of ranges of bytes.
+"""Checksums of ranges of bytes: xxh3_128 in the host's memory, `kv.device.digest` in a GPU's.
 
-More than INLINE_BYTES at once are hashed beside the event loop (xxhash releases the GIL).
+Each kind can be checked in the other memory, too, if only slower. More than INLINE_BYTES at once
+are hashed beside the event loop (xxhash releases the GIL).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 
 import xxhash
 
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.device.digest import digest
+from pdmesh.kv.transport.base import KvBytes
+from pdmesh.kv.transport.device_bytes import DeviceBytes
 
 INLINE_BYTES = 8 << 20  # 0.1 ms in the best case
 
 
-def checksum(data: ByteArray) -> bytes:
-    return xxhash.xxh3_128_digest(data.data)
+class ChecksumKind(IntEnum):
+    """How META's checksums were made."""
+
+    XXH3 = 0  # xxh3_128
+    WORDS = 1  # `kv.device.digest`
+
+
+def checksum(data: KvBytes) -> bytes:
+    """Of the kind that its memory makes fastest, see `kind_of`."""
+    return _checksum(data, kind_of(data))
+
+
+def kind_of(data: KvBytes) -> ChecksumKind:
+    return ChecksumKind.WORDS if isinstance(data, DeviceBytes) else ChecksumKind.XXH3
+
+
+def _checksum(data: KvBytes, kind: ChecksumKind) -> bytes:
+    if isinstance(data, DeviceBytes):
+        if kind is ChecksumKind.WORDS:
+            return data.checksum()
+        return xxhash.xxh3_128_digest(data.to_host())
+    return digest(data) if kind is ChecksumKind.WORDS else xxhash.xxh3_128_digest(data.data)
 
 
 def fingerprint_hash(fingerprint: str) -> int:
@@ -31,7 +55,11 @@ def decode_hash(instance_id: str, incarnation: int, leg: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{instance_id}/{incarnation}/{leg}".encode())
 
 
-def are_intact(buffers: Sequence[ByteArray], checksums: Iterable[bytes]) -> bool:
-    """Whether each buffer has its checksum."""
+def are_intact(
+    buffers: Sequence[KvBytes],
+    checksums: Iterable[bytes],
+    kind: ChecksumKind = ChecksumKind.XXH3,
+) -> bool:
+    """Whether each buffer has its checksum, which was made as `kind` says."""
     pairs = zip(buffers, checksums, strict=True)
-    return all(checksum(data) == expected for data, expected in pairs)
+    return all(_checksum(data, kind) == expected for data, expected in pairs)

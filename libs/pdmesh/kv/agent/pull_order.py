@@ -9,7 +9,7 @@ from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID, PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import wire
 from pdmesh.kv.agent.types import OnRange
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import KvBytes
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class PullOrder:
     """`on_freed` follows a failure or a cancellation, once no late write can reach the targets."""
 
     make_message: Callable[[int], wire.Question]  # from the pull's id
-    targets: Sequence[ByteArray]  # one range for all bytes, or one per block, all of one length
+    targets: Sequence[KvBytes]  # one range for all bytes, or one per block, all of one length
     min_bytes: int
     max_bytes: int
     on_freed: Callable[[], None]
@@ -26,7 +26,7 @@ class PullOrder:
     ticket: Ticket | None = None
     source: str = ""  # the instance that sends
 
-    def place(self, ranges: tuple[wire.Range, ...]) -> list[ByteArray] | None:
+    def place(self, ranges: tuple[wire.Range, ...]) -> list[KvBytes] | None:
         """Where the ranges belong; None if these ranges were not asked for."""
         if len(self.targets) == 1:
             whole = self.targets[0]
@@ -53,7 +53,7 @@ def check_ticket(ticket: Ticket) -> None:
 
 def order_ticket(
     ticket: Ticket,
-    landing: ByteArray,
+    landing: KvBytes,
     fingerprint_hash: int,
     *,
     first_block: int,
@@ -107,7 +107,7 @@ def order_ticket(
 
 def order_blocks(
     names: Sequence[bytes],
-    targets: Sequence[ByteArray],
+    targets: Sequence[KvBytes],
     incarnation: int,
     fingerprint_hash: int,
     *,

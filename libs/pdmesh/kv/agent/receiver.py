@@ -14,7 +14,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import structlog
 
 from pdmesh import failpoints
@@ -25,14 +24,15 @@ from pdmesh.core.kv.transfer.receiver import PullBook
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import wire
-from pdmesh.kv.agent.checksums import INLINE_BYTES, are_intact
+from pdmesh.kv.agent.checksums import INLINE_BYTES, ChecksumKind, are_intact
 from pdmesh.kv.agent.connections import Peers
 from pdmesh.kv.agent.pull_order import PullOrder
 from pdmesh.kv.agent.types import (
     AgentHooks,
     PullResult,
 )
-from pdmesh.kv.transport.base import ByteArray, KvConnection
+from pdmesh.kv.transport.base import KvBytes, KvConnection
+from pdmesh.kv.transport.memory_access import fill
 from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
@@ -45,8 +45,9 @@ MAX_EXPECTED = 4096  # tickets whose senders are known to have all bytes
 class _Part:
     offset: int
     length: int
-    buffers: list[ByteArray]
+    buffers: list[KvBytes]
     checksums: list[bytes]
+    kind: ChecksumKind
     inline: memoryview | None
     num_missing: int
 
@@ -258,7 +259,9 @@ class ReceiverHalf:
                 length = -1  # the core rejects it
             else:
                 checksums = [r.checksum for r in meta.ranges]
-                part = _Part(offset, length, buffers, checksums, meta.inline, len(buffers))
+                part = _Part(
+                    offset, length, buffers, checksums, meta.checksums, meta.inline, len(buffers)
+                )
                 pull.parts.append(part)
         is_inline = meta.inline is not None
         self.handle(rx.MetaArrived(peer, meta.pull_id, meta.num_bytes, offset, length, is_inline))
@@ -337,14 +340,14 @@ class ReceiverHalf:
         if part.inline is not None:
             start = 0
             for buffer in part.buffers:
-                buffer[:] = np.frombuffer(part.inline, np.uint8, buffer.size, start)
+                fill(buffer, part.inline[start : start + buffer.size])
                 start += buffer.size
         if self._hooks is not None:
             for buffer in part.buffers:
                 self._hooks.on_received(buffer)
         if part.length <= INLINE_BYTES:
             try:
-                is_intact = are_intact(part.buffers, part.checksums)
+                is_intact = are_intact(part.buffers, part.checksums, part.kind)
             except Exception as error:  # whatever failed, the pull must not wait forever
                 log.error("kv.check.died", exc_info=error)
                 return rx.CheckFailed(pull_id, index)
@@ -359,7 +362,7 @@ class ReceiverHalf:
         return None
 
     async def _check_aside(self, pull_id: int, index: int, part: _Part) -> None:
-        is_intact = await asyncio.to_thread(are_intact, part.buffers, part.checksums)
+        is_intact = await asyncio.to_thread(are_intact, part.buffers, part.checksums, part.kind)
         self.handle(rx.PartChecked(pull_id, index, is_intact))
 
     def _check_died(self, pull_id: int, index: int, error: BaseException) -> None:

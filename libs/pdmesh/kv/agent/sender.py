@@ -28,7 +28,12 @@ from pdmesh.core.kv.transfer.ticket import (
 from pdmesh.core.model import Tick
 from pdmesh.kv.agent import wire
 from pdmesh.kv.agent.arena_memory import AgentMemory
-from pdmesh.kv.agent.checksums import INLINE_BYTES, fingerprint_hash, group_hash
+from pdmesh.kv.agent.checksums import (
+    INLINE_BYTES,
+    ChecksumKind,
+    fingerprint_hash,
+    group_hash,
+)
 from pdmesh.kv.agent.connections import Peers
 from pdmesh.kv.agent.probes import probe_bytes
 from pdmesh.kv.agent.staged import LentBlocks, StagedRange
@@ -38,7 +43,8 @@ from pdmesh.kv.agent.types import (
     AgentTicketClosed,
     PinnedBlocks,
 )
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import KvBytes
+from pdmesh.kv.transport.memory_access import flip_bit, host_view
 from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
@@ -300,10 +306,11 @@ class SenderHalf:
 
     def _send_now(self, effect: tx.SendPart) -> bool:
         part = effect.part
-        pieces = self._staged[effect.ticket_id].pieces(part)
+        staged = self._staged[effect.ticket_id]
+        pieces = staged.pieces(part)
         fault = failpoints.hit("prefill.sending")
         if fault == "corrupt":
-            pieces[0][0][0] ^= 1  # change a bit after its checksum was made
+            flip_bit(pieces[0][0])  # change a bit after its checksum was made
         ranges: list[wire.Range] = []
         offset = part.offset
         for data, digest in pieces:
@@ -311,14 +318,11 @@ class SenderHalf:
             offset += data.size
         self.bytes_sent += part.length
         if part.length <= wire.MAX_INLINE:
-            inline = (
-                pieces[0][0].data
-                if len(pieces) == 1
-                else memoryview(b"".join(data.data for data, _ in pieces))
-            )
-            self._announce(effect, ranges, inline)
+            views = [host_view(data) for data, _ in pieces]
+            inline = views[0] if len(views) == 1 else memoryview(b"".join(views))
+            self._announce(effect, ranges, staged.kind, inline)
             return True  # the transport has copied it
-        self._announce(effect, ranges, None)
+        self._announce(effect, ranges, staged.kind, None)
         if fault == "cut":  # the announced bytes never come
             asyncio.get_running_loop().call_soon(self._peers.abort, effect.peer, "a failpoint")
             return False
@@ -326,9 +330,15 @@ class SenderHalf:
         return False
 
     def _announce(
-        self, effect: tx.SendPart, ranges: list[wire.Range], inline: memoryview | None
+        self,
+        effect: tx.SendPart,
+        ranges: list[wire.Range],
+        kind: ChecksumKind,
+        inline: memoryview | None,
     ) -> None:
-        meta = wire.Meta(effect.pull_id, effect.num_bytes, tuple(ranges), inline, effect.question)
+        meta = wire.Meta(
+            effect.pull_id, effect.num_bytes, tuple(ranges), inline, effect.question, kind
+        )
         self._peers.tell(effect.peer, meta)
 
     def _send_late(self, effect: tx.SendPart) -> None:
@@ -347,7 +357,7 @@ class SenderHalf:
             self._late.pop(key).cancel()
         return [tx.PartSent(peer, pull_id) for _ in keys]
 
-    def _send_payloads(self, peer: int, pull_id: int, pieces: list[ByteArray]) -> None:
+    def _send_payloads(self, peer: int, pull_id: int, pieces: list[KvBytes]) -> None:
         num_left = len(pieces)
 
         def on_sent() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart
-from pdmesh.kv.agent.checksums import checksum
+from pdmesh.kv.agent.checksums import ChecksumKind, checksum, kind_of
 from pdmesh.kv.agent.types import PinnedBlocks
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import KvBytes
 
-Piece = tuple[ByteArray, bytes]  # bytes and their checksum
+Piece = tuple[KvBytes, bytes]  # bytes and their checksum
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +21,7 @@ class StagedRange:
     Checksums of a whole pull's parts are made as their layers get ready.
     """
 
-    data: ByteArray
+    data: KvBytes
     layout: KvLayout
     parts: tuple[KvPart, ...]  # the parts of a pull of all heads and blocks
     checksums: list[bytes] = field(default_factory=list)
@@ -65,7 +65,11 @@ class StagedRange:
         views = [self.data[s.offset : s.offset + s.length] for s in part.spans]
         return [(view, checksum(view)) for view in views]
 
-    def _bytes(self, part: KvPart) -> ByteArray:
+    @property
+    def kind(self) -> ChecksumKind:
+        return kind_of(self.data)
+
+    def _bytes(self, part: KvPart) -> KvBytes:
         span = part.spans[0]
         return self.data[span.offset : span.offset + span.length]
 
@@ -76,6 +80,7 @@ class LentBlocks:
 
     blocks: PinnedBlocks
     unpin: Callable[[PinnedBlocks], None]
+    kind: ChecksumKind = ChecksumKind.XXH3  # pools are in the host's memory
 
     def pieces(self, part: KvPart) -> list[Piece]:
         size = self.blocks.views[0].size

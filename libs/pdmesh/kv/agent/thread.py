@@ -23,7 +23,7 @@ from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.types import AgentStats, OnRange, PullResult
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import ArenaBytes, KvBytes
 
 T = TypeVar("T")
 
@@ -57,10 +57,10 @@ class AgentThread:
         self._thread.start()
         return self._started.result(timeout_s)
 
-    def staging(self, r: ArenaRange) -> ByteArray:
+    def staging(self, r: ArenaRange) -> ArenaBytes:
         return self._running().staging(r)
 
-    def landing(self, r: ArenaRange) -> ByteArray:
+    def landing(self, r: ArenaRange) -> ArenaBytes:
         return self._running().landing(r)
 
     def open(
@@ -172,7 +172,7 @@ class AgentThread:
         address: str,
         incarnation: int,
         names: Sequence[bytes],
-        targets: Sequence[ByteArray],
+        targets: Sequence[KvBytes],
         *,
         deadline_s: float,
         on_freed: Callable[[], None],

@@ -9,7 +9,7 @@ from typing import Protocol
 from pdmesh.core.kv.transfer.incoming_events import (
     AgentLandingFreed as AgentLandingFreed,  # noqa: PLC0414
 )
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import ArenaBytes, ByteArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ AgentEvent = AgentTicketClosed | AgentLandingFreed
 
 # Gets verified bytes that lie at `offset` of the landing range: in order, without gaps, in whole
 # blocks. Must not raise.
-OnRange = Callable[[int, ByteArray], None]
+OnRange = Callable[[int, ArenaBytes], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class AgentHooks:
         """Receiver: the sender's answer is lost."""
         return False
 
-    def on_received(self, payload: ByteArray) -> None:
+    def on_received(self, payload: ArenaBytes) -> None:
         """Receiver: a part's bytes landed and are not verified yet."""
 
-    def on_verified(self, payload: ByteArray) -> None:
+    def on_verified(self, payload: ArenaBytes) -> None:
         """Receiver: a part's bytes were verified and go to the caller next."""
 
     def part_delay_s(self, pull_id: int, offset: int) -> float:
@@ -85,7 +85,7 @@ class PinnedBlocks:
     All views have the same length.
     """
 
-    views: Sequence[ByteArray]
+    views: Sequence[ByteArray]  # pools are in the host's memory
     checksums: Sequence[bytes] = ()  # xxh3_128 digests, or none
 
 

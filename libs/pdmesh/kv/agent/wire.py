@@ -27,18 +27,21 @@ import xxhash
 from pdmesh.core.kv.layout.buffer_layout import INLINE_BYTES, MAX_SPANS
 from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID, Refusal
 from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent.checksums import ChecksumKind
 
 MAGIC = b"PDKV"
-VERSION = 5
+VERSION = 6
 
+_CHECKSUM_KINDS = frozenset(ChecksumKind)
 MAX_INLINE = INLINE_BYTES  # payload that may follow META inline
 MAX_RANGES = MAX_SPANS
 MAX_NAMES = 1024
 NAME_BYTES = 16
 MAX_PULL_BYTES = 1 << 44
-CHECKSUM_BYTES = 16  # xxh3_128
+CHECKSUM_BYTES = 16
 
-_HEAD = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, message bytes, pull id
+# magic, version, kind, detail (META's kind of checksums, else 0), message bytes, pull id
+_HEAD = struct.Struct("<4sBBHIQ")
 _SEAL = struct.Struct("<Q")  # after the head: xxh3_64 of the head and of what follows the seal
 BODY_AT = _HEAD.size + _SEAL.size
 _KIND_AT = 5
@@ -115,7 +118,7 @@ class Range:
 
     offset: int
     length: int
-    checksum: bytes  # xxh3_128 of the bytes
+    checksum: bytes  # of the bytes, as META's `checksums` says
 
 
 @dataclass(slots=True)
@@ -131,6 +134,7 @@ class Meta:
     ranges: tuple[Range, ...]
     inline: memoryview | None = None
     question: int = 0  # `question` of the message that asked for the pull
+    checksums: ChecksumKind = ChecksumKind.XXH3  # how those of the ranges were made
 
     @property
     def offset(self) -> int:
@@ -192,13 +196,13 @@ def encode(message: Message) -> list[bytes | memoryview]:
 def _plain(message: Message) -> bytes:
     """Head and body, without the seal and without inline bytes."""
     match message:
-        case Meta(pull_id, num_bytes, ranges, inline, question):
+        case Meta(pull_id, num_bytes, ranges, inline, question, checksums):
             is_inline = inline is not None
             body = _META.pack(question, num_bytes, len(ranges), is_inline) + b"".join(
                 _RANGE.pack(r.offset, r.length, r.checksum) for r in ranges
             )
             size = len(inline) if inline is not None else 0
-            return _head(Kind.META, pull_id, len(body) + size) + body
+            return _head(Kind.META, pull_id, len(body) + size, checksums) + body
         case Pull():
             name = _name(message.ticket_id)
             body = _PULL.pack(
@@ -234,17 +238,22 @@ def parse(data: memoryview) -> Message:
     """One whole message. `Meta.inline` keeps views of `data`. Raises WireError."""
     if len(data) < BODY_AT:
         raise WireError(f"a message of {len(data)} bytes is too short")
-    magic, version, kind, reserved, size, pull_id = _HEAD.unpack_from(data)
+    magic, version, kind, detail, size, pull_id = _HEAD.unpack_from(data)
     if magic != MAGIC or version != VERSION:
         raise WireError("not a KV message of this version")
-    if size != len(data) or reserved:
+    if size != len(data):
         raise WireError(f"a message of {len(data)} bytes says it has {size}")
     reader = _READERS.get(kind)
     if reader is None:
         raise WireError(f"unknown kind {kind}")
+    if detail and (kind != Kind.META or detail not in _CHECKSUM_KINDS):
+        raise WireError(f"unknown detail {detail} of a message of kind {kind}")
     if seal_of(data) != _SEAL.unpack_from(data, _HEAD.size)[0]:
         raise WireError("a message that does not match its seal")
-    return reader(pull_id, data[BODY_AT:])
+    message = reader(pull_id, data[BODY_AT:])
+    if isinstance(message, Meta):
+        message.checksums = ChecksumKind(detail)
+    return message
 
 
 def seal_of(data: memoryview) -> int:
@@ -256,8 +265,8 @@ def seal_of(data: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(bytes(data[: _HEAD.size]) + body)
 
 
-def _head(kind: Kind, pull_id: int, body_bytes: int) -> bytes:
-    return _HEAD.pack(MAGIC, VERSION, kind, 0, BODY_AT + body_bytes, pull_id)
+def _head(kind: Kind, pull_id: int, body_bytes: int, detail: int = 0) -> bytes:
+    return _HEAD.pack(MAGIC, VERSION, kind, detail, BODY_AT + body_bytes, pull_id)
 
 
 def _name(ticket_id: str) -> bytes:

@@ -1,7 +1,8 @@
-"""Copies between a device's paged blocks and a page-locked host arena, beside the model (S50).
+"""Copies between a device's paged blocks and an arena, beside the model (S50).
 
-A side stream gathers into a scratch buffer on the device and copies from there with the copy
-engine, which leaves the compute units to the model. The streams wait for each other on the device,
+A side stream gathers into an arena on the device; or, for a page-locked arena on the host, into a
+scratch buffer on the device, and copies from there with the copy engine, which leaves the compute
+units to the model. The streams wait for each other on the device,
 by events: the calling thread queues the work and returns. Another thread waits until the copies end
 and calls back.
 """
@@ -17,7 +18,8 @@ import structlog
 import torch
 
 from pdmesh.kv.device.operators import DeviceBlocks
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import ByteArray, KvBytes
+from pdmesh.kv.transport.device_bytes import DeviceBytes
 
 log = structlog.get_logger(__name__)
 
@@ -37,15 +39,14 @@ class DeviceCopies:
         self._blocks, self._device = blocks, device
         self._model = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
-            self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)  # see `_parts`
         self._lock = threading.Lock()  # guards the order in the scratch buffer
         self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="pdmesh-copies", daemon=True)
         self._thread.start()
 
     def gather(
-        self, block_ids: Sequence[int], out: ByteArray, layers: _Span, on_done: OnDone
+        self, block_ids: Sequence[int], out: KvBytes, layers: _Span, on_done: OnDone
     ) -> None:
         """Gather what the model's stream has written so far.
 
@@ -54,8 +55,14 @@ class DeviceCopies:
         model = torch.cuda.current_stream(self._device)
         with self._lock, torch.cuda.stream(self._stream):
             self._stream.wait_stream(model)
-            ids, target = self._ids(block_ids), torch.from_numpy(out)
-            for part, start, size in self._parts(len(block_ids), layers, self._num_heads):
+            ids = self._ids(block_ids)
+            if isinstance(out, DeviceBytes):
+                self._blocks.gather(ids, out.tensor, layers)
+                parts, gathered = [], self._mark()
+            else:
+                target = torch.from_numpy(out)
+                parts = self._parts(len(block_ids), layers, self._num_heads)
+            for part, start, size in parts:
                 scratch = self._scratch[:size]
                 self._blocks.gather(ids, scratch, part)
                 gathered = self._mark()
@@ -65,7 +72,7 @@ class DeviceCopies:
         self._at_end(copied, on_done)
 
     def scatter(
-        self, source: ByteArray, block_ids: Sequence[int], heads: _Span, on_done: OnDone
+        self, source: KvBytes, block_ids: Sequence[int], heads: _Span, on_done: OnDone
     ) -> None:
         """Queue a scatter that is complete before any work queued later on the model's stream."""
         scattered = self._queue_scatter(source, block_ids, (0, self._blocks.num_layers), heads)
@@ -73,7 +80,7 @@ class DeviceCopies:
         self._at_end(scattered, on_done)
 
     def scatter_now(
-        self, source: ByteArray, block_ids: Sequence[int], layers: _Span, heads: _Span | None
+        self, source: KvBytes, block_ids: Sequence[int], layers: _Span, heads: _Span | None
     ) -> None:
         """Scatter, and return when it is complete; do not call it on the model's thread.
 
@@ -82,12 +89,16 @@ class DeviceCopies:
         self._queue_scatter(source, block_ids, layers, heads or (0, self._num_heads)).synchronize()
 
     def _queue_scatter(
-        self, source: ByteArray, block_ids: Sequence[int], layers: _Span, heads: _Span
+        self, source: KvBytes, block_ids: Sequence[int], layers: _Span, heads: _Span
     ) -> Any:
         with self._lock, torch.cuda.stream(self._stream):
             # The current step may still read the blocks for the request that held them last.
             self._stream.wait_stream(self._model)
-            ids, landed = self._ids(block_ids), torch.from_numpy(source)
+            ids = self._ids(block_ids)
+            if isinstance(source, DeviceBytes):
+                self._blocks.scatter(source.tensor, ids, layers, heads)
+                return self._mark()
+            landed = torch.from_numpy(source)
             for part, start, size in self._parts(len(block_ids), layers, heads[1]):
                 scratch = self._scratch[:size]
                 scratch.copy_(landed[start : start + size], non_blocking=True)
@@ -114,8 +125,9 @@ class DeviceCopies:
         A part has at least one layer.
         """
         layer_bytes = self._blocks.buffer_bytes(num_blocks, 1, num_heads)
-        if layer_bytes > self._scratch.numel():
-            self._scratch = torch.empty(layer_bytes, dtype=torch.uint8, device=self._device)
+        if layer_bytes > self._scratch.numel() or not self._scratch.numel():
+            size = max(layer_bytes, SCRATCH_BYTES)
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=self._device)
         step = self._scratch.numel() // layer_bytes
         first, count = layers
         return [

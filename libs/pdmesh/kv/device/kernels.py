@@ -13,13 +13,13 @@ from pdmesh.kv.device import words
 from pdmesh.kv.device.words import TILE_WORDS, WordPlan
 
 
-def _compiled(arithmetic: Callable[..., Any]) -> Any:
+def compiled(arithmetic: Callable[..., Any]) -> Any:
     """Triton compiles only functions of its own kind; its interpreter calls any function."""
     return arithmetic if triton.knobs.runtime.interpret else triton.jit(arithmetic)
 
 
-_cache_word = _compiled(words.cache_word)
-_buffer_word = _compiled(words.buffer_word)
+_cache_word = compiled(words.cache_word)
+_buffer_word = compiled(words.buffer_word)
 _WORDS = {
     8: (tl.int64, torch.int64),
     4: (tl.int32, torch.int32),

@@ -1,6 +1,7 @@
 """The index of blocks in Redis, by instance and tier, from which a restarted index starts.
 
-Everything here may be wiped at any time; the epoch key shows a wipe (F14, F15). Calls end within
+Everything here may be wiped at any time; the epoch key shows a wipe (F14, F15), and so does another
+primary behind sentinels. Calls end within
 about a quarter of a second. They raise Unavailable, never redis-py's own errors, and do not retry
 for a minute as redis-py does by default.
 """
@@ -22,7 +23,7 @@ from pdmesh.core.kv.prefix.prefix_index import TIERS, IndexDelta
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.kv.index import redis_keys as keys
-from pdmesh.net.redis_pool import pool_of
+from pdmesh.net.redis_pool import pool_of, primary_of
 
 _CHUNK: Final = 5000  # blocks per call: a few ms, so that the store stays responsive
 _TIMEOUT_S: Final = 0.25
@@ -61,11 +62,15 @@ class RedisIndex:
             await self._redis.aclose()
 
     async def epoch(self, proposed: str) -> str:
-        """The store's epoch; `proposed` becomes it if the store has none, e.g. after a wipe."""
+        """The store's epoch; `proposed` becomes it if the store has none, e.g. after a wipe.
+
+        Another primary is another epoch: it may lack what its predecessor took last.
+        """
         async with self._answering():
             await self._redis.set(keys.EPOCH, proposed, nx=True)
             value = await self._redis.get(keys.EPOCH)
-        return value.decode() if value else ""
+        primary = primary_of(self._redis.connection_pool)
+        return f"{value.decode()}{primary and '@'}{primary}" if value else ""
 
     async def instance_ids(self) -> list[str]:
         async with self._answering():

@@ -11,12 +11,16 @@ small prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from pdmesh.kv.transport.device_bytes import DeviceBytes
+
 ByteArray = npt.NDArray[np.uint8]  # one-dimensional and contiguous
+KvBytes = ByteArray | DeviceBytes  # in the host's memory or a GPU's
+ArenaBytes = Any  # `KvBytes` of an arena; its user gave the arena, and knows which of the two
 MAX_MESSAGE = 96 << 10  # bytes
 
 
@@ -38,14 +42,14 @@ class KvConnection(Protocol):
         """
         ...
 
-    def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
+    def send_payload(self, key: int, buffer: KvBytes, on_sent: Callable[[], None]) -> None:
         """Send all bytes.
 
         `on_sent` is called when the buffer may be reused, but not if the connection closes first.
         """
         ...
 
-    def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
+    def recv_payload(self, key: int, buffer: KvBytes, on_received: Callable[[], None]) -> None:
         """Receive the next payload of `key`, which is as long as the buffer.
 
         `on_received` is called as `on_sent` is in `send_payload`.

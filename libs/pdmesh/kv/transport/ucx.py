@@ -70,12 +70,13 @@ class _LostInGreeting(KvTransferFailed):
 class UcxTransport:
     """Starts and connects on the running loop (asyncio's or uvloop's), and stays on it."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", *, reaches_gpu: bool = False) -> None:
         """A loopback `host` keeps UCX on the loopback device.
 
-        Otherwise it uses the devices of `UCX_NET_DEVICES`, or all.
+        Otherwise it uses the devices of `UCX_NET_DEVICES`, or all. `reaches_gpu`: payloads may lie
+        in a GPU's memory.
         """
-        self._host = host
+        self._options = options_for(host, reaches_gpu=reaches_gpu)
         self._is_local = is_local(host)
         self._handler: ConnectionHandler | None = None
         self._ucx: UcxWorker | None = None
@@ -94,7 +95,7 @@ class UcxTransport:
 
     async def start(self, handler: ConnectionHandler) -> str:
         try:
-            ucx = self._ucx = take_worker(options_for(self._host), FRAME.size + _MAX_FRAME)
+            ucx = self._ucx = take_worker(self._options, FRAME.size + _MAX_FRAME)
         except Exception as exc:  # ucxx has a class per UCX status
             raise KvTransferFailed(f"UCX does not start: {exc}", reason="KV_NO_TRANSPORT") from exc
         self._array, self._tag = ucx.array, ucx.tag

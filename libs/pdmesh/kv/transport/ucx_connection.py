@@ -8,7 +8,8 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import KvBytes
+from pdmesh.kv.transport.device_bytes import DeviceBytes
 from pdmesh.kv.transport.ucx_endpoints import PairedEndpoint
 from pdmesh.kv.transport.ucx_handshake import Address
 
@@ -55,12 +56,12 @@ class UcxConnection:
         if not self.close_reason:
             self._transport.add_message(self, parts)
 
-    def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
+    def send_payload(self, key: int, buffer: KvBytes, on_sent: Callable[[], None]) -> None:
         if not self.close_reason and self.endpoint is not None:
             self._transport.send_frame(self)  # this frame announces the payload
             self._post_payload(self.endpoint.raw.tag_send, self.peer_number, key, buffer, on_sent)
 
-    def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
+    def recv_payload(self, key: int, buffer: KvBytes, on_received: Callable[[], None]) -> None:
         if not self.close_reason and self.endpoint is not None:
             self._post_payload(self.endpoint.raw.tag_recv, self.number, key, buffer, on_received)
 
@@ -82,13 +83,16 @@ class UcxConnection:
             self._transport.close_soon(self)
 
     def _post_payload(
-        self, post: Any, number: int, key: int, buffer: ByteArray, on_done: Callable[[], None]
+        self, post: Any, number: int, key: int, buffer: KvBytes, on_done: Callable[[], None]
     ) -> None:
-        # A strided array would be sent as wrong bytes, silently.
-        assert buffer.dtype == np.uint8
-        assert buffer.ndim == 1
-        assert buffer.flags.c_contiguous
-        request = self._transport.post(post, buffer, _tag(number, key))
+        if isinstance(buffer, DeviceBytes):
+            exposed = buffer.exposed
+        else:  # a strided array would be sent as wrong bytes, silently
+            exposed = buffer
+            assert exposed.dtype == np.uint8
+            assert exposed.ndim == 1
+            assert exposed.flags.c_contiguous
+        request = self._transport.post(post, exposed, _tag(number, key))
         if request is None:
             self.abort("the endpoint refused a payload")
             return

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import structlog
 
+from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.transport.ucx_endpoints import PairedEndpoint, PeerEndpoints, close_endpoint
 from pdmesh.kv.transport.ucx_handshake import (
     HANDSHAKE,
@@ -93,15 +94,29 @@ def is_local(host: str) -> bool:
     return is_loopback(host)
 
 
-def options_for(host: str) -> dict[str, str]:
+def options_for(host: str, *, reaches_gpu: bool = False) -> dict[str, str]:
     """UCX options for an agent of one machine: tcp on loopback, so that it listens nowhere else.
 
-    Values in the environment win.
+    `reaches_gpu`: payloads may lie in a GPU's memory. Values in the environment win.
     """
     if not is_local(host):
         return {}
-    options = {"TLS": "tcp", "NET_DEVICES": "lo"}
+    own = "tcp,cuda_copy,cuda_ipc" if reaches_gpu else "tcp"
+    options = {"TLS": own, "NET_DEVICES": "lo"}
     return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
+
+
+def context_info(options: dict[str, str]) -> str:
+    """What UCX prints of a context with these options: its devices and transports.
+
+    ucxx's `cuda_support` is no help: it is True without a GPU, too. Raises KvTransferFailed.
+    """
+    try:
+        context = load_library().UCXContext(options)
+    except Exception as error:  # ucxx has a class per UCX status
+        raise KvTransferFailed(f"UCX does not start: {error}", reason="KV_NO_TRANSPORT") from error
+    _keep_for_good(context)
+    return str(context.info)
 
 
 class UcxWorker:

@@ -71,6 +71,10 @@ _CHANNEL: Final = (
 _NAME: Final = "grpc.ssl_target_name_override"
 # How gRPC's texts say that a server's certificate is not accepted.
 _UNVERIFIED: Final = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
+# What gRPC says of keepalive, and the kernel of what was never acknowledged.
+_SILENCE: Final = re.compile(
+    "ping timeout|keepalive|timed out|no route to host|unreachable", re.IGNORECASE
+)
 _MISNAMED: Final = "Hostname Verification Check failed"
 
 _ERRORS_BY_CODE: Final[dict[str, type[MeshError]]] = {
@@ -181,19 +185,19 @@ def server(
     )
 
 
-def listen(target: grpc.aio.Server, address: str) -> int:
+def listen(target: grpc.aio.Server, address: str, *, certified: bool = True) -> int:
     """Listen for the mesh's own processes, and return the port.
 
-    If this process has certificates, callers must show one of the same authorities. Raises
-    RuntimeError.
+    If this process has certificates, the port has TLS, and if callers must be `certified`, they
+    must show a certificate of the same authorities. Raises RuntimeError.
     """
     certificates = own_certificates()
     if certificates is None:
         return target.add_insecure_port(address)
-    return target.add_secure_port(address, _server_side(certificates))
+    return target.add_secure_port(address, _server_side(certificates, certified=certified))
 
 
-def _server_side(folder: CertificateFolder) -> grpc.ServerCredentials:
+def _server_side(folder: CertificateFolder, *, certified: bool) -> grpc.ServerCredentials:
     used = folder.latest()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -208,7 +212,7 @@ def _server_side(folder: CertificateFolder) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         _configuration(used),
         changed,  # type: ignore[arg-type]  # None: no change; grpc-stubs does not know
-        require_client_authentication=True,
+        require_client_authentication=certified,
     )
 
 
@@ -385,6 +389,13 @@ def untrusted(exc: grpc.aio.AioRpcError) -> str:
 def failure_of(exc: grpc.aio.AioRpcError) -> str:
     """For a log line: the status, and what is wrong with the server's certificate."""
     return untrusted(exc) or exc.code().name
+
+
+def is_silence(exc: grpc.aio.AioRpcError) -> bool:
+    """Whether the connection ended because nothing came from the peer: it is frozen, or its host or
+    the way to it is lost. The end of a process is told by its host at once.
+    """
+    return bool(_SILENCE.search(exc.details() or ""))
 
 
 def from_rpc_error(exc: grpc.aio.AioRpcError) -> MeshError:

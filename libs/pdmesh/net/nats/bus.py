@@ -22,6 +22,7 @@ from nats.errors import BadSubjectError, SlowConsumerError
 from nats.errors import Error as NatsError
 
 from pdmesh.config import without_password
+from pdmesh.core.server_urls import server_urls
 from pdmesh.errors import BadCertificates, InvalidRequest, Unavailable
 from pdmesh.net import tasks
 from pdmesh.net.bus import Handler, Message
@@ -80,8 +81,9 @@ class NatsSubscription:
 class NatsBus:
     """The adapter of `Bus`. Make one per process with `connect`."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, num_replicas: int | None = None) -> None:
+        self._url, self._servers = url, server_urls(url)
+        self.num_replicas = num_replicas  # of the buckets that this process makes; None: unknown
         self._is_encrypted = url.startswith("tls://")
         self._client: Any = TlsClient() if self._is_encrypted else Client()  # nats-py's; untyped
         self._certificates = own_certificates()
@@ -97,14 +99,15 @@ class NatsBus:
         self._echo_task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, url: str, name: str) -> NatsBus:
-        """Wait for the server, however long it takes, and log that it waits.
+    async def connect(cls, url: str, name: str, num_replicas: int | None = None) -> NatsBus:
+        """Wait for the server, or one of the servers, however long it takes, and log that it waits.
 
         Raises Unavailable if the server is too old.
         """
-        bus = cls(url)
+        bus = cls(url, num_replicas)
         await bus._client.connect(
-            url,
+            bus._servers,
+            dont_randomize=True,  # the nearest is first
             **bus._tls_options(),
             **bus._role_options(),
             name=name,
@@ -286,6 +289,8 @@ class NatsBus:
                     await self._client.publish(inbox, b"")
             await asyncio.sleep(_ECHO_EVERY_S)
             if time.monotonic() - self._last_echo >= OUTAGE_S:
+                if not self._is_up:  # nor was it last time: it is not our own loop that was late
+                    self._try_the_next()
                 self._lost()
 
     def _heard(self) -> None:
@@ -308,6 +313,14 @@ class NatsBus:
         log.warning("bus.lost", url=without_password(self._url))
         for callback in tuple(self._on_lost):
             callback()
+
+    def _try_the_next(self) -> None:
+        """Leave a silent server of several: nats-py would wait for its pings, then for the end of
+        the connection, over TLS for half a minute.
+        """
+        writer = getattr(self._client._transport, "_io_writer", None)
+        if len(self._servers) > 1 and self._client.is_connected and writer is not None:
+            writer.transport.abort()
 
     async def _on_disconnected(self) -> None:
         if self._is_up:

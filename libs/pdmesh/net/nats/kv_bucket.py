@@ -76,8 +76,12 @@ class KvBucket:
 
         A process that may not make buckets waits for a master: its calls raise Unavailable.
         """
+        await self._ensure()
+
+    async def _ensure(self) -> bool:
+        """Return whether the bucket was made now."""
         if not self._bus.makes_buckets:
-            return
+            return False
         config = api.StreamConfig(
             name=self.stream,
             subjects=[f"{self._prefix}>"],
@@ -93,14 +97,24 @@ class KvBucket:
             allow_direct=True,
             discard=api.DiscardPolicy.NEW,
             duplicate_window=min(self._ttl_s or 120.0, 120.0),
+            num_replicas=self._bus.num_replicas or 1,
         )
         with _translated(self.name):
             try:
-                await self._js.add_stream(config)
+                made = await self._js.add_stream(config)
             except APIError as exc:
                 if exc.err_code != _NAME_IN_USE:
                     raise
-                await self._js.update_stream(config)
+                await self._update(config)
+                return False
+        return bool(made.did_create)
+
+    async def _update(self, config: api.StreamConfig) -> None:
+        """A process that does not know how many replicas there are leaves their number."""
+        if self._bus.num_replicas is None:
+            found = await self._js.stream_info(self.stream)
+            config.num_replicas = found.config.num_replicas
+        await self._js.update_stream(config)
 
     async def get(self, key: str) -> KvEntry | None:
         """The latest entry of the key, gone or not; None if the bucket never had the key."""
@@ -131,9 +145,12 @@ class KvBucket:
             try:
                 ack = await self._js.publish(self._prefix + key, value, headers=headers)
             except NoStreamResponseError:
-                await self.ensure()  # it was wiped: an earlier revision has no meaning now
+                # It was wiped; or, in a cluster, it has no leader for some seconds.
+                is_wiped = await self._ensure()
                 if headers and headers.get(_EXPECTED, "0") != "0":
-                    raise WrongRevision(key) from None
+                    if not is_wiped:
+                        raise
+                    raise WrongRevision(key) from None  # an earlier revision has no meaning now
                 ack = await self._js.publish(self._prefix + key, value, headers=headers)
             except APIError as exc:
                 if exc.err_code in _WRONG_SEQUENCE:

@@ -2,7 +2,9 @@
 
 A new incarnation takes its id at once. The earlier incarnation loses its compare-and-set and so
 learns that it was replaced. After any outage of the server, a view judges no process for one lease
-and a margin: the owners could not renew, either (F18).
+and a margin: the owners could not renew, either (F18). In a cluster, the bucket may be away for
+seconds though every server answers, while its replicas elect a leader, which then reports all
+records as expired. A process notices that by the renewals of its own record.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ class NatsRegistry:
         self._bus = bus
         self._lease_s = lease_s
         self._bucket = KvBucket(bus, INSTANCES, ttl_s=lease_s)
+        self._store = _Store(bus)
 
     async def register(self, record: InstanceRecord) -> NatsLease:
         """Take the id, even from an earlier incarnation. Waits for the store if it is away."""
-        lease = NatsLease(self._bus, self._bucket, record, self._lease_s)
+        lease = NatsLease(self._store, self._bucket, record, self._lease_s)
         while True:
             try:
                 await self._bucket.ensure()
@@ -53,18 +56,45 @@ class NatsRegistry:
 
     async def watch(self) -> NatsRegistryView:
         """Waits for the store if it is away."""
-        view = NatsRegistryView(self._bus, self._bucket, self._lease_s)
+        view = NatsRegistryView(self._store, self._bucket, self._lease_s)
         await view.loaded.wait()
         return view
+
+
+class _Store:
+    """Whether the bucket takes writes, as far as this process knows, and since when."""
+
+    def __init__(self, bus: NatsBus) -> None:
+        self.bus = bus
+        self._is_refusing = False
+        self._taken_since = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        return self.bus.is_connected and not self._is_refusing
+
+    @property
+    def stable_since(self) -> float:
+        """Monotonic time since which it answered without a break; valid while it is up."""
+        return max(self.bus.stable_since, self._taken_since)
+
+    def took(self) -> None:
+        if self._is_refusing:
+            self._is_refusing, self._taken_since = False, time.monotonic()
+
+    def refused(self) -> None:
+        if not self._is_refusing and self.bus.is_connected:
+            log.warning("registry.no_writes")
+        self._is_refusing = True
 
 
 class NatsLease:
     """The adapter of `Lease`."""
 
     def __init__(
-        self, bus: NatsBus, bucket: KvBucket, record: InstanceRecord, lease_s: float
+        self, store: _Store, bucket: KvBucket, record: InstanceRecord, lease_s: float
     ) -> None:
-        self._bucket = bucket
+        self._store, self._bucket = store, bucket
         self._record = _copy(record)
         self._lease_s = lease_s
         self._revision = 0
@@ -73,7 +103,7 @@ class NatsLease:
         self._wake = asyncio.Event()
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
-        self._forget = bus.on_restored(self._wake.set)
+        self._forget = store.bus.on_restored(self._wake.set)
 
     @property
     def is_held(self) -> bool:
@@ -104,6 +134,7 @@ class NatsLease:
         self._forget()
         if self._task is not None:
             await end([self._task])
+        self._store.took()  # no later renewal would tell that it does again
         if self._was_replaced:
             return
         self._renewed_at = float("-inf")
@@ -125,12 +156,17 @@ class NatsLease:
 
     async def _renew(self) -> None:
         async with self._lock:
-            while not self._was_replaced:
-                try:
-                    await self._write()
-                    return
-                except WrongRevision:
-                    await self._reconcile()
+            try:
+                while not self._was_replaced:
+                    try:
+                        await self._write()
+                        break
+                    except WrongRevision:
+                        await self._reconcile()
+            except Unavailable:
+                self._store.refused()
+                raise
+            self._store.took()
 
     async def _reconcile(self) -> None:
         """The key has changed: it expired, was wiped or taken, or our last write had no answer."""
@@ -153,8 +189,8 @@ class NatsLease:
 class NatsRegistryView:
     """The adapter of `RegistryView`."""
 
-    def __init__(self, bus: NatsBus, bucket: KvBucket, lease_s: float) -> None:
-        self._bus = bus
+    def __init__(self, store: _Store, bucket: KvBucket, lease_s: float) -> None:
+        self._store = store
         self._grace_s = lease_s + _MARGIN_S
         self._records: dict[str, InstanceRecord] = {}
         self._missing: dict[str, None] = {}  # gone from the store and not yet judged
@@ -221,9 +257,9 @@ class NatsRegistryView:
                 self._judge()
 
     def _judge(self) -> None:
-        """Missing records are dead, unless the server was away within the last lease."""
-        stable_s = time.monotonic() - self._bus.stable_since
-        if self._bus.is_connected and stable_s > self._grace_s:
+        """Missing records are dead, unless the store was away within the last lease."""
+        stable_s = time.monotonic() - self._store.stable_since
+        if self._store.is_up and stable_s > self._grace_s:
             for instance_id in tuple(self._missing):
                 self._vanished(instance_id, is_lease_end=True)
 

@@ -88,10 +88,17 @@ async def opened(
     """Begin a call, which must be closed. Raises MeshError."""
     is_quiet = not (is_streamed or spec.sampling.ends_by_text)
     traceparent = exchange.header(b"traceparent")
-    spec = await frontend.with_scenario(spec)
+    prepared = await frontend.prepare(spec)
     return await charged(
         permit,
-        lambda: frontend.open(spec, exchange.request_id, permit, traceparent, is_quiet=is_quiet),
+        lambda: frontend.open(
+            prepared,
+            exchange.request_id,
+            permit,
+            traceparent,
+            is_quiet=is_quiet,
+            handed=exchange.handed,
+        ),
     )
 
 

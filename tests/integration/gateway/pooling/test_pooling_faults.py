@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
+from pdmesh.core.instance.law import Law
 from pdmesh.core.kv.prefix.block_hash import token_array
-from pdmesh.engine.laws import Law
 from pdmesh.engine.sim.pooling import normalised, vector
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.pooling_instances import SEED, PoolingSite, pooling_instance

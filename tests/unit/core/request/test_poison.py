@@ -73,6 +73,18 @@ def test_silent_instances_do_not_count_as_deaths() -> None:
     assert driven.error is None
 
 
+@pytest.mark.fault("F23", "F38")
+def test_instances_beyond_a_cable_that_was_cut_do_not_count_as_deaths() -> None:
+    """A host with a prefill and a decode is out of reach: its sessions end by silence."""
+    driven = Driven()
+    for _ in range(3):
+        driven.decode(num_tokens=3)
+        driven.feed(LegLost(driven.key, was_silent=True))
+    assert driven.request.num_migrations == 3
+    assert driven.request.num_deaths == 0
+    assert driven.error is None
+
+
 @pytest.mark.fault("F38", "F7")
 def test_a_request_that_ran_for_a_while_is_not_blamed_for_a_death() -> None:
     driven = Driven()

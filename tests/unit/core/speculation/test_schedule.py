@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdmesh.core.instance.law import Law
 from pdmesh.core.speculation.schedule import (
     LEAST_GAIN,
     NO_SPECULATION,
@@ -20,7 +21,7 @@ from pdmesh.core.speculation.schedule import (
     Method,
     Speculation,
 )
-from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU, Law
+from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
 
 CPU_COST = SMOLLM2_CPU.prefill_token_s / SMOLLM2_CPU.step_s(1, 0)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from pdmesh.core.upgrade.revision_health import (
     Answers,
     LegFailureReported,
     RequestAnswered,
     Tally,
+    why_too_many,
     why_worse,
 )
 from tests.fakes.group_world import UPGRADE
@@ -39,3 +42,10 @@ def test_answers_are_kept_for_ten_minutes_by_group_and_revision() -> None:
     assert answers.of([("a", NEW)], 0.0, 1300.0).num == 120
     assert answers.of([("a", NEW), ("a", OLD)], 1190.0, 1300.0).num_failed == 1
     assert answers.of([("b", NEW)], 0.0, 1300.0) == Tally()
+
+
+@pytest.mark.req("S24")
+def test_one_lost_instance_may_be_chance_and_two_are_named() -> None:
+    assert why_too_many({}) == ""
+    assert why_too_many({"d-1": "lost"}) == ""
+    assert why_too_many({"p-0": "level 3", "d-1": "lost"}) == "d-1: lost, p-0: level 3"

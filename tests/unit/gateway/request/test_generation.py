@@ -36,6 +36,7 @@ class Instance:
     """A session that records what is sent, in one list for all instances."""
 
     worked = None
+    has_slot = True
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -65,7 +66,8 @@ def offered_to_a_decode(log: list[str]) -> Generation:
             reference=lambda model: None,
         ),
         sessions=SimpleNamespace(session=lambda record: instance),
-        planner=SimpleNamespace(ask=lambda *_: None, refusal=lambda *_: None),
+        planner=SimpleNamespace(ask=lambda *_: None),
+        refusal=lambda *_: None,
         room=Waiting(8),
         budget=RetryBudget(),
         limits=RequestLimits(),

@@ -5,18 +5,22 @@ other sites.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 
+from pdmesh.services.master_scheduler.admin import page_routes as page_files
 from pdmesh.services.master_scheduler.admin.access import AdminAccess
 from pdmesh.services.master_scheduler.admin.page_routes import page_routes
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.support.sites.master_site import CHAT, Site
 
+MODULES = sorted((Path(page_files.__file__).parent / "page" / "modules").glob("*.js"))
 HERE, JSON = "http://127.0.0.1:9", {"content-type": "application/json"}
 
 
@@ -133,8 +137,18 @@ async def test_with_mutual_tls_calls_of_other_machines_are_refused_even_with_the
 async def test_the_page_runs_no_script_but_its_own(site: Site) -> None:
     async with browser(site) as client:
         page = await client.get("/")
-        script = await client.get("/page.js")
+        linked = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
+        scripts = {path.name: await client.get(f"/page/modules/{path.name}") for path in MODULES}
+        others = [await client.get(f"/{path}") for path in linked]
     assert page.headers["content-type"].startswith("text/html")
-    assert "script-src 'self'" in page.headers["content-security-policy"]
-    assert '<script src="page.js">' in page.text
-    assert "innerHTML" not in script.text
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert sorted(linked) == ["page/icon.svg", "page/modules/main.js", "page/page.css"]
+    assert {each.status_code for each in (*others, *scripts.values())} == {200}
+    for each in scripts.values():
+        assert each.headers["content-type"].startswith("text/javascript")
+        imported = re.findall(r'from "\./([^"]+)"', each.text)
+        assert set(imported) <= set(scripts)
+        for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "eval(", "http:", "https:"):
+            assert sink not in each.text.replace("http://www.w3.org/2000/svg", "")

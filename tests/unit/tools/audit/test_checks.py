@@ -121,6 +121,8 @@ def test_a_forbidden_licence_is_found_and_may_be_excepted() -> None:
         assert "left-pad 1.0" in finding
     excepted = Licences(KNOWN.allowed, {}, {}, {"left-pad": "we link nothing"})
     assert list(licences.forbidden({LEFT: "AGPL-3.0-only"}, excepted)) == []
+    family = Licences(KNOWN.allowed, {}, {}, {"left-*": "we link nothing"})
+    assert list(licences.forbidden({LEFT: ""}, family)) == []
     (idle,) = licences.forbidden({LEFT: "MIT"}, excepted)
     assert "excepted.left-pad is needed by no package" in idle
     assert list(licences.forbidden({LEFT: "MIT"}, excepted, is_whole=False)) == []
@@ -133,9 +135,10 @@ def test_metadata_come_from_an_environment_and_from_earlier_answers(tmp_path: Pa
     kept = tmp_path / "kept.json"
     kept.write_text('[["other", "2", {"expression": "ISC", "licence": "", "classifiers": []}]]')
     other = Pin("other", "2", ())
-    found = metadata_of([LEFT, other], [tmp_path / "venv"], kept)
-    assert {pin.name: said.expression for pin, said in found.items()} == {
-        "left-pad": "MIT", "other": "ISC",
+    build = Pin("left-pad", "1.0+cu130", ())
+    found = metadata_of([LEFT, other, build], [tmp_path / "venv"], kept)
+    assert {str(pin): said.expression for pin, said in found.items()} == {
+        "left-pad 1.0": "MIT", "left-pad 1.0+cu130": "MIT", "other 2": "ISC",
     }  # fmt: skip
 
 

@@ -64,6 +64,7 @@ class Row:
     engine: str = ""
     address: str = ""
     pid: int = 0
+    kv_path: str = ""  # where KV waits and lands, and why; ranks that differ are split by " | "
 
 
 @dataclass
@@ -193,7 +194,7 @@ def _row(
         row.role = Role.Name(record.role).removeprefix("ROLE_").lower()
         row.group, row.model, row.engine = record.group_id, record.model, record.engine
         row.domain = rank_text(record.domain)
-        row.slots = record.num_slots
+        row.slots, row.kv_path = record.num_slots, record.kv_path
         row.health = "unknown"
         row.phase = InstancePhase.Name(record.phase).removeprefix("INSTANCE_PHASE_").lower()
         if not record.grpc_address:  # the instance serves nothing yet
@@ -257,6 +258,8 @@ def _text(status: Status) -> str:
     if status.groups:
         found = [(g.id, g.scenario, g.state, g.wanted, g.ready) for g in status.groups]
         parts.append("\n" + table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY"), found))
+    if paths := _kv_paths(status.rows):
+        parts.append("\n" + table(("INSTANCE", "KV MEMORY", "BECAUSE"), paths))
     services = [
         (row.id, row.service, str(row.pid), row.address) for row in status.rows if not row.role
     ]
@@ -265,6 +268,17 @@ def _text(status: Status) -> str:
     if gone := down(status):
         parts.append("\nnot running: " + ", ".join(gone))
     return "\n".join(parts)
+
+
+def _kv_paths(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """One line for an instance, or more if its ranks found different paths."""
+    found = [(row.id, path) for row in rows if row.kv_path for path in row.kv_path.split(" | ")]
+    return [(name, *_split(path)) for name, path in found]
+
+
+def _split(path: str) -> tuple[str, str]:
+    memory, _, reason = path.partition(": ")
+    return memory, reason
 
 
 def _processes(status: Status) -> str:

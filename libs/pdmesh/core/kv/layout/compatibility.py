@@ -91,6 +91,11 @@ def difference(theirs: str, ours: str, them: str = "the sender", us: str = "this
         return f"{them} runs another model, draft, number format or engine version than {us}"
     if a.block_size != b.block_size:
         return f"{them} has blocks of {a.block_size} tokens, {us} of {b.block_size}"
+    if bool(a.num_heads) != bool(b.num_heads):
+        return (
+            f"{them} keeps {_cut(a)}, {us} {_cut(b)}: they run other releases of pdmesh or "
+            "other attention kernels"
+        )
     if (a.num_ranks, a.num_heads) != (b.num_ranks, b.num_heads):
         return (
             f"{them} keeps {_cut(a)}, {us} {_cut(b)}: opaque blocks cannot be cut by heads, so "

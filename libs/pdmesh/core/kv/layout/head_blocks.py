@@ -45,6 +45,12 @@ class HeadBlocks:
         """The bytes of one block of all the rank's heads."""
         return self.heads.count * self.head_bytes
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the cache is nothing but heads' blocks in one piece each, block after block."""
+        heads = not self.outer and self.heads.stride == self.run_bytes
+        return heads and self.blocks.stride == self.block_bytes
+
     def runs(self, block: int, head: int) -> list[tuple[int, int]]:
         """For each run, its offset in the cache and in the travelling head's block, in bytes."""
         starts = [block * self.blocks.stride + head * self.heads.stride]

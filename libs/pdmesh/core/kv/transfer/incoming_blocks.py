@@ -70,6 +70,9 @@ class _Load:
         return self.is_over and not self.num_scattering
 
 
+MAX_PULLS: Final = 64  # at once, of one rank
+
+
 class IncomingBlocks:
     """One rank's loads, by leg. `handle` is the only way to change it."""
 

@@ -50,6 +50,11 @@ def _window(spec: KVCacheSpec) -> int:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         (window,) = {_window(each) for each in spec.kv_cache_specs.values()}
         return window
+    if type(spec) is MLAAttentionSpec and spec.tokens_per_state != 1:
+        raise CannotMoveKv(
+            "the mesh moves no KV of latent attention (MLA) that keeps one state for "
+            f"{spec.tokens_per_state} tokens: a prompt may end within a state"
+        )
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return 0
     if type(spec) is SlidingWindowSpec:

@@ -22,7 +22,7 @@ _BY_LENGTH: Final = ("llama4",)  # models whose attention depends on the longest
 class KvFacts:
     dtype: str
     scales: str
-    num_heads: int  # kv heads of the whole model
+    num_heads: int  # kv heads of the whole model; 1 for latent attention, copied by every rank
     computed: str  # digest of all that decides the numbers, apart from the model's files
     backends: str  # names of the attention kernels, which lay out the inside of an opaque block
 
@@ -42,7 +42,7 @@ def kv_facts(vllm_config: Any, layer_names: Iterable[str]) -> KvFacts:
     return KvFacts(
         kv_dtype(stored, computed),
         kv_scales(stored, values),
-        model.get_total_num_kv_heads(),
+        1 if model.use_mla else model.get_total_num_kv_heads(),
         digest(how_computed(vllm_config)),
         " ".join(sorted(kernels)),
     )

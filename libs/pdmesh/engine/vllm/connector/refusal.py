@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,22 @@ _FILE: Final = "refusal"
 class CannotMoveKv(ValueError):
     """The caches of this model are of a kind that the mesh does not move; says which, in a line."""
 
+    reason = "MODEL_UNSUPPORTED"
+    page = "docs/cache-kinds.md"
+
+
+class HasNoKvPath(CannotMoveKv):
+    """The settings ask for a way of KV that this machine does not have."""
+
+    reason = "KV_NO_TRANSPORT"
+    page = "docs/gpu.md"
+
+
+@dataclass(frozen=True, slots=True)
+class KvRefusal:
+    reason: str
+    message: str
+
 
 @contextlib.contextmanager
 def told_to_host(control_path: str) -> Iterator[None]:
@@ -24,16 +41,17 @@ def told_to_host(control_path: str) -> Iterator[None]:
     try:
         yield
     except CannotMoveKv as error:
-        _file(Path(control_path)).write_text(str(error))
+        _file(Path(control_path)).write_text(f"{error.reason} {error} ({error.page})")
         raise
 
 
-def read_refusal(control_path: Path) -> str | None:
+def read_refusal(control_path: Path) -> KvRefusal | None:
     """What a process of this engine said before it ended; None if it was something else."""
     try:
-        return _file(control_path).read_text()
+        reason, _, message = _file(control_path).read_text().partition(" ")
     except FileNotFoundError:
         return None
+    return KvRefusal(reason, message)
 
 
 def _file(control_path: Path) -> Path:

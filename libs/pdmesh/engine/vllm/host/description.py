@@ -73,6 +73,7 @@ def info_of(
         kv_addresses=endpoint.addresses,
         max_adapters=config.max_adapters,
         images=images,
+        kv_path=" | ".join(dict.fromkeys(h.kv_path for h in hellos if h.address)),
         fetches_embeddings=images is not None,  # see `EmbeddingClient`
     )
 

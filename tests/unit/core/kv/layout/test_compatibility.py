@@ -38,7 +38,8 @@ def test_a_fingerprint_holds_the_whole_format(kind: KvFormat) -> None:
         (replace(BF16, block_size=32), "32 tokens.*64"),
         (replace(BF16, num_ranks=1), "blocks on 1 rank,.*on 2 ranks.*cut by heads"),
         (replace(BF16, block="00"), "packs"),
-        (BY_HEADS, "by 8 heads.*on 2 ranks"),
+        (BY_HEADS, "by 8 heads.*on 2 ranks: they run other releases"),
+        (replace(BY_HEADS, num_heads=0, num_ranks=1, block="00"), "on 1 rank,.*on 2 ranks"),
     ],
 )
 def test_a_difference_is_explained_for_both_sides(theirs: KvFormat, says: str) -> None:

@@ -30,6 +30,7 @@ def vllm_config(stored: str, *scales: tuple[float, float]) -> Any:
         model_config=SimpleNamespace(
             dtype="torch.bfloat16",
             get_total_num_kv_heads=lambda: 8,
+            use_mla=False,
             hf_text_config=SimpleNamespace(
                 model_type="llama", rope_parameters={"rope_type": "default"}
             ),
@@ -142,7 +143,7 @@ def test_the_longest_prompt_counts_where_rope_is_scaled_by_it(
         ((10, 2, 16, 4, 128), "bknhc"),
         ((20, 4, 8, 256), None),  # blocks split for a kernel
         ((10, 8, 16, 256), None),  # not the heads of this rank
-        ((10, 16, 576), None),  # latent attention
+        ((10, 1, 16, 576), None),  # latent attention, whose model has one head, not four
     ],
 )
 def test_the_axes_of_a_gpu_cache_are_known_by_its_shape(

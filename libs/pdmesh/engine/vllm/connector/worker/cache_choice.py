@@ -8,7 +8,7 @@ import torch
 
 from pdmesh.engine.vllm.connector.worker.cache_layout import CacheLayout, block_rows
 from pdmesh.engine.vllm.connector.worker.caches import PagedCaches
-from pdmesh.engine.vllm.connector.worker.host_caches import HostCaches, HostHeads
+from pdmesh.engine.vllm.connector.worker.host_caches import HostCaches, HostHeads, PackedHeads
 
 
 def paged_caches(
@@ -24,4 +24,6 @@ def paged_caches(
         return DeviceCaches(caches, layout.where)
     if layout.is_opaque:
         return HostCaches([block_rows(cache, num_blocks).numpy() for cache in caches])
+    if layout.where.is_dense:
+        return PackedHeads(caches, layout.where)
     return HostHeads(caches, layout.where)

@@ -1,18 +1,22 @@
-"""How vLLM laid out a rank's KV cache: separable heads on a GPU, opaque blocks on a CPU.
+"""How vLLM laid out a rank's KV cache, and whether its blocks can be cut by heads.
 
-vLLM's CPU kernels pack K and V within a block, differently for each instruction set. So on a CPU a
-block is opaque and moves whole. On a GPU the tensor shows the axes of a block, whatever their order
-in memory.
+On a GPU the tensor shows the axes of a block, whatever their order in memory. vLLM's CPU kernels
+pack K and V of a head in one piece, differently for each instruction set. So on a CPU a head's
+block is moved without looking into it, but heads are told apart, and instances may have different
+numbers of ranks. Latent attention (MLA) has one head, of which every rank has a copy. Any other
+block is opaque: it moves whole, between equal numbers of ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pdmesh.core.kv.layout.head_blocks import (
+    Axis,
     HeadBlocks,
     head_blocks,
     opaque_blocks,
@@ -25,7 +29,7 @@ _DIGEST_CHARS = 12
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """One layout for all layers of a rank."""
+    """One layout for all layers of a rank. An opaque block cannot be cut by heads."""
 
     where: HeadBlocks
     block: str  # digest of a block's inner layout as it travels
@@ -37,15 +41,19 @@ def read_layout(
     num_blocks: int,
     num_heads: int,
     *,
-    is_opaque: bool,
+    is_packed: bool,
     kernels: str = "",
 ) -> CacheLayout:
-    """`num_heads` are this rank's; `kernels` names the kernels that lay out an opaque block.
+    """`num_heads` are this rank's; `is_packed`: kernels decide what is where in a head's block.
 
-    Raises ValueError if layers differ, or if a layer's blocks are not contiguous.
+    `kernels` names these kernels. Raises ValueError if layers differ, or if a layer's blocks are
+    not contiguous.
     """
     caches = list(kv_caches.values())
-    axes = None if is_opaque else known_axes(tuple(caches[0].shape), num_blocks, num_heads)
+    if is_packed:
+        heads = packed_heads(kv_caches, num_blocks, num_heads, kernels)
+        return heads or _opaque(kv_caches, num_blocks, kernels)
+    axes = known_axes(tuple(caches[0].shape), num_blocks, num_heads)
     if axes is None:
         return _opaque(kv_caches, num_blocks, kernels)
     item = caches[0].element_size()
@@ -74,6 +82,26 @@ def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str |
     return None
 
 
+def packed_heads(
+    kv_caches: Mapping[str, torch.Tensor], num_blocks: int, num_heads: int, kernels: str
+) -> CacheLayout | None:
+    """[blocks, heads, ...] with each head's block in one piece; None if the caches differ."""
+    caches = list(kv_caches.values())
+    shape = tuple(caches[0].shape)
+    if shape[:2] != (num_blocks, num_heads) or len({c.dtype for c in caches}) != 1:
+        return None
+    if any(tuple(c.shape) != shape or not c.is_contiguous() for c in caches):
+        return None
+    inner = shape[2:]
+    head_bytes = math.prod(inner) * caches[0].element_size()
+    where = HeadBlocks(
+        Axis(num_blocks, num_heads * head_bytes), Axis(num_heads, head_bytes), (), head_bytes
+    )
+    kind = machine_kernels(_device_kind(caches[0]))
+    parts = (str(len(caches)), str(caches[0].dtype), *map(str, inner))
+    return CacheLayout(where, _digest("packed heads", kind, kernels, *parts), is_opaque=False)
+
+
 def block_rows(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """A layer's cache as [num_blocks, bytes of a block], without a copy, in memory order.
 
@@ -99,10 +127,14 @@ def _opaque(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, kernels: str
         shape = [s for d, s in enumerate(cache.shape) if d not in blocks[:1]]
         order = sorted(range(cache.ndim), key=lambda d: (-cache.stride(d), -cache.shape[d]))
         parts.append(f"{name} {cache.dtype} {shape} {order}")
-    device = next(iter(kv_caches.values())).device
-    kind = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    block = _digest(machine_kernels(kind), kernels, *parts)
+    kind = machine_kernels(_device_kind(next(iter(kv_caches.values()))))
+    block = _digest(kind, kernels, *parts)
     return CacheLayout(opaque_blocks(num_blocks, sizes.pop()), block, is_opaque=True)
+
+
+def _device_kind(cache: torch.Tensor) -> str:
+    device = cache.device
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def _digest(*parts: str) -> str:

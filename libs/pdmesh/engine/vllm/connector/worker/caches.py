@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.layout.head_blocks import HeadBlocks
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import KvBytes
 
 Span = tuple[int, int]  # first, number
 OnDone = Callable[[], None] | None
@@ -35,7 +32,7 @@ class PagedCaches(Protocol):
         """Returns when the model has computed all work that it was given."""
         ...
 
-    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
+    def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
         """Gather all layers of the blocks into `out`, as the model has written them so far.
 
         The model may overwrite the blocks at once.
@@ -43,14 +40,14 @@ class PagedCaches(Protocol):
         ...
 
     def gather_layer(
-        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+        self, layer: int, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None
     ) -> None:
         """Gather one layer, within the forward that computes it."""
         ...
 
     def scatter(
         self,
-        source: ByteArray,
+        source: KvBytes,
         block_ids: Sequence[int],
         on_done: OnDone = None,
         heads: Span | None = None,
@@ -62,7 +59,7 @@ class PagedCaches(Protocol):
         ...
 
     def scatter_part(
-        self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
+        self, data: KvBytes, offset: int, block_ids: Sequence[int], heads: Span | None = None
     ) -> None:
         """Scatter a part of the bytes that `scatter` takes: whole blocks of a head, from `offset`.
 
@@ -73,7 +70,7 @@ class PagedCaches(Protocol):
     def scatter_layer(
         self,
         layer: int,
-        data: ByteArray,
+        data: KvBytes,
         offset: int,
         block_ids: Sequence[int],
         heads: Span | None = None,
@@ -100,20 +97,20 @@ def layout_of(
 
 
 def part_rows(
-    where: HeadBlocks, data: ByteArray, offset: int, num_blocks: int, heads: Span | None
-) -> Iterator[tuple[int, int, int, npt.NDArray[np.uint8]]]:
+    where: HeadBlocks, data: KvBytes, offset: int, num_blocks: int, heads: Span | None
+) -> Iterator[tuple[int, int, int, KvBytes]]:
     """Split a part of a prompt's bytes into rows: layer, head, first block, bytes of the blocks.
 
-    A row's bytes have the shape [blocks, bytes]. Raises ValueError if the part splits a block.
+    Raises ValueError if the part splits a block.
     """
     if offset % where.head_bytes or data.size % where.head_bytes:
         raise ValueError(f"{data.size} bytes at {offset} are not whole blocks of a head")
     first_head, num_heads = heads or (0, where.heads.count)
-    blocks = data.reshape(-1, where.head_bytes)
-    place, done = offset // where.head_bytes, 0
-    while done < len(blocks):
+    num_all, width = data.size // where.head_bytes, where.head_bytes
+    place, done = offset // width, 0
+    while done < num_all:
         row, first = divmod(place + done, num_blocks)
-        count = min(num_blocks - first, len(blocks) - done)
+        count = min(num_blocks - first, num_all - done)
         layer, head = divmod(row, num_heads)
-        yield layer, first_head + head, first, blocks[done : done + count]
+        yield layer, first_head + head, first, data[done * width : (done + count) * width]
         done += count

@@ -10,7 +10,7 @@ from pdmesh.core.kv.layout.head_blocks import HeadBlocks
 from pdmesh.engine.vllm.connector.worker.caches import OnDone, Span, part_rows
 from pdmesh.kv.device.copies import DeviceCopies
 from pdmesh.kv.device.operators import DeviceBlocks
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import KvBytes
 
 
 class DeviceCaches:
@@ -24,17 +24,17 @@ class DeviceCaches:
     def wait_for_model(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
-    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
+    def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
         self._copies.gather(block_ids, out, (0, self.num_layers), on_done)
 
     def gather_layer(
-        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+        self, layer: int, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None
     ) -> None:
         self._copies.gather(block_ids, out, (layer, 1), on_done)
 
     def scatter(
         self,
-        source: ByteArray,
+        source: KvBytes,
         block_ids: Sequence[int],
         on_done: OnDone = None,
         heads: Span | None = None,
@@ -42,14 +42,14 @@ class DeviceCaches:
         self._copies.scatter(source, block_ids, heads or (0, self.num_heads), on_done)
 
     def scatter_part(
-        self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
+        self, data: KvBytes, offset: int, block_ids: Sequence[int], heads: Span | None = None
     ) -> None:
         self.scatter_layer(0, data, offset, block_ids, heads)
 
     def scatter_layer(
         self,
         layer: int,
-        data: ByteArray,
+        data: KvBytes,
         offset: int,
         block_ids: Sequence[int],
         heads: Span | None = None,
@@ -62,5 +62,5 @@ class DeviceCaches:
             return
         rows_of = part_rows(self._where, data, offset, len(block_ids), heads)
         for later, head, first, rows in rows_of:
-            ids = block_ids[first : first + len(rows)]
-            self._copies.scatter_now(rows.reshape(-1), ids, (layer + later, 1), (head, 1))
+            ids = block_ids[first : first + rows.size // self._where.head_bytes]
+            self._copies.scatter_now(rows, ids, (layer + later, 1), (head, 1))

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.layout.cache_groups import NULL_BLOCK, BlockIds, CacheGroups
 from pdmesh.engine.vllm.connector.worker.caches import OnDone, PagedCaches, Span, layout_of
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import KvBytes
 
 
 class GroupCaches:
@@ -43,7 +43,7 @@ class GroupCaches:
 
     # -- prompts: `PagedCaches` with the ids of each group -----------------------------------------
 
-    def gather(self, block_ids: BlockIds, out: ByteArray, on_done: OnDone = None) -> None:
+    def gather(self, block_ids: BlockIds, out: KvBytes, on_done: OnDone = None) -> None:
         if len(block_ids) == 1:
             self._caches.gather(block_ids[0], out, on_done)
             return
@@ -57,12 +57,12 @@ class GroupCaches:
             self._caches.gather_layer(layer, ids, out[start : start + size], done)
 
     def gather_layer(
-        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+        self, layer: int, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None
     ) -> None:
         """`block_ids` are those of the layer's group."""
         self._caches.gather_layer(layer, block_ids, out, on_done)
 
-    def scatter(self, source: ByteArray, block_ids: BlockIds) -> None:
+    def scatter(self, source: KvBytes, block_ids: BlockIds) -> None:
         """Scatter all that was pulled, before the model's next step."""
         if len(block_ids) == 1:
             self._caches.scatter(source, block_ids[0])
@@ -72,7 +72,7 @@ class GroupCaches:
             self._caches.scatter_layer(layer, source[start : start + size], 0, ids)
 
     def scatter_part(
-        self, data: ByteArray, offset: int, block_ids: BlockIds, heads: Span | None = None
+        self, data: KvBytes, offset: int, block_ids: BlockIds, heads: Span | None = None
     ) -> None:
         if len(block_ids) == 1:
             self._caches.scatter_part(data, offset, block_ids[0], heads)
@@ -98,11 +98,11 @@ class GroupCaches:
 
     # -- single blocks, with all layers ------------------------------------------------------------
 
-    def gather_block(self, block_ids: Sequence[int], out: ByteArray) -> None:
+    def gather_block(self, block_ids: Sequence[int], out: KvBytes) -> None:
         """One block of a prompt; `block_ids` has its id in each group."""
         self.gather(tuple((block_id,) for block_id in block_ids), out)
 
-    def scatter_block(self, data: ByteArray, block_ids: Sequence[int]) -> None:
+    def scatter_block(self, data: KvBytes, block_ids: Sequence[int]) -> None:
         """The inverse of `gather_block`, except for groups that do not need the block."""
         if len(block_ids) == 1:
             self._caches.scatter(data, block_ids)

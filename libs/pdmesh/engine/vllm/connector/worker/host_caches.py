@@ -12,7 +12,8 @@ import torch
 from pdmesh.core.kv.layout.head_blocks import HeadBlocks
 from pdmesh.engine.vllm.connector.worker.caches import OnDone, Span, part_rows
 from pdmesh.kv.device.scatter import HostBlocks
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import KvBytes
+from pdmesh.kv.transport.memory_access import in_host
 
 
 class HostCaches:
@@ -27,46 +28,109 @@ class HostCaches:
     def wait_for_model(self) -> None:
         """Nothing to wait for: the model computes on the calling thread."""
 
-    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
-        self._blocks.gather(block_ids, out)
+    def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
+        self._blocks.gather(block_ids, in_host(out))
         if on_done is not None:
             on_done()
 
     def gather_layer(
-        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+        self, layer: int, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None
     ) -> None:
-        self._layers[layer].gather(block_ids, out)
+        self._layers[layer].gather(block_ids, in_host(out))
         if on_done is not None:
             on_done()
 
     def scatter(
         self,
-        source: ByteArray,
+        source: KvBytes,
         block_ids: Sequence[int],
         on_done: OnDone = None,
         heads: Span | None = None,
     ) -> None:
         assert heads in (None, (0, 1)), "opaque blocks have no heads"
-        self._blocks.scatter(source, block_ids)
+        self._blocks.scatter(in_host(source), block_ids)
         if on_done is not None:
             on_done()
 
     def scatter_part(
-        self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
+        self, data: KvBytes, offset: int, block_ids: Sequence[int], heads: Span | None = None
     ) -> None:
         assert heads in (None, (0, 1)), "opaque blocks have no heads"
-        self._blocks.scatter_part(data, offset, block_ids)
+        self._blocks.scatter_part(in_host(data), offset, block_ids)
 
     def scatter_layer(
         self,
         layer: int,
-        data: ByteArray,
+        data: KvBytes,
         offset: int,
         block_ids: Sequence[int],
         heads: Span | None = None,
     ) -> None:
         assert heads in (None, (0, 1)), "opaque blocks have no heads"
-        self._layers[layer].scatter_part(data, offset, block_ids)
+        self._layers[layer].scatter_part(in_host(data), offset, block_ids)
+
+
+class PackedHeads:
+    """Heads' blocks that lie in one piece each, block after block, in host memory.
+
+    A layer's cache is rows of one head's block: row `block * num_heads + head`.
+    """
+
+    def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
+        self._where = where
+        shape = (where.blocks.count * where.heads.count, where.head_bytes)
+        rows = [c.view(torch.uint8).reshape(-1).numpy().reshape(shape) for c in caches]
+        self._blocks = HostBlocks(rows)
+        self._layers = [HostBlocks([row]) for row in rows]
+        self.num_layers, self.num_heads = len(rows), where.heads.count
+        self.block_bytes = where.block_bytes
+
+    def wait_for_model(self) -> None:
+        """Nothing to wait for: the model computes on the calling thread."""
+
+    def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
+        self._blocks.gather(self._rows(block_ids, None), in_host(out))
+        if on_done is not None:
+            on_done()
+
+    def gather_layer(
+        self, layer: int, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None
+    ) -> None:
+        self._layers[layer].gather(self._rows(block_ids, None), in_host(out))
+        if on_done is not None:
+            on_done()
+
+    def scatter(
+        self,
+        source: KvBytes,
+        block_ids: Sequence[int],
+        on_done: OnDone = None,
+        heads: Span | None = None,
+    ) -> None:
+        self._blocks.scatter(in_host(source), self._rows(block_ids, heads))
+        if on_done is not None:
+            on_done()
+
+    def scatter_part(
+        self, data: KvBytes, offset: int, block_ids: Sequence[int], heads: Span | None = None
+    ) -> None:
+        self._blocks.scatter_part(in_host(data), offset, self._rows(block_ids, heads))
+
+    def scatter_layer(
+        self,
+        layer: int,
+        data: KvBytes,
+        offset: int,
+        block_ids: Sequence[int],
+        heads: Span | None = None,
+    ) -> None:
+        self._layers[layer].scatter_part(in_host(data), offset, self._rows(block_ids, heads))
+
+    def _rows(self, block_ids: Sequence[int], heads: Span | None) -> npt.NDArray[np.intp]:
+        """The rows of these heads of the blocks, head after head, as they travel."""
+        first, count = heads or (0, self.num_heads)
+        starts = np.asarray(block_ids, dtype=np.intp) * self.num_heads
+        return (np.arange(first, first + count)[:, None] + starts).ravel()
 
 
 class HostHeads:
@@ -81,7 +145,7 @@ class HostHeads:
     def wait_for_model(self) -> None:
         """Nothing to wait for: the model computes on the calling thread."""
 
-    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
+    def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
         by_layer = self._buffer(out, self.num_layers, self.num_heads, len(block_ids))
         for target, cache in zip(by_layer, self._layers, strict=True):
             target[...] = cache[:, np.asarray(block_ids)]
@@ -89,7 +153,7 @@ class HostHeads:
             on_done()
 
     def gather_layer(
-        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+        self, layer: int, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None
     ) -> None:
         (target,) = self._buffer(out, 1, self.num_heads, len(block_ids))
         target[...] = self._layers[layer][:, np.asarray(block_ids)]
@@ -98,7 +162,7 @@ class HostHeads:
 
     def scatter(
         self,
-        source: ByteArray,
+        source: KvBytes,
         block_ids: Sequence[int],
         on_done: OnDone = None,
         heads: Span | None = None,
@@ -111,14 +175,14 @@ class HostHeads:
             on_done()
 
     def scatter_part(
-        self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
+        self, data: KvBytes, offset: int, block_ids: Sequence[int], heads: Span | None = None
     ) -> None:
         self._scatter_rows(0, data, offset, block_ids, heads)
 
     def scatter_layer(
         self,
         layer: int,
-        data: ByteArray,
+        data: KvBytes,
         offset: int,
         block_ids: Sequence[int],
         heads: Span | None = None,
@@ -128,23 +192,24 @@ class HostHeads:
     def _scatter_rows(
         self,
         first_layer: int,
-        data: ByteArray,
+        data: KvBytes,
         offset: int,
         block_ids: Sequence[int],
         heads: Span | None,
     ) -> None:
         rows = part_rows(self._where, data, offset, len(block_ids), heads)
         for layer, head, first, landed in rows:
-            ids = np.asarray(block_ids[first : first + len(landed)])
-            shape = [len(landed), *(axis.count for axis in self._where.outer), -1]
-            self._layers[first_layer + layer][head, ids] = landed.reshape(shape)
+            count = landed.size // self._where.head_bytes
+            ids = np.asarray(block_ids[first : first + count])
+            shape = [count, *(axis.count for axis in self._where.outer), -1]
+            self._layers[first_layer + layer][head, ids] = in_host(landed).reshape(shape)
 
     def _buffer(
-        self, data: ByteArray, num_layers: int, num_heads: int, num_blocks: int
+        self, data: KvBytes, num_layers: int, num_heads: int, num_blocks: int
     ) -> npt.NDArray[np.uint8]:
         where = self._where
         outer = [axis.count for axis in where.outer]
-        return data.reshape(num_layers, num_heads, num_blocks, *outer, where.run_bytes)
+        return in_host(data).reshape(num_layers, num_heads, num_blocks, *outer, where.run_bytes)
 
 
 def _by_head(cache: torch.Tensor, where: HeadBlocks) -> npt.NDArray[Any]:

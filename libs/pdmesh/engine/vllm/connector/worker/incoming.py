@@ -62,7 +62,7 @@ from pdmesh.engine.vllm.messages import (
 )
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.thread import AgentThread
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import KvBytes
 
 
 @dataclass(slots=True)
@@ -196,7 +196,7 @@ class IncomingKv:
     def _start(self, loading: _Loading, awaits_prefill: bool) -> None:
         load, leg = loading.load, loading.load.leg
 
-        def land(piece: PiecePull, offset: int, data: ByteArray) -> None:
+        def land(piece: PiecePull, offset: int, data: KvBytes) -> None:
             self._land(load, piece, offset, data)
 
         if load.block_ids:
@@ -215,7 +215,7 @@ class IncomingKv:
         )
         pull.start(lambda: self._tell(_ended(leg, pull)))
 
-    def _land(self, load: KvLoad, piece: PiecePull, offset: int, data: ByteArray) -> None:
+    def _land(self, load: KvLoad, piece: PiecePull, offset: int, data: KvBytes) -> None:
         with self._lock:
             orders = self._blocks.handle(RangeVerified(load.leg), time.monotonic())
         for _ in orders:

@@ -20,7 +20,7 @@ from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.agent.types import PullResult
-from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.base import KvBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def pull_pieces(
     first_block: int,
     num_blocks: int,
     on_silent: Callable[[], None] = lambda: None,
-    on_range: Callable[[PiecePull, int, ByteArray], None] | None = None,
+    on_range: Callable[[PiecePull, int, KvBytes], None] | None = None,
 ) -> TogetherPull:
     """Pull all pieces at once: the prompt's blocks from `first_block` on.
 

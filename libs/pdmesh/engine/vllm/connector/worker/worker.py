@@ -16,8 +16,9 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.cache_groups import CacheGroups
 from pdmesh.core.kv.layout.compatibility import KvFormat
 from pdmesh.core.kv.layout.rank_heads import heads_of
+from pdmesh.core.kv.transfer.kv_path import KvMemory, KvPath, NoSuchPath, decide_path
 from pdmesh.engine.vllm.connector.kv_facts import KvFacts
-from pdmesh.engine.vllm.connector.refusal import CannotMoveKv
+from pdmesh.engine.vllm.connector.refusal import CannotMoveKv, HasNoKvPath
 from pdmesh.engine.vllm.connector.scheduler.handoff import StepPlan
 from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout, with_windows
@@ -42,8 +43,9 @@ from pdmesh.engine.vllm.messages import (
     WorkerControl,
 )
 from pdmesh.engine.vllm.model.fingerprint import COMPUTATION_CHARS, digest
+from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
-from pdmesh.kv.agent.arena_memory import AgentMemory, HostArena
+from pdmesh.kv.agent.arena_memory import AgentMemory, ArenaMemory, HostArena
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.agent.types import (
     AgentEvent,
@@ -51,6 +53,7 @@ from pdmesh.kv.agent.types import (
     AgentLandingFreed,
     AgentTicketClosed,
 )
+from pdmesh.kv.device.probe import path_facts
 from pdmesh.kv.transport.ucx import UcxTransport
 
 if TYPE_CHECKING:
@@ -78,6 +81,7 @@ class HandoffWorker:
         self._fingerprint = ""
         self._layers: dict[str, int] = {}  # by vLLM's name, in order of computation
         self._agent: AgentThread | None = None
+        self._path: KvPath | None = None  # None: no KV leaves or arrives
         self.outgoing: Outgoing | None = None
         self._lost: set[str] = set()  # requests that fail with the next results
         self.incoming: IncomingKv | None = None
@@ -91,11 +95,11 @@ class HandoffWorker:
 
         `kv_caches` are in the order in which the model computes the layers. Raises CannotMoveKv.
         """
-        is_opaque = self._config["device"] == "cpu"
+        is_packed = self._config["device"] == "cpu"
         try:
             mine = heads_of(facts.num_heads, self._num_ranks, self._rank)
             layout = read_layout(
-                kv_caches, self._num_blocks, mine.count, is_opaque=is_opaque, kernels=facts.backends
+                kv_caches, self._num_blocks, mine.count, is_packed=is_packed, kernels=facts.backends
             )
         except ValueError as error:
             raise CannotMoveKv(str(error)) from error
@@ -127,6 +131,7 @@ class HandoffWorker:
                 self._control.send,
                 _die,
             )
+        self._device = next(iter(kv_caches.values())).device
         address, send = self._open_agent(), self._control.send
         if self._agent is not None:
             self.outgoing = Outgoing(self._rank, caches, self._agent, send)
@@ -146,8 +151,27 @@ class HandoffWorker:
                 tuple(windows) if any(windows) else (),
                 len(self._groups),
                 self._groups.first_full,
+                str(self._path or ""),
             )
         )
+
+    def _decide_path(self) -> KvPath:
+        """Where the arenas are. Raises HasNoKvPath if the settings ask for another one."""
+        config = self._config
+        num_bytes = config["staging_bytes"] + config["landing_bytes"]
+        try:
+            facts = path_facts(self._device, config["kv_host"], num_bytes)
+            path = decide_path(
+                KvMemory(config["kv_memory"]), facts, requires_rdma=config["requires_rdma"]
+            )
+        except (NoSuchPath, KvTransferFailed) as error:
+            raise HasNoKvPath(str(error)) from error
+        log.info("kv.path", memory=path.memory.value, because=path.reason)
+        return path
+
+    @property
+    def _is_on_device(self) -> bool:
+        return self._path is not None and self._path.memory is KvMemory.DEVICE
 
     def _group(self, layer_name: str) -> int:
         """Raises CannotMoveKv for a layer that uses another layer's cache, of an unknown group."""
@@ -162,6 +186,7 @@ class HandoffWorker:
         lends = self.tiers is not None and config["tiers"]["uses_peers"]
         if not (config["staging_bytes"] or config["landing_bytes"] or lends):
             return ""  # fusion: no KV leaves or arrives
+        self._path = self._decide_path()
         identity = AgentIdentity(
             config["instance_id"],
             config["incarnation"],
@@ -177,7 +202,7 @@ class HandoffWorker:
 
     def _make_agent(self, identity: AgentIdentity) -> KvAgent:
         return KvAgent(
-            UcxTransport(self._config["kv_host"]),
+            UcxTransport(self._config["kv_host"], reaches_gpu=self._is_on_device),
             identity,
             AgentMemory(
                 self._arena("staging_bytes"),
@@ -188,7 +213,11 @@ class HandoffWorker:
             on_peers=lambda num_open: self._control.send(Connections(self._rank, num_open)),
         )
 
-    def _arena(self, size: str) -> HostArena:
+    def _arena(self, size: str) -> ArenaMemory:
+        if self._is_on_device:
+            from pdmesh.kv.device.arena import DeviceArena
+
+            return DeviceArena(self._config[size], self._device)
         arena = HostArena(self._config[size])
         if self._config["device"] != "cpu" and arena.size:
             # needs Triton, which only a machine with a GPU has

@@ -1,0 +1,86 @@
+"""The arguments of `pdmesh plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdmesh.cli import values
+from pdmesh.cli.arguments import options
+from pdmesh.cli.arguments.options import Commands
+from pdmesh.core.sizing.accelerators import ACCELERATORS
+
+
+def add_plan(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "plan",
+        parents=[options.of_state(), options.of_output()],
+        help="say how many instances a workload needs, and whether P/D pays for it",
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        help="a folder with config.json, such a file, or a hub id in the local cache",
+    )
+    add(
+        "--gpu",
+        required=True,
+        help=f"{', '.join(sorted(ACCELERATORS))}, or custom:bf16_tflops=N,memory_gib=N,"
+        "memory_gbs=N; custom:h100,memory_gib=94 changes a known one",
+    )
+    add(
+        "--tp",
+        type=values.sizes,
+        default=(1, 2, 4, 8),
+        metavar="N,M",
+        help="tensor-parallel ranks to choose from (default: 1,2,4,8)",
+    )
+    add("--scenario", type=Path, metavar="FILE", help="YAML with the fields of the options below")
+    add("--rate", type=values.positive, metavar="N", help="requests/s (rate_per_s)")
+    lengths = "tokens: N, MIN-MAX (uniform) or mean=N,p99=M (lognormal)"
+    add("--prompt", metavar="TOKENS", help=f"lengths of prompts, {lengths} (prompt)")
+    add("--answer", metavar="TOKENS", help="lengths of answers, likewise (answer)")
+    add(
+        "--cached",
+        type=values.share_or_none,
+        metavar="SHARE",
+        help="share of each prompt that the cache has (cached_share; default: 0)",
+    )
+    add(
+        "--trace",
+        metavar="FILE",
+        help="lengths and rate from a Mooncake trace or an Azure table instead (trace)",
+    )
+    add("--ttft", type=values.positive, metavar="SECONDS", help="goal of the first token (ttft_s)")
+    add(
+        "--tpot",
+        type=values.positive,
+        metavar="SECONDS",
+        help="goal of each further token, as a request's mean (tpot_s)",
+    )
+    add(
+        "--share",
+        type=values.share,
+        metavar="SHARE",
+        help="of requests that keep each goal (share; default: 0.99)",
+    )
+    add(
+        "--least",
+        type=values.one_or_more,
+        default=2,
+        metavar="N",
+        help="instances of each role at least (default: 2, for one may fail)",
+    )
+    add("--kv-dtype", choices=["auto", "fp8"], default="auto", help="number format of stored KV")
+    add("--law", metavar="LAW", help="a measured law instead of the GPU's: a name or a YAML file")
+    add(
+        "--price", type=values.positive, metavar="N", help="of one GPU for an hour, in any currency"
+    )
+    add(
+        "--mode",
+        choices=["auto", "pd", "fusion"],
+        default="auto",
+        help="which deployment the desired state is of (default: the smaller one)",
+    )
+    add("--desired", action="store_true", help="print only the desired state, for pdmesh apply")
+    parser.set_defaults(module="plan")

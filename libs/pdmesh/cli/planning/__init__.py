@@ -1,0 +1,1 @@
+"""What `pdmesh plan` reads and prints: a model's folder, a scenario, a trace, an engine's law."""

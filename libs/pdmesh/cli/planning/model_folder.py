@@ -1,0 +1,77 @@
+"""Finds a model's `config.json` on this machine: a folder, the file itself, or a cached hub id.
+
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from pdmesh.core.sizing.model_shape import ModelShape, model_shape
+from pdmesh.core.sizing.problem import SizingProblem
+
+_MAX_BYTES: Final = 1 << 24  # of a config.json
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_WEIGHTS: Final = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
+
+
+def read_model(model: str) -> tuple[ModelShape, str]:
+    """The model's shape, and its folder if that has weights (else empty). Raises SizingProblem."""
+    config = _config_path(model)
+    folder = config.parent
+    weight_bytes = _weight_bytes(folder)
+    shape = model_shape(_read(config), weight_bytes=weight_bytes)
+    return shape, str(folder.absolute()) if weight_bytes else ""
+
+
+def _config_path(model: str) -> Path:
+    path = Path(model).expanduser()
+    tried = [path if path.is_file() else path / "config.json"]
+    if _HUB_ID.fullmatch(model):
+        tried += sorted(_snapshots(model), key=lambda p: p.stat().st_mtime, reverse=True)
+    for each in tried:
+        if each.is_file():
+            return each
+    where = f" nor in the cache {_hub_cache()}" if _HUB_ID.fullmatch(model) else ""
+    raise SizingProblem("model", f"there is no config.json at {tried[0]}{where}")
+
+
+def _hub_cache() -> Path:
+    """Where Hugging Face's library keeps what it fetched."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache)
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    return Path(home) / "hub"
+
+
+def _snapshots(model: str) -> list[Path]:
+    folder = _hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots"
+    return [path for path in folder.glob("*/config.json") if path.is_file()]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > _MAX_BYTES:
+        raise SizingProblem("model", f"{path} is larger than 16 MiB")
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as exc:
+        raise SizingProblem("model", f"{path} is not JSON: {exc}") from exc
+    if not isinstance(config, dict):
+        raise SizingProblem("model", f"{path} is not a JSON object")
+    quantised = path.with_name("hf_quant_config.json")
+    if quantised.is_file() and "quantization_config" not in config:  # of NVIDIA's ModelOpt
+        own = json.loads(quantised.read_bytes()).get("quantization", {})
+        config["quantization_config"] = {"quant_method": "modelopt", **own}
+    return config
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Of the first form of weights that is there: some folders have two."""
+    for pattern in _WEIGHTS:
+        if sizes := [path.stat().st_size for path in folder.glob(pattern)]:
+            return sum(sizes)
+    return 0

@@ -1,0 +1,232 @@
+"""Incidents: what went wrong with one incarnation of a process, and what was done about it.
+
+An incident opens when the health-monitor suspects the process or finds a fault. What the master
+and the gateways do then becomes its steps: the process is left out of its group, another instance
+takes its place, requests go on elsewhere. It ends when the process is well again, a new one has its
+name, or its place is filled.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.history.ended_request import EndedRequest
+
+MAX_INCIDENTS: Final = 100
+MAX_STEPS: Final = 40  # of an incident
+_MAX_WAITING: Final = 1024  # instances that requests lost
+_TOGETHER_S: Final = 60.0  # losses of requests belong to an incident that began so close to them
+_CAUSES: Final = {
+    "lease_expired": "its lease ended",
+    "heartbeat_missed": "no heartbeat",
+    "replaced": "another process registered under its name",
+    "heartbeat_resumed": "heartbeats again",
+    "registered": "it registered again",
+    "deregistered": "it left",
+}
+_ACTIONS: Final = {
+    "ignore": "nothing is done",
+    "retry": "its requests are tried again",
+    "restart_process": "its process is restarted",
+    "replace_instance": "it is replaced",
+    "drain_node": "its node is drained",
+    "eject_node": "its node is ejected",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HealthTurned:
+    """The health-monitor's judgement changed. `health`: healthy, suspect, dead."""
+
+    instance_id: str
+    incarnation: int
+    health: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class FaultTurned:
+    """The health-monitor found, or no longer finds (level 0), a fault."""
+
+    instance_id: str
+    incarnation: int
+    level: int
+    reasons: tuple[str, ...] = ()
+    action: str = ""
+    held_back: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStepped:
+    """The master made a step with a member of a group. `replaces`: whose place it takes."""
+
+    instance_id: str
+    incarnation: int
+    step: str
+    group_id: str
+    role: str = ""
+    replaces: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """An operator took the instance out of service, or put it back."""
+
+    instance_id: str
+    what: str
+
+
+IncidentEvent = HealthTurned | FaultTurned | MemberStepped | Ordered | EndedRequest
+
+
+@dataclass(slots=True)
+class Trouble:
+    """Times are seconds since 1970; `ended_at` 0: it is open."""
+
+    instance_id: str
+    incarnation: int
+    began_at: float
+    cause: str
+    ended_at: float = 0.0
+    steps: list[tuple[float, str]] = field(default_factory=list)
+    num_moved: int = 0  # requests that went on elsewhere
+    num_failed: int = 0  # requests that lost it, and failed
+    is_dead: bool = False
+    successor: str = ""
+
+    def note(self, at: float, what: str) -> None:
+        if len(self.steps) < MAX_STEPS and (not self.steps or self.steps[-1][1] != what):
+            self.steps.append((at, what))
+
+    def end(self, at: float, what: str) -> None:
+        self.note(at, what)
+        self.ended_at = at
+
+    def is_near(self, at: float) -> bool:
+        """Whether what happens at `at` may still belong to it."""
+        return not self.ended_at or at - self.ended_at < _TOGETHER_S
+
+
+@dataclass(slots=True)
+class IncidentBook:
+    """The only way to change state is `handle`. At the bound, the oldest incident is dropped."""
+
+    _troubles: OrderedDict[tuple[str, int], Trouble] = field(default_factory=OrderedDict)
+    # Requests often notice a death before the health-monitor does: (when, moved, failed).
+    _lost: OrderedDict[str, tuple[float, int, int]] = field(default_factory=OrderedDict)
+
+    def handle(self, event: IncidentEvent, now: float) -> None:
+        """`now`: seconds since 1970."""
+        match event:
+            case HealthTurned():
+                self._on_health(event, now)
+            case FaultTurned():
+                self._on_fault(event, now)
+            case MemberStepped():
+                self._on_step(event, now)
+            case Ordered():
+                for trouble in self._open(event.instance_id):
+                    trouble.note(now, event.what)
+            case EndedRequest():
+                self._on_request(event, now)
+
+    def latest(self) -> list[Trouble]:
+        """The latest one last."""
+        return list(self._troubles.values())
+
+    def check_invariants(self) -> None:
+        assert len(self._troubles) <= MAX_INCIDENTS
+        assert len(self._lost) <= _MAX_WAITING
+        for trouble in self._troubles.values():
+            assert len(trouble.steps) <= MAX_STEPS
+            assert not trouble.ended_at or trouble.ended_at >= trouble.began_at
+
+    def _on_health(self, event: HealthTurned, now: float) -> None:
+        why = _CAUSES.get(event.cause, event.cause)
+        if event.health == "healthy":
+            self._recovered(event, why, now)
+        elif event.cause == "deregistered":
+            for trouble in self._open(event.instance_id):
+                trouble.end(now, "it left in order")
+        else:
+            trouble = self._begin(event.instance_id, event.incarnation, f"{why}: ", now)
+            trouble.note(now, f"judged {event.health}: {why}")
+            trouble.cause = f"{event.health}: {why}"
+            trouble.is_dead = event.health == "dead"
+
+    def _recovered(self, event: HealthTurned, why: str, now: float) -> None:
+        for trouble in self._open(event.instance_id):
+            if trouble.incarnation == event.incarnation:
+                trouble.end(now, f"healthy again: {why}")
+            else:
+                trouble.end(now, "a new process with its name registered")
+
+    def _on_fault(self, event: FaultTurned, now: float) -> None:
+        key = (event.instance_id, event.incarnation)
+        if not event.level:
+            if (known := self._troubles.get(key)) and not known.ended_at:
+                known.end(now, "no fault is found any more")
+            return
+        what = f"fault of level {event.level}: {', '.join(event.reasons) or 'no reason is told'}"
+        trouble = self._begin(*key, what, now)
+        done = f"held back ({event.held_back})" if event.held_back else _ACTIONS.get(event.action)
+        trouble.note(now, f"{what}: {done or event.action}")
+
+    def _on_step(self, event: MemberStepped, now: float) -> None:
+        for trouble in self._near(event.instance_id, now):
+            if trouble.incarnation == event.incarnation:
+                trouble.note(now, f"group {event.group_id}: {event.step.replace('_', ' ')}")
+        for trouble in self._near(event.replaces, now)[-1:]:
+            trouble.successor = event.instance_id
+            role = f" as {event.role}" if event.role else ""
+            trouble.note(now, f"{event.instance_id} takes its place{role} in {event.group_id}")
+        if event.step == "serving":
+            self._on_successor(event.instance_id, now)
+
+    def _on_successor(self, instance_id: str, now: float) -> None:
+        what = f"{instance_id} serves in its place"
+        for trouble in self._troubles.values():
+            if trouble.successor == instance_id and trouble.is_near(now):
+                trouble.note(now, what)
+                if trouble.is_dead and not trouble.ended_at:
+                    trouble.end(now, what)
+
+    def _on_request(self, request: EndedRequest, now: float) -> None:
+        has_failed = request.outcome == "failed"
+        for instance_id in {i: None for loss in request.losses for i in loss.instance_ids}:
+            at, moved, failed = self._lost.pop(instance_id, (now, 0, 0))
+            if now - at > _TOGETHER_S:
+                moved = failed = 0
+            self._lost[instance_id] = (now, moved + (not has_failed), failed + has_failed)
+            if len(self._lost) > _MAX_WAITING:
+                self._lost.popitem(last=False)
+            for trouble in self._near(instance_id, now)[-1:]:
+                self._count(trouble)
+
+    def _begin(self, instance_id: str, incarnation: int, cause: str, now: float) -> Trouble:
+        key = (instance_id, incarnation)
+        trouble = self._troubles.get(key)
+        if trouble is None or trouble.ended_at:
+            self._troubles.pop(key, None)
+            trouble = self._troubles[key] = Trouble(instance_id, incarnation, now, cause)
+            if now - self._lost.get(instance_id, (now, 0, 0))[0] <= _TOGETHER_S:
+                self._count(trouble)
+        if len(self._troubles) > MAX_INCIDENTS:
+            self._troubles.popitem(last=False)
+        return trouble
+
+    def _count(self, trouble: Trouble) -> None:
+        """The requests that were lost with it, and not counted yet."""
+        _, moved, failed = self._lost.pop(trouble.instance_id, (0.0, 0, 0))
+        trouble.num_moved += moved
+        trouble.num_failed += failed
+
+    def _open(self, instance_id: str) -> list[Trouble]:
+        every = self._troubles.values()
+        return [t for t in every if t.instance_id == instance_id and not t.ended_at]
+
+    def _near(self, instance_id: str, now: float) -> list[Trouble]:
+        every = self._troubles.values()
+        return [t for t in every if t.instance_id == instance_id and t.is_near(now)]

@@ -1,0 +1,71 @@
+"""How long an engine's steps take, as a law of what is in the batch.
+
+The terms are those of a transformer: a fixed cost per step, a cost per token, and attention over
+the context. The sim engine waits these times out in real time, the virtual mesh adds them up, and
+the plan of a deployment puts them into its queues.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Coefficients in seconds. If all are zero, only the mesh costs time."""
+
+    name: str
+    prefill_fixed_s: float = 0.0
+    prefill_token_s: float = 0.0
+    prefill_pair_s: float = 0.0  # per (computed token, token it attends to)
+    step_fixed_s: float = 0.0
+    step_sequence_s: float = 0.0  # per sequence in the decode batch
+    step_context_s: float = 0.0  # per token of context over the whole batch
+    step_experts_s: float = 0.0  # to read all routed experts; a batch reads those that it uses
+    expert_share: float = 0.0  # of the experts, used by one token
+    pads: bool = False  # every prompt of a batch takes as long as the batch's longest
+    reads_once: bool = False  # prompts and decodes of one step share what the step reads
+
+    def prefill_s(
+        self, num_tokens: int, num_cached: int = 0, batch: int = 1, longest: int = 0
+    ) -> float:
+        """Time to compute `num_tokens` in total, of `batch` prompts.
+
+        Each prompt has `num_cached` tokens already; the longest computes `longest` tokens.
+        """
+        if num_tokens <= 0:
+            return 0.0
+        if self.pads:
+            num_tokens = max(num_tokens, batch * longest)
+        pairs = num_tokens * (num_cached + num_tokens / (2 * max(batch, 1)))
+        return (
+            self.prefill_fixed_s + num_tokens * self.prefill_token_s + pairs * self.prefill_pair_s
+        )
+
+    def step_s(self, batch: float, num_context: float) -> float:
+        """Time of one decode step of `batch` sequences that hold `num_context` tokens together."""
+        if batch <= 0:
+            return 0.0
+        return self.read_s(batch) + self._own_s(batch, num_context)
+
+    def mixed_s(self, prefill_s: float, batch: float, num_context: float) -> float:
+        """Time of a step that computes prompts, which alone take `prefill_s`, and decodes.
+
+        If it reads the weights once, they are read while the prompts are computed.
+        """
+        if batch <= 0:
+            return prefill_s
+        if not self.reads_once:
+            return prefill_s + self.step_s(batch, num_context)
+        return max(prefill_s, self.read_s(batch)) + self._own_s(batch, num_context)
+
+    def read_s(self, batch: float) -> float:
+        """The part of a decode step that is there for any batch: overhead and weights."""
+        if not self.step_experts_s:
+            return self.step_fixed_s
+        touched: float = 1 - (1 - self.expert_share) ** batch
+        return self.step_fixed_s + self.step_experts_s * touched
+
+    def _own_s(self, batch: float, num_context: float) -> float:
+        """The part of a decode step that each sequence adds."""
+        return batch * self.step_sequence_s + num_context * self.step_context_s

@@ -1,0 +1,133 @@
+"""Decides whether KV waits and lands in a GPU's memory or in the host's (S50, S57).
+
+From an arena on the GPU, UCX moves KV without the host: by cuda_ipc to another GPU of the machine,
+by GPUDirect over RDMA to another machine. Where UCX can do neither, it would copy through host
+memory itself, in small pieces, while the agent waits. So the arena is then in page-locked host
+memory, which the GPU's copy engines fill and empty. `REQUIRE_RDMA` turns that fallback, and KV over
+tcp, into an error at the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+# UCX's names of transports begin so: verbs and mlx5 (rc, dc, ud), EFA's (srd), Gaudi's IB (gga).
+_RDMA: Final = ("rc_", "dc_", "ud_", "srd", "gga_")
+_COPIES: Final = "cuda_copy"
+_OWN_GPUS: Final = "cuda_ipc"
+
+
+class KvMemory(StrEnum):
+    """Where arenas are; also the setting, whose AUTO is the GPU where that pays."""
+
+    AUTO = "auto"
+    HOST = "host"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class PathFacts:
+    """What was found on this machine. `transports` are UCX's, with the options that will be used.
+
+    `reads_gpu_memory` says by what an RDMA device reads and writes the GPU's memory:
+    "nvidia_peermem", "DMA-BUF", or empty.
+    """
+
+    device: str  # cpu or cuda
+    is_local: bool  # KV stays on this machine: its address is a loopback one
+    transports: frozenset[str] = frozenset()
+    reads_gpu_memory: str = ""
+    arena_bytes: int = 0
+    free_bytes: int = 0  # of the GPU's memory
+
+    @property
+    def rdma(self) -> tuple[str, ...]:
+        return tuple(sorted(t for t in self.transports if t.startswith(_RDMA)))
+
+
+@dataclass(frozen=True, slots=True)
+class KvPath:
+    memory: KvMemory  # HOST or DEVICE
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.memory.value}: {self.reason}"
+
+
+class NoSuchPath(ValueError):
+    """The settings ask for a path that this machine does not have; says why, in a line."""
+
+
+def decide_path(asked: KvMemory, facts: PathFacts, *, requires_rdma: bool) -> KvPath:
+    """Raises NoSuchPath: `KV_MEMORY` is device or `REQUIRE_RDMA` is set, and it cannot be had."""
+    obstacle = _obstacle(facts)
+    if requires_rdma:
+        _check_rdma(asked, facts, obstacle)
+    if asked is KvMemory.DEVICE and obstacle:
+        raise NoSuchPath(f"KV_MEMORY is device, but {obstacle}")
+    if facts.device == "cpu":
+        return KvPath(KvMemory.HOST, "the engine computes on a CPU")
+    if asked is KvMemory.HOST:
+        return KvPath(KvMemory.HOST, "KV_MEMORY is host")
+    if obstacle:
+        return KvPath(KvMemory.HOST, obstacle)
+    if facts.is_local:
+        return KvPath(KvMemory.DEVICE, f"{_OWN_GPUS} between the GPUs of this machine")
+    ways = [f"GPUDirect by {facts.reads_gpu_memory} over {', '.join(facts.rdma)}"]
+    ways += [_OWN_GPUS] * (_OWN_GPUS in facts.transports)
+    return KvPath(KvMemory.DEVICE, " and ".join(ways))
+
+
+def _obstacle(facts: PathFacts) -> str:
+    """Why KV goes through host memory; empty if it need not."""
+    if facts.device == "cpu":
+        return "the engine computes on a CPU"
+    if _COPIES not in facts.transports:
+        return (
+            f"UCX has no {_COPIES} here, only {_shown(facts)}: UCX_TLS may leave it out, or "
+            "libcuda.so.1 is missing"
+        )
+    if facts.is_local and _OWN_GPUS not in facts.transports:
+        return f"UCX has no {_OWN_GPUS} here, only {_shown(facts)}"
+    if not facts.is_local and not facts.rdma:
+        return f"UCX has no RDMA here, only {_shown(facts)}"
+    if not facts.is_local and not facts.reads_gpu_memory:
+        return (
+            f"{', '.join(facts.rdma)} cannot read the GPU's memory: nvidia_peermem is not loaded, "
+            "and the driver has no DMA-BUF"
+        )
+    if facts.arena_bytes > facts.free_bytes:
+        return (
+            f"the arenas need {_mib(facts.arena_bytes)} MiB of the GPU's memory, and "
+            f"{_mib(facts.free_bytes)} MiB are free"
+        )
+    return ""
+
+
+def _check_rdma(asked: KvMemory, facts: PathFacts, obstacle: str) -> None:
+    if facts.is_local:
+        raise NoSuchPath("REQUIRE_RDMA is set, but KV is sent to a loopback address: INNER_HOST")
+    if not facts.rdma:
+        raise NoSuchPath(f"REQUIRE_RDMA is set, but UCX has no RDMA here, only {_shown(facts)}")
+    if facts.device != "cpu" and asked is not KvMemory.HOST and obstacle:
+        raise NoSuchPath(f"REQUIRE_RDMA is set, but KV would go through host memory: {obstacle}")
+
+
+def transports_of(context_info: str) -> frozenset[str]:
+    """The transports in the text that UCX prints of a context: "... flags -- tcp/eth0"."""
+    found = set()
+    for line in context_info.splitlines():
+        words = line.strip("# ").split()
+        if words[:1] == ["resource"] and "/" in words[-1]:
+            found.add(words[-1].split("/", 1)[0])
+    return frozenset(found)
+
+
+def _shown(facts: PathFacts) -> str:
+    return ", ".join(sorted(facts.transports)) or "nothing"
+
+
+def _mib(num_bytes: int) -> int:
+    return -(-num_bytes // (1 << 20))

@@ -1,0 +1,152 @@
+"""The time per token of decodes: sequences share the steps of their engines.
+
+The number of running sequences is that of a processor-sharing queue whose speed depends on the
+batch, which does not depend on how lengths are distributed. The master spreads sequences evenly, so
+the engines of a pool hold equal parts of one number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdmesh.core.instance.law import Law
+from pdmesh.core.sizing.queueing import above, quantile_of
+from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
+
+_MAX_STATES: Final = 300  # of the number of sequences; more are taken in strides
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """Tokens that a running sequence holds, over the time that it runs."""
+
+    mean: float
+    variance: float
+    reserved: float  # for its whole answer, in whole blocks
+
+
+def contexts(requests: Sequence[RequestLengths], block: int) -> Contexts:
+    steps = sum(r.num_steps for r in requests)
+    if not steps:
+        return Contexts(0.0, 0.0, float(block))
+    held = [(r.num_steps, r.num_prompt + r.num_output / 2) for r in requests]
+    middle = sum(n * c for n, c in held) / steps
+    square = sum(n * (c * c + n * n / 12) for n, c in held) / steps
+    reserved = sum(
+        r.num_steps * math.ceil((r.num_prompt + r.num_output + 1) / block) * block for r in requests
+    )
+    return Contexts(middle, square - middle**2, reserved / steps)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLoad:
+    """How many sequences one engine runs: mean and variance, and the share of requests that find
+    no room in any engine.
+    """
+
+    mean: float
+    variance: float
+    full: float
+
+
+def running(
+    rate_per_s: float, steps: float, step_s: list[float], num_engines: int, most: int
+) -> BatchLoad:
+    """`step_s[n]`: of a step of n sequences, n from 0 to `most`. `steps`: mean per request."""
+    offered = rate_per_s * steps
+    total = num_engines * most
+    stride = max(1, total // _MAX_STATES)
+    logs, numbers = [0.0], [0]
+    for n in range(stride, total + 1, stride):
+        at = n - (stride - 1) / 2
+        logs.append(logs[-1] + stride * math.log(offered * _between(step_s, at / num_engines) / at))
+        numbers.append(n)
+    highest = max(logs)
+    weights = [math.exp(each - highest) for each in logs]
+    # Beyond the last state the engines are full, and requests wait for them.
+    ratio = offered * step_s[most] / total
+    if ratio >= 1:
+        return BatchLoad(most, 0.0, 1.0)
+    waiting = weights[-1] * ratio / (1 - ratio) / stride
+    whole = sum(weights) + waiting
+    middle = (sum(n * w for n, w in zip(numbers, weights, strict=True)) + total * waiting) / whole
+    square = sum(n * n * w for n, w in zip(numbers, weights, strict=True)) + total**2 * waiting
+    full = (waiting + weights[-1] / stride) / whole
+    variance = max(0.0, square / whole - middle**2)
+    return BatchLoad(middle / num_engines, variance / num_engines**2, full)
+
+
+def _between(values: list[float], at: float) -> float:
+    low = min(int(at), len(values) - 1)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (at - low)
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """The time per token, per sampled request: deviation and skewness of its mean, and `extra_s`,
+    what its answer waits for at once, spread over its tokens.
+    """
+
+    mean_s: float
+    deviations: tuple[float, ...]
+    skews: tuple[float, ...]
+    extra_s: tuple[float, ...]
+    batch: float
+    full: float
+    most: int
+
+    def exceeds(self, seconds: float) -> float:
+        """The share of requests whose tokens are slower; those that find no room count as such."""
+        slow = mean(
+            [
+                above(self.mean_s + extra, deviation, seconds, skew)
+                for extra, deviation, skew in zip(
+                    self.extra_s, self.deviations, self.skews, strict=True
+                )
+            ]
+        )
+        return self.full + (1 - self.full) * slow
+
+    def quantile_s(self, share: float) -> float:
+        return quantile_of(self.exceeds, share, self.mean_s)
+
+
+def next_tokens(
+    law: Law,
+    traffic: Traffic,
+    num_instances: int,
+    most: int,
+    held: Contexts,
+    before_s: Sequence[float],
+) -> NextTokens:
+    """`before_s`: per sampled request, from its first token to its first decode step."""
+    requests = traffic.requests
+    steps = mean([r.num_steps for r in requests])
+    if most < 1 or not steps:
+        return no_tokens(most, steps)
+    step_s = [law.step_s(max(n, 1), max(n, 1) * held.mean) for n in range(most + 1)]
+    found = running(traffic.rate_per_s, steps, step_s, num_instances, most)
+    middle = found.mean * num_instances / (traffic.rate_per_s * steps)  # Little's law
+    slope = law.step_sequence_s + law.step_context_s * held.mean
+    variance = found.variance * slope**2
+    variance += found.mean * held.variance * law.step_context_s**2
+    smooth = [math.sqrt(variance * averaged(r.num_steps / steps)) for r in requests]
+    extra = [b / max(r.num_steps, 1) for b, r in zip(before_s, requests, strict=True)]
+    skews = tuple(0.0 for _ in requests)
+    return NextTokens(middle, tuple(smooth), skews, tuple(extra), found.mean, found.full, most)
+
+
+def no_tokens(most: int, steps: float) -> NextTokens:
+    """Of engines without room for a sequence, or of requests without decode steps."""
+    return NextTokens(0.0, (0.0,), (0.0,), (0.0,), 0.0, float(most < 1 and steps > 0), most)
+
+
+def averaged(lives: float) -> float:
+    """The part of the batch's variance that is left in a mean over so many mean lives."""
+    if lives < 1e-3:
+        return 1.0
+    return 2 * (lives - 1 + math.exp(-lives)) / lives**2

@@ -1,0 +1,83 @@
+"""One kind of instance that a plan may use: its law, and what its memory holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdmesh.core.instance.law import Law
+from pdmesh.core.sizing.accelerators import Accelerator
+from pdmesh.core.sizing.model_shape import ModelShape
+from pdmesh.core.sizing.problem import SizingProblem
+from pdmesh.core.sizing.roofline import law_of
+
+TP_SIZES: Final = (1, 2, 4, 8)
+MEMORY_SHARE: Final = 0.9  # vLLM's default of gpu_memory_utilization
+WORKSPACE_BYTES: Final = 3 * 2**30  # per rank: activations, CUDA graphs, NCCL
+_GIB: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceKind:
+    """`kv_tokens`: how many tokens' KV an instance of `tp` devices holds."""
+
+    law: Law
+    tp: int
+    kv_tokens: int
+    kv_token_bytes: float = 0.0  # that travel from a prefill to a decode
+    network_bandwidth: float = math.inf  # of the whole instance, one direction
+    cuts_heads: bool = True  # its KV moves between instances with other numbers of ranks too
+    weight_bytes: float = 0.0  # per device
+    kv_bytes: int = 0  # per device
+
+
+def kind_of(
+    shape: ModelShape, device: Accelerator, tp: int, law: Law | None = None
+) -> InstanceKind | None:
+    """The kind with `tp` ranks; None if the model does not fit. `law`: instead of a roofline."""
+    room = _room(shape, device, tp)
+    if room <= 0:
+        return None
+    return InstanceKind(
+        law or law_of(shape, device, tp),
+        tp,
+        int(room / shape.rank_kv_bytes(tp)),
+        shape.kv_token_bytes,
+        device.network_bandwidth * tp,
+        cuts_heads=shape.num_kv_heads > 1,
+        weight_bytes=shape.weight_bytes / tp,
+        kv_bytes=int(room),
+    )
+
+
+def _room(shape: ModelShape, device: Accelerator, tp: int) -> float:
+    """Bytes for KV per rank."""
+    usable = MEMORY_SHARE * device.memory_bytes - WORKSPACE_BYTES
+    return usable - shape.weight_bytes / tp
+
+
+def kinds_of(
+    shape: ModelShape, device: Accelerator, sizes: Sequence[int], law: Law | None = None
+) -> list[InstanceKind]:
+    """All kinds of these sizes that fit. Raises SizingProblem if there are none."""
+    kinds = [k for tp in sizes if (k := kind_of(shape, device, tp, law)) is not None]
+    if not kinds:
+        raise SizingProblem("gpu", _does_not_fit(shape, device, max(sizes)))
+    return kinds
+
+
+def _does_not_fit(shape: ModelShape, device: Accelerator, tp: int) -> str:
+    short = -_room(shape, device, tp) / _GIB
+    need = shape.weight_bytes / _GIB
+    text = (
+        f"the model's weights of {need:.0f} GiB do not fit {tp} x {device.name}:"
+        f" {short:.1f} GiB per device are missing"
+    )
+    fits = [size for size in (*TP_SIZES, 16, 32) if _room(shape, device, size) > 0]
+    if not fits:
+        return f"{text}; no number of devices up to 32 has the room"
+    if fits[0] > TP_SIZES[-1]:
+        return f"{text}; {fits[0]} devices would have the room, which is more than one host has"
+    return f"{text}; --tp {fits[0]} fits"

@@ -1,0 +1,299 @@
+"""One host's server of NATS, of Redis or Valkey, and its sentinel, for a mesh over several hosts.
+
+Everything is over mutual TLS. NATS' servers share the buckets. Redis' replicas follow the primary
+that the sentinels chose last. The servers keep their data, and Redis and the sentinels also their
+configuration, which they rewrite themselves: after a restart each knows its role again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from pdmesh.atomic_file import write_atomically
+from pdmesh.embedded.binaries import NATS, VALKEY, find
+from pdmesh.embedded.ports import PortReservation
+from pdmesh.embedded.servers import NO_USER, context_of, make_private, says
+from pdmesh.errors import BadCertificates
+from pdmesh.net.loopback import join
+
+_NATS_CONFIG: Final = """\
+listen: "{address}"
+server_name: "{name}"
+include "{accounts}"
+{tls}max_payload: 8MB
+write_deadline: "2s"
+ping_interval: "2s"
+ping_max: 2
+jetstream {{
+  store_dir: "{store}"
+  max_mem: 64MB
+  max_file: 1GB
+}}
+cluster {{
+  name: pdmesh
+  listen: "{cluster_address}"
+  no_advertise: true
+  connect_retries: 10
+  routes: {routes}
+{cluster_tls}}}
+"""
+_TLS: Final = """\
+tls {{
+  cert_file: "{folder}/tls.crt"
+  key_file: "{folder}/tls.key"
+  ca_file: "{folder}/ca.crt"
+  {more}
+}}
+"""
+# Without a replica that follows, a primary takes no writes: it may be cut off, and another one be
+# chosen. The append-only file keeps a short restart from emptying the replicas.
+_REDIS_CONFIG: Final = """\
+bind {address}
+port 0
+tls-port {port}
+{tls}aclfile "{acl}"
+masteruser {replica_user}
+masterauth {replica_password}
+replica-announce-ip {address}
+replica-announce-port {port}
+repl-timeout 10
+repl-ping-replica-period 1
+min-replicas-to-write 1
+min-replicas-max-lag 5
+save ""
+appendonly yes
+maxmemory 256mb
+maxmemory-policy noeviction
+dir "{directory}"
+{replicaof}"""
+_SENTINEL_CONFIG: Final = """\
+bind {address}
+port 0
+tls-port {port}
+{tls}aclfile "{acl}"
+dir "{directory}"
+sentinel announce-ip {address}
+sentinel announce-port {port}
+sentinel sentinel-user {user}
+sentinel sentinel-pass {password}
+sentinel monitor {primary} {primary_address} {primary_port} {quorum}
+sentinel auth-user {primary} {user}
+sentinel auth-pass {primary} {password}
+sentinel down-after-milliseconds {primary} 2000
+sentinel failover-timeout {primary} 10000
+sentinel parallel-syncs {primary} 1
+"""
+_REDIS_TLS: Final = """\
+tls-cert-file "{folder}/tls.crt"
+tls-key-file "{folder}/tls.key"
+tls-ca-cert-file "{folder}/ca.crt"
+tls-auth-clients yes
+tls-replication yes
+"""
+
+
+@dataclass(frozen=True)
+class User:
+    name: str
+    password: str = field(repr=False)
+
+
+class NatsMember:
+    """nats-server with JetStream, one of a cluster's."""
+
+    name = "nats"
+
+    def __init__(
+        self,
+        directory: Path,
+        files: Path,
+        host: str,
+        addresses: Mapping[str, str],
+        ports: tuple[int, int],
+    ) -> None:
+        """`files`: a folder with tls/nats/HOST, cluster-tls and accounts.conf. `addresses`: of all
+        members by host. `ports`: for clients, and for the other members.
+        """
+        self._directory, self._folder = directory, files.absolute()
+        self._host, self._addresses = host, addresses
+        self._port = PortReservation(addresses[host], ports[0], "ports.nats")
+        self._cluster_port = ports[1]
+
+    @property
+    def url(self) -> str:
+        return f"tls://{self._port.address}"
+
+    @property
+    def watched(self) -> list[Path]:
+        """Files that NATS reads again when it is told to."""
+        own = (self._tls_dir / name for name in ("tls.crt", "tls.key", "ca.crt"))
+        return [self._folder / "accounts.conf", *own]
+
+    @property
+    def _tls_dir(self) -> Path:
+        return self._folder / "tls" / "nats" / self._host
+
+    def command(self) -> list[str]:
+        binary = find(NATS)
+        make_private(self._directory)
+        others = [a for host, a in self._addresses.items() if host != self._host]
+        routes = ", ".join(f'"tls://{join(each, self._cluster_port)}"' for each in others)
+        text = _NATS_CONFIG.format(
+            address=self._port.address,
+            name=self._host,
+            accounts=os.path.relpath(self._folder / "accounts.conf", self._directory),
+            tls=_TLS.format(
+                folder=self._tls_dir, more="verify_and_map: true\n  handshake_first: true"
+            ),
+            store=(self._directory / "jetstream").absolute(),
+            cluster_address=join(self._addresses[self._host], self._cluster_port),
+            routes=f"[{routes}]",
+            cluster_tls=_TLS.format(
+                folder=self._folder / "cluster-tls", more="verify: true\n  timeout: 5"
+            ),
+        )
+        config = self._directory / "nats.conf"
+        write_atomically(config, text)
+        return [str(binary), "-c", str(config.absolute())]
+
+    async def is_ready(self) -> bool:
+        try:
+            context = context_of(self._tls_dir)
+        except (BadCertificates, OSError):
+            return False
+        connecting = asyncio.open_connection(self._port.host, self._port.port, ssl=context)
+        return await says(connecting, b"", (b"INFO ",))
+
+    async def is_alive(self) -> bool:
+        return await self.is_ready()
+
+    def close(self) -> None:
+        self._port.close()
+
+
+@dataclass(frozen=True)
+class RedisPlace:
+    """Where one of Redis' servers runs, and with which files."""
+
+    directory: Path
+    address: str
+    port: int
+    tls_dir: Path
+    acl: Path
+
+    @property
+    def settings(self) -> dict[str, object]:
+        return {
+            "address": self.address,
+            "port": self.port,
+            "tls": _REDIS_TLS.format(folder=self.tls_dir.absolute()),
+            "acl": self.acl.absolute(),
+            "directory": self.directory.absolute(),
+        }
+
+
+class _RedisProcess:
+    """Redis or Valkey with TLS, and a configuration that it rewrites."""
+
+    name: str
+
+    def __init__(self, place: RedisPlace) -> None:
+        self._place = place
+        self._port = PortReservation(place.address, place.port, f"ports.{self.name}")
+
+    @property
+    def url(self) -> str:
+        return f"rediss://{self._port.address}"
+
+    def command(self) -> list[str]:
+        binary = find(VALKEY)
+        make_private(self._place.directory)
+        config = self._place.directory / f"{self.name}.conf"
+        self._write_once(config, self._text())
+        return [str(binary), str(config.absolute()), *self._options()]
+
+    def _text(self) -> str:
+        raise NotImplementedError
+
+    def _options(self) -> Sequence[str]:
+        return ()
+
+    def _write_once(self, config: Path, text: str) -> None:
+        """Again only if what was prepared has changed."""
+        prepared = config.with_suffix(".prepared")
+        if config.exists() and prepared.exists() and prepared.read_text() == text:
+            return
+        write_atomically(config, text)
+        write_atomically(prepared, text)
+
+    async def is_ready(self) -> bool:
+        try:
+            context = context_of(self._place.tls_dir)
+        except (BadCertificates, OSError):
+            return False
+        connecting = asyncio.open_connection(self._port.host, self._port.port, ssl=context)
+        return await says(connecting, b"PING\r\n", (b"+PONG", NO_USER, b"-LOADI", b"-MASTE"))
+
+    async def is_alive(self) -> bool:
+        return await self.is_ready()
+
+    def close(self) -> None:
+        self._port.close()
+
+
+class RedisMember(_RedisProcess):
+    """The first primary, or a replica of it at first."""
+
+    name = "redis"
+
+    def __init__(self, place: RedisPlace, first_primary: str, replica: User) -> None:
+        """`first_primary`: its address. `replica`: as whom a replica connects to its primary."""
+        super().__init__(place)
+        self._first_primary, self._replica = first_primary, replica
+
+    def _text(self) -> str:
+        is_first = self._place.address == self._first_primary
+        replicaof = "" if is_first else f"replicaof {self._first_primary} {self._place.port}\n"
+        return _REDIS_CONFIG.format(
+            **self._place.settings,
+            replicaof=replicaof,
+            replica_user=self._replica.name,
+            replica_password=self._replica.password,
+        )
+
+
+@dataclass(frozen=True)
+class WatchedPrimary:
+    """What sentinels watch, at first; `quorum` of them must find it gone."""
+
+    name: str
+    address: str
+    port: int
+    quorum: int
+
+
+class SentinelMember(_RedisProcess):
+    name = "sentinel"
+
+    def __init__(self, place: RedisPlace, watched: WatchedPrimary, user: User) -> None:
+        super().__init__(place)
+        self._watched, self._user = watched, user
+
+    def _text(self) -> str:
+        return _SENTINEL_CONFIG.format(
+            **self._place.settings,
+            user=self._user.name,
+            password=self._user.password,
+            primary=self._watched.name,
+            primary_address=self._watched.address,
+            primary_port=self._watched.port,
+            quorum=self._watched.quorum,
+        )
+
+    def _options(self) -> Sequence[str]:
+        return ("--sentinel",)

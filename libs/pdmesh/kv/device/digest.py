@@ -1,0 +1,76 @@
+"""A checksum of 128 bits that a GPU makes as fast as it reads, and that the host can make, too.
+
+xxh3 carries a state from block to block, so one stream of it occupies one thread. Here every word
+of 8 bytes is mixed with its place, and the results are added: a plain sum and one weighted by
+place, both modulo 2^64. Any order of additions gives the same sums, so each program of a kernel
+adds up its own words. A changed word always changes the plain sum. The checksum guards against
+faults, not against forgers. Only `mixed` and `weight` decide what is added: Triton compiles them,
+and numpy runs them.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pdmesh.kv.transport.base import ByteArray
+
+WORD_BYTES: Final = 8
+_MASK: Final = (1 << 64) - 1
+_STEP_WORDS: Final = 8192  # that numpy mixes at a time: they stay in the cache
+
+
+# Both take uint64 of numpy or of Triton, and wrap around. They have no annotations, since Triton
+# would look up their names. The factors are those of splitmix64.
+def mixed(word, place):  # type: ignore[no-untyped-def]
+    """The word's part in the plain sum: a bijection of the word, another one for each place."""
+    x = word ^ (place * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03)
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+def weight(place):  # type: ignore[no-untyped-def]
+    """The place's factor in the weighted sum; odd, so that no change of a word is lost."""
+    return place * 2 + 1
+
+
+_MIXED: Final[Any] = mixed  # for callers with types
+_WEIGHT: Final[Any] = weight
+
+
+def digest(data: ByteArray) -> bytes:
+    """The checksum of host memory: 16 bytes."""
+    num_words = data.size // WORD_BYTES
+    whole = np.ascontiguousarray(data[: num_words * WORD_BYTES])
+    words: npt.NDArray[np.uint64] = _as_words(whole)
+    plain = weighted = 0
+    for first in range(0, num_words, _STEP_WORDS):
+        sums = _sums(words[first : first + _STEP_WORDS], first)
+        plain, weighted = plain + sums[0], weighted + sums[1]
+    if rest := data[num_words * WORD_BYTES :].tobytes():
+        last = np.frombuffer(rest.ljust(WORD_BYTES, b"\0"), "<u8")
+        sums = _sums(last, num_words)
+        plain, weighted = plain + sums[0], weighted + sums[1]
+    return finished(plain, weighted, data.size)
+
+
+def finished(plain: int, weighted: int, num_bytes: int) -> bytes:
+    """The digest of both sums. The length tells zeros at the end from the padding of a word."""
+    a, b = (plain + num_bytes) & _MASK, (weighted ^ num_bytes) & _MASK
+    return struct.pack("<QQ", a, b)
+
+
+def _as_words(data: ByteArray) -> npt.NDArray[np.uint64]:
+    if data.ctypes.data % WORD_BYTES:
+        data = data.copy()
+    return data.view("<u8")
+
+
+def _sums(words: npt.NDArray[np.uint64], first: int) -> tuple[int, int]:
+    place = np.arange(first, first + len(words), dtype=np.uint64)
+    parts: Any = _MIXED(words, place)
+    return int(parts.sum(dtype=np.uint64)), int((parts * _WEIGHT(place)).sum(dtype=np.uint64))

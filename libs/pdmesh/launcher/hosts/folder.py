@@ -1,0 +1,156 @@
+"""The folder of one host: what `pdmesh hosts prepare` writes, and `pdmesh up --host-folder` reads.
+
+    host.json          who the host is, what it runs, addresses, secrets
+    tls/ROLE/ID        a certificate for each of its processes, and one of a viewer for commands
+    cluster-tls/       NATS' certificate towards the cluster's other servers, of an authority of
+                       their own: no process of the mesh may join as a server
+    accounts.conf      who may do what at NATS
+    redis.acl          and at Redis
+    sentinel.acl       and at its sentinels
+
+Only the user who runs the host may read it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Self
+
+from pdmesh.atomic_file import write_atomically
+from pdmesh.core.access.roles import AdminRole
+from pdmesh.core.identity import ProcessIdentity, folder_of
+from pdmesh.errors import MeshError
+from pdmesh.launcher.hosts.layout import Host, Layout
+from pdmesh.launcher.spec import MeshSpec
+from pdmesh.net.loopback import join
+
+PRIMARY: Final = "pdmesh"  # the name under which sentinels watch it
+REPLICA_USER: Final = "replica"
+SENTINEL_USER: Final = "sentinel"
+SERVICES_WITH_REDIS: Final = ("gateway", "kv-cache-index")
+
+
+class BadHostFolder(MeshError):
+    """The folder was not made by `pdmesh hosts prepare` of this release."""
+
+    default_reason = "BAD_HOST_FOLDER"
+
+
+@dataclass(frozen=True)
+class MeshSecrets:
+    """One set for the whole mesh; the passwords are those of Redis' users."""
+
+    hash_secret: str = field(repr=False)
+    mesh_token: str = field(repr=False)
+    passwords: Mapping[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class HostFolder:
+    path: Path
+    name: str
+    layout: Layout
+    secrets: MeshSecrets
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises BadHostFolder, which names the file."""
+        file = path / "host.json"
+        try:
+            data: dict[str, Any] = json.loads(file.read_text())
+            layout = Layout.model_validate_json(json.dumps(data["layout"]))
+            found = cls(path.absolute(), data["name"], layout, MeshSecrets(**data["secrets"]))
+            assert found.host is not None
+        except OSError as exc:
+            raise BadHostFolder(f"{file}: {exc.strerror}") from exc
+        except (ValueError, TypeError, KeyError) as exc:
+            raise BadHostFolder(
+                f"{file} is not of this release: make it again with pdmesh hosts prepare"
+            ) from exc
+        return found
+
+    def write(self) -> None:
+        """Raises OSError."""
+        text = {
+            "name": self.name,
+            "layout": self.layout.model_dump(mode="json"),
+            "secrets": asdict(self.secrets),
+        }
+        write_atomically(self.path / "host.json", json.dumps(text, indent=2) + "\n")
+
+    @property
+    def host(self) -> Host:
+        return self.layout.hosts[self.name]
+
+    @property
+    def has_servers(self) -> bool:
+        return self.name in self.layout.server_hosts
+
+    @property
+    def tls_dir(self) -> Path:
+        return self.path / "tls"
+
+    @property
+    def of_commands(self) -> Path:
+        """The certificate of commands on this host, which may only look."""
+        return folder_of(self.tls_dir, viewer_of(self.name))
+
+    @property
+    def nats_url(self) -> str:
+        return "tls://" + ",".join(self._nearest_first(self.layout.ports.nats))
+
+    def redis_url(self, role: str) -> str:
+        """With the role's user."""
+        sentinels = ",".join(self._nearest_first(self.layout.ports.sentinel))
+        password = self.secrets.passwords[role]
+        return f"rediss-sentinel://{role}:{password}@{sentinels}/0?primary={PRIMARY}"
+
+    def _nearest_first(self, port: int) -> list[str]:
+        """The servers' addresses: this host's own, then those in its region, then the others."""
+        region = self.host.region
+
+        def distance(name: str) -> int:
+            return 0 if name == self.name else 1 if self.layout.hosts[name].region == region else 2
+
+        names = sorted(self.layout.server_hosts, key=distance)
+        return [join(self.layout.address(name), port) for name in names]
+
+    def spec(self, asked: MeshSpec) -> MeshSpec:
+        """What this host runs, with the other options as they were asked for."""
+        return replace(host_spec(self.name, self.host, asked), host_folder=self.path)
+
+
+def host_spec(name: str, host: Host, asked: MeshSpec) -> MeshSpec:
+    return replace(
+        asked,
+        num_prefill=host.prefill,
+        num_decode=host.decode,
+        num_fusion=host.fusion,
+        num_encoder=host.encoder,
+        num_pooling=host.pooling,
+        num_blank=host.blank,
+        num_gateways=host.gateways,
+        num_masters=host.masters,
+        has_index=host.kv_cache_index,
+        has_monitor=host.health_monitor,
+        node_agent=host.node_agent,
+        host_name=name,
+        host_region=host.region,
+        inner_host=host.address,
+        tls=True,
+    )
+
+
+def viewer_of(name: str) -> ProcessIdentity:
+    return ProcessIdentity(str(AdminRole.VIEWER), name)
+
+
+def nats_of(name: str) -> ProcessIdentity:
+    return ProcessIdentity("nats", name)
+
+
+def redis_of(name: str) -> ProcessIdentity:
+    return ProcessIdentity("redis", name)

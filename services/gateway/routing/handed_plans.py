@@ -1,0 +1,112 @@
+"""Plans that one gateway's endpoint picker makes and another gateway uses.
+
+The picker asks the master for a plan and names a gateway to the proxy. The master has booked the
+plan's instances under the picker's request id, so the gateway takes over the plan and the id, and
+nothing is booked twice. The plan comes as a header through the proxy, to which clients may add
+headers too. So it is signed with a key that only gateways can derive, is for one prompt of one
+tenant, ends after some seconds, and is used once. A header that is not such a plan is ignored: the
+gateway then asks the master as always.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from pdmesh.telemetry import metrics, names
+from pdmesh.v1.scheduler_service_pb2 import HandedPlan
+
+PLAN_HEADER: Final = "x-pdmesh-plan"
+LIFE_S: Final = 10.0  # from the plan to the end of the body at the gateway
+_SKEW_S: Final = 5.0  # between the clocks of two gateways
+_MAX_USED: Final = 65_536
+_MAX_CHARS: Final = 8192
+_MAC_BYTES: Final = 32
+_PURPOSE: Final = b"pdmesh endpoint picker's plan, v1"
+
+_ignored = metrics.counter(
+    names.GATEWAY_HANDED_IGNORED,
+    "Plans of an endpoint picker that were not used, by reason: forged, expired, used, other",
+)
+
+
+class HandedPlans:
+    """`secret` is the key of the block hashes. `clock` is the wall clock, in seconds."""
+
+    def __init__(self, secret: bytes, clock: Callable[[], float] = time.time) -> None:
+        self._key = hmac.digest(secret, _PURPOSE, "sha256")
+        self._clock = clock
+        self._used: OrderedDict[str, float] = OrderedDict()  # request ids, until they expire
+
+    def issue(self, plan: HandedPlan) -> str:
+        """The header's value. It sets when the plan expires."""
+        plan.expires_at_ms = int((self._clock() + LIFE_S) * 1000)
+        payload = plan.SerializeToString()
+        return base64.urlsafe_b64encode(payload + self._mac(payload)).decode()
+
+    def take(self, header: str) -> HandedPlan | None:
+        """The plan in a header's value, the first time; None if there is none to use."""
+        if not header:
+            return None
+        plan, reason = self._opened(header)
+        if plan is None:
+            _ignored.add(1, {names.ATTR_REASON: reason})
+        return plan
+
+    def fits(self, plan: HandedPlan, other: HandedPlan) -> bool:
+        """Whether the plan is for this request: prompt and tenant, model, adapter and scenario."""
+        is_same = all(getattr(plan, name) == getattr(other, name) for name in _OF_THE_REQUEST)
+        if not is_same:
+            _ignored.add(1, {names.ATTR_REASON: "other"})
+        return is_same
+
+    def _opened(self, header: str) -> tuple[HandedPlan | None, str]:
+        plan = self._signed(header)
+        if plan is None:
+            return None, "forged"
+        now, request_id = self._clock(), plan.result.request_id
+        until = plan.expires_at_ms / 1000
+        if not now - _SKEW_S < until < now + LIFE_S + _SKEW_S:
+            return None, "expired"
+        self._forget(now)
+        if request_id in self._used:
+            return None, "used"
+        self._used[request_id] = until + _SKEW_S
+        return plan, ""
+
+    def _signed(self, header: str) -> HandedPlan | None:
+        if len(header) > _MAX_CHARS:
+            return None
+        try:
+            data = base64.b64decode(header, b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            return None
+        payload, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(payload)):
+            return None
+        try:
+            return HandedPlan.FromString(payload)
+        except DecodeError:  # of another version
+            return None
+
+    def _forget(self, now: float) -> None:
+        """The oldest expire first, but for the skew of clocks."""
+        while self._used:
+            request_id, until = next(iter(self._used.items()))
+            if until >= now and len(self._used) < _MAX_USED:
+                return
+            del self._used[request_id]
+
+    def _mac(self, payload: bytes) -> bytes:
+        return hmac.new(self._key, payload, hashlib.sha256).digest()
+
+
+_OF_THE_REQUEST: Final = ("prompt_digest", "model", "adapter_digest", "scenario")

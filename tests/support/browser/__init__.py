@@ -1,0 +1,1 @@
+"""A real browser: Chromium, driven by Playwright."""

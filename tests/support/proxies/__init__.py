@@ -1,0 +1,1 @@
+"""Proxies before gateways, as real processes."""
