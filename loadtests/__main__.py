@@ -125,6 +125,17 @@ BENCHES = {
     "compare": Bench(
         "sim.compare", "placement policies side by side on a virtual clock", traces=True
     ),
+    "session-hints": Bench(
+        "placement.session_hints",
+        "what it is worth that agents' clients say when they pause and when they are done",
+        record=True,
+    ),
+    "placement-generalises": Bench(
+        "placement.generalises",
+        "whether placement is good on families of requests that did not choose its constants",
+        record=True,
+        traces=True,
+    ),
     "compare-mesh": Bench(
         "placement.compare",
         "placement policies side by side on real meshes of sim instances",
@@ -141,7 +152,7 @@ BENCHES = {
         "sim.day", "such a day of two scenarios, on a virtual clock", record=True
     ),
 }
-_RECORDS = {"simulate-day": "day-simulated"}
+_RECORDS = {"simulate-day": "day-simulated", "placement-generalises": "placement"}
 
 
 def arguments(name: str, given: Sequence[str], traces: str, today: date) -> list[str]:

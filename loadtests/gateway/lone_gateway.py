@@ -55,6 +55,9 @@ class Master(SchedulerServiceServicer):
     async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:  # noqa: N802
         raise NotImplementedError
 
+    async def MatchPrefix(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
     async def ListGroups(self, request: Any, context: Any) -> Any:  # noqa: N802
         raise NotImplementedError
 

@@ -148,7 +148,7 @@ class Outcome:
     num_requests: int
     num_refused: int
     num_rejections: int
-    prediction_error_percent: float  # MAPE of prefill times after the first 200
+    prediction_error_percent: float  # MAPE of prefill times, after the first 20 spans
     load_max_over_mean: float  # of computed prompt tokens, among the instances that prefill
     num_idle: int
     run_s: float
@@ -164,7 +164,7 @@ def play(case: Case, policy: str, seed: int, traces: Path) -> Outcome:
     block_size = case.shape.block_size
     named = sum(len(s.arrival.blocks) for s in done)
     cached = sum(s.num_cached_tokens // block_size for s in done)
-    errors = mesh.errors[200:] or mesh.errors
+    errors = mesh.errors[20:] or mesh.errors
     prefilled = [w for w in mesh.workers.values() if not w.instance_id.startswith("decode")]
     loads = [w.num_prompt_tokens - w.num_cached_tokens for w in prefilled]
     return Outcome(

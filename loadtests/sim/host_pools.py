@@ -2,17 +2,19 @@
 peer's and does not compute.
 
 `core.kv.tiers.load_plan` decides which source serves which blocks, as in the mesh; a load takes the
-time that its cost says. A pool keeps copies of the blocks that its worker computed or loaded, and
-forgets the least recently used.
+time that its cost says. A pool keeps copies of the blocks that its worker computed or loaded.
+`core.kv.tiers.eviction` decides what it forgets, and sessions may say what they need, as there.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from pdmesh.core.kv.prefix.prefix_index import TierDelta
+from pdmesh.core.kv.tiers.eviction import PoolBook
+from pdmesh.core.kv.tiers.holds import SessionState
 from pdmesh.core.kv.tiers.load_plan import (
     CostBook,
     LoadPlan,
@@ -21,25 +23,23 @@ from pdmesh.core.kv.tiers.load_plan import (
     plan_load,
 )
 
+_OWNER: Final = b""  # all requests are of one tenant
+
 
 @dataclass(slots=True)
 class _Pool:
-    num_blocks: int
-    held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    stored: dict[bytes, None] = field(default_factory=dict)
-    removed: dict[bytes, None] = field(default_factory=dict)
+    book: PoolBook
 
-    def store(self, hashes: Iterable[bytes]) -> None:
+    def store(self, hashes: Sequence[bytes]) -> None:
         for name in hashes:
-            if name not in self.held:
-                self.removed.pop(name, None)
-                self.stored[name] = None
-            self.held[name] = None
-            self.held.move_to_end(name)
-        while len(self.held) > self.num_blocks:
-            name, _ = self.held.popitem(last=False)
-            if self.stored.pop(name, 0) == 0:
-                self.removed[name] = None
+            if name not in self.book and self.book.reserve(name, _OWNER) is not None:
+                self.book.commit(name)
+        self.book.touch(hashes)
+
+    def use(self, hashes: Iterable[bytes]) -> None:
+        for name in hashes:
+            if self.book.pin(name) is not None:
+                self.book.unpin(name)
 
 
 @dataclass(slots=True)
@@ -51,6 +51,8 @@ class HostPools:
 
     num_blocks: int
     recompute_block_s: float
+    is_shared: bool = True  # workers fetch from the pools of others
+    hold_s: float = 120.0  # for a session that has paused
     costs: CostBook = field(default_factory=CostBook)
     num_loaded: dict[Tier, int] = field(default_factory=lambda: {Tier.HOST: 0, Tier.PEER: 0})
     _pools: dict[str, _Pool] = field(default_factory=dict)
@@ -60,31 +62,48 @@ class HostPools:
         if not self.num_blocks or first >= len(hashes):
             return 0, 0.0
         plan = plan_load(
-            [s for name in self._pools if (s := self._source(worker, name, hashes)).held],
+            [
+                s
+                for name in (self._pools if self.is_shared else self._pools.keys() & {worker})
+                if (s := self._source(worker, name, hashes)).held
+            ],
             first,
             len(hashes),
             self.recompute_block_s,
         )
         for run in plan.runs:
             self.num_loaded[run.tier] += run.count
+            self._pools[run.name].use(hashes[run.first : run.first + run.count])
         return plan.num_blocks, self._seconds(plan)
 
-    def store(self, worker: str, hashes: Iterable[bytes]) -> None:
+    def store(self, worker: str, hashes: Sequence[bytes]) -> None:
         if self.num_blocks:
-            self._pools.setdefault(worker, _Pool(self.num_blocks)).store(hashes)
+            self._pools.setdefault(worker, _Pool(PoolBook(self.num_blocks))).store(hashes)
+
+    def note_session(
+        self, worker: str, state: SessionState, session: str, hashes: Sequence[bytes], now: float
+    ) -> None:
+        """The session's client has said whether it needs these blocks again soon."""
+        if (pool := self._pools.get(worker)) is None:
+            return
+        pool.book.end_holds(now)
+        match state:
+            case SessionState.PAUSED_FOR_TOOL:
+                pool.book.hold(session, _OWNER, hashes, now + self.hold_s)
+            case SessionState.RESUMED:
+                pool.book.resume(session)
+            case SessionState.DONE:
+                pool.book.retire(session, hashes)
 
     def take_changes(self, worker: str) -> TierDelta | None:
-        pool = self._pools.get(worker)
-        if pool is None or not (pool.stored or pool.removed):
+        if (pool := self._pools.get(worker)) is None:
             return None
-        delta = TierDelta(tuple(pool.removed), tuple(pool.stored))
-        pool.stored.clear()
-        pool.removed.clear()
-        return delta
+        stored, removed = pool.book.take_changes()
+        return TierDelta(removed, stored) if stored or removed else None
 
     def _source(self, worker: str, name: str, hashes: Sequence[bytes]) -> Source:
         tier = Tier.HOST if name == worker else Tier.PEER
-        held = sum((h in self._pools[name].held) << i for i, h in enumerate(hashes))
+        held = self._pools[name].book.held(hashes)
         return Source(tier, held, self.costs.costs[tier], name)
 
     def _seconds(self, plan: LoadPlan) -> float:

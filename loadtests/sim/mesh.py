@@ -28,6 +28,7 @@ from pdmesh.core.instance.admission import (
 )
 from pdmesh.core.instance.law import Law
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, IndexDelta, PrefixIndex
+from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.core.model import Role, Tick
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.fleet import (
@@ -45,6 +46,7 @@ from pdmesh.core.placement.plan import (
 )
 from pdmesh.core.placement.plan import RankedInstance as Ranked
 from pdmesh.core.placement.policies import Query, Weights
+from pdmesh.core.placement.predictor import PromptTokens
 from pdmesh.core.request.events import (
     AskPlan,
     Candidate,
@@ -75,6 +77,7 @@ from pdmesh.core.request.machine import Request
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.waiting_room import WaitingRoom
 from pdmesh.errors import NoInstance
+from pdmesh.instance.legs.load_book import LoadBook
 
 _HUGE: Final = 1 << 50  # bytes: arenas are no bottleneck here
 
@@ -102,8 +105,10 @@ class MeshShape:
     transfer_token_s: float = 5.2e-6  # KV of one token, 128 KiB at 25 GB/s
     ttft_slo_s: float = 600.0  # a request still waiting then is refused
     max_waiting: int = 100_000
-    host_blocks: int = 0  # of each instance's host pool; instances fetch from each other's
+    host_blocks: int = 0  # of each instance's host pool
+    shares_host: bool = True  # instances fetch from each other's host pools
     tells_peers: bool = True  # whether placement knows what host pools hold
+    tells_host: bool = True  # whether it knows what an instance's own host pool holds
 
 
 @dataclass(slots=True)
@@ -133,6 +138,7 @@ class _Life:
     request_id: str
     jobs: dict[int, tuple[Worker, Job]] = field(default_factory=dict)
     waiting: int | None = None
+    expected: tuple[str, float, float] = ("", 0.0, 0.0)  # instance, time of plan, of first token
     tick_at: float = math.inf
 
 
@@ -146,10 +152,11 @@ class VirtualMesh:
             self.fleet, random.Random(seed), POLICIES[policy](), weights, max_candidates=8
         )
         block_s = shape.law.prefill_s(shape.block_size) - shape.law.prefill_fixed_s
-        self.host_pools = HostPools(shape.host_blocks, block_s)
+        self.host_pools = HostPools(shape.host_blocks, block_s, shape.shares_host)
         self.workers: dict[str, Worker] = {}
         self.served: list[Served] = []
-        self.errors: list[float] = []  # relative errors of predictions, in order
+        self.errors: list[float] = []  # relative errors of predicted prefill times, in order
+        self.wait_errors: list[float] = []  # the same of first tokens, as expected with the plan
         window = None
         if shape.prefill_batch > 1:
             window = LengthWindow(shape.prefill_batch, shape.max_passed)
@@ -161,8 +168,7 @@ class VirtualMesh:
         )
         self._sequences: dict[str, int] = {}
         self._dirty: set[str] = set()
-        self._admitted: dict[str, list[str]] = {}
-        self._computed: dict[str, list[PrefillComputed]] = {}
+        self._books: dict[str, LoadBook] = {}
         self._reporting: set[str] = set()
         for role, count in (
             (Role.FUSION, shape.num_fusion),
@@ -182,6 +188,7 @@ class VirtualMesh:
         num_blocks = shape.num_blocks
         if role is Role.DECODE:
             num_blocks = shape.decode_blocks or num_blocks
+        self._books[name] = LoadBook()
         capacity = Capacity(
             works=frozenset({work}),
             num_slots=num_slots,
@@ -216,7 +223,7 @@ class VirtualMesh:
             num_slots,
             num_blocks,
             0,
-            fetches_from_peers=bool(shape.host_blocks),
+            fetches_from_peers=bool(shape.host_blocks) and shape.shares_host,
         )
         self.fleet.handle(InstanceRecorded(identity), self.clock.now)
 
@@ -282,6 +289,7 @@ class VirtualMesh:
             case Complete():
                 life.served.e2e_s = self.clock.now - life.served.arrival.at_s
                 life.served.num_rejections = life.request.num_rejections
+                self._note_session(life.served)
                 self.ended(life.served)
             case Fail():
                 life.served.is_refused = True
@@ -289,6 +297,18 @@ class VirtualMesh:
                 self.ended(life.served)
             case _:
                 pass
+
+    def _note_session(self, served: Served) -> None:
+        """Tell the prefill what the client said of the session."""
+        arrival, prefill = served.arrival, served.prefill_id
+        state, pools = arrival.session_state, self.host_pools
+        if state is None:
+            return
+
+        def hear() -> None:
+            pools.note_session(prefill, state, arrival.chat_id, arrival.blocks, self.clock.now)
+
+        self.clock.after(self.shape.hop_s, hear)
 
     def _wait(self, life: _Life, effect: WaitForSlot) -> None:
         joined = self._room.join(
@@ -316,7 +336,8 @@ class VirtualMesh:
             scenario=self.scenario_of(arrival),
             excluded=frozenset(ask.excluded),
         )
-        matches = self.index.match(arrival.blocks)
+        tier = None if self.shape.tells_host else Tier.ENGINE
+        matches = self.index.match(arrival.blocks, tier)
         peers = self.index.peer_runs(arrival.blocks) if self.shape.tells_peers else NO_PEERS
         plan = self.placement.plan(
             query, matches, self.clock.now, peers, num_cached=self.index.num_blocks_of
@@ -324,6 +345,8 @@ class VirtualMesh:
         if isinstance(plan, NoPlan):
             self._later(life, PlanFailed(ask.plan, NoInstance(plan.message)))
             return
+        best = plan.prefills[0].instance_id
+        life.expected = best, self.clock.now, self.fleet.instances[best].available_at
         self.placed(life.served, plan)
         self._later(life, _received(ask, plan))
 
@@ -336,11 +359,12 @@ class VirtualMesh:
     def _report(self, worker: Worker) -> None:
         name, admission = worker.instance_id, worker.admission
         self._reporting.discard(name)
-        computed = self._computed.pop(name, [])
-        fit = self.fleet.predictor.fit(self.fleet.instances[name].kind)
-        for each in computed:
-            predicted = fit.predict_s(each.num_tokens, each.num_cached_tokens)
-            self.errors.append(abs(predicted - each.seconds) / each.seconds)
+        admitted, ended = self._books[name].take()
+        computed = [
+            PrefillComputed(p.request_id, p.num_tokens, p.num_cached_tokens, p.seconds, p.num_steps)
+            for p in ended
+        ]
+        self._compare(name, computed)
         self.fleet.handle(
             LoadReported(
                 name,
@@ -349,11 +373,24 @@ class VirtualMesh:
                 admission.num_slots_used,
                 admission.num_blocks_free,
                 False,
-                self._admitted.pop(name, []),
+                admitted,
                 computed,
             ),
             self.clock.now,
         )
+
+    def _compare(self, name: str, computed: Sequence[PrefillComputed]) -> None:
+        """Note how wrong the predictor is, before it learns."""
+        instance = self.fleet.instances[name]
+        fit = self.fleet.predictor.fit(instance.kind)
+        prompts = list(instance.untimed)
+        for each in computed:
+            if each.num_tokens:
+                prompts.append(PromptTokens(each.num_tokens, each.num_cached_tokens))
+            if each.seconds > 0 and prompts:
+                found = fit.span_s(prompts, each.num_steps, instance.num_beside)
+                self.errors.append(abs(instance.slowness * found - each.seconds) / each.seconds)
+                prompts.clear()
 
     def _on_blocks(self, worker: Worker) -> None:
         name = worker.instance_id
@@ -372,8 +409,8 @@ class VirtualMesh:
     # --- instances -------------------------------------------------------------------------------
 
     def _on_computed(self, worker: Worker, job: Job, seconds: float) -> None:
-        done = PrefillComputed(job.request_id, job.num_prompt, job.num_cached, seconds)
-        self._computed.setdefault(worker.instance_id, []).append(done)
+        book = self._books[worker.instance_id]
+        book.computed(job.leg, job.num_cached, self.clock.now)
         self._report_soon(worker)
 
     def _prefill(self, life: _Life, send: SendPrefill) -> None:
@@ -395,7 +432,9 @@ class VirtualMesh:
             self._later(life, LegRejected(job.leg, answer.retry_after_ms / 1000))
             return
         life.jobs[job.leg] = (worker, job)
-        self._admitted.setdefault(worker.instance_id, []).append(life.request_id)
+        num_prompt = 0 if worker.work is Work.DECODE else job.num_prompt
+        book = self._books[worker.instance_id]
+        book.admitted(job.leg, life.request_id, num_prompt, self.clock.now)
         self._report_soon(worker)
         self._later(life, LegAccepted(job.leg))
 
@@ -406,6 +445,7 @@ class VirtualMesh:
             if worker.work is Work.PREFILL:
                 self._release(worker, life.jobs.pop(key)[1])
             return
+        self._note_wait(life, worker.instance_id)
         served.num_cached_tokens = job.num_cached
         served.prefill_id = worker.instance_id
         served.prefill_s = self.clock.now - job.began_at
@@ -418,6 +458,13 @@ class VirtualMesh:
         if is_last:
             self._release(worker, job)
         self._later(life, FirstToken(key, 0, finish, ticket, job.num_cached))  # type: ignore[arg-type]
+
+    def _note_wait(self, life: _Life, instance_id: str) -> None:
+        """How wrong the expectation was, if the request went where it was expected to go."""
+        best, planned_at, due = life.expected
+        if best == instance_id:
+            waited_s = self.clock.now - planned_at
+            self.wait_errors.append(abs(due - self.clock.now) / waited_s)
 
     def _start(self, life: _Life, send: SendStart) -> None:
         worker, arrival = self.workers[send.to.instance_id], life.served.arrival

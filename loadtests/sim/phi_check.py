@@ -112,7 +112,7 @@ def check(workload: Workload, seed: int, rate_per_s: float = 0.0) -> Checked:
     if not rate_per_s:
         return check(workload, seed, 1.5 * phi.value * phi.num_instances)
     measured = len(full) / seconds / phi.num_instances
-    errors = mesh.errors[200:]
+    errors = mesh.errors[20:]
     return Checked(
         workload.name,
         seed,

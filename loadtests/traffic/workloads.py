@@ -16,6 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
+from pdmesh.core.kv.tiers.holds import SessionState
+
 _TRACE_BLOCK: Final = 512  # tokens of a Mooncake hash id
 _TICK_S: Final = 3.0  # the Mooncake trace's arrivals are rounded to it
 
@@ -30,6 +32,7 @@ class Arrival:
     blocks: tuple[bytes, ...] = ()
     scenario: str = "default"
     chat_id: str = ""
+    session_state: SessionState | None = None  # that its client says of `chat_id`
 
 
 def block_name(*parts: int) -> bytes:

@@ -39,6 +39,8 @@ from pdmesh.services.gateway.request.waiting import Waiting
 from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
 from pdmesh.services.gateway.routing.handed_plans import HandedPlans
 from pdmesh.services.gateway.routing.planner import Planner
+from pdmesh.services.gateway.routing.scenarios import PrefixMatches, ScenarioChooser
+from pdmesh.services.gateway.routing.session_hints import SessionHints
 from pdmesh.services.gateway.routing.sessions import SessionPool
 from pdmesh.services.gateway.settings import Settings
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
@@ -84,6 +86,7 @@ class Gateway:
             timeout_s=settings.plan_timeout_s,
             max_staleness_s=settings.max_staleness_s,
         )
+        self._matches = PrefixMatches(self.fleet, gateway_id, timeout_s=settings.plan_timeout_s)
         self.observer = Observer(gateway_id, publisher)
         secret = settings.hash_secret.get_secret_value().encode()
         keys = itertools.count(1)
@@ -103,6 +106,7 @@ class Gateway:
             parsers=parsers,
             images=_images(settings),
             answer_kv=AnswerKv(self.fleet, self.sessions, is_on=settings.give_answer_kv),
+            session_hints=SessionHints(self.fleet, self.sessions, hold_s=settings.session_hold_s),
             handed_plans=None if settings.picker_port is None else HandedPlans(secret),
         )
         self.frontend = Frontend(
@@ -111,7 +115,7 @@ class Gateway:
             default_max_tokens=settings.default_max_tokens,
             max_calls=settings.max_calls,
             chunk_interval_s=settings.chunk_interval_ms / 1000,
-            scenario_rules=settings.rules,
+            scenarios=ScenarioChooser(settings.rules, self.fleet, self._matches),
         )
         self.http_app = _http_app(settings, self.frontend, self._access, not_ready)
         self._bounds = _bounds(settings)
@@ -166,6 +170,7 @@ class Gateway:
         await self.observer.publish_rest()
         await self.sessions.close()
         await self._planner.close()
+        await self._matches.close()
         await self.frontend.shared.grammars.close()
         await self.frontend.shared.tokenizers.close()
 

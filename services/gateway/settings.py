@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from pdmesh.config import JsonObject, ServerUrl, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.images.source import MAX_PIXELS, ImageRules
+from pdmesh.core.kv.tiers.holds import MAX_HOLD_S
 from pdmesh.core.request import retry_budget
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
@@ -51,7 +53,24 @@ class ScenarioRuleSettings(JsonObject):
     scenario: str = Field(min_length=1, max_length=256)
     min_prompt_tokens: int = Field(0, ge=0)
     max_prompt_tokens: int = Field(0, ge=0)
+    max_uncached_tokens: int = Field(0, ge=0)
     operation: Literal["", "chat", "text_completion"] = ""
+
+    @field_validator("max_prompt_tokens")
+    @classmethod
+    def _is_no_empty_range(cls, value: int, info: ValidationInfo) -> int:
+        if 0 < value < info.data.get("min_prompt_tokens", 0):
+            raise PydanticCustomError("range", "must be 0 or at least min_prompt_tokens")
+        return value
+
+    @field_validator("max_uncached_tokens")
+    @classmethod
+    def _is_a_bound(cls, value: int, info: ValidationInfo) -> int:
+        if 0 < info.data.get("max_prompt_tokens", 0) <= value:
+            raise PydanticCustomError(
+                "range", "must be less than max_prompt_tokens, or it bounds nothing"
+            )
+        return value
 
 
 class Settings(OidcSettings):
@@ -204,7 +223,15 @@ class Settings(OidcSettings):
     scenario_rules: list[ScenarioRuleSettings] = Field(
         [],
         description="Rules for requests without a scenario, as JSON; the first match wins: "
-        "scenario, min_prompt_tokens, max_prompt_tokens, operation",
+        "scenario, min_prompt_tokens, max_prompt_tokens, max_uncached_tokens (the most that no "
+        "instance of the scenario may hold of the prompt), operation",
+    )
+    session_hold_s: float = Field(
+        120.0,
+        ge=0,
+        le=MAX_HOLD_S,
+        description="For how long host pools evict the blocks of a session last that has paused "
+        "for a tool (a quarter of a pool, and of a tenant's share of it, at most)",
     )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(

@@ -14,7 +14,8 @@ import pdmesh
 from pdmesh.core.groups.announcements import GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.affinity import ChatAffinity
-from pdmesh.core.placement.baselines import POLICIES
+from pdmesh.core.placement.baselines import POLICIES, default
+from pdmesh.core.placement.expected_completion import Prices
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.plan import Placement
 from pdmesh.core.placement.policies import Weights
@@ -68,10 +69,13 @@ def _placement(fleet: Fleet, settings: Settings, rng: random.Random) -> Placemen
         settings.load_weight,
         settings.chat_weight,
     )
+    policy = POLICIES[settings.policy]()
+    if settings.policy == "default":
+        policy = default(Prices(settings.future_price, balance=settings.balance_price))
     return Placement(
         fleet,
         rng,
-        POLICIES[settings.policy](),
+        policy,
         weights,
         settings.max_candidates,
     )

@@ -24,21 +24,45 @@ class Settings(OidcSettings):
         "mixed_pool",
         "cache_threshold",
         "kv_router",
+        "weighted_sum",
     ] = Field("default", description="Policy that ranks instances; all but default are baselines")
+    future_price: float = Field(
+        6.0,
+        ge=0,
+        description="What a second of compute costs later requests, in seconds, where instances "
+        "are busy half of the time; by used / (1 - used) more or less elsewhere",
+    )
+    balance_price: float = Field(
+        5.0,
+        ge=0,
+        description="What it costs where an instance has done twice its share of the work lately "
+        "(beyond a fifth more), in times of the whole prompt",
+    )
     prefix_weight: float = Field(
-        1.0, ge=0, description="Weight of the share of the prompt that an instance holds (alpha)"
+        1.0,
+        ge=0,
+        description="For weighted_sum: weight of the share of the prompt that an instance holds "
+        "(alpha)",
     )
     remote_weight: float = Field(
-        0.5, ge=0, description="Weight of the additional share that a peer's pool holds (beta)"
+        0.5,
+        ge=0,
+        description="For weighted_sum: weight of the additional share that a peer's pool holds "
+        "(beta)",
     )
     latency_weight: float = Field(
         3.0,
         ge=0,
-        description="Weight of the predicted latency, relative to the slowest instance (gamma)",
+        description="For weighted_sum: weight of the predicted latency, relative to the slowest "
+        "instance (gamma)",
     )
-    load_weight: float = Field(0.5, ge=0, description="Weight of the share of slots in use")
+    load_weight: float = Field(
+        0.5, ge=0, description="For weighted_sum: weight of the share of slots in use"
+    )
     chat_weight: float = Field(
-        0.2, ge=0, description="Bonus for the prefill that served the chat's last turn"
+        0.2,
+        ge=0,
+        description="For weighted_sum: bonus for the prefill that served the chat's last turn",
     )
     max_candidates: int = Field(8, ge=1, description="Most instances of each role in a plan")
     max_waiting: int = Field(

@@ -128,6 +128,7 @@ class FakeInstance:
     scenario: str = "default"
     text: TextFiles | None = None  # the files of its model
     num_texts: int = 0  # how often they were requested
+    takes_session_hints: bool = False
     script: Sequence[int] = ()  # the answer to everything, instead of a function of the tokens
 
     prefills: list[pb.Prefill] = field(default_factory=list)
@@ -135,6 +136,7 @@ class FakeInstance:
     joins: list[pb.Join] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    session_hints: list[pb.SessionHint] = field(default_factory=list)
     num_rejected: int = 0
     num_sessions: int = 0
     legs: dict[int, FakeLeg] = field(default_factory=dict)
@@ -176,6 +178,7 @@ class FakeInstance:
             supports_logprobs=self.supports_logprobs,
             supports_constraints=self.supports_constraints,
             engine="fake",
+            takes_session_hints=self.takes_session_hints,
             phase=INSTANCE_PHASE_READY,
             text=told,
         )
@@ -293,6 +296,8 @@ class FakeInstance:
                 self.tickets.discard(f"{self.instance_id}-{command.abort.key}")
                 self.aborted.append(command.abort.key)
                 self.legs.pop(command.abort.key, None)
+            case "session_hint":
+                self.session_hints.append(command.session_hint)
             case "release":
                 self.released.append(command.release.ticket_id)
                 self.tickets.discard(command.release.ticket_id)

@@ -20,6 +20,8 @@ class FakeMaster:
         self.num_streams = 0
         self.is_silent = False
         self.is_refusing = False
+        self.held: dict[str, int] = {}  # blocks of every prompt, by scenario
+        self.matched: list[int] = []  # how many hashes each MatchPrefix had
 
     async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
         return pb.PlanResponse(epoch=len(request.queries))
@@ -34,6 +36,14 @@ class FakeMaster:
             if self.is_refusing:
                 raise Overloaded("not now", retry_after_ms=1000)
             yield pb.PlanStreamResponse(response=await self.Plan(request.request, context))
+
+    async def MatchPrefix(
+        self, request: pb.MatchPrefixRequest, context: Any
+    ) -> pb.MatchPrefixResponse:
+        self.matched.append(len(request.block_hashes))
+        if self.is_refusing:
+            raise Overloaded("not now", retry_after_ms=1000)
+        return pb.MatchPrefixResponse(num_blocks=self.held)
 
     async def ListGroups(self, request: Any, context: Any) -> Any:
         raise NotImplementedError

@@ -75,6 +75,7 @@ _CALLERS: Final[Mapping[str, frozenset[str] | None]] = {
     "/pdmesh.v1.InstanceService/InspectAdapter": frozenset({"master-scheduler"}),
     "/pdmesh.v1.SchedulerService/Plan": frozenset({"gateway"}),
     "/pdmesh.v1.SchedulerService/PlanStream": frozenset({"gateway"}),
+    "/pdmesh.v1.SchedulerService/MatchPrefix": frozenset({"gateway"}),
     "/pdmesh.v1.SchedulerService/ListGroups": OPERATORS,
     "/pdmesh.v1.AdminService": OPERATORS,
     "/pdmesh.v1.KvIndexService/Match": _INSTANCES,

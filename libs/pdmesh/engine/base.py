@@ -24,6 +24,7 @@ from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
 from pdmesh.core.instance.arena import ArenaRange as ArenaRange  # noqa: PLC0414 - of the jobs
 from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tiers.holds import SessionState
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.core.kv.transfer.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
 from pdmesh.core.model import PeerId
@@ -431,6 +432,20 @@ class Prefetch:
     chance: float
 
 
+@dataclass(frozen=True, slots=True)
+class SessionHint:
+    """What a client said of its session, whose last prompt and answer are the blocks `names`.
+
+    `hold_s`: for how long they are to be evicted last, if it has paused.
+    """
+
+    session: str
+    state: SessionState
+    names: tuple[bytes, ...]
+    cache_salt: str
+    hold_s: float
+
+
 @dataclass(slots=True)
 class EngineStats:
     """`num_signs` grows while the engine computes, even within a long step, or loads an adapter.
@@ -512,6 +527,13 @@ class Engine(Protocol):
         """Bring a peer's blocks into the tiers below the engine's own, if that saves time.
 
         An engine without tiers ignores it.
+        """
+        ...
+
+    def note_session(self, hint: SessionHint) -> None:
+        """Evict a session's blocks last, like others, or first, as its client said.
+
+        This is about the tiers below the engine's own blocks. An engine without tiers ignores it.
         """
         ...
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
-from pdmesh.engine.base import DecodeJob, KvPeer, Prefetch, PrefillJob
+from pdmesh.engine.base import DecodeJob, KvPeer, Prefetch, PrefillJob, SessionHint
 from pdmesh.errors import AdapterUnusable, KvTransferFailed
 
 
@@ -39,6 +39,9 @@ class NoKv:
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         """There are no tiers."""
+
+    def note_session(self, hint: SessionHint) -> None:
+        pass
 
     def prefetch(self, wanted: Prefetch) -> None:
         """There are no tiers."""

@@ -24,6 +24,7 @@ LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     names.WAITING_REQUESTS: ("priority",),
     names.WAIT_DURATION: (names.ATTR_OUTCOME,),
     names.REFUSED_UNASKED: (names.ATTR_REASON,),
+    names.SESSION_HINTS: ("state",),
     names.SCENARIO_CHOSEN: (names.ATTR_SCENARIO, "by"),
     names.TTFT_SLO: (names.ATTR_SCENARIO, names.ATTR_OUTCOME),
     names.GATEWAY_TOKENS: ("direction", names.ATTR_REQUEST_MODEL),

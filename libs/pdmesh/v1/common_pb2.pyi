@@ -167,6 +167,34 @@ INSTANCE_PHASE_FAILED: InstancePhase.ValueType  # 9
 """could not follow its assignment"""
 Global___InstancePhase: _TypeAlias = InstancePhase  # noqa: Y015
 
+class _SessionState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SessionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SESSION_STATE_UNSPECIFIED: _SessionState.ValueType  # 0
+    """nothing is said"""
+    SESSION_STATE_PAUSED_FOR_TOOL: _SessionState.ValueType  # 1
+    """a tool runs, and then the session goes on"""
+    SESSION_STATE_RESUMED: _SessionState.ValueType  # 2
+    """it goes on"""
+    SESSION_STATE_DONE: _SessionState.ValueType  # 3
+    """no request follows"""
+
+class SessionState(_SessionState, metaclass=_SessionStateEnumTypeWrapper):
+    """What a client says of its session: what comes after the answer to this request."""
+
+SESSION_STATE_UNSPECIFIED: SessionState.ValueType  # 0
+"""nothing is said"""
+SESSION_STATE_PAUSED_FOR_TOOL: SessionState.ValueType  # 1
+"""a tool runs, and then the session goes on"""
+SESSION_STATE_RESUMED: SessionState.ValueType  # 2
+"""it goes on"""
+SESSION_STATE_DONE: SessionState.ValueType  # 3
+"""no request follows"""
+Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
+
 @_typing.final
 class PoolingFacts(_message.Message):
     """What a pooling instance can make, and how it wants its inputs."""
@@ -741,6 +769,7 @@ class InstanceRecord(_message.Message):
     MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     LOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
     TAKES_PREFETCHES_FIELD_NUMBER: _builtins.int
+    TAKES_SESSION_HINTS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     FETCHES_EMBEDDINGS_FIELD_NUMBER: _builtins.int
@@ -809,6 +838,8 @@ class InstanceRecord(_message.Message):
     """LoRA adapters that its engine holds at once; 0: it takes none"""
     takes_prefetches: _builtins.bool
     """it may be sent Prefetch"""
+    takes_session_hints: _builtins.bool
+    """it may be sent SessionHint: it has a host pool"""
     fetches_embeddings: _builtins.bool
     """of images, from encoders; false: it must be sent no Embedded"""
     kv_path: _builtins.str
@@ -910,6 +941,7 @@ class InstanceRecord(_message.Message):
         max_adapters: _builtins.int = ...,
         loaded_adapters: _abc.Iterable[_builtins.str] | None = ...,
         takes_prefetches: _builtins.bool = ...,
+        takes_session_hints: _builtins.bool = ...,
         pooling: Global___PoolingFacts | None = ...,
         images: Global___ImageFacts | None = ...,
         fetches_embeddings: _builtins.bool = ...,
@@ -920,7 +952,7 @@ class InstanceRecord(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "images", b"images", "load_timings", b"load_timings", "pooling", b"pooling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "avoided_encoders", b"avoided_encoders", "block_size", b"block_size", "devices", b"devices", "domain", b"domain", "domain_address", b"domain_address", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_embeddings", b"fetches_embeddings", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "images", b"images", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_path", b"kv_path", "kv_region", b"kv_region", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "pooling", b"pooling", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_constraints", b"supports_constraints", "supports_logprobs", b"supports_logprobs", "takes_prefetches", b"takes_prefetches", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "avoided_encoders", b"avoided_encoders", "block_size", b"block_size", "devices", b"devices", "domain", b"domain", "domain_address", b"domain_address", "engine", b"engine", "epoch", b"epoch", "excluded_kv_sources", b"excluded_kv_sources", "failed_peers", b"failed_peers", "failure", b"failure", "fetches_embeddings", b"fetches_embeddings", "fetches_from_peers", b"fetches_from_peers", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "images", b"images", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_path", b"kv_path", "kv_region", b"kv_region", "load_timings", b"load_timings", "loaded_adapters", b"loaded_adapters", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "pooling", b"pooling", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_constraints", b"supports_constraints", "supports_logprobs", b"supports_logprobs", "takes_prefetches", b"takes_prefetches", "takes_session_hints", b"takes_session_hints", "text", b"text", "unsupported_shaping", b"unsupported_shaping", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

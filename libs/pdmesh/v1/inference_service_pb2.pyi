@@ -473,6 +473,7 @@ class GenerateRequest(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     FURTHER_PROMPTS_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """empty: the default model"""
     text: _builtins.str
@@ -495,6 +496,8 @@ class GenerateRequest(_message.Message):
     def further_prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """of the same kind, at most 15; choices are in the order of prompts, n of each"""
 
+    @_builtins.property
+    def session(self) -> Global___Session: ...
     def __init__(
         self,
         *,
@@ -509,10 +512,11 @@ class GenerateRequest(_message.Message):
         echo: _builtins.bool = ...,
         further_prompts: _abc.Iterable[Global___Prompt] | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        session: Global___Session | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "params", b"params", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "params", b"params", "prompt", b"prompt", "session", b"session", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat_id", b"chat_id", "echo", b"echo", "further_prompts", b"further_prompts", "model", b"model", "n", b"n", "params", b"params", "prompt", b"prompt", "scenario", b"scenario", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat_id", b"chat_id", "echo", b"echo", "further_prompts", b"further_prompts", "model", b"model", "n", b"n", "params", b"params", "prompt", b"prompt", "scenario", b"scenario", "session", b"session", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -992,6 +996,31 @@ class ToolChoice(_message.Message):
 Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
+class Session(_message.Message):
+    """A conversation, and whether its KV is needed again soon. A hint: instances keep it within bounds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """1 to 256 characters; the chat_id, if that is empty"""
+    state: _common_pb2.SessionState.ValueType
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        state: _common_pb2.SessionState.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Session: _TypeAlias = Session  # noqa: Y015
+
+@_typing.final
 class ChatRequest(_message.Message):
     """Continue a conversation."""
 
@@ -1013,6 +1042,7 @@ class ChatRequest(_message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     scenario: _builtins.str
     chat_id: _builtins.str
@@ -1044,6 +1074,8 @@ class ChatRequest(_message.Message):
     def tool_choice(self) -> Global___ToolChoice:
         """absent: auto"""
 
+    @_builtins.property
+    def session(self) -> Global___Session: ...
     def __init__(
         self,
         *,
@@ -1063,10 +1095,11 @@ class ChatRequest(_message.Message):
         add_special_tokens: _builtins.bool | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool = ...,
+        session: Global___Session | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "_include_reasoning", b"_include_reasoning", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "include_reasoning", b"include_reasoning", "parallel_tool_calls", b"parallel_tool_calls", "params", b"params", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "_include_reasoning", b"_include_reasoning", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "include_reasoning", b"include_reasoning", "parallel_tool_calls", b"parallel_tool_calls", "params", b"params", "session", b"session", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "_include_reasoning", b"_include_reasoning", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat_id", b"chat_id", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "include_reasoning", b"include_reasoning", "messages", b"messages", "model", b"model", "n", b"n", "parallel_tool_calls", b"parallel_tool_calls", "params", b"params", "reasoning_effort", b"reasoning_effort", "scenario", b"scenario", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "_include_reasoning", b"_include_reasoning", "_parallel_tool_calls", b"_parallel_tool_calls", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat_id", b"chat_id", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "include_reasoning", b"include_reasoning", "messages", b"messages", "model", b"model", "n", b"n", "parallel_tool_calls", b"parallel_tool_calls", "params", b"params", "reasoning_effort", b"reasoning_effort", "scenario", b"scenario", "session", b"session", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015

@@ -158,6 +158,7 @@ class Command(_message.Message):
     ENCODE_FIELD_NUMBER: _builtins.int
     EMBEDDED_FIELD_NUMBER: _builtins.int
     PREFETCH_FIELD_NUMBER: _builtins.int
+    SESSION_HINT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -178,6 +179,8 @@ class Command(_message.Message):
     def embedded(self) -> Global___Embedded: ...
     @_builtins.property
     def prefetch(self) -> Global___Prefetch: ...
+    @_builtins.property
+    def session_hint(self) -> Global___SessionHint: ...
     def __init__(
         self,
         *,
@@ -191,12 +194,13 @@ class Command(_message.Message):
         encode: Global___Encode | None = ...,
         embedded: Global___Embedded | None = ...,
         prefetch: Global___Prefetch | None = ...,
+        session_hint: Global___SessionHint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "embedded", b"embedded", "encode", b"encode", "hello", b"hello", "join", b"join", "pool", b"pool", "prefetch", b"prefetch", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "embedded", b"embedded", "encode", b"encode", "hello", b"hello", "join", b"join", "pool", b"pool", "prefetch", b"prefetch", "prefill", b"prefill", "release", b"release", "session_hint", b"session_hint", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "embedded", b"embedded", "encode", b"encode", "hello", b"hello", "join", b"join", "pool", b"pool", "prefetch", b"prefetch", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "embedded", b"embedded", "encode", b"encode", "hello", b"hello", "join", b"join", "pool", b"pool", "prefetch", b"prefetch", "prefill", b"prefill", "release", b"release", "session_hint", b"session_hint", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "start", "abort", "release", "join", "pool", "encode", "embedded", "prefetch"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "start", "abort", "release", "join", "pool", "encode", "embedded", "prefetch", "session_hint"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -639,6 +643,47 @@ class Prefetch(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prefetch: _TypeAlias = Prefetch  # noqa: Y015
+
+@_typing.final
+class SessionHint(_message.Message):
+    """Evict a session's blocks last, as others, or first, as its client said. Sent when an answer has ended, to the instances that
+    served it. Belongs to no leg; never answered.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    HOLD_MS_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """a keyed digest of tenant and id"""
+    state: _common_pb2.SessionState.ValueType
+    cache_salt: _builtins.str
+    """as in Prefill"""
+    hold_ms: _builtins.int
+    """for PAUSED_FOR_TOOL; at most 600 s"""
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of prompt and answer; 16 bytes each; those after the first 8192 are ignored"""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        state: _common_pb2.SessionState.ValueType = ...,
+        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        cache_salt: _builtins.str = ...,
+        hold_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "hold_ms", b"hold_ms", "session", b"session", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionHint: _TypeAlias = SessionHint  # noqa: Y015
 
 @_typing.final
 class Join(_message.Message):

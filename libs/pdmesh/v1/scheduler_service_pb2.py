@@ -25,47 +25,55 @@ _sym_db = _symbol_database.Default()
 from pdmesh.v1 import common_pb2 as pdmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pdmesh/v1/scheduler_service.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"\x82\x01\n\x0bPlanRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12%\n\x07queries\x18\x02 \x03(\x0b\x32\x14.pdmesh.v1.PlanQuery\x12(\n\x06queues\x18\x03 \x03(\x0b\x32\x18.pdmesh.v1.ScenarioQueue\x12\x0e\n\x06region\x18\x04 \x01(\t\"\x93\x01\n\rScenarioQueue\x12\x10\n\x08scenario\x18\x01 \x01(\t\x12=\n\x0bnum_waiting\x18\x02 \x03(\x0b\x32(.pdmesh.v1.ScenarioQueue.NumWaitingEntry\x1a\x31\n\x0fNumWaitingEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"<\n\x11PlanStreamRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.pdmesh.v1.PlanRequest\"?\n\x12PlanStreamResponse\x12)\n\x08response\x18\x01 \x01(\x0b\x32\x17.pdmesh.v1.PlanResponse\"\x93\x02\n\tPlanQuery\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08scenario\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x0f\n\x07\x63hat_id\x18\x08 \x01(\t\x12\x1d\n\x15\x65xcluded_instance_ids\x18\t \x03(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x14 \x01(\t\x12\x12\n\nhas_images\x18\x1e \x01(\x08J\x04\x08\x0b\x10\x0cJ\x04\x08\x0c\x10\r\"u\n\x0cPlanResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12&\n\x07results\x18\x02 \x03(\x0b\x32\x15.pdmesh.v1.PlanResult\x12.\n\tpressures\x18\x03 \x03(\x0b\x32\x1b.pdmesh.v1.ScenarioPressure\"h\n\x10ScenarioPressure\x12\'\n\x05queue\x18\x01 \x01(\x0b\x32\x18.pdmesh.v1.ScenarioQueue\x12\x13\n\x0bmax_waiting\x18\x02 \x01(\r\x12\x16\n\x0eprefills_per_s\x18\x03 \x01(\x01\"\xc9\x01\n\nPlanResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x08prefills\x18\x02 \x03(\x0b\x32\x14.pdmesh.v1.Candidate\x12%\n\x07\x64\x65\x63odes\x18\x03 \x03(\x0b\x32\x14.pdmesh.v1.Candidate\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x05 \x01(\t\x12\x15\n\rerror_message\x18\x06 \x01(\t\x12\x19\n\x11prompt_compute_ms\x18\x07 \x01(\r\"\x9a\x01\n\nHandedPlan\x12%\n\x06result\x18\x01 \x01(\x0b\x32\x15.pdmesh.v1.PlanResult\x12\x15\n\rprompt_digest\x18\x02 \x01(\x0c\x12\r\n\x05model\x18\x03 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x04 \x01(\t\x12\x10\n\x08scenario\x18\x05 \x01(\t\x12\x15\n\rexpires_at_ms\x18\x06 \x01(\x06\"r\n\tCandidate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x1a\n\x12num_matched_tokens\x18\x03 \x01(\r\x12\r\n\x05score\x18\x04 \x01(\x02\x12\x10\n\x08is_local\x18\x05 \x01(\x08\"\x13\n\x11ListGroupsRequest\"E\n\x12ListGroupsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12 \n\x06groups\x18\x02 \x03(\x0b\x32\x10.pdmesh.v1.Group\"g\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x10\n\x08scenario\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12+\n\tinstances\x18\x04 \x03(\x0b\x32\x18.pdmesh.v1.InstanceState\"\xee\x01\n\rInstanceState\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.pdmesh.v1.InstanceRecord\x12!\n\x06health\x18\x02 \x01(\x0e\x32\x11.pdmesh.v1.Health\x12\x16\n\x0enum_slots_used\x18\x03 \x01(\r\x12\x1a\n\x12num_kv_blocks_free\x18\x04 \x01(\x04\x12\x13\n\x0bload_age_ms\x18\x05 \x01(\r\x12\x1a\n\x12num_indexed_blocks\x18\x06 \x01(\r\x12\x13\n\x0b\x66\x61ult_level\x18\x07 \x01(\r\x12\x15\n\rfault_reasons\x18\x08 \x01(\t*Y\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\x12\n\x0eHEALTH_HEALTHY\x10\x01\x12\x12\n\x0eHEALTH_SUSPECT\x10\x02\x12\x0f\n\x0bHEALTH_DEAD\x10\x03\x32\xe5\x01\n\x10SchedulerService\x12\x37\n\x04Plan\x12\x16.pdmesh.v1.PlanRequest\x1a\x17.pdmesh.v1.PlanResponse\x12M\n\nPlanStream\x12\x1c.pdmesh.v1.PlanStreamRequest\x1a\x1d.pdmesh.v1.PlanStreamResponse(\x01\x30\x01\x12I\n\nListGroups\x12\x1c.pdmesh.v1.ListGroupsRequest\x1a\x1d.pdmesh.v1.ListGroupsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pdmesh/v1/scheduler_service.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"\x82\x01\n\x0bPlanRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12%\n\x07queries\x18\x02 \x03(\x0b\x32\x14.pdmesh.v1.PlanQuery\x12(\n\x06queues\x18\x03 \x03(\x0b\x32\x18.pdmesh.v1.ScenarioQueue\x12\x0e\n\x06region\x18\x04 \x01(\t\">\n\x12MatchPrefixRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"\x99\x01\n\x13MatchPrefixResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x41\n\nnum_blocks\x18\x02 \x03(\x0b\x32-.pdmesh.v1.MatchPrefixResponse.NumBlocksEntry\x1a\x30\n\x0eNumBlocksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x93\x01\n\rScenarioQueue\x12\x10\n\x08scenario\x18\x01 \x01(\t\x12=\n\x0bnum_waiting\x18\x02 \x03(\x0b\x32(.pdmesh.v1.ScenarioQueue.NumWaitingEntry\x1a\x31\n\x0fNumWaitingEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"<\n\x11PlanStreamRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.pdmesh.v1.PlanRequest\"?\n\x12PlanStreamResponse\x12)\n\x08response\x18\x01 \x01(\x0b\x32\x17.pdmesh.v1.PlanResponse\"\x93\x02\n\tPlanQuery\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08scenario\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x0f\n\x07\x63hat_id\x18\x08 \x01(\t\x12\x1d\n\x15\x65xcluded_instance_ids\x18\t \x03(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x14 \x01(\t\x12\x12\n\nhas_images\x18\x1e \x01(\x08J\x04\x08\x0b\x10\x0cJ\x04\x08\x0c\x10\r\"u\n\x0cPlanResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12&\n\x07results\x18\x02 \x03(\x0b\x32\x15.pdmesh.v1.PlanResult\x12.\n\tpressures\x18\x03 \x03(\x0b\x32\x1b.pdmesh.v1.ScenarioPressure\"h\n\x10ScenarioPressure\x12\'\n\x05queue\x18\x01 \x01(\x0b\x32\x18.pdmesh.v1.ScenarioQueue\x12\x13\n\x0bmax_waiting\x18\x02 \x01(\r\x12\x16\n\x0eprefills_per_s\x18\x03 \x01(\x01\"\xc9\x01\n\nPlanResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x08prefills\x18\x02 \x03(\x0b\x32\x14.pdmesh.v1.Candidate\x12%\n\x07\x64\x65\x63odes\x18\x03 \x03(\x0b\x32\x14.pdmesh.v1.Candidate\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x05 \x01(\t\x12\x15\n\rerror_message\x18\x06 \x01(\t\x12\x19\n\x11prompt_compute_ms\x18\x07 \x01(\r\"\x9a\x01\n\nHandedPlan\x12%\n\x06result\x18\x01 \x01(\x0b\x32\x15.pdmesh.v1.PlanResult\x12\x15\n\rprompt_digest\x18\x02 \x01(\x0c\x12\r\n\x05model\x18\x03 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x04 \x01(\t\x12\x10\n\x08scenario\x18\x05 \x01(\t\x12\x15\n\rexpires_at_ms\x18\x06 \x01(\x06\"r\n\tCandidate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x1a\n\x12num_matched_tokens\x18\x03 \x01(\r\x12\r\n\x05score\x18\x04 \x01(\x02\x12\x10\n\x08is_local\x18\x05 \x01(\x08\"\x13\n\x11ListGroupsRequest\"E\n\x12ListGroupsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12 \n\x06groups\x18\x02 \x03(\x0b\x32\x10.pdmesh.v1.Group\"g\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x10\n\x08scenario\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12+\n\tinstances\x18\x04 \x03(\x0b\x32\x18.pdmesh.v1.InstanceState\"\xee\x01\n\rInstanceState\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.pdmesh.v1.InstanceRecord\x12!\n\x06health\x18\x02 \x01(\x0e\x32\x11.pdmesh.v1.Health\x12\x16\n\x0enum_slots_used\x18\x03 \x01(\r\x12\x1a\n\x12num_kv_blocks_free\x18\x04 \x01(\x04\x12\x13\n\x0bload_age_ms\x18\x05 \x01(\r\x12\x1a\n\x12num_indexed_blocks\x18\x06 \x01(\r\x12\x13\n\x0b\x66\x61ult_level\x18\x07 \x01(\r\x12\x15\n\rfault_reasons\x18\x08 \x01(\t*Y\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\x12\n\x0eHEALTH_HEALTHY\x10\x01\x12\x12\n\x0eHEALTH_SUSPECT\x10\x02\x12\x0f\n\x0bHEALTH_DEAD\x10\x03\x32\xb3\x02\n\x10SchedulerService\x12\x37\n\x04Plan\x12\x16.pdmesh.v1.PlanRequest\x1a\x17.pdmesh.v1.PlanResponse\x12M\n\nPlanStream\x12\x1c.pdmesh.v1.PlanStreamRequest\x1a\x1d.pdmesh.v1.PlanStreamResponse(\x01\x30\x01\x12L\n\x0bMatchPrefix\x12\x1d.pdmesh.v1.MatchPrefixRequest\x1a\x1e.pdmesh.v1.MatchPrefixResponse\x12I\n\nListGroups\x12\x1c.pdmesh.v1.ListGroupsRequest\x1a\x1d.pdmesh.v1.ListGroupsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdmesh.v1.scheduler_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_MATCHPREFIXRESPONSE_NUMBLOCKSENTRY']._loaded_options = None
+  _globals['_MATCHPREFIXRESPONSE_NUMBLOCKSENTRY']._serialized_options = b'8\001'
   _globals['_SCENARIOQUEUE_NUMWAITINGENTRY']._loaded_options = None
   _globals['_SCENARIOQUEUE_NUMWAITINGENTRY']._serialized_options = b'8\001'
-  _globals['_HEALTH']._serialized_start=1900
-  _globals['_HEALTH']._serialized_end=1989
+  _globals['_HEALTH']._serialized_start=2120
+  _globals['_HEALTH']._serialized_end=2209
   _globals['_PLANREQUEST']._serialized_start=73
   _globals['_PLANREQUEST']._serialized_end=203
-  _globals['_SCENARIOQUEUE']._serialized_start=206
-  _globals['_SCENARIOQUEUE']._serialized_end=353
-  _globals['_SCENARIOQUEUE_NUMWAITINGENTRY']._serialized_start=304
-  _globals['_SCENARIOQUEUE_NUMWAITINGENTRY']._serialized_end=353
-  _globals['_PLANSTREAMREQUEST']._serialized_start=355
-  _globals['_PLANSTREAMREQUEST']._serialized_end=415
-  _globals['_PLANSTREAMRESPONSE']._serialized_start=417
-  _globals['_PLANSTREAMRESPONSE']._serialized_end=480
-  _globals['_PLANQUERY']._serialized_start=483
-  _globals['_PLANQUERY']._serialized_end=758
-  _globals['_PLANRESPONSE']._serialized_start=760
-  _globals['_PLANRESPONSE']._serialized_end=877
-  _globals['_SCENARIOPRESSURE']._serialized_start=879
-  _globals['_SCENARIOPRESSURE']._serialized_end=983
-  _globals['_PLANRESULT']._serialized_start=986
-  _globals['_PLANRESULT']._serialized_end=1187
-  _globals['_HANDEDPLAN']._serialized_start=1190
-  _globals['_HANDEDPLAN']._serialized_end=1344
-  _globals['_CANDIDATE']._serialized_start=1346
-  _globals['_CANDIDATE']._serialized_end=1460
-  _globals['_LISTGROUPSREQUEST']._serialized_start=1462
-  _globals['_LISTGROUPSREQUEST']._serialized_end=1481
-  _globals['_LISTGROUPSRESPONSE']._serialized_start=1483
-  _globals['_LISTGROUPSRESPONSE']._serialized_end=1552
-  _globals['_GROUP']._serialized_start=1554
-  _globals['_GROUP']._serialized_end=1657
-  _globals['_INSTANCESTATE']._serialized_start=1660
-  _globals['_INSTANCESTATE']._serialized_end=1898
-  _globals['_SCHEDULERSERVICE']._serialized_start=1992
-  _globals['_SCHEDULERSERVICE']._serialized_end=2221
+  _globals['_MATCHPREFIXREQUEST']._serialized_start=205
+  _globals['_MATCHPREFIXREQUEST']._serialized_end=267
+  _globals['_MATCHPREFIXRESPONSE']._serialized_start=270
+  _globals['_MATCHPREFIXRESPONSE']._serialized_end=423
+  _globals['_MATCHPREFIXRESPONSE_NUMBLOCKSENTRY']._serialized_start=375
+  _globals['_MATCHPREFIXRESPONSE_NUMBLOCKSENTRY']._serialized_end=423
+  _globals['_SCENARIOQUEUE']._serialized_start=426
+  _globals['_SCENARIOQUEUE']._serialized_end=573
+  _globals['_SCENARIOQUEUE_NUMWAITINGENTRY']._serialized_start=524
+  _globals['_SCENARIOQUEUE_NUMWAITINGENTRY']._serialized_end=573
+  _globals['_PLANSTREAMREQUEST']._serialized_start=575
+  _globals['_PLANSTREAMREQUEST']._serialized_end=635
+  _globals['_PLANSTREAMRESPONSE']._serialized_start=637
+  _globals['_PLANSTREAMRESPONSE']._serialized_end=700
+  _globals['_PLANQUERY']._serialized_start=703
+  _globals['_PLANQUERY']._serialized_end=978
+  _globals['_PLANRESPONSE']._serialized_start=980
+  _globals['_PLANRESPONSE']._serialized_end=1097
+  _globals['_SCENARIOPRESSURE']._serialized_start=1099
+  _globals['_SCENARIOPRESSURE']._serialized_end=1203
+  _globals['_PLANRESULT']._serialized_start=1206
+  _globals['_PLANRESULT']._serialized_end=1407
+  _globals['_HANDEDPLAN']._serialized_start=1410
+  _globals['_HANDEDPLAN']._serialized_end=1564
+  _globals['_CANDIDATE']._serialized_start=1566
+  _globals['_CANDIDATE']._serialized_end=1680
+  _globals['_LISTGROUPSREQUEST']._serialized_start=1682
+  _globals['_LISTGROUPSREQUEST']._serialized_end=1701
+  _globals['_LISTGROUPSRESPONSE']._serialized_start=1703
+  _globals['_LISTGROUPSRESPONSE']._serialized_end=1772
+  _globals['_GROUP']._serialized_start=1774
+  _globals['_GROUP']._serialized_end=1877
+  _globals['_INSTANCESTATE']._serialized_start=1880
+  _globals['_INSTANCESTATE']._serialized_end=2118
+  _globals['_SCHEDULERSERVICE']._serialized_start=2212
+  _globals['_SCHEDULERSERVICE']._serialized_end=2519
 # @@protoc_insertion_point(module_scope)

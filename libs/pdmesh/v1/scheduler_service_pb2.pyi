@@ -76,6 +76,81 @@ class PlanRequest(_message.Message):
 Global___PlanRequest: _TypeAlias = PlanRequest  # noqa: Y015
 
 @_typing.final
+class MatchPrefixRequest(_message.Message):
+    """Sent by a gateway before it chooses the scenario of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    gateway_id: _builtins.str
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of the prompt's full blocks, in order"""
+
+    def __init__(
+        self,
+        *,
+        gateway_id: _builtins.str = ...,
+        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "gateway_id", b"gateway_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MatchPrefixRequest: _TypeAlias = MatchPrefixRequest  # noqa: Y015
+
+@_typing.final
+class MatchPrefixResponse(_message.Message):
+    """What usable instances hold, from the prompt's first block on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class NumBlocksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """of the leader"""
+    @_builtins.property
+    def num_blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """the most that one instance holds, by scenario; none: absent"""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        num_blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MatchPrefixResponse: _TypeAlias = MatchPrefixResponse  # noqa: Y015
+
+@_typing.final
 class ScenarioQueue(_message.Message):
     """Requests of one scenario that wait for a prefill. Sent by a gateway for its own, and by the master for all gateways."""
 

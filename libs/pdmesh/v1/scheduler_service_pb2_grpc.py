@@ -45,6 +45,11 @@ class SchedulerServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamResponse.FromString,
                 _registered_method=True)
+        self.MatchPrefix = channel.unary_unary(
+                '/pdmesh.v1.SchedulerService/MatchPrefix',
+                request_serializer=pdmesh_dot_v1_dot_scheduler__service__pb2.MatchPrefixRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_scheduler__service__pb2.MatchPrefixResponse.FromString,
+                _registered_method=True)
         self.ListGroups = channel.unary_unary(
                 '/pdmesh.v1.SchedulerService/ListGroups',
                 request_serializer=pdmesh_dot_v1_dot_scheduler__service__pb2.ListGroupsRequest.SerializeToString,
@@ -71,6 +76,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MatchPrefix(self, request, context):
+        """How much of a prompt the instances of each scenario hold, for rules that choose a scenario by what they do not hold.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListGroups(self, request, context):
         """The fleet as the master sees it. For operators.
         """
@@ -90,6 +102,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.PlanStream,
                     request_deserializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamResponse.SerializeToString,
+            ),
+            'MatchPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.MatchPrefix,
+                    request_deserializer=pdmesh_dot_v1_dot_scheduler__service__pb2.MatchPrefixRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_scheduler__service__pb2.MatchPrefixResponse.SerializeToString,
             ),
             'ListGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.ListGroups,
@@ -152,6 +169,33 @@ class SchedulerService:
             '/pdmesh.v1.SchedulerService/PlanStream',
             pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamRequest.SerializeToString,
             pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MatchPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.SchedulerService/MatchPrefix',
+            pdmesh_dot_v1_dot_scheduler__service__pb2.MatchPrefixRequest.SerializeToString,
+            pdmesh_dot_v1_dot_scheduler__service__pb2.MatchPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

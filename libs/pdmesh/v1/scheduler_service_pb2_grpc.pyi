@@ -39,6 +39,8 @@ class SchedulerServiceStub:
     """The same on one stream for as long as a gateway lives, at a third of the cost of calls. Answers come in order.
     One request is under way at a time; the queries that gather meanwhile go together in the next one.
     """
+    MatchPrefix: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.MatchPrefixRequest, _scheduler_service_pb2.MatchPrefixResponse]
+    """How much of a prompt the instances of each scenario hold, for rules that choose a scenario by what they do not hold."""
     ListGroups: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListGroupsRequest, _scheduler_service_pb2.ListGroupsResponse]
     """The fleet as the master sees it. For operators."""
 
@@ -53,6 +55,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """The same on one stream for as long as a gateway lives, at a third of the cost of calls. Answers come in order.
     One request is under way at a time; the queries that gather meanwhile go together in the next one.
     """
+    MatchPrefix: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.MatchPrefixRequest, _scheduler_service_pb2.MatchPrefixResponse]  # type: ignore[assignment]
+    """How much of a prompt the instances of each scenario hold, for rules that choose a scenario by what they do not hold."""
     ListGroups: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListGroupsRequest, _scheduler_service_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """The fleet as the master sees it. For operators."""
 
@@ -76,6 +80,14 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         """The same on one stream for as long as a gateway lives, at a third of the cost of calls. Answers come in order.
         One request is under way at a time; the queries that gather meanwhile go together in the next one.
         """
+
+    @_abc_1.abstractmethod
+    def MatchPrefix(
+        self,
+        request: _scheduler_service_pb2.MatchPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.MatchPrefixResponse, _abc.Awaitable[_scheduler_service_pb2.MatchPrefixResponse]]:
+        """How much of a prompt the instances of each scenario hold, for rules that choose a scenario by what they do not hold."""
 
     @_abc_1.abstractmethod
     def ListGroups(

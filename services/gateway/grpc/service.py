@@ -166,10 +166,11 @@ class InferenceServicer:
         """
         is_quiet = not (is_streamed or spec.sampling.ends_by_text)
         traceparent = _metadata(context, "traceparent")
+        prepared = await self._frontend.prepare(spec)
         call = await charged(
             permit,
             lambda: self._frontend.open(
-                spec, new_request_id(), permit, traceparent, is_quiet=is_quiet
+                prepared, new_request_id(), permit, traceparent, is_quiet=is_quiet
             ),
         )
         error: MeshError | None = None

@@ -23,6 +23,7 @@ from pdmesh.services.gateway.openai.schema import (
     CompletionRequest,
     ReasoningEffort,
     RepetitionDetection,
+    Session,
     TokenizeRequest,
 )
 from pdmesh.services.gateway.openai.tools import (
@@ -37,6 +38,11 @@ from pdmesh.services.gateway.openai.translated import FieldNames, TranslatedChat
 from pdmesh.services.gateway.request.answer_form import StructuredOutputs
 from pdmesh.services.gateway.request.bounds import MAX_MESSAGES, check_text, in_range, nul_refused
 from pdmesh.v1 import inference_service_pb2 as pb
+from pdmesh.v1.common_pb2 import (
+    SESSION_STATE_DONE,
+    SESSION_STATE_PAUSED_FOR_TOOL,
+    SESSION_STATE_RESUMED,
+)
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -91,6 +97,11 @@ _EFFORTS: Final[Mapping[int, ReasoningEffort | None]] = {
     pb.REASONING_EFFORT_HIGH: "high",
     pb.REASONING_EFFORT_XHIGH: "xhigh",
     pb.REASONING_EFFORT_MAX: "max",
+}
+_SESSION_STATES: Final[Mapping[int, Literal["paused_for_tool", "resumed", "done"]]] = {
+    SESSION_STATE_PAUSED_FOR_TOOL: "paused_for_tool",
+    SESSION_STATE_RESUMED: "resumed",
+    SESSION_STATE_DONE: "done",
 }
 _SIDES: Final[Mapping[int, Literal["left", "right"] | None]] = {
     pb.TRUNCATION_SIDE_UNSPECIFIED: None,
@@ -174,6 +185,10 @@ def _set_route(
     asked.scenario = request.scenario
     asked.chat_id = request.chat_id
     asked.cache_salt = request.cache_salt
+    if request.HasField("session"):
+        if (state := _SESSION_STATES.get(request.session.state)) is None:
+            raise _unknown("session.state")
+        asked.session = Session(request.session.id, state)
 
 
 def _set_params(

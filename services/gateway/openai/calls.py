@@ -34,9 +34,11 @@ from pdmesh.services.gateway.openai.schema import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    chat_id_of,
     checked_ids,
     is_echo_alone,
     prompts_of,
+    session_of,
 )
 from pdmesh.services.gateway.openai.tools import tools_of
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
@@ -85,7 +87,8 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, permit: 
         context_length=model.context_length,
         n=request.n or 1,
         scenario=request.scenario,
-        chat_id=request.chat_id,
+        chat_id=chat_id_of(request),
+        session=session_of(request.session),
         cache_salt=request.cache_salt,
         field_of_prompt="messages",
         field_of_max_tokens="max_completion_tokens"
@@ -201,7 +204,8 @@ async def completion_spec(
         ),
         n=n,
         scenario=request.scenario,
-        chat_id=request.chat_id,
+        chat_id=chat_id_of(request),
+        session=session_of(request.session),
         cache_salt=request.cache_salt,
         echoed=await _echoed(asked, prompts, request, model.tokenizer) if request.echo else (),
         is_echo_alone=is_echo_alone(request),

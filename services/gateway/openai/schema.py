@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from pdmesh.core.kv.tiers.holds import SessionState
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai import told_bounds as told
 from pdmesh.services.gateway.openai.chat_messages import (
@@ -46,6 +47,7 @@ from pdmesh.services.gateway.request.bounds import (
     in_range,
     stops_of,
 )
+from pdmesh.services.gateway.request.spec import ToldSession
 
 MAX_CHOICES: Final = 64  # the number of prompts times n
 _MAX_PROMPTS: Final = 16
@@ -71,8 +73,15 @@ class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True):
     min_count: told.PatternCount = 0
 
 
+class Session(msgspec.Struct, forbid_unknown_fields=True):
+    """Of pdmesh: what comes after the answer, so that instances know how long to keep its KV."""
+
+    id: told.SessionId
+    state: Literal["paused_for_tool", "resumed", "done"]
+
+
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints take: OpenAI's fields, then vLLM's, then three of pdmesh's own."""
+    """What both endpoints take: OpenAI's fields, then vLLM's, then four of pdmesh's own."""
 
     model: told.Name
     max_tokens: told.NumTokens | None = None
@@ -124,6 +133,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: told.Name = ""
     chat_id: told.Name = ""
     scenario: told.Name = ""
+    session: Session | None = None
 
 
 class ChatCompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
@@ -241,6 +251,7 @@ _NESTED_COMMON: Final[Mapping[str, type[msgspec.Struct]]] = {
     "response_format": ResponseFormat,
     "repetition_detection": RepetitionDetection,
     "structured_outputs": StructuredOutputs,
+    "session": Session,
 }
 _NESTED: Final[Nested] = {
     **NESTED_IN_MESSAGES,
@@ -397,6 +408,25 @@ def _check_end(request: ChatCompletionRequest | TokenizeRequest) -> None:
         raise InvalidRequest(message, field="continue_final_message")
 
 
+def check_session(session: Session, chat_id: str) -> None:
+    """Raises InvalidRequest."""
+    check_names(**{"session.id": session.id})
+    if not session.id:
+        raise InvalidRequest("session.id must not be empty", field="session.id")
+    if chat_id and chat_id != session.id:
+        message = "session.id and chat_id name different conversations"
+        raise InvalidRequest(message, field="session.id")
+
+
+def chat_id_of(request: ChatCompletionRequest | CompletionRequest) -> str:
+    """The conversation's name: a session's id stands for a chat_id that is empty."""
+    return request.chat_id or (request.session.id if request.session is not None else "")
+
+
+def session_of(session: Session | None) -> ToldSession | None:
+    return None if session is None else ToldSession(session.id, SessionState(session.state))
+
+
 def _check_common(request: _Common, neutral: NeutralValues) -> None:
     neutral.check(request)
     max_tokens = None if is_echo_alone(request) else request.max_tokens
@@ -416,3 +446,5 @@ def _check_common(request: _Common, neutral: NeutralValues) -> None:
         chat_id=request.chat_id,
         scenario=request.scenario,
     )
+    if (session := request.session) is not None:
+        check_session(session, request.chat_id)

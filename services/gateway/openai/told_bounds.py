@@ -46,6 +46,7 @@ def chars(low: int, high: int) -> Meta:
 
 TokenId = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 Name = Annotated[str, chars(0, MAX_NAME_CHARS)]
+SessionId = Annotated[str, chars(1, MAX_NAME_CHARS)]
 NumTokens = Annotated[int, between(1, MAX_TOKENS)]
 NumTokensOrNone = Annotated[int, between(0, MAX_TOKENS)]  # 0 with an echo
 NumChoices = Annotated[int, between(1, MAX_N)]

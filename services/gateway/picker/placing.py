@@ -36,6 +36,7 @@ from pdmesh.services.gateway.openai.chat_messages import ChatMessage
 from pdmesh.services.gateway.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
+    chat_id_of,
     check_chat,
     parse_chat,
     parse_completion,
@@ -145,7 +146,7 @@ class Placing:
     # --- planning --------------------------------------------------------------------------------
 
     async def _placed(self, read: _Read) -> PlacedRequest:
-        prepared = self._frontend.prepare(read.spec)
+        prepared = await self._frontend.prepare(read.spec)
         key = self._key_of(prepared, read.beginning)
         try:
             return await self._planned(prepared, key)
@@ -241,7 +242,7 @@ def _spec(
         context_length=model.context_length,
         n=request.n or 1,
         scenario=request.scenario,
-        chat_id=request.chat_id,
+        chat_id=chat_id_of(request),
         cache_salt=request.cache_salt,
         tenant=tenant,
         adapter=model.adapter,

@@ -22,7 +22,6 @@ from opentelemetry.trace import Span
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.pooling.facts import PoolingFacts
 from pdmesh.core.request.events import Complete, Fail
-from pdmesh.core.request.scenario_rules import ScenarioRule, scenario_by_rule
 from pdmesh.core.request.slo import Slos
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import (
@@ -50,6 +49,7 @@ from pdmesh.services.gateway.request.spec import (
     ServedModel,
 )
 from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel
+from pdmesh.services.gateway.routing.scenarios import Asked, ScenarioChooser
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.telemetry import metrics, names, traces
@@ -194,10 +194,10 @@ class Frontend:
         default_max_tokens: int,
         max_calls: int,
         chunk_interval_s: float = 0.0,
-        scenario_rules: Sequence[ScenarioRule] = (),
+        scenarios: ScenarioChooser,
     ) -> None:
         self.shared = shared
-        self._scenario_rules = scenario_rules
+        self._scenarios = scenarios
         self.is_draining = False
         self.observer = observer
         self._default_max_tokens = default_max_tokens
@@ -264,7 +264,7 @@ class Frontend:
 
     def open(
         self,
-        spec: CallSpec,
+        prepared: PreparedCall,
         request_id: str,
         permit: Permit,
         traceparent: str = "",
@@ -274,10 +274,9 @@ class Frontend:
     ) -> Call:
         """Start a call, which must be closed. `handed`: a plan that an endpoint picker made for it.
 
-        Raises InvalidRequest, ModelNotFound, NoInstance, Draining or Overloaded.
+        Raises Draining or Overloaded.
         """
         self.check_open()
-        prepared = self.prepare(spec)
         _count_scenario(prepared)
         spec, prompts, budgets = prepared.spec, prepared.prompts, prepared.max_tokens
         permit.charge(sum(map(len, spec.prompts)) + spec.n * sum(budgets))
@@ -300,7 +299,7 @@ class Frontend:
             generation.start()
         return call
 
-    def prepare(self, spec: CallSpec) -> PreparedCall:
+    async def prepare(self, spec: CallSpec) -> PreparedCall:
         """Find out all that the call's plan depends on.
 
         Raises InvalidRequest, ModelNotFound, NoInstance or PoisonRequest.
@@ -308,7 +307,7 @@ class Frontend:
         num_choices = spec.n * len(spec.prompts)
         check_grammars(spec.sampling.constraint, num_choices)
         check_allowed_ids(len(spec.sampling.shaping.allowed_token_ids), num_choices)
-        spec, by = self._with_scenario(self._with_adapter(spec))
+        spec = self._with_adapter(spec)
         budgets = tuple(self._max_tokens(spec, len(p)) for p in spec.prompts)
         digest = spec.adapter.adapter.digest if spec.adapter is not None else ""
         prompts = tuple(
@@ -324,6 +323,7 @@ class Frontend:
         )
         if self.shared.poison:
             self._refuse_poison(prompts)
+        spec, by = await self._with_scenario(spec, prompts)
         return PreparedCall(spec, prompts, budgets, by)
 
     def take_handed(self, header: str) -> HandedPlan | None:
@@ -350,27 +350,19 @@ class Frontend:
             raise NoInstance(f"{spec.model} has become another model during this request")
         return replace(spec, adapter=found)
 
-    def _with_scenario(self, spec: CallSpec) -> tuple[CallSpec, str]:
-        """Give the call its scenario, and tell what chose it.
-
-        The rules use the length of its longest prompt. A rule applies only if its scenario serves
-        the model. If no rule applies, the model determines the scenario.
-        """
+    async def _with_scenario(
+        self, spec: CallSpec, prompts: Sequence[Prompt]
+    ) -> tuple[CallSpec, str]:
+        """Give the call its scenario, and tell what chose it. The rules use its longest prompt."""
         if spec.scenario:
             return spec, "label"
-        model = spec.base_model
-        found, by = self._scenario_by_rule(spec, model) if self._scenario_rules else None, "rule"
-        if found is None:
-            found, by = self.shared.fleet.scenario_of(model), "model"
+        longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+        found, by = await self._scenarios.choose(
+            Asked(spec.operation, spec.base_model, len(longest.tokens), longest.hashes)
+        )
         if found == DEFAULT_SCENARIO and by == "model":
             return spec, by
         return replace(spec, scenario=found), by
-
-    def _scenario_by_rule(self, spec: CallSpec, model: str) -> str | None:
-        fleet = self.shared.fleet
-        rules = [r for r in self._scenario_rules if fleet.has_served(model, r.scenario)]
-        longest = max(map(len, spec.prompts), default=0)
-        return scenario_by_rule(rules, spec.operation, longest)
 
     def take_in(self, call: Endable) -> None:
         """Count a pooling call that begins, so that it ends when the gateway does."""

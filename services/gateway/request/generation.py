@@ -60,6 +60,7 @@ from pdmesh.services.gateway.request.waiting import Waiting
 from pdmesh.services.gateway.routing.fleet import FleetView
 from pdmesh.services.gateway.routing.handed_plans import HandedPlans
 from pdmesh.services.gateway.routing.planner import Planner
+from pdmesh.services.gateway.routing.session_hints import SessionHints
 from pdmesh.services.gateway.routing.sessions import InstanceSession, SessionPool
 from pdmesh.services.gateway.text.choice_text import ChoiceText, TextDelta
 from pdmesh.services.gateway.text.grammar_checks import GrammarChecks
@@ -98,6 +99,7 @@ class Collaborators:
     parsers: AnswerParsers
     images: Images
     answer_kv: AnswerKv
+    session_hints: SessionHints
     grammars: GrammarChecks = field(default_factory=lambda: GrammarChecks(GrammarProcess()))
     handed_plans: HandedPlans | None = None  # of endpoint pickers; None: they are not used
 
@@ -483,6 +485,11 @@ class Generation:
             self._shared.answer_kv.answered(
                 self._spec, self.prompt, core.emitted, core.prefill_id, core.decode_id
             )
+            if (session := self._spec.session) is not None:
+                legs = core.prefill_id, core.decode_id
+                self._shared.session_hints.answered(
+                    session.id, session.state, self.prompt, core.emitted, legs
+                )
 
     # --- time ------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from pdmesh.core.images.prompt_image import PromptImage
+from pdmesh.core.kv.tiers.holds import SessionState
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.sampling.repetition import RepeatedEnd, RepetitionRule
@@ -79,6 +80,13 @@ class ServedModel(msgspec.Struct, frozen=True):
     adapter: AdaptedModel | None = None  # the adapter that `name` stands for
 
 
+class ToldSession(msgspec.Struct, frozen=True):
+    """What the client says of its session."""
+
+    id: str
+    state: SessionState
+
+
 class CallSpec(msgspec.Struct, frozen=True):
     """One client call: `n` choices for each prompt.
 
@@ -94,6 +102,7 @@ class CallSpec(msgspec.Struct, frozen=True):
     n: int = 1
     scenario: str = ""
     chat_id: str = ""
+    session: ToldSession | None = None
     cache_salt: str = ""
     field_of_prompt: str = "prompt"  # errors about lengths name these two fields
     field_of_max_tokens: str = "max_tokens"

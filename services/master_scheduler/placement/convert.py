@@ -89,14 +89,10 @@ def identity_from(record: InstanceRecord) -> Identity | None:
 
 def query_from(query: pb.PlanQuery, region: str = "") -> Query:
     """`region`: that of the gateway that asks. Raises InvalidRequest."""
-    hashes = list(query.block_hashes)
-    if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
-        message = f"must have at most {_MAX_HASHES} hashes of {HASH_BYTES} bytes each"
-        raise InvalidRequest(message, field="queries.block_hashes")
     return Query(
         model=query.model,
         scenario=query.scenario,
-        block_hashes=hashes,
+        block_hashes=hashes_from(query.block_hashes, "queries.block_hashes"),
         num_prompt_tokens=query.num_prompt_tokens,
         max_tokens=query.max_tokens,
         chat_id=query.chat_id,
@@ -106,6 +102,15 @@ def query_from(query: pb.PlanQuery, region: str = "") -> Query:
         adapter=query.adapter_digest,
         has_images=query.has_images,
     )
+
+
+def hashes_from(block_hashes: Iterable[bytes], field: str) -> list[bytes]:
+    """Raises InvalidRequest that names `field`."""
+    hashes = list(block_hashes)
+    if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
+        message = f"must have at most {_MAX_HASHES} hashes of {HASH_BYTES} bytes each"
+        raise InvalidRequest(message, field=field)
+    return hashes
 
 
 def result_to(request_id: str, plan: Plan | NoPlan) -> pb.PlanResult:

@@ -135,7 +135,9 @@ class FleetFeed:
                 event.is_draining,
                 event.admitted_request_ids,
                 [
-                    PrefillComputed(c.request_id, c.num_tokens, c.num_cached_tokens, c.seconds)
+                    PrefillComputed(
+                        c.request_id, c.num_tokens, c.num_cached_tokens, c.seconds, c.num_steps
+                    )
                     for c in event.computed
                 ],
             ),

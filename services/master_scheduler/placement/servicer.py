@@ -91,6 +91,15 @@ class SchedulerServicer:
         async for request in requests:
             yield pb.PlanStreamResponse(response=self._answer(request.request, caller))
 
+    async def MatchPrefix(  # noqa: N802
+        self, request: pb.MatchPrefixRequest, context: Context
+    ) -> pb.MatchPrefixResponse:
+        epoch = self._epoch_of_leader()
+        check_says(caller_of(context), request.gateway_id, "gateway_id")
+        matches = self._index.match(convert.hashes_from(request.block_hashes, "block_hashes"))
+        longest = self._placement.fleet.longest_by_scenario(matches)
+        return pb.MatchPrefixResponse(epoch=epoch, num_blocks=longest)
+
     async def ListGroups(  # noqa: N802
         self, request: pb.ListGroupsRequest, context: Context
     ) -> pb.ListGroupsResponse:

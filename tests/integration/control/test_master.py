@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from pdmesh.core.kv.prefix.prefix_index import IndexDelta
 from pdmesh.errors import InvalidRequest, MeshError, NotLeader
 from pdmesh.events.v1.events_pb2 import (
     FaultReport,
@@ -47,6 +48,7 @@ from pdmesh.v1.scheduler_service_pb2 import (
     HEALTH_HEALTHY,
     InstanceState,
     ListGroupsRequest,
+    MatchPrefixRequest,
     PlanQuery,
     PlanRequest,
     PlanResponse,
@@ -132,6 +134,21 @@ async def test_the_leader_ranks_instances_of_one_group(leader: Running) -> None:
 async def test_a_malformed_query_is_the_callers_fault(leader: Running) -> None:
     with pytest.raises(InvalidRequest):
         await leader.plan(query(block_hashes=[b"short"]))
+
+
+async def test_the_leader_says_what_the_instances_of_each_scenario_hold(leader: Running) -> None:
+    hashes = [bytes([i]) * 16 for i in range(4)]
+    leader.master.index.apply(IndexDelta("prefill-1", 5, 1, (), hashes[:3]))
+    asked = MatchPrefixRequest(gateway_id="g", block_hashes=hashes)
+    answer = await leader.stub.MatchPrefix(asked, timeout=60)
+    assert (dict(answer.num_blocks), answer.epoch) == (
+        {"default": 3}, leader.master.election.epoch,
+    )  # fmt: skip
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await leader.stub.MatchPrefix(MatchPrefixRequest(block_hashes=[b"short"]), timeout=60)
+    error = rpc.from_rpc_error(caught.value)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "block_hashes"
 
 
 @pytest.mark.req("S92")

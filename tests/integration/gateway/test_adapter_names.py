@@ -40,8 +40,9 @@ async def encoded(mesh: GatewayMesh) -> CallSpec:
     return await completion_spec(request, mesh.gateway.frontend, ANYONE)
 
 
-def opened(mesh: GatewayMesh, spec: CallSpec) -> CallSpec:
-    call = mesh.gateway.frontend.open(spec, "req-1", ANYONES_PERMIT)
+async def opened(mesh: GatewayMesh, spec: CallSpec) -> CallSpec:
+    prepared = await mesh.gateway.frontend.prepare(spec)
+    call = mesh.gateway.frontend.open(prepared, "req-1", ANYONES_PERMIT)
     mesh.gateway.frontend.close(call)
     return call.spec
 
@@ -53,11 +54,11 @@ async def test_a_prompt_never_runs_on_another_model_than_it_was_encoded_for(
     spec = await encoded(mesh)
     names(mesh)._on_gone("mine")
     with pytest.raises(ModelNotFound):
-        opened(mesh, spec)
+        await opened(mesh, spec)
     names(mesh)._on_entry(RegisteredAdapter(name="mine", model="other", digest="bb", path="/b"))
     with pytest.raises(NoInstance, match="another model"):
-        opened(mesh, spec)
-    again = opened(mesh, await encoded(mesh))
+        await opened(mesh, spec)
+    again = await opened(mesh, await encoded(mesh))
     assert again.base_model == "other"
 
 
@@ -66,7 +67,7 @@ async def test_a_name_that_a_model_takes_over_is_no_adapter_any_more(mesh: Gatew
     for role, name in ((ROLE_PREFILL, "prefill-8"), (ROLE_DECODE, "decode-8")):
         await mesh.add(FakeInstance(role, name, model="mine"))
     with pytest.raises(NoInstance, match="another model"):
-        opened(mesh, spec)
+        await opened(mesh, spec)
 
 
 async def test_new_content_under_the_same_name_is_the_content_of_the_call(
@@ -74,6 +75,6 @@ async def test_new_content_under_the_same_name_is_the_content_of_the_call(
 ) -> None:
     spec = await encoded(mesh)
     names(mesh)._on_entry(RegisteredAdapter(name="mine", model="tiny", digest="cc", path="/c"))
-    adapter = opened(mesh, spec).adapter
+    adapter = (await opened(mesh, spec)).adapter
     assert adapter is not None
     assert (adapter.adapter.digest, adapter.model) == ("cc", "tiny")

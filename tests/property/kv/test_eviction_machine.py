@@ -12,6 +12,8 @@ from pdmesh.core.kv.tiers.eviction import PoolBook
 NUM_SLOTS = 8
 names = st.integers(0, 15).map(lambda n: bytes([n]) * 16)
 owners = st.sampled_from([b"a", b"b"])
+sessions = st.sampled_from(["s", "t"])
+chains = st.lists(names, max_size=5)
 
 
 class PoolBookMachine(RuleBasedStateMachine):
@@ -22,7 +24,10 @@ class PoolBookMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = PoolBook(NUM_SLOTS, owner_share=0.75, protected_share=0.5, keep_after=3)
+        self.book = PoolBook(
+            NUM_SLOTS, owner_share=0.75, protected_share=0.5, keep_after=3, held_share=0.5
+        )
+        self.now = 0
         self.memory: dict[int, bytes] = {}
         self.pins: list[bytes] = []
         self.writing: dict[bytes, int] = {}
@@ -82,6 +87,23 @@ class PoolBookMachine(RuleBasedStateMachine):
     @rule(prefix=st.lists(names, max_size=5))
     def prefixes_are_fixed(self, prefix: list[bytes]) -> None:
         self.book.fix(prefix)
+
+    @rule(session=sessions, owner=owners, chain=chains, lasts=st.integers(1, 5))
+    def a_session_pauses(self, session: str, owner: bytes, chain: list[bytes], lasts: int) -> None:
+        self.book.hold(session, owner, chain, self.now + lasts)
+
+    @rule(session=sessions)
+    def a_session_goes_on(self, session: str) -> None:
+        self.book.resume(session)
+
+    @rule(session=sessions, chain=chains)
+    def a_session_is_done(self, session: str, chain: list[bytes]) -> None:
+        self.book.retire(session, chain)
+
+    @rule()
+    def time_passes(self) -> None:
+        self.now += 1
+        self.book.end_holds(self.now)
 
     @rule(chain=st.lists(names, max_size=5))
     def a_chain_is_touched(self, chain: list[bytes]) -> None:

@@ -25,3 +25,26 @@ def test_a_number_of_a_scenario_is_not_true_or_false(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PDMESH_GATEWAY_SCENARIOS", '{"chat": {"ttft_s": true}}')
     with pytest.raises(BadSetting, match=r"_SCENARIOS: chat\.ttft_s: must not be true or false"):
         Settings.load()
+
+
+@pytest.mark.parametrize(
+    ("rule", "error"),
+    [
+        ('{"scenario": "a", "max_uncached_tokens": -1}', r"max_uncached_tokens: .*greater than"),
+        (
+            '{"scenario": "a", "max_prompt_tokens": 100, "max_uncached_tokens": 100}',
+            r"max_uncached_tokens: must be less than max_prompt_tokens",
+        ),
+        (
+            '{"scenario": "a", "min_prompt_tokens": 9, "max_prompt_tokens": 8}',
+            r"max_prompt_tokens: must be 0 or at least min_prompt_tokens",
+        ),
+        ('{"scenario": "a", "min_uncached_tokens": 9}', r"min_uncached_tokens: "),
+    ],
+)
+def test_an_error_in_a_rule_names_the_rule_and_its_field(
+    monkeypatch: pytest.MonkeyPatch, rule: str, error: str
+) -> None:
+    monkeypatch.setenv("PDMESH_GATEWAY_SCENARIO_RULES", f'[{{"scenario": "ok"}}, {rule}]')
+    with pytest.raises(BadSetting, match=rf"_SCENARIO_RULES: 1\.{error}"):
+        Settings.load()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.placement.expected_completion import ExpectedCompletion, Prices
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.policies import (
     InTurn,
@@ -19,9 +20,9 @@ from pdmesh.core.placement.policies import (
     Scored,
     best_first,
     free_capacity,
-    prefix_and_latency,
     weighted_random,
 )
+from pdmesh.core.placement.weighted_sum import prefix_and_latency
 
 _REPORT_S: Final = 0.1
 _MATCH_THRESHOLD: Final = 0.5  # of the prompt, for the cache-aware baseline
@@ -108,8 +109,18 @@ def lowest_cost(scored: Sequence[Scored], rng: random.Random, count: int) -> lis
     return sorted(shuffled, key=lambda s: -s.score)[:count]
 
 
-def default() -> Policy:
-    return Policy("default", prefix_and_latency, best_first, free_capacity, weighted_random)
+def default(prices: Prices | None = None) -> Policy:
+    return Policy(
+        "default",
+        ExpectedCompletion(prices or Prices()),
+        best_first,
+        free_capacity,
+        weighted_random,
+    )
+
+
+def weighted_sum() -> Policy:
+    return Policy("weighted_sum", prefix_and_latency, best_first, free_capacity, weighted_random)
 
 
 def round_robin() -> Policy:
@@ -147,4 +158,5 @@ POLICIES: Final[dict[str, Callable[[], Policy]]] = {
     "mixed_pool": mixed_pool,
     "cache_threshold": cache_threshold,
     "kv_router": kv_router,
+    "weighted_sum": weighted_sum,
 }

@@ -7,17 +7,19 @@ a report names them (see `reservations.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.core.health.fault_levels import FaultJudged
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.placement.affinity import ChatAffinity
 from pdmesh.core.placement.instance import Identity, Instance
-from pdmesh.core.placement.predictor import LatencyPredictor
+from pdmesh.core.placement.predictor import LatencyPredictor, PromptTokens
 from pdmesh.core.placement.reservations import Reservations
 
 _MAX_JUDGED = 65_536
+_MAX_UNTIMED = 64  # prompts of an instance whose time is awaited
+_MANY_OBSERVED = 50  # of a kind, before its instances are compared with each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +60,17 @@ class HealthMonitorLost:
 
 @dataclass(frozen=True, slots=True)
 class PrefillComputed:
-    """One prompt's compute as the instance timed it, without the wait for earlier prompts.
+    """A prompt that is computed, or with 0 tokens one that was given up, or none.
 
-    0 seconds: not timed.
+    `seconds`, if not 0, is the time of its compute and of that of the prompts before it whose
+    seconds are 0, without the wait for others. They ended in `num_steps` steps.
     """
 
     request_id: str
     num_tokens: int
     num_cached_tokens: int
     seconds: float
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,16 @@ class Fleet:
         """Drop bookings that no report has named in time."""
         self.reservations.expire(now)
 
+    def longest_by_scenario(self, matches: Mapping[str, int]) -> dict[str, int]:
+        """The longest of the matches (blocks by instance) in each scenario, of usable instances."""
+        longest: dict[str, int] = {}
+        for instance_id, num_blocks in matches.items():
+            instance = self.instances.get(instance_id)
+            if instance is not None and instance.is_usable:
+                scenario = instance.identity.scenario
+                longest[scenario] = max(num_blocks, longest.get(scenario, 0))
+        return longest
+
     def check_invariants(self) -> None:
         for instance_id, instance in self.instances.items():
             assert instance.identity.instance_id == instance_id
@@ -142,6 +156,7 @@ class Fleet:
             assert instance.num_booked == len(open_ones)
             assert instance.num_booked_blocks == sum(b.num_blocks for b in open_ones)
             assert instance.num_backlog_blocks == sum(b.num_new_blocks for b in bookings)
+            assert instance.num_prompts == sum(b.has_prompt for b in bookings)
 
     def _forget(self, instance_id: str) -> None:
         instance = self.instances.pop(instance_id, None)
@@ -214,10 +229,29 @@ class Fleet:
         self.reservations.admitted(instance, event.admitted, now)
         self.chats.admitted(instance.id, event.admitted, is_decode=instance.is_decode)
         for prefill in event.computed:
-            self.reservations.computed(prefill.request_id, now)
-            if prefill.seconds > 0:
-                instance.computed_s += prefill.seconds
-                fit = self.predictor.fit(instance.kind)
-                fit.observe(prefill.num_tokens, prefill.num_cached_tokens, prefill.seconds)
-        if not event.num_slots_used and instance.num_backlog_blocks:
+            self._on_computed(instance, prefill, now)
+        if not event.num_slots_used and instance.num_prompts:
             self.reservations.idle(instance, now)
+
+    def _on_computed(self, instance: Instance, prefill: PrefillComputed, now: float) -> None:
+        booking = self.reservations.computed(prefill.request_id, now)
+        span = instance.untimed
+        if prefill.num_tokens:
+            num_fetched = min(booking.num_fetched, prefill.num_cached_tokens) if booking else 0
+            span.append(PromptTokens(prefill.num_tokens, prefill.num_cached_tokens, num_fetched))
+        if prefill.seconds > 0 and span:
+            self._learn(instance, span, prefill.seconds, prefill.num_steps)
+            instance.add_computed(prefill.seconds, now)
+            span.clear()
+        elif len(span) >= _MAX_UNTIMED:
+            span.clear()
+
+    def _learn(
+        self, instance: Instance, prompts: Sequence[PromptTokens], seconds: float, num_steps: int
+    ) -> None:
+        num_steps, num_beside = max(1, num_steps), instance.num_beside
+        fit = self.predictor.fit(instance.kind)
+        expected_s = fit.span_s(prompts, num_steps, num_beside)
+        fit.observe_span(prompts, seconds / instance.slowness, num_steps, num_beside)
+        if fit.num_observed > _MANY_OBSERVED:
+            instance.adapt_slowness(seconds, expected_s)

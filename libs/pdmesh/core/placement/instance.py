@@ -4,12 +4,22 @@ sent there since that report.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Final
 
 from pdmesh.core.health.fault_levels import FaultJudged
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource
 from pdmesh.core.model import Role
+from pdmesh.core.placement.predictor import PromptTokens
+
+USED_S: Final = 60.0  # compute of so long ago counts 1/e in what an instance is used
+BALANCE_S: Final = 300.0  # and so in the balance between instances
+_USED_POWER: Final = round(BALANCE_S / USED_S)
+_SPEED_WEIGHT: Final = 0.05
+_SPEED_DRIFT: Final = 0.002  # back to the kind's speed; the kind's fit follows what all do
+_MOST_LOG_SPEED: Final = 1.4  # four times as slow, or as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,24 @@ class Identity:
 
 
 @dataclass(slots=True)
+class RecentWork:
+    """Seconds of compute, over `USED_S` and over `BALANCE_S`: what is so old counts 1/e."""
+
+    _used_s: float = 0.0
+    _balance_s: float = 0.0
+    _at: float = 0.0
+
+    def at(self, now: float) -> tuple[float, float]:
+        """(over `USED_S`, over `BALANCE_S`). One exponential, since every decision asks all."""
+        left = math.exp((self._at - now) / BALANCE_S)
+        return self._used_s * left**_USED_POWER, self._balance_s * left
+
+    def add(self, seconds: float, now: float) -> None:
+        used, balance = self.at(now)
+        self._used_s, self._balance_s, self._at = used + seconds, balance + seconds, now
+
+
+@dataclass(slots=True)
 class Instance:
     """One instance as placement sees it."""
 
@@ -62,13 +90,19 @@ class Instance:
     is_draining: bool = False
     reported_at: float | None = None
     computed_s: float = 0.0  # the time of all its prefills so far, by its own measure
+    slowness: float = 1.0  # its time for a prompt, in those of its kind
     id: str = field(init=False)
     kind: str = field(init=False)  # instances of one kind take equally long for a prompt
     available_at: float = 0.0  # when all booked prompts will have been computed (S93)
     backlog_s: float = 0.0
     num_backlog_blocks: int = 0  # to be computed
+    num_prompts: int = 0  # of the backlog
     num_booked: int = 0  # requests that no report shows yet
     num_booked_blocks: int = 0
+    untimed: list[PromptTokens] = field(
+        default_factory=list
+    )  # computed; their time is not told yet
+    recent: RecentWork = field(default_factory=RecentWork)
 
     def __post_init__(self) -> None:
         self.id = self.identity.instance_id
@@ -96,6 +130,28 @@ class Instance:
     def free_blocks(self) -> int:
         return max(0, self.num_kv_blocks_free - self.num_booked_blocks)
 
+    @property
+    def num_beside(self) -> int:
+        """How many sequences decode there, beside which a prompt would be computed."""
+        if self.identity.role is Role.PREFILL:
+            return 0
+        return max(0, self.used_slots() - self.num_prompts)
+
+    def wait_s(self, now: float, doubt: float) -> float:
+        """Until what is booked there is computed, which may take `doubt` longer than predicted."""
+        return max(self.available_at - now, doubt * self.backlog_s)
+
+    def add_computed(self, seconds: float, now: float) -> None:
+        self.computed_s += seconds
+        self.recent.add(seconds, now)
+
+    def adapt_slowness(self, seconds: float, expected_s: float) -> None:
+        """It took `seconds` where an instance of its kind would take `expected_s`."""
+        off = math.log(seconds / (expected_s * self.slowness))
+        off = max(-_MOST_LOG_SPEED, min(_MOST_LOG_SPEED, off))
+        log = math.log(self.slowness) * (1 - _SPEED_DRIFT) + _SPEED_WEIGHT * off
+        self.slowness = math.exp(max(-_MOST_LOG_SPEED, min(_MOST_LOG_SPEED, log)))
+
     def add_booking(self, booking: Booking, now: float) -> None:
         self.num_booked += 1
         self.num_booked_blocks += booking.num_blocks
@@ -109,13 +165,13 @@ class Instance:
     def add_backlog(self, booking: Booking, now: float) -> None:
         self.backlog_s += booking.seconds
         self.num_backlog_blocks += booking.num_new_blocks
+        self.num_prompts += booking.has_prompt
         self.available_at = max(self.available_at, now) + booking.seconds
 
     def remove_backlog(self, booking: Booking, now: float) -> None:
         self.num_backlog_blocks -= booking.num_new_blocks
-        self.backlog_s = (
-            max(0.0, self.backlog_s - booking.seconds) if self.num_backlog_blocks else 0.0
-        )
+        self.num_prompts -= booking.has_prompt
+        self.backlog_s = max(0.0, self.backlog_s - booking.seconds) if self.num_prompts else 0.0
         self.available_at = max(now, self.available_at - booking.seconds)
 
     def resume_backlog(self, now: float) -> None:
@@ -132,4 +188,9 @@ class Booking:
     seconds: float
     num_new_blocks: int
     at: float
+    num_fetched: int = 0  # tokens of the prompt that peers give
     is_admitted: bool = False
+
+    @property
+    def has_prompt(self) -> bool:
+        return self.seconds > 0

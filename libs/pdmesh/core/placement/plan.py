@@ -337,8 +337,15 @@ class Placement:
     def _book(self, query: Query, prefill: Instance, decode: Instance | None, known: Known) -> None:
         block_size = max(1, prefill.identity.block_size)
         num_held = min(known.matches.get(prefill.id, 0), len(query.block_hashes))
-        seconds = known.predictor.fit(prefill.kind).predict_s(
-            query.num_prompt_tokens, min(num_held * block_size, query.num_prompt_tokens)
+        num_fetched = 0
+        if known.peers.runs and prefill.identity.fetches_from_peers:
+            num_fetched = max(0, known.peers.reach(num_held) - num_held) * block_size
+        seconds = prefill.slowness * known.predictor.fit(prefill.kind).predict_s(
+            query.num_prompt_tokens,
+            min(num_held * block_size + num_fetched, query.num_prompt_tokens),
+            num_fetched=num_fetched,
+            num_beside=prefill.num_beside,
+            is_queued=prefill.available_at > known.now,
         )
         num_prompt_blocks = -(-query.num_prompt_tokens // block_size)
         num_blocks = query.num_blocks(prefill)
@@ -348,7 +355,12 @@ class Placement:
         self.fleet.reservations.book(
             request_id,
             Booking(
-                prefill, 0 if decode else num_blocks, seconds, num_prompt_blocks - num_held, now
+                prefill,
+                0 if decode else num_blocks,
+                seconds,
+                num_prompt_blocks - num_held,
+                now,
+                num_fetched,
             ),
             Booking(decode, query.num_blocks(decode), 0.0, 0, now) if decode else None,
             now,

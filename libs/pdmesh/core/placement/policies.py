@@ -1,8 +1,9 @@
-"""Our placement policy: it scores by prefix, predicted latency and load (S93, S107, S108).
+"""What all placement policies share: a query, what is known about its candidates, and how they are
+picked by score (S94, S108).
 
-The parts of all policies are here, too. A policy scores all candidates of one query at once, since
-latency counts relative to the slowest of them. The baselines are in `baselines.py`. All policies
-have the same interface and are selected by name.
+A policy scores all candidates of one query at once, since some scores are relative to the others.
+Ours is in `expected_completion.py`, the others in `baselines.py`. All have the same interface and
+are selected by name.
 """
 
 from __future__ import annotations
@@ -18,13 +19,10 @@ from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.predictor import LatencyPredictor
 
-# Scores within this share of the best count as equal. With 10 %, mean TTFT on the Mooncake trace is
-# 2 % higher (see loadtests/results/compare-*). Most of a score is latency that all candidates
-# share, so 3 % of a score is a tenth of the differences between them.
+# Scores within this share of the best count as equal, and are taken in random order.
 _TIE: Final = 0.03
 _EPSILON: Final = 1e-9
 _TO_LOAD: Final = 8.0
-_FULL: Final = 4.0  # puts a full instance, which will refuse, behind all instances with a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of the score's terms.
+    """The weights of the terms of `weighted_sum.py`, which is formula (2) of the paper.
 
     alpha: the prefix that the instance holds itself; beta: the prefix that it could fetch from a
     peer; gamma: predicted latency; load: the share of its slots in use; chat: it served this chat's
@@ -110,64 +108,6 @@ class Policy:
     pick_prefill: Pick
     score_decodes: ScoreDecodes
     pick_decode: Pick
-
-
-def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
-    """Our score, a sum of these terms:
-
-      alpha*local/total + beta*max(0, remote-local)/total + chat + adapter
-      - gamma*latency/max_latency - load*used/slots - spread*cached/blocks*(1-local/total)
-
-    Latency is the wait for the prompts booked there plus the predicted time of this prefill. The
-    remote term counts what peers can give beyond the instance's own prefix; otherwise it would be
-    the same for all instances and say nothing. The last term sends a new prefix where it evicts
-    nothing; once all caches are full, it is the same for all instances.
-    """
-    weights, now = known.weights, known.now
-    reach = known.peers.reach if known.peers.runs else None
-    local_of, num_tokens = known.matches.get, query.num_prompt_tokens
-    total = max(1, len(query.block_hashes))
-    predicted: dict[tuple[str, float], float] = {}
-    latencies: list[float] = []
-    scores: list[float] = []
-    alpha, beta, load = weights.alpha / total, weights.beta / total, weights.load
-    for instance in instances:
-        local = local_of(instance.id, 0)
-        used, slots = instance.num_slots_used + instance.num_booked, instance.num_slots or 1
-        score = alpha * local - load * used / slots
-        if used >= slots:
-            score -= _FULL
-        held: float = local
-        if weights.spread and local < total:
-            share = known.num_cached(instance.id) / (instance.identity.num_kv_blocks or 1)
-            score -= weights.spread * min(1.0, share) * (1 - local / total)
-        if reach is not None and instance.identity.fetches_from_peers:
-            held = max(local, reach(int(local)))
-            score += beta * (held - local)
-        key = (instance.kind, held)
-        latency = predicted.get(key)
-        if latency is None:
-            reused = min(round(held * instance.identity.block_size), max(0, num_tokens - 1))
-            latency = known.predictor.fit(instance.kind).predict_s(num_tokens, reused)
-            predicted[key] = latency
-        if instance.available_at > now:
-            latency += instance.available_at - now
-        latencies.append(latency)
-        scores.append(score)
-    scale = weights.gamma / max(latencies, default=1.0)
-    scores = [score - scale * latency for score, latency in zip(scores, latencies, strict=True)]
-    if known.affine or query.adapter:
-        _prefer_homes(query, instances, known, scores)
-    return scores
-
-
-def _prefer_homes(
-    query: Query, instances: Sequence[Instance], known: Known, scores: list[float]
-) -> None:
-    """Add to the scores of those that served the chat, or have loaded the adapter."""
-    for i, instance in enumerate(instances):
-        scores[i] += known.weights.chat * (instance.id in known.affine)
-        scores[i] += known.weights.adapter * (query.adapter in instance.identity.adapters)
 
 
 def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:

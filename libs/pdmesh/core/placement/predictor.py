@@ -1,64 +1,137 @@
 """Predicts how long a prefill will take, learnt online for each kind of instance (S93, S107).
 
-The formula is linear in [1, n, reuse, compute, compute^2] (thousands of tokens). It is fitted by
-recursive least squares with forgetting, so that it follows an instance that grows slower. n is
-reuse + compute, and all prompts of a workload may have one length, so some directions are never
-excited. The fit forgets only along the directions that it observes (Kulhavy's directional
-forgetting); otherwise the uncertainty of the other directions would grow without end.
+An instance computes parts of several prompts in one step, and times a span of prompts. So the
+formula is one of spans: linear in the sums over its prompts of compute, compute^2, compute * reuse
+and fetched tokens (thousands), plus for each step a fixed cost, and what the sequences add that
+decode beside it. It is fitted by recursive least squares with forgetting, so that it follows an
+instance that grows slower. Residuals beyond a few times the usual error count less (Huber), so that
+a pause of the machine teaches nothing.
+
+All prompts of a workload may have one length, so some directions are never excited. The fit forgets
+only along the directions that it observes (Kulhavy's directional forgetting); otherwise the
+uncertainty of the other directions would grow without end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 _SCALE: Final = 1e-3  # thousands of tokens: terms of like size keep the fit well conditioned
-_SIZE: Final = 5
+_SIZE: Final = 7
 _PRIOR_S_PER_1K: Final = 0.1  # seconds for a thousand computed tokens before anything was seen
+_PRIOR_FETCH_S_PER_1K: Final = 0.03  # 2 ms for a block of 64 tokens from a peer
 _FIRST_UNCERTAINTY: Final = 100.0
 _MIN_S: Final = 1e-4
 _ERROR_WEIGHT: Final = 0.05
+_LEAD_WEIGHT: Final = 0.05
+_BESIDE_SCALE: Final = 1e-2  # hundreds of sequences
 MAX_KINDS: Final = 256
 _FEW_OBSERVED: Final = 4
+_MANY_OBSERVED: Final = 20  # from then on, what is unusual counts less
+_USUAL_ERRORS: Final = 3.0
+_LEAST_UNUSUAL: Final = 0.5
+
+
+class PromptTokens(NamedTuple):
+    """Tokens of one prompt. `num_fetched` of the reused ones came from peers."""
+
+    num_tokens: int
+    num_reused: int
+    num_fetched: int = 0
 
 
 @dataclass(slots=True)
 class PrefillFit:
-    """The formula of one kind. `error` is the recent mean absolute relative error (MAPE)."""
+    """The formula of one kind. `error` is the recent mean absolute relative error (MAPE).
+
+    `lead_share`: steps per prompt lately, at most 1.
+    """
 
     forgetting: float = 0.98
     num_observed: int = 0
     error: float = 0.0
-    _theta: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, _PRIOR_S_PER_1K, 0.0])
+    lead_share: float = 1.0
+    _theta: list[float] = field(
+        default_factory=lambda: [0.0, 0.0, 0.0, _PRIOR_S_PER_1K, 0.0, 0.0, _PRIOR_FETCH_S_PER_1K]
+    )
     _p: list[list[float]] = field(
         default_factory=lambda: [
             [_FIRST_UNCERTAINTY * (i == j) for j in range(_SIZE)] for i in range(_SIZE)
         ]
     )
 
-    def predict_s(self, num_tokens: int, num_reused: int) -> float:
-        """At least 0.1 ms, for the formula may be below zero where nothing was observed."""
-        a, b, c, d, e = self._theta
-        n, reuse = num_tokens * _SCALE, num_reused * _SCALE
-        compute = n - reuse
-        seconds = a + b * n + c * reuse + (d + e * compute) * compute
-        return max(_MIN_S, seconds)
+    @property
+    def doubt(self) -> float:
+        """How much longer than predicted a prompt may take; before a few were seen, as long again.
+
+        A first prediction is a guess, so an instance whose guessed time is over is not yet free.
+        """
+        return self.error if self.num_observed >= _FEW_OBSERVED else max(1.0, self.error)
+
+    def predict_s(
+        self,
+        num_tokens: int,
+        num_reused: int,
+        *,
+        num_fetched: int = 0,
+        num_beside: int = 0,
+        is_queued: bool = False,
+    ) -> float:
+        """Seconds that the prompt adds to what its instance has to do; at least 0.1 ms.
+
+        `num_beside`: sequences that decode meanwhile. A queued prompt may share a step with those
+        before it, and then adds no step of its own.
+        """
+        step, beside, each, linear, square, cross, fetch = self._theta
+        reuse = num_reused * _SCALE
+        compute = num_tokens * _SCALE - reuse
+        fixed = step
+        if num_beside:
+            fixed += beside + each * num_beside * _BESIDE_SCALE
+        if is_queued:
+            fixed *= self.lead_share
+        seconds = fixed + (linear + square * compute + cross * reuse) * compute
+        return max(_MIN_S, seconds + fetch * num_fetched * _SCALE)
 
     def observe(self, num_tokens: int, num_reused: int, seconds: float) -> float:
-        """Learn from one prefill. Returns the relative error of its prediction."""
-        error = abs(self.predict_s(num_tokens, num_reused) - seconds) / max(seconds, _MIN_S)
+        """Learn from a prompt that was computed alone. Returns its prediction's relative error."""
+        return self.observe_span((PromptTokens(num_tokens, num_reused),), seconds)
+
+    def observe_span(
+        self,
+        prompts: Sequence[PromptTokens],
+        seconds: float,
+        num_steps: int = 1,
+        num_beside: int = 0,
+    ) -> float:
+        """Learn from prompts that were computed together. Returns the relative error before."""
+        x = _features(prompts, num_steps, num_beside)
+        predicted = max(_MIN_S, self._of(x))
+        error = abs(predicted - seconds) / max(seconds, _MIN_S)
+        usual = max(_LEAST_UNUSUAL, _USUAL_ERRORS * self.error)
         self.num_observed += 1
         weight = max(_ERROR_WEIGHT, 1 / self.num_observed)
         self.error += weight * (error - self.error)
-        n, reuse = num_tokens * _SCALE, num_reused * _SCALE
-        compute = n - reuse
-        self._update((1.0, n, reuse, compute, compute * compute), seconds)
+        self.lead_share += _LEAD_WEIGHT * (min(1.0, num_steps / len(prompts)) - self.lead_share)
+        trust = min(1.0, usual / error) if self.num_observed > _MANY_OBSERVED else 1.0
+        scale = math.sqrt(seconds * min(2 * seconds, max(seconds / 2, predicted)))
+        self._update(x, seconds, trust / max(scale, 1e-3))
         return error
 
-    def _update(self, x: tuple[float, ...], seconds: float) -> None:
-        """Weight by 1/time, so that relative errors of short and long prompts count alike."""
-        weight = 1.0 / max(seconds, 1e-3)
+    def span_s(
+        self, prompts: Sequence[PromptTokens], num_steps: int = 1, num_beside: int = 0
+    ) -> float:
+        """The time of prompts that are computed together."""
+        return max(_MIN_S, self._of(_features(prompts, num_steps, num_beside)))
+
+    def _of(self, x: Sequence[float]) -> float:
+        return sum(t * v for t, v in zip(self._theta, x, strict=True))
+
+    def _update(self, x: Sequence[float], seconds: float, weight: float) -> None:
+        """Weighted by 1/time, so that relative errors of short and long prompts count alike."""
         x = tuple(v * weight for v in x)
         p, theta = self._p, self._theta
         px = [sum(row[j] * x[j] for j in range(_SIZE)) for row in p]
@@ -76,6 +149,23 @@ class PrefillFit:
     def check_invariants(self) -> None:
         """The covariance stays positive, and no direction becomes less certain than at first."""
         assert all(-1e-6 <= self._p[i][i] <= 2 * _FIRST_UNCERTAINTY for i in range(_SIZE))
+        assert 0.0 < self.lead_share <= 1.0
+
+
+def _features(
+    prompts: Sequence[PromptTokens], num_steps: int, num_beside: int
+) -> tuple[float, ...]:
+    linear = square = cross = fetched = 0.0
+    for prompt in prompts:
+        reuse = prompt.num_reused * _SCALE
+        compute = prompt.num_tokens * _SCALE - reuse
+        linear += compute
+        square += compute * compute
+        cross += compute * reuse
+        fetched += prompt.num_fetched * _SCALE
+    beside = num_steps * (num_beside > 0)
+    each = num_steps * num_beside * _BESIDE_SCALE
+    return (num_steps, beside, each, linear, square, cross, fetched)
 
 
 @dataclass(slots=True)

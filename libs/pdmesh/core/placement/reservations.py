@@ -62,12 +62,13 @@ class Reservations:
                 booking.instance, booking.is_admitted = instance, True
                 instance.add_backlog(booking, now)
 
-    def computed(self, request_id: str, now: float) -> None:
+    def computed(self, request_id: str, now: float) -> Booking | None:
         """The prompt is computed. From now on only reports count its slot."""
         booking = self._prefills.pop(request_id, None)
         if booking is not None:
             self._remove(booking, now)
             booking.instance.resume_backlog(now)
+        return booking
 
     def idle(self, instance: Instance, now: float) -> None:
         """The instance is idle, so a report that its last prompts are computed must be lost."""

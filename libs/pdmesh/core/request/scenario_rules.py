@@ -1,13 +1,16 @@
 """Decides the scenario of a request that names none (P/D-Serve 2.2.1, 3.2; S4).
 
-The rules look at the operation and the prompt's length. A label always stands: the client that sent
-it knows better. Without a label the first rule that fits decides. If none fits, the scenario is
-`default`.
+The rules look at the operation, the prompt's length, and how much of it the scenario's instances
+would have to compute. A label always stands: the client that sent it knows better. Without a label
+the first rule that fits decides. If none fits, the scenario is `default`.
+
+There is no lower bound on what must be computed: it would send a chat away from the scenario that
+holds it, once little of it is new. A later rule without an upper bound says the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -15,23 +18,46 @@ from dataclasses import dataclass
 class ScenarioRule:
     """Fits prompts of `min_prompt_tokens` to `max_prompt_tokens` (0: no upper bound).
 
-    `operation` is chat or text_completion; empty: both.
+    `max_uncached_tokens`: of the prompt, the most that no instance of the scenario holds (0: no
+    bound). `operation` is chat or text_completion; empty: both.
     """
 
     scenario: str
     min_prompt_tokens: int = 0
     max_prompt_tokens: int = 0
+    max_uncached_tokens: int = 0
     operation: str = ""
 
-    def fits(self, operation: str, num_prompt_tokens: int) -> bool:
+    def fits(self, operation: str, num_prompt_tokens: int, num_cached_tokens: int) -> bool:
+        """`num_cached_tokens`: the longest prefix that an instance of the scenario holds."""
         if self.operation and operation != self.operation:
             return False
-        is_short_enough = not self.max_prompt_tokens or num_prompt_tokens <= self.max_prompt_tokens
-        return is_short_enough and num_prompt_tokens >= self.min_prompt_tokens
+        if self.max_prompt_tokens and num_prompt_tokens > self.max_prompt_tokens:
+            return False
+        num_uncached = num_prompt_tokens - num_cached_tokens
+        if self.max_uncached_tokens and num_uncached > self.max_uncached_tokens:
+            return False
+        return num_prompt_tokens >= self.min_prompt_tokens
 
 
 def scenario_by_rule(
-    rules: Sequence[ScenarioRule], operation: str, num_prompt_tokens: int
+    rules: Sequence[ScenarioRule],
+    operation: str,
+    num_prompt_tokens: int,
+    num_cached_tokens: Mapping[str, int],
 ) -> str | None:
-    """None if no rule fits."""
-    return next((r.scenario for r in rules if r.fits(operation, num_prompt_tokens)), None)
+    """None if no rule fits. `num_cached_tokens`: by scenario; none of a scenario that is absent."""
+    for rule in rules:
+        if rule.fits(operation, num_prompt_tokens, num_cached_tokens.get(rule.scenario, 0)):
+            return rule.scenario
+    return None
+
+
+def depends_on_cache(rules: Sequence[ScenarioRule], operation: str, num_prompt_tokens: int) -> bool:
+    """Whether what is cached may change the answer of `scenario_by_rule`."""
+    for rule in rules:
+        if rule.fits(operation, num_prompt_tokens, 0):
+            return False
+        if rule.fits(operation, num_prompt_tokens, num_prompt_tokens):
+            return True
+    return False

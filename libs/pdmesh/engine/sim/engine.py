@@ -34,6 +34,7 @@ from pdmesh.engine.base import (
     Prefilled,
     PrefillJob,
     Sampling,
+    SessionHint,
     TicketClosed,
     TicketOpened,
     TokenBatch,
@@ -277,6 +278,10 @@ class SimEngine:
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         if self._tiers is not None:
             self._tiers.stack.pin(prefixes)
+
+    def note_session(self, hint: SessionHint) -> None:
+        if self._tiers is not None:
+            self._tiers.note_session(hint)
 
     def prefetch(self, wanted: Prefetch) -> None:
         if self._tiers is not None:

@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdmesh.core.kv.tiers.load_plan import Tier
-from pdmesh.engine.base import BlocksChanged, Output, Prefetch, PrefillJob, TiersReported
+from pdmesh.engine.base import (
+    BlocksChanged,
+    Output,
+    Prefetch,
+    PrefillJob,
+    SessionHint,
+    TiersReported,
+)
 from pdmesh.engine.sim.memory import SimKv
 from pdmesh.kv.device.scatter import gather, recv_scatter
 from pdmesh.kv.tiers.owner import owner_of
@@ -107,6 +114,10 @@ class TierLane:
             return
         self._leases[job.leg] = lease
         self._on_ready(job)
+
+    def note_session(self, hint: SessionHint) -> None:
+        owner = owner_of(hint.cache_salt)
+        self.stack.note_session(hint.state, hint.session, owner, hint.names, hint.hold_s)
 
     def prefetch(self, wanted: Prefetch) -> None:
         peer, num_blocks = wanted.peer, len(wanted.names)

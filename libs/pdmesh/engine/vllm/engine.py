@@ -32,6 +32,7 @@ from pdmesh.engine.base import (
     Output,
     Prefetch,
     PrefillJob,
+    SessionHint,
     hands_on,
 )
 from pdmesh.engine.vllm.child.domain import domain_arguments
@@ -403,6 +404,10 @@ class VllmEngine:
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         if self._tiers is not None:
             self._tiers.pin(prefixes)
+
+    def note_session(self, hint: SessionHint) -> None:
+        if self._tiers is not None:
+            self._tiers.note_session(hint)
 
     def prefetch(self, wanted: Prefetch) -> None:
         if self._tiers is not None:

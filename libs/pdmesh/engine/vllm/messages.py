@@ -174,8 +174,18 @@ class PrefetchToPool(RankMessage):
     chance: float
 
 
+class SessionNote(RankMessage):
+    """Host: what a session's client said of its blocks (`TierStack.note_session`)."""
+
+    session: str
+    state: str
+    names: list[bytes]
+    owner: bytes
+    hold_s: float
+
+
 # What the host asks of a worker's tiers.
-TierOrder = FetchToPool | Holders | ForgetLease | Pin | PrefetchToPool
+TierOrder = FetchToPool | Holders | ForgetLease | Pin | PrefetchToPool | SessionNote
 
 
 class Fetched(RankMessage):

@@ -349,11 +349,15 @@ class InstanceLoad(_message.Message):
         NUM_TOKENS_FIELD_NUMBER: _builtins.int
         NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
         SECONDS_FIELD_NUMBER: _builtins.int
+        NUM_STEPS_FIELD_NUMBER: _builtins.int
         request_id: _builtins.str
         num_tokens: _builtins.int
+        """0: it was given up"""
         num_cached_tokens: _builtins.int
         seconds: _builtins.float
-        """of compute, without the wait for prompts before it; 0: not known"""
+        """of compute, of this prompt and of those before it whose seconds are 0, without the wait for others"""
+        num_steps: _builtins.int
+        """in which these prompts ended; 0: as 1"""
         def __init__(
             self,
             *,
@@ -361,10 +365,11 @@ class InstanceLoad(_message.Message):
             num_tokens: _builtins.int = ...,
             num_cached_tokens: _builtins.int = ...,
             seconds: _builtins.float = ...,
+            num_steps: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "seconds", b"seconds"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "request_id", b"request_id", "seconds", b"seconds"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,6 +87,7 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.loaded_adapters.extend(serving.host.loaded_adapters)
     record.fetches_from_peers = tiers_of(loaded.settings).fetches_from_peers
     record.takes_prefetches = record.fetches_from_peers
+    record.takes_session_hints = tiers_of(loaded.settings).has_host_pool
     if info.images is not None:
         record.images.CopyFrom(images_to_proto(info.images))
     record.fetches_embeddings = info.fetches_embeddings

@@ -12,6 +12,7 @@ from pdmesh.core.instance.admission import Capacity, RefusalReason, Refused
 from pdmesh.core.instance.urgency import DEFAULT_PRIORITY, MAX_PRIORITY
 from pdmesh.core.kv.layout import compatibility as kv_format
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
+from pdmesh.core.kv.tiers.holds import MAX_SESSION_CHARS, MAX_SESSION_NAMES, SessionState
 from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID
 from pdmesh.core.pooling.batches import MAX_BATCH_INPUTS
 from pdmesh.core.pooling.facts import PoolingTask
@@ -27,12 +28,18 @@ from pdmesh.engine.base import (
     Prefetch,
     Prefilled,
     Sampling,
+    SessionHint,
     Ticket,
     TokenLogprob,
 )
 from pdmesh.errors import InvalidRequest
 from pdmesh.kv.tiers.peers import MAX_NAMES
 from pdmesh.v1 import common_pb2, instance_service_pb2
+from pdmesh.v1.common_pb2 import (
+    SESSION_STATE_DONE,
+    SESSION_STATE_PAUSED_FOR_TOOL,
+    SESSION_STATE_RESUMED,
+)
 from pdmesh.v1.instance_service_pb2 import (
     Embedded,
     Encode,
@@ -43,11 +50,17 @@ from pdmesh.v1.instance_service_pb2 import (
     Start,
 )
 from pdmesh.v1.instance_service_pb2 import Prefetch as PrefetchMessage
+from pdmesh.v1.instance_service_pb2 import SessionHint as SessionHintMessage
 
 _FINISH = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_SESSION_STATES = {
+    SESSION_STATE_PAUSED_FOR_TOOL: SessionState.PAUSED_FOR_TOOL,
+    SESSION_STATE_RESUMED: SessionState.RESUMED,
+    SESSION_STATE_DONE: SessionState.DONE,
 }
 _ANY_TOKEN = 1 << 32
 _TASKS = {
@@ -246,6 +259,21 @@ def prefetch_from_proto(m: PrefetchMessage) -> Prefetch:
         raise InvalidRequest("must be from 0 to 1", field="prefetch.chance")
     peer = KvPeer(m.peer.instance_id, m.peer.incarnation, tuple(m.kv_addresses))
     return Prefetch(tuple(m.block_hashes[:MAX_NAMES]), m.cache_salt, peer, m.chance)
+
+
+def session_hint_from_proto(m: SessionHintMessage) -> SessionHint:
+    """Raises InvalidRequest with the field's name."""
+    if any(len(name) != HASH_BYTES for name in m.block_hashes):
+        raise InvalidRequest(
+            f"each hash must have {HASH_BYTES} bytes", field="session_hint.block_hashes"
+        )
+    if not 0 < len(m.session) <= MAX_SESSION_CHARS:
+        message = f"must have 1 to {MAX_SESSION_CHARS} characters"
+        raise InvalidRequest(message, field="session_hint.session")
+    if (state := _SESSION_STATES.get(m.state)) is None:
+        raise InvalidRequest("is unknown", field="session_hint.state")
+    names = tuple(m.block_hashes[:MAX_SESSION_NAMES])
+    return SessionHint(m.session, state, names, m.cache_salt, m.hold_ms / 1000)
 
 
 def encoded(key: int, output: Encoded) -> SessionEvent:

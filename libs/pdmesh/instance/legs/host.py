@@ -230,6 +230,8 @@ class InstanceHost:
                         self._tell(leg, command, kind)
                 case "prefetch":
                     self._prefetch(convert.prefetch_from_proto(command.prefetch))
+                case "session_hint":
+                    self.engine.note_session(convert.session_hint_from_proto(command.session_hint))
                 case None:
                     self._ignore(outbox)
                 case kind:

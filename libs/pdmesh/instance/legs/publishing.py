@@ -148,6 +148,7 @@ class LoadPublisher:
                             num_tokens=prompt.num_tokens,
                             num_cached_tokens=prompt.num_cached_tokens,
                             seconds=prompt.seconds,
+                            num_steps=prompt.num_steps,
                         )
                         for prompt in computed
                     ],

@@ -38,6 +38,10 @@ class TierConfig:
         return self.uses_peers and self.is_on
 
     @property
+    def has_host_pool(self) -> bool:
+        return self.is_on
+
+    @property
     def pool_bytes(self) -> int:
         return self.host_pool_bytes or LEAST_POOL_BYTES
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.tiers.eviction import PoolBook
+from pdmesh.core.kv.tiers.holds import SessionState
 from pdmesh.kv.tiers.file_format import checksum_of
 from pdmesh.kv.tiers.pool_memory import PopulatedArena
 from pdmesh.kv.transport.base import ByteArray
@@ -154,6 +155,27 @@ class HostPool:
         """
         with self._lock:
             self._book.fix(names)
+
+    def note_session(
+        self, state: SessionState, session: str, owner: bytes, names: Sequence[bytes], until: float
+    ) -> None:
+        """See `PoolBook.hold`, `resume` and `retire`. `until`: of a session that has paused."""
+        with self._lock:
+            match state:
+                case SessionState.PAUSED_FOR_TOOL:
+                    self._book.hold(session, owner, names, until)
+                case SessionState.RESUMED:
+                    self._book.resume(session)
+                case SessionState.DONE:
+                    self._book.retire(session, names)
+
+    def end_holds(self, now: float) -> None:
+        with self._lock:
+            self._book.end_holds(now)
+
+    @property
+    def num_held(self) -> int:
+        return self._book.num_held
 
     def take_kept(self) -> list[tuple[bytes, bytes]]:
         """(name, owner) of blocks that are kept for their many requests since the last call."""

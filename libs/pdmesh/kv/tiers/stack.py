@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tiers.holds import MAX_HOLD_S, SessionState
 from pdmesh.core.kv.tiers.load_plan import (
     CostBook,
     LoadPlan,
@@ -183,6 +184,18 @@ class TierStack:
         for load in self._loads.start(names, owner, plan, {peer: holder}, self.peers):
             self._loads.leave(load)
 
+    def note_session(
+        self,
+        state: SessionState,
+        session: str,
+        owner: bytes,
+        names: Sequence[bytes],
+        hold_s: float,
+    ) -> None:
+        """A session's client has said whether its blocks are needed again soon."""
+        until = self._clock() + min(hold_s, MAX_HOLD_S)
+        self.pool.note_session(state, session, owner, names, until)
+
     def _pin_backwards(self, names: Sequence[bytes]) -> list[PinnedBlock]:
         """Pin the longest run at the end of `names` that is here."""
         here = self.pool.held(names)
@@ -239,6 +252,7 @@ class TierStack:
         """
         if self.files is not None:
             self.files.watch()
+        self.pool.end_holds(self._clock())
         evicted = self.pool.num_evicted
         self.counts.add(Tier.HOST, TierEvent.EVICTED, evicted - self._num_evicted)
         self._num_evicted = evicted

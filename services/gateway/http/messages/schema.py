@@ -14,7 +14,7 @@ import msgspec
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.json_body import decoded
 from pdmesh.services.gateway.openai.neutral import NeutralValues
-from pdmesh.services.gateway.openai.schema import ReasoningEffort
+from pdmesh.services.gateway.openai.schema import ReasoningEffort, Session
 from pdmesh.services.gateway.openai.unknown_fields import Nested, Struct
 
 # Any: a client may send anything in these fields, which have no effect or are refused.
@@ -137,6 +137,7 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     cache_salt: str = ""
     chat_id: str = ""
     scenario: str = ""
+    session: Session | None = None
 
 
 _WITHIN: Final[Mapping[str, Struct]] = {
@@ -149,7 +150,7 @@ _WITHIN: Final[Mapping[str, Struct]] = {
 }
 _NESTED: Final[Nested] = {
     CountTokensRequest: _WITHIN,
-    MessagesRequest: _WITHIN,
+    MessagesRequest: {**_WITHIN, "session": Session},
     InputMessage: {"content": MessageBlock},
     MessageBlock: {"content": MessageBlock, "source": ImageSource},
 }

@@ -89,6 +89,7 @@ def _set_sampling(chat: ChatCompletionRequest, request: MessagesRequest) -> None
     chat.cache_salt = request.cache_salt
     chat.chat_id = request.chat_id
     chat.scenario = request.scenario
+    chat.session = request.session
 
 
 def _set_output(

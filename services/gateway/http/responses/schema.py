@@ -14,7 +14,7 @@ import msgspec
 from pdmesh.errors import InvalidRequest, shortened
 from pdmesh.services.gateway.openai.json_body import decoded
 from pdmesh.services.gateway.openai.neutral import NeutralValues
-from pdmesh.services.gateway.openai.schema import ReasoningEffort
+from pdmesh.services.gateway.openai.schema import ReasoningEffort, Session
 from pdmesh.services.gateway.openai.unknown_fields import Nested
 from pdmesh.services.gateway.request.answer_form import StructuredOutputs
 from pdmesh.services.gateway.request.bounds import in_range
@@ -180,6 +180,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     cache_salt: str = ""
     chat_id: str = ""
     scenario: str = ""
+    session: Session | None = None
 
 
 NESTED_IN_ITEMS: Final[Nested] = {
@@ -195,6 +196,7 @@ _NESTED: Final[Nested] = {
         "reasoning": ReasoningConfig,
         "stream_options": ResponseStreamOptions,
         "structured_outputs": StructuredOutputs,
+        "session": Session,
     },
 }
 _decoder: Final = msgspec.json.Decoder(ResponsesRequest)

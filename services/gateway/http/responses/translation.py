@@ -49,6 +49,7 @@ _SAME: Final = (
     "frequency_penalty", "repetition_penalty", "logit_bias", "top_k", "min_p", "seed", "stop",
     "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "structured_outputs",
     "chat_template_kwargs", "include_reasoning", "ignore_eos", "cache_salt", "chat_id", "scenario",
+    "session",
 )  # fmt: skip
 
 

@@ -88,10 +88,11 @@ async def opened(
     """Begin a call, which must be closed. Raises MeshError."""
     is_quiet = not (is_streamed or spec.sampling.ends_by_text)
     traceparent = exchange.header(b"traceparent")
+    prepared = await frontend.prepare(spec)
     return await charged(
         permit,
         lambda: frontend.open(
-            spec,
+            prepared,
             exchange.request_id,
             permit,
             traceparent,

@@ -33,7 +33,7 @@ async def plan_of(site: PickedSite, prompt: str, prefill: str = "prefill-1") -> 
     """What a picker would hand over for this prompt: its second best prefill, so that it shows."""
     frontend = site.gateways[0].frontend
     request = CompletionRequest(model="tiny", prompt=prompt, max_tokens=4)
-    plan = handed_for(frontend.prepare(await completion_spec(request, frontend, ANYONE)))
+    plan = handed_for(await frontend.prepare(await completion_spec(request, frontend, ANYONE)))
     plan.result.CopyFrom(
         PlanResult(
             request_id=REQUEST_ID,

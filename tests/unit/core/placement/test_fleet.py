@@ -62,3 +62,14 @@ def test_an_instance_out_of_service_gets_no_requests_whatever_its_record_says() 
     assert [c.instance_id for c in (*plan.prefills, *plan.decodes)] == ["prefill-1", "decode-1"]
     fleet.handle(OutOfServiceSeen(frozenset()), 0.0)
     assert len(planned(placement, QUERY).prefills) == 2
+
+
+def test_what_a_scenario_holds_is_the_most_that_one_of_its_usable_instances_holds() -> None:
+    fleet = make(
+        identity("prefill-0", Role.PREFILL),
+        identity("prefill-1", Role.PREFILL),
+        identity("prefill-2", Role.PREFILL, is_draining=True),
+        identity("prefill-3", Role.PREFILL, scenario="long"),
+    ).fleet
+    matches = {"prefill-0": 3, "prefill-1": 5, "prefill-2": 9, "prefill-3": 2, "gone": 7}
+    assert fleet.longest_by_scenario(matches) == {"default": 5, "long": 2}

@@ -7,8 +7,9 @@ import statistics
 
 import pytest
 
+from loadtests.placement.unknown_laws import tiled
 from pdmesh.core.instance.law import Law
-from pdmesh.core.placement.predictor import MAX_KINDS, LatencyPredictor, PrefillFit
+from pdmesh.core.placement.predictor import MAX_KINDS, LatencyPredictor, PrefillFit, PromptTokens
 from pdmesh.engine.laws import DEMO, MOCKER, SMOLLM2_CPU
 
 
@@ -76,3 +77,50 @@ def test_the_number_of_kinds_is_bounded_and_each_learns_by_itself() -> None:
         predictor.fit(f"kind-{i}").observe(1000, 0, 0.1)
     assert len(list(predictor.fits())) == MAX_KINDS
     assert predictor.fit("kind-300") is not predictor.fit("kind-200")
+
+
+@pytest.mark.req("S93", "S107")
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_the_predictor_is_within_15_percent_on_a_law_of_tiles_whose_form_it_does_not_have(
+    noise: float,
+) -> None:
+    errors = learn(PrefillFit(), tiled(noise), 400)
+    assert statistics.mean(errors[50:]) < 0.15
+
+
+@pytest.mark.req("S93")
+def test_prompts_that_shared_steps_teach_as_much_as_prompts_alone() -> None:
+    """Spans of one to twelve prompts in fewer steps, then a prompt alone."""
+    fit, rng = PrefillFit(), random.Random(4)
+    for _ in range(300):
+        prompts = [
+            PromptTokens(n, n // 4 * rng.randrange(4))
+            for n in (rng.randrange(64, 4096) for _ in range(rng.randrange(1, 13)))
+        ]
+        num_steps = -(-len(prompts) // 3)
+        seconds = num_steps * 0.02 + sum(2e-5 * (p.num_tokens - p.num_reused) for p in prompts)
+        fit.observe_span(prompts, seconds, num_steps)
+        fit.check_invariants()
+    assert fit.predict_s(1000, 0) == pytest.approx(0.04, rel=0.05)
+    assert fit.predict_s(1000, 0, is_queued=True) < 0.035, "it may share a step"
+
+
+@pytest.mark.req("S93")
+def test_a_pause_of_the_machine_teaches_nothing() -> None:
+    fit = PrefillFit()
+    learn(fit, SMOLLM2_CPU, 300)
+    usual = fit.predict_s(2000, 0)
+    fit.observe(2000, 0, 60.0)
+    assert fit.predict_s(2000, 0) == pytest.approx(usual, rel=0.2)
+
+
+@pytest.mark.req("S93")
+def test_sequences_that_decode_beside_a_prompt_are_part_of_its_time() -> None:
+    fit, rng = PrefillFit(), random.Random(5)
+    for _ in range(400):
+        num_tokens, num_beside = rng.randrange(64, 1024), rng.choice((0, 0, 1, 8, 32))
+        seconds = SMOLLM2_CPU.prefill_s(num_tokens) + SMOLLM2_CPU.step_s(num_beside, 0)
+        fit.observe_span((PromptTokens(num_tokens, 0),), seconds, 1, num_beside)
+    for num_beside in (0, 8, 32):
+        expected = SMOLLM2_CPU.prefill_s(200) + SMOLLM2_CPU.step_s(num_beside, 0)
+        assert fit.predict_s(200, 0, num_beside=num_beside) == pytest.approx(expected, rel=0.1)

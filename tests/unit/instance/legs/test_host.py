@@ -18,6 +18,7 @@ from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.instance.admission import Admission, Capacity, Work
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tiers.holds import SessionState
 from pdmesh.core.kv.transfer.source_exclusions import KvSource
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.base import (
@@ -32,6 +33,7 @@ from pdmesh.engine.base import (
     Prefetch,
     Prefilled,
     PrefillJob,
+    SessionHint,
     constraint_failed,
 )
 from pdmesh.errors import InvalidRequest
@@ -52,6 +54,7 @@ class EndedEngine:
         self._end = end
         self.prefills: list[PrefillJob] = []
         self.prefetched: list[Prefetch] = []
+        self.hints: list[SessionHint] = []
 
     async def start(self) -> EngineInfo:
         raise NotImplementedError
@@ -80,6 +83,9 @@ class EndedEngine:
 
     def prefetch(self, wanted: Prefetch) -> None:
         self.prefetched.append(wanted)
+
+    def note_session(self, hint: SessionHint) -> None:
+        self.hints.append(hint)
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None: ...
 
@@ -194,6 +200,45 @@ def test_a_command_of_a_later_release_ends_no_session(monkeypatch: pytest.Monkey
     assert len(engine.prefills) == 2
     assert next(num_ignored) == 2
     assert [line["event"] for line in lines] == ["session.unknown_command"]
+
+
+def hint(**changes: Any) -> pb.Command:
+    fields: dict[str, Any] = {
+        "session": "s",
+        "state": common_pb2.SESSION_STATE_PAUSED_FOR_TOOL,
+        "block_hashes": [bytes(16)],
+        "cache_salt": "00" * 16,
+        "hold_ms": 1500,
+    }
+    return pb.Command(session_hint=pb.SessionHint(**fields | changes))
+
+
+def test_a_session_hint_reaches_the_engine() -> None:
+    engine = EndedEngine(Failed(1, "", ""))
+    host = make_host(engine)
+    host.apply(host.open("gateway-0"), [hint(), hint(block_hashes=[bytes(16)] * 8193)])
+    first, long = engine.hints
+    paused = SessionState.PAUSED_FOR_TOOL
+    assert first == SessionHint("s", paused, (bytes(16),), "00" * 16, 1.5)
+    assert len(long.names) == 8192
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"block_hashes": [bytes(15)]}, "session_hint.block_hashes"),
+        ({"session": ""}, "session_hint.session"),
+        ({"session": "s" * 257}, "session_hint.session"),
+        ({"state": common_pb2.SESSION_STATE_UNSPECIFIED}, "session_hint.state"),
+    ],
+)
+def test_a_bad_session_hint_names_its_field(changes: dict[str, Any], field: str) -> None:
+    engine = EndedEngine(Failed(1, "", ""))
+    host = make_host(engine)
+    with pytest.raises(InvalidRequest) as refused:
+        host.apply(host.open("gateway-0"), [hint(**changes)])
+    assert refused.value.field == field
+    assert engine.hints == []
 
 
 def prefetch(**changes: Any) -> pb.Command:

@@ -3,7 +3,8 @@
 It also knows which block is in which slot. Order of eviction:
 - free slots first;
 - then the least recently used block that no request has asked for again since it was stored;
-- then the least recently used block that some request has asked for again.
+- then the least recently used block that some request has asked for again;
+- then the least recently used block that a paused session holds (`holds.py`).
 
 A pinned block is in use and is never evicted. A block that many requests asked for (a system
 prompt) is kept. When too many blocks are kept, the least recently used kept block becomes an
@@ -20,6 +21,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from pdmesh.core.kv.tiers.holds import Holds
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class PoolBook:
     kept_share: float = 0.25
     keep_after: int = 8  # uses
     fixed_share: float = 0.5
+    held_share: float = 0.25  # of the pool, and of an owner's quota, for paused sessions
     _free: list[int] = field(init=False)
     _entries: dict[bytes, _Entry] = field(default_factory=dict)
     _writing: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # slot, owner
@@ -54,6 +58,8 @@ class PoolBook:
     _probation: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _protected: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _idle_of: dict[bytes, OrderedDict[bytes, None]] = field(default_factory=dict)
+    _holds: Holds = field(init=False)
+    _held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # and not in use
     _num_of: dict[bytes, int] = field(default_factory=dict)  # slots by owner, also while written
     _num_protected: int = 0
     _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the oldest use first
@@ -67,6 +73,8 @@ class PoolBook:
 
     def __post_init__(self) -> None:
         self._free = list(range(self.num_slots - 1, -1, -1))
+        most = int(self.held_share * self.num_slots)
+        self._holds = Holds(most, int(self.held_share * self.max_owner_slots))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -168,9 +176,71 @@ class PoolBook:
             elif name in self._kept:
                 self._kept.move_to_end(name)
                 continue
+            elif name in self._held:
+                self._held.move_to_end(name)
+                continue
             else:
                 continue
             self._idle_of[self._entries[name].owner].move_to_end(name)
+
+    # -- sessions ---------------------------------------------------------------------------------
+
+    def hold(self, session: str, owner: bytes, names: Sequence[bytes], until: float) -> None:
+        """The session has paused: evict its blocks last, also those that are stored later.
+
+        They replace what it held before. Bounded by `held_share`; the head of `names` wins.
+        """
+        self._end_holds(self._holds.remove(session))
+        for name in self._holds.add(session, owner, names, until):
+            entry = self._entries.get(name)
+            if entry is not None and self._is_idle(entry):
+                self._leave_idle(name, entry, was_held=False)
+                self._enter_idle(name, entry)
+
+    def resume(self, session: str) -> None:
+        """The session goes on: its blocks are like any other."""
+        self._end_holds(self._holds.remove(session))
+
+    def retire(self, session: str, names: Sequence[bytes]) -> None:
+        """The session is done: evict its blocks first, the tail before the head.
+
+        Blocks that are kept or fixed, or that another session holds, stay as they are.
+        """
+        self.resume(session)
+        for name in names:
+            entry = self._entries.get(name)
+            if entry is None or entry.is_kept or entry.is_fixed or name in self._holds:
+                continue
+            entry.num_uses = 0
+            if not self._is_idle(entry):
+                continue
+            self._leave_idle(name, entry)
+            self._num_protected -= entry.is_protected
+            entry.is_protected = False
+            self._enter_idle(name, entry)
+            self._probation.move_to_end(name, last=False)
+            self._idle_of[entry.owner].move_to_end(name, last=False)
+
+    def end_holds(self, now: float) -> None:
+        """End the holds whose time is over."""
+        self._end_holds(self._holds.expire(now))
+
+    @property
+    def num_held(self) -> int:
+        """Holds: blocks times the paused sessions that hold them."""
+        return len(self._holds)
+
+    def _end_holds(self, names: Iterable[bytes]) -> None:
+        """No session holds these blocks now."""
+        for name in names:
+            entry = self._entries.get(name)
+            if entry is not None and self._is_idle(entry):
+                self._leave_idle(name, entry, was_held=True)
+                self._enter_idle(name, entry)
+        self._demote()
+
+    def _is_idle(self, entry: _Entry) -> bool:
+        return not (entry.pins or entry.is_kept or entry.is_fixed)
 
     @property
     def num_fixed(self) -> int:
@@ -238,7 +308,7 @@ class PoolBook:
         elif self._free:
             slot = self._free.pop()
         else:
-            victims = self._probation or self._protected
+            victims = self._probation or self._protected or self._held
             if not victims:
                 return None
             slot = self._evict(next(iter(victims)))
@@ -303,6 +373,7 @@ class PoolBook:
         if entry.is_kept:
             del self._kept[name]
             self._newly_kept.pop(name, None)
+        self._holds.drop(name)
         self._free.append(entry.slot)
         self._count_out(entry.owner)
 
@@ -320,11 +391,18 @@ class PoolBook:
     def _enter_idle(self, name: bytes, entry: _Entry) -> None:
         if entry.is_kept or entry.is_fixed:
             return
+        if name in self._holds:
+            self._held[name] = None
+            return
         (self._protected if entry.is_protected else self._probation)[name] = None
         self._idle_of.setdefault(entry.owner, OrderedDict())[name] = None
 
-    def _leave_idle(self, name: bytes, entry: _Entry) -> None:
+    def _leave_idle(self, name: bytes, entry: _Entry, was_held: bool | None = None) -> None:
+        """`was_held`: whether a session held it until now; None: as it is now."""
         if entry.is_kept or entry.is_fixed:
+            return
+        if name in self._holds if was_held is None else was_held:
+            del self._held[name]
             return
         del (self._protected if entry.is_protected else self._probation)[name]
         own = self._idle_of[entry.owner]
@@ -345,7 +423,11 @@ class PoolBook:
         assert sorted(slots + self._free) == list(range(self.num_slots))
         assert self.num_pinned == sum(e.pins > 0 for e in self._entries.values())
         idle = {n for n, e in self._entries.items() if not (e.pins or e.is_kept or e.is_fixed)}
+        held = {n for n in idle if n in self._holds}
+        assert held == set(self._held)
+        idle -= held
         assert idle == set(self._probation) | set(self._protected)
+        self._holds.check_invariants()
         assert not set(self._probation) & set(self._protected)
         assert all(self._entries[n].is_protected for n in self._protected)
         assert not any(self._entries[n].is_protected for n in self._probation)

@@ -11,7 +11,7 @@ import structlog
 
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
-from pdmesh.engine.base import BlocksChanged, Output, Prefetch, TiersReported
+from pdmesh.engine.base import BlocksChanged, Output, Prefetch, SessionHint, TiersReported
 from pdmesh.engine.vllm.messages import (
     Fetched,
     FetchToPool,
@@ -19,6 +19,7 @@ from pdmesh.engine.vllm.messages import (
     Holders,
     Pin,
     PrefetchToPool,
+    SessionNote,
     TierNews,
     TierOrder,
 )
@@ -110,6 +111,11 @@ class TierClient:
         holder = peer.instance_id, peer.incarnation, peer.addresses, 0, len(names)
         owner = owner_of(wanted.cache_salt)
         self._broadcast(PrefetchToPool(names, owner, holder, wanted.chance))
+
+    def note_session(self, hint: SessionHint) -> None:
+        """Every rank evicts its part of the session's blocks later or earlier."""
+        owner, names = owner_of(hint.cache_salt), list(hint.names)
+        self._broadcast(SessionNote(hint.session, hint.state.value, names, owner, hint.hold_s))
 
     def on_fetched(self, message: Fetched) -> None:
         asked = self._asked.get(message.leg)

@@ -134,3 +134,75 @@ def test_fixed_blocks_leave_half_of_the_pool_to_the_others() -> None:
     assert [name for name in book.names() if name[0] < 10] == [
         bytes([n]) * 16 for n in (1, 2, 3, 4)
     ]
+
+
+@pytest.mark.req("S96", "S108")
+def test_the_blocks_of_a_paused_session_go_last_until_its_time_is_over() -> None:
+    book = PoolBook(8, held_share=0.5)
+    session = stored(book, 1, 2)
+    book.hold("s", b"a", [*session, bytes([3]) * 16], until=10.0)
+    session += stored(book, 3)  # what was stored later, too
+    for key in range(10, 40):
+        (name,) = stored(book, key)
+        used(book, name)
+    book.end_holds(now=9.0)
+    assert set(session) <= set(book.names())
+    book.end_holds(now=10.0)
+    assert book.num_held == 0
+    stored(book, *range(40, 48))
+    assert not set(session) & set(book.names())
+
+
+@pytest.mark.req("S96")
+def test_sessions_hold_no_more_than_a_share_of_the_pool_and_of_a_tenants_quota() -> None:
+    book = PoolBook(16, owner_share=0.5, held_share=0.5)
+    chain = stored(book, *range(1, 9), owner=b"a")
+    book.hold("s", b"a", chain, until=10.0)
+    book.hold("t", b"a", chain, until=10.0)
+    assert book.num_held == 4
+    other = stored(book, *range(21, 29), owner=b"b")
+    book.hold("u", b"b", other, until=10.0)
+    assert book.num_held == 8
+    stored(book, *range(40, 60), owner=b"c")
+    assert set(book.names()) >= {*chain[:4], *other[:4]}, "the heads of the prompts"
+
+
+def test_held_blocks_are_evicted_if_there_is_nothing_else() -> None:
+    book = PoolBook(4, held_share=1.0)
+    book.hold("s", b"a", stored(book, 1, 2, 3, 4), until=10.0)
+    (new,) = stored(book, 5, owner=b"b")
+    assert new in book
+    assert book.num_held == 3
+
+
+@pytest.mark.req("S96", "S108")
+def test_the_blocks_of_a_session_that_is_done_go_first_and_its_tail_before_its_head() -> None:
+    book = PoolBook(6, protected_share=1.0)
+    session = stored(book, 1, 2, 3)
+    for name in session:
+        used(book, name)
+    others = stored(book, 11, 12, 13)
+    book.retire("s", session)
+    stored(book, 21, 22)
+    assert session[0] in book
+    assert not {*session[1:]} & set(book.names())
+    assert set(others) <= set(book.names())
+
+
+def test_what_another_session_holds_is_not_retired() -> None:
+    book = PoolBook(4, held_share=0.5)
+    shared, own, free = stored(book, 1, 2, 3)
+    book.hold("other", b"a", [shared], until=10.0)
+    book.retire("s", [shared, own])
+    stored(book, 4, 5)
+    assert (shared in book, own in book, free in book) == (True, False, True)
+
+
+def test_a_session_that_resumes_holds_nothing_more() -> None:
+    book = PoolBook(4, held_share=0.5)
+    session = stored(book, 1, 2)
+    book.hold("s", b"a", session, until=10.0)
+    book.resume("s")
+    assert book.num_held == 0
+    stored(book, *range(10, 14))
+    assert not set(session) & set(book.names())

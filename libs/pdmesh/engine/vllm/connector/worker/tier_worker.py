@@ -20,6 +20,7 @@ import structlog
 
 from pdmesh import failpoints
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tiers.holds import SessionState
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierLoad, TierPlan, TierSave
 from pdmesh.engine.vllm.messages import (
@@ -30,6 +31,7 @@ from pdmesh.engine.vllm.messages import (
     Pin,
     PrefetchToPool,
     RankMessage,
+    SessionNote,
     TierNews,
     TierOrder,
 )
@@ -195,6 +197,14 @@ class TierWorker:
                 self.stack.pin(kept)
             case PrefetchToPool():
                 self._prefetch(message)
+            case SessionNote():
+                self._note_session(message)
+
+    def _note_session(self, message: SessionNote) -> None:
+        state = SessionState(message.state)
+        self.stack.note_session(
+            state, message.session, message.owner, message.names, message.hold_s
+        )
 
     def _prefetch(self, message: PrefetchToPool) -> None:
         holder, timeout_s = PeerHolding(*message.holder), self._config.timeout_s

@@ -1,0 +1,140 @@
+"""Our score: the second in which a request would have its first token, and what it costs others
+(S93, S107, S108).
+
+The unit of every term is a second, so that no weight has to say what a block is worth beside a
+slot: the wait for the prompts before it, the fetch of what peers give, the compute of the rest.
+A second of compute is also a second that later requests wait, or that their blocks are gone; the
+few constants of `Prices` say how much of that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.placement.instance import USED_S, Instance
+from pdmesh.core.placement.policies import Known, Query
+
+_MOST_USED: Final = 0.9  # beyond that share of its time, an instance is as good as full
+_EVEN: Final = 1.2  # of the mean: an instance that did so much is not too busy
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a placement costs requests to come, in seconds per second.
+
+    future: a second of compute, times used / (1 - used) time of the instances; eviction: a second
+    of compute whose blocks push others out of a full cache; balance: a second of the whole prompt,
+    nothing reused, where the instance did twice its share of the work lately beyond a fifth; chat:
+    a discount where the chat's last turn was, on the same time; adapter_s: to load an adapter.
+    """
+
+    future: float = 6.0
+    eviction: float = 0.3
+    balance: float = 5.0
+    chat: float = 0.1
+    adapter_s: float = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedCompletion:
+    """Scores are negative seconds."""
+
+    prices: Prices = field(default_factory=Prices)
+
+    def __call__(self, query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
+        now, prices = known.now, self.prices
+        count = max(1, len(instances))
+        recent = [i.recent.at(now) for i in instances]
+        backlog_s = sum(i.backlog_s for i in instances)
+        used = min(_MOST_USED, (sum(u for u, _ in recent) + backlog_s) / (USED_S * count))
+        even = _EVEN * (sum(b for _, b in recent) + backlog_s) / count
+        price = 1.0 + prices.future * used / (1 - used)
+        times = _Times(query, known)
+        costs: list[float] = []
+        num_full = 0
+        for instance, (_, balance) in zip(instances, recent, strict=True):
+            work = balance + instance.backlog_s
+            local = known.matches.get(instance.id, 0)
+            seconds = times.of(instance, local)
+            evicted = _evicted_share(query, instance, local, known)
+            cost = seconds * (price + prices.eviction * evicted)
+            cost += instance.wait_s(now, known.predictor.fit(instance.kind).doubt)
+            if work > even:
+                cost += prices.balance * (work / even - 1) * times.whole_s(instance)
+            if query.adapter and query.adapter not in instance.identity.adapters:
+                cost += prices.adapter_s
+            costs.append(cost)
+            num_full += instance.used_slots() >= instance.num_slots
+        if known.affine:
+            self._prefer_home(times, instances, known, costs)
+        if 0 < num_full < count:
+            _put_last(instances, costs)
+        return [-cost for cost in costs]
+
+    def _prefer_home(
+        self, times: _Times, instances: Sequence[Instance], known: Known, costs: list[float]
+    ) -> None:
+        for i, instance in enumerate(instances):
+            if instance.id in known.affine:
+                costs[i] = max(0.0, costs[i] - self.prices.chat * times.whole_s(instance))
+
+
+class _Times:
+    """Predicted seconds of one query, remembered for instances that are alike."""
+
+    def __init__(self, query: Query, known: Known) -> None:
+        self._query, self._known = query, known
+        self._reach = known.peers.reach if known.peers.runs else None
+        self._seen: dict[tuple[str, int, bool, int], float] = {}
+        self._whole: dict[str, float] = {}
+
+    def of(self, instance: Instance, local: int) -> float:
+        is_queued = instance.available_at > self._known.now
+        beside = instance.num_beside
+        held = local
+        if self._reach is not None and instance.identity.fetches_from_peers:
+            held = max(local, self._reach(local))
+        key = (
+            instance.kind,
+            local if held == local else -1 - local,
+            is_queued,
+            beside.bit_length(),
+        )
+        seconds = self._seen.get(key)
+        if seconds is None:
+            num_tokens, size = self._query.num_prompt_tokens, instance.identity.block_size
+            seconds = self._seen[key] = self._known.predictor.fit(instance.kind).predict_s(
+                num_tokens,
+                min(held * size, max(0, num_tokens - 1)),
+                num_fetched=(held - local) * size,
+                num_beside=beside,
+                is_queued=is_queued,
+            )
+        return seconds * instance.slowness
+
+    def whole_s(self, instance: Instance) -> float:
+        """The time of the prompt where nothing of it is held."""
+        kind = instance.kind
+        if kind not in self._whole:
+            num_tokens = self._query.num_prompt_tokens
+            self._whole[kind] = self._known.predictor.fit(kind).predict_s(num_tokens, 0)
+        return self._whole[kind] * instance.slowness
+
+
+def _evicted_share(query: Query, instance: Instance, local: int, known: Known) -> float:
+    """The share of its new blocks for which a full cache must evict others."""
+    num_new = len(query.block_hashes) - local
+    if num_new <= 0:
+        return 0.0
+    num_over = known.num_cached(instance.id) + num_new - instance.identity.num_kv_blocks
+    return min(1.0, max(0.0, num_over / num_new))
+
+
+def _put_last(instances: Sequence[Instance], costs: list[float]) -> None:
+    """Full instances, which will refuse, behind all with a slot."""
+    highest = max(costs)
+    for i, instance in enumerate(instances):
+        if instance.used_slots() >= instance.num_slots:
+            costs[i] += highest + 1.0

@@ -1,0 +1,124 @@
+"""Chooses the scenario of a call that names none: by the gateway's rules, else by its model.
+
+A rule may bound the tokens that no instance of its scenario holds. Only then is the master asked,
+before the call opens. Without an answer nothing counts as cached: such a rule then fits only short
+prompts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+import grpc
+import structlog
+
+from pdmesh.core.request.scenario_rules import ScenarioRule, depends_on_cache, scenario_by_rule
+from pdmesh.errors import MeshError, Unavailable
+from pdmesh.net.grpc import rpc
+from pdmesh.services.gateway.routing.fleet import FleetView
+from pdmesh.v1.common_pb2 import InstanceRecord
+from pdmesh.v1.scheduler_service_pb2 import MatchPrefixRequest
+from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+log = structlog.get_logger(__name__)
+
+_NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
+_RETRY_MASTER_S: Final = 0.25  # how long nobody is asked after a master failed
+
+
+class Matching(Protocol):
+    async def held_by_scenario(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
+        """Blocks from the first on, by scenario; empty if no master answers."""
+        ...
+
+
+class PrefixMatches:
+    """Asks the leader what the instances of each scenario hold of a prompt."""
+
+    def __init__(self, fleet: FleetView, gateway_id: str, *, timeout_s: float) -> None:
+        self._fleet, self._gateway_id, self._timeout_s = fleet, gateway_id, timeout_s
+        self._master: InstanceRecord | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._ask_at = 0.0
+
+    async def held_by_scenario(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
+        """Blocks from the first on, by scenario; empty if no master answers."""
+        if not block_hashes or time.monotonic() < self._ask_at:
+            return _NOTHING
+        try:
+            return await self._ask(block_hashes)
+        except MeshError as exc:
+            log.debug("scenario.match_failed", reason=exc.reason)
+            self._ask_at = time.monotonic() + _RETRY_MASTER_S
+            return _NOTHING
+
+    async def _ask(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
+        """Raises MeshError."""
+        leader = next((m for m in self._fleet.masters() if m.is_leader), None)
+        if leader is None:
+            raise Unavailable("no master leads")
+        channel = await self._channel_to(leader)
+        asked = MatchPrefixRequest(gateway_id=self._gateway_id, block_hashes=block_hashes)
+        # Any: the stub's stubs only know the call of synchronous channels.
+        stub: Any = SchedulerServiceStub(channel)
+        try:
+            answer = await stub.MatchPrefix(asked, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            raise rpc.from_rpc_error(exc) from exc
+        return dict(answer.num_blocks)
+
+    async def _channel_to(self, leader: InstanceRecord) -> grpc.aio.Channel:
+        known = self._master
+        is_known = known is not None and known.grpc_address == leader.grpc_address
+        if self._channel is None or not is_known or known.instance_id != leader.instance_id:  # type: ignore[union-attr]  # is_known says so
+            await self.close()
+            self._master, self._channel = leader, rpc.channel_to(leader)
+        return self._channel
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the rules look at. `hashes` are computed only if a rule asks for them."""
+
+    operation: str
+    model: str
+    num_prompt_tokens: int
+    hashes: Callable[[InstanceRecord], Sequence[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioChooser:
+    rules: Sequence[ScenarioRule]
+    fleet: FleetView
+    matches: Matching
+
+    async def choose(self, asked: Asked) -> tuple[str, str]:
+        """(scenario, what chose it: rule or model). Only rules whose scenario serves the model
+        apply.
+        """
+        if self.rules:
+            rules = [r for r in self.rules if self.fleet.has_served(asked.model, r.scenario)]
+            cached = _NOTHING
+            if depends_on_cache(rules, asked.operation, asked.num_prompt_tokens):
+                cached = await self._cached(asked)
+            found = scenario_by_rule(rules, asked.operation, asked.num_prompt_tokens, cached)
+            if found is not None:
+                return found, "rule"
+        return self.fleet.scenario_of(asked.model), "model"
+
+    async def _cached(self, asked: Asked) -> Mapping[str, int]:
+        """Tokens by scenario."""
+        reference = self.fleet.reference(asked.model)
+        if reference is None:
+            return _NOTHING
+        held = await self.matches.held_by_scenario(asked.hashes(reference))
+        return {scenario: n * reference.block_size for scenario, n in held.items()}
