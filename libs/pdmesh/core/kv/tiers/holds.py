@@ -17,7 +17,7 @@ MAX_SESSION_CHARS: Final = 256
 
 
 class SessionState(StrEnum):
-    """What a client says of its session with a request: what comes after the answer."""
+    """What a client says about its session in a request: what it does after the answer."""
 
     PAUSED_FOR_TOOL = "paused_for_tool"  # a tool runs, and then the session goes on
     RESUMED = "resumed"  # it goes on: nothing is held any more
@@ -42,7 +42,7 @@ class Holds:
         return name in self._until
 
     def add(self, session: str, owner: bytes, names: Sequence[bytes], until: float) -> list[bytes]:
-        """A session that holds nothing yet holds these. Returns those that no session held."""
+        """Hold these for a session that holds nothing yet. Returns those that no session held."""
         assert session not in self._held_by
         fresh: list[bytes] = []
         own = self._held_by.setdefault(session, set())
@@ -62,7 +62,7 @@ class Holds:
         return fresh
 
     def remove(self, session: str) -> list[bytes]:
-        """The session holds nothing any more. Returns the blocks that no session holds now."""
+        """End the session's holds. Returns the blocks that no session holds now."""
         ended = sorted(self._held_by.get(session, ()))
         return [name for name in ended if self._end(session, name)]
 
