@@ -225,15 +225,15 @@ class Settings(OidcSettings):
     scenario_rules: list[ScenarioRuleSettings] = Field(
         [],
         description="Rules for requests without a scenario, as JSON; the first match wins: "
-        "scenario, min_prompt_tokens, max_prompt_tokens, max_uncached_tokens (the most that no "
-        "instance of the scenario may hold of the prompt), operation",
+        "scenario, min_prompt_tokens, max_prompt_tokens, max_uncached_tokens (the most "
+        "prompt tokens that no instance of the scenario holds), operation",
     )
     session_hold_s: float = Field(
         120.0,
         ge=0,
         le=MAX_HOLD_S,
-        description="For how long host pools evict the blocks of a session last that has paused "
-        "for a tool (a quarter of a pool, and of a tenant's share of it, at most)",
+        description="How long host pools evict a session's blocks last after it paused for a tool "
+        "(at most a quarter of a pool, and of a tenant's share of it)",
     )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(

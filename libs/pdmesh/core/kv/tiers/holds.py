@@ -21,7 +21,7 @@ MAX_SESSION_CHARS: Final = 256
 
 
 class SessionState(StrEnum):
-    """What a client says of its session with a request: what comes after the answer."""
+    """What a client says about its session in a request: what it does after the answer."""
 
     PAUSED_FOR_TOOL = "paused_for_tool"  # a tool runs, and then the session goes on
     RESUMED = "resumed"  # it goes on: nothing is held any more
