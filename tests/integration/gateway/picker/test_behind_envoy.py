@@ -190,7 +190,7 @@ async def test_without_a_picker_the_proxy_refuses_or_goes_on_as_it_was_told(
         await stop_pickers(site)
 
         async def goes_on() -> bool:  # Envoy's workers learn of it after its counter
-            return (await site.ask()).status_code == 200
+            return bool((await site.ask()).status_code == 200)
 
         await until(goes_on)
         num_asked = len(site.master.queries)
