@@ -33,10 +33,10 @@ class Settings(OidcSettings):
         "are busy half of the time; by used / (1 - used) more or less elsewhere",
     )
     balance_price: float = Field(
-        5.0,
+        10.0,
         ge=0,
         description="What it costs where an instance has done twice its share of the work lately "
-        "(beyond a fifth more), in times of the whole prompt",
+        "and of one such prompt more, in times of the whole prompt; a quarter where the chat is",
     )
     prefix_weight: float = Field(
         1.0,

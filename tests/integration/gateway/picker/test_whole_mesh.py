@@ -37,6 +37,8 @@ async def picked_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Envoy]]:
         }
         for number, name in enumerate(GATEWAYS)
     }
+    # Without a price on uneven work, reuse alone decides; the sim engine takes no time here.
+    envs["master-scheduler"] = {"PDMESH_MASTER_SCHEDULER_BALANCE_PRICE": "0"}
     spec = replace(fleet.two_by_two(envs), num_gateways=2)
     port = PortReservation("127.0.0.1", 0)
     addresses = [each.address for each in reserved]
