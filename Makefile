@@ -41,15 +41,9 @@ setup: setup-dev setup-$(ENGINE) ## make .venv with everything for development, 
 setup-sim: $(DONE)/base ## install only what a mesh on sim needs
 setup-dev: $(DONE)/dev ## install what a mesh on sim, the tests and the checks need
 setup-vllm: $(VLLM) ## install only what a mesh on vLLM needs
-
 setup-cuda: $(DONE)/cuda ## install what a mesh on vLLM with CUDA GPUs needs, instead of setup-vllm (16 GB; docs/gpu.md)
-
 $(DONE)/venv:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
-	  echo "setup: pdmesh needs Python 3.11, and \"$(PYTHON)\" is: $$($(PYTHON) --version 2>&1 | head -1)" \
-	       "- install it (apt install python3.11 python3.11-venv), or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@echo "setup: making $(VENV)"
-	@$(PYTHON) -m venv $(VENV) || { echo "setup: cannot make $(VENV); on Debian: apt install python3.11-venv" >&2; exit 1; }
+	@requirements/make_venv.sh $(PYTHON) $(VENV)
 	@mkdir -p $(DONE) && touch $@
 
 $(DONE)/base: $(DONE)/venv requirements/base.txt requirements/install.sh pyproject.toml
@@ -90,7 +84,6 @@ faults: $(DONE)/dev ## test each fault separately: kill, freeze and cut off ever
 	@$(PYTEST) tests/chaos --ignore=tests/chaos/test_nemesis.py $(ARGS)
 compose-test: $(DONE)/dev ## run and test the docker compose cluster; starts a container engine if none runs
 	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)
-
 kill-matrix-hosts: TESTS = tests/chaos/test_hosts.py ## lose parts of a mesh of three hosts (network namespaces; as root) and write the table in docs/kill-matrix.md
 kill-matrix: TESTS = tests/chaos/test_kill_matrix.py ## run the kill matrix and write its table in docs/kill-matrix.md
 kv-faults: TESTS = tests/chaos/test_kv_faults.py tests/chaos/test_kv_source_exclusions.py tests/integration/tiers/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything ## run the faults of KV and write their table in docs/kill-matrix.md
@@ -130,11 +123,9 @@ proto: $(DONE)/dev ## run buf lint, then generate libs/pdmesh/{v1,events,envoy}
 	@PATH="$(abspath $(BIN)):$$PATH" buf lint proto
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=libs --grpc_python_out=libs \
 	  --mypy_out=quiet:libs --mypy_grpc_out=quiet:libs $$(find proto -name '*.proto' | LC_ALL=C sort)
-
 proto-check: proto ## fail if the generated code is not what proto/ says
 	@git diff --exit-code --stat -- 'libs/pdmesh/v1' 'libs/pdmesh/events' 'libs/pdmesh/envoy' || \
 	  { echo "the generated code is not what proto/ says: run make proto and commit it" >&2; exit 1; }
-
 docs: $(DONE)/dev ## generate pages: docs/coverage.md from the last results, the others from the code
 	@$(BIN)/python -m tools.chart_schema deploy/helm/pdmesh/values.schema.json
 	@$(BIN)/python -m pdmesh.cli.app access nats > deploy/helm/pdmesh/files/nats-accounts.conf && $(BIN)/python -m tools.coverage_doc

@@ -5,6 +5,8 @@ NAME=sizing`).
     python -m loadtests.sizing --out loadtests/results/sizing-2026-11-28
     # Some scenes.
     python -m loadtests.sizing --only agents,reasoning
+    # The rest of an interrupted run.
+    python -m loadtests.sizing --kept FILE.json --out FILE
 
 For each scene, under light and heavy load, P/D and fusion are planned and then played with the same
 laws: the times that requests see, the highest load that keeps the goals, and whether one instance
@@ -22,6 +24,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from loadtests.harness.progress import Progress
 from loadtests.harness.results import describe_machine, describe_versions
@@ -41,13 +45,23 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(scene.name for scene in SCENES))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--kept", type=Path, help="take finished scenes from this FILE.json")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     options = parser.parse_args()
     names = options.only.split(",")
     if unknown := set(names) - {scene.name for scene in SCENES}:
         parser.error(f"there is no scene {', '.join(sorted(unknown))}")
-    jobs = [(s, rate, options.seed) for s in SCENES if s.name in names for rate in s.rates]
-    progress, found = Progress(len(jobs)), list[Checked]()
+    kept = json.loads(options.kept.read_text())["results"] if options.kept else []
+    found = TypeAdapter(list[Checked]).validate_python(kept)
+    done = {(each.scene, each.rate_per_s) for each in found}
+    jobs = [
+        (scene, rate, options.seed)
+        for scene in SCENES
+        if scene.name in names
+        for rate in scene.rates
+        if (scene.name, rate) not in done
+    ]
+    progress = Progress(len(jobs) + 1)
     with ProcessPoolExecutor(options.processes) as pool:
         for checked in pool.map(_checked, jobs):
             progress.step(f"{checked.scene}, {checked.rate_per_s:g}/s")
@@ -55,6 +69,8 @@ def main() -> None:
             if options.out:  # what is done is kept if the rest is interrupted
                 _write(options.out, found)
     progress.close()
+    if options.out:
+        _write(options.out, found)
     print(report.markdown(found))
 
 

@@ -34,7 +34,12 @@ class Side:
         return self.planned_per_s / self.played_per_s - 1
 
     def needed_gpus(self, rate_per_s: float) -> float:
-        """At this rate, by what each GPU carried; not in whole instances."""
+        """At this rate on the mesh: as planned, if that holds and no instance can be spared.
+
+        Otherwise by what each GPU carried, not in whole instances.
+        """
+        if self.played_per_s >= rate_per_s and not any(self.can_spare.values()):
+            return self.num_gpus
         return self.num_gpus * rate_per_s / self.played_per_s
 
 
@@ -51,7 +56,7 @@ class Checked:
 
     @property
     def is_right(self) -> bool:
-        """The side whose GPUs carry more on the mesh is the one that the plan says, if any."""
+        """The side that needs fewer GPUs on the mesh is the one that the plan says, if any."""
         if self.pair is None or self.fusion is None:
             return True
         pair = self.pair.needed_gpus(self.rate_per_s)

@@ -81,11 +81,12 @@ def _load(checked: Checked, name: str, side: Side) -> str:
     )
 
 
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f}" if seconds >= 1 else f"{1000 * seconds:.3g}"
+
+
 def _times(checked: Checked, name: str, side: Side) -> str:
-    cells = [
-        f"{1000 * seen(side.seen):.3g} / {1000 * played(side):.3g} ms"
-        for _, seen, played in _QUANTITIES
-    ]
+    cells = [f"{_ms(seen(side.seen))} / {_ms(played(side))} ms" for _, seen, played in _QUANTITIES]
     told = " | ".join(cells)
     kept = f"{side.played.kept:.2%}"
     return f"| {checked.scene} | {checked.rate_per_s:g} | {name} | {told} | {kept} |"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -42,7 +43,7 @@ LOST, KEPT = "eu1", ("us1", "ap1")
 NUM_STREAMS, MAX_TOKENS = 6, 120  # in each region
 ENV = {"PDMESH_LEASE_S": "6", "PDMESH_KV_CACHE_INDEX_REDIS_TIMEOUT_S": "1"}
 
-Ask = Callable[[str, int], Awaitable[list[StreamOutcome]]]
+Ask = Callable[[str, int], Coroutine[Any, Any, list[StreamOutcome]]]
 
 
 def asking(running: Cluster, client: httpx.AsyncClient) -> Ask:

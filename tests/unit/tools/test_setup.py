@@ -66,9 +66,8 @@ def test_too_little_disk_space_is_reported_before_anything_is_fetched(tmp_path: 
 
 
 def test_another_python_is_refused_with_what_to_install(tmp_path: Path) -> None:
-    shutil.copy(_ROOT / "Makefile", tmp_path)
     python = script(tmp_path / "python3.9", '[ "$1" = --version ] && echo "Python 3.9.2" || exit 1')
-    done = run("make", "-C", tmp_path, f"PYTHON={python}", ".venv/.done/venv")
+    done = run("make", "-C", _ROOT, f"PYTHON={python}", f"VENV={tmp_path}/venv", "setup-sim")
     assert done.returncode != 0
     assert 'needs Python 3.11, and "' in done.stderr
     assert "is: Python 3.9.2 - install it (apt install python3.11 python3.11-venv)" in done.stderr

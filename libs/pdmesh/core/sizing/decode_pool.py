@@ -88,7 +88,8 @@ def _between(values: list[float], at: float) -> float:
 @dataclass(frozen=True, slots=True)
 class NextTokens:
     """The time per token, per sampled request: deviation and skewness of its mean, and `extra_s`,
-    what its answer waits for at once, spread over its tokens.
+    what its answer waits for at once, spread over its tokens. No mean is longer than
+    `slowest_s`.
     """
 
     mean_s: float
@@ -98,12 +99,15 @@ class NextTokens:
     batch: float
     full: float
     most: int
+    slowest_s: float = math.inf
 
     def exceeds(self, seconds: float) -> float:
         """The share of requests whose tokens are slower; those that find no room count as such."""
         slow = mean(
             [
                 above(self.mean_s + extra, deviation, seconds, skew)
+                if seconds < self.slowest_s
+                else 0.0
                 for extra, deviation, skew in zip(
                     self.extra_s, self.deviations, self.skews, strict=True
                 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from pdmesh.core.instance.law import Law
 from pdmesh.core.sizing.decode_pool import (
@@ -28,6 +29,10 @@ from pdmesh.core.sizing.prefill_pool import (
 )
 from pdmesh.core.sizing.queueing import QueueWait, erlang_c, waiting
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
+
+# How evenly prompts come to each of n instances: their variance falls as n to this power. It is
+# between 1/2 and 1 on the virtual mesh.
+_EVENNESS: Final = 2 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,7 @@ def _next(
     variance += batch * held.variance * (law.step_context_s * slower) ** 2
     # The prompts that come while an answer is written: second and third moments, per second of it,
     # of a busy period. The master spreads prompts evenly.
-    spread = prompts.rate_per_s / math.sqrt(engines.count)
+    spread = prompts.rate_per_s / engines.count**_EVENNESS
     square = spread * mean([t**2 for t in prompts.times]) * slower**2
     cube = spread * mean([t**3 for t in prompts.times]) * slower**3
     # Prompts that came behind a request's own are computed while its answer begins.
@@ -176,9 +181,33 @@ def _next(
         own = variance * averaged(request.num_steps / steps) + square * exposed
         deviations.append(math.sqrt(own))
         skews.append(cube * exposed / num / own**1.5 if own > 0 else 0.0)
+    slowest = _slowest_s(law, prompts, engines.chunk, batch + 2 * math.sqrt(found.variance), held)
     return NextTokens(
-        middle, tuple(deviations), tuple(skews), tuple(extra), batch, found.full, engines.most
+        middle,
+        tuple(deviations),
+        tuple(skews),
+        tuple(extra),
+        batch,
+        found.full,
+        engines.most,
+        max(middle, slowest),
     )
+
+
+def _slowest_s(law: Law, prompts: _Prompts, chunk: int, batch: float, held: Contexts) -> float:
+    """A token beside a full chunk of prompts: what a small chunk protects answers from.
+
+    The chunks of long prompts take longer; an answer meets several, so of their times, weighted by
+    the chunks, the highest tenth counts as its end.
+    """
+    each = sorted((t / k, k) for t, k in zip(prompts.times, prompts.chunks, strict=True))
+    left = 0.9 * sum(prompts.chunks)
+    chunk_s = law.prefill_s(chunk)
+    for seconds, chunks in each:
+        if (left := left - chunks) <= 0:
+            chunk_s = max(chunk_s, seconds)
+            break
+    return law.mixed_s(chunk_s, batch, batch * held.mean)
 
 
 def _join_share(count: int, busy: float) -> float:

@@ -115,7 +115,11 @@ async def test_envoy_asks_the_picker_over_mutual_tls(tmp_path: Path, ours: TestA
             "trusted_ca": {"filename": str(proxy / "ca.crt")},
             "match_typed_subject_alt_names": [san],
         }
-        context = {"tls_certificates": [files], "validation_context": trusted}
+        context = {
+            "alpn_protocols": ["h2"],  # health checks do not offer it by themselves
+            "tls_certificates": [files],
+            "validation_context": trusted,
+        }
         cluster_of(config, "picker")["transport_socket"] = {
             "name": "envoy.transport_sockets.tls",
             "typed_config": {"@type": kind, "common_tls_context": context},

@@ -52,6 +52,16 @@ def test_no_token_is_slower_than_if_every_step_had_prompts() -> None:
     assert full.next.mean_s <= LAW.prefill_s(2000) + LAW.step_s(256, 256 * 2200)
 
 
+def test_a_small_chunk_protects_answers_from_long_prompts() -> None:
+    """Beside a prompt of 16,000 tokens an answer gets a token per chunk, however long it takes."""
+    prompts = "mean=2000,p99=16000"
+    small = times(18.0, prompt=prompts, chunk=256).next
+    large = times(18.0, prompt=prompts, chunk=16_384).next
+    assert small.quantile_s(0.999) <= 1.001 * small.slowest_s
+    assert small.slowest_s < 0.1 * large.slowest_s
+    assert small.quantile_s(0.99) < large.quantile_s(0.99)
+
+
 def test_overload_has_no_end() -> None:
     assert math.isinf(times(100.0).first.quantile_s(0.99))
     assert times(100.0).mixed > 1
