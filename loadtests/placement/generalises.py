@@ -33,6 +33,7 @@ from loadtests.placement.generalises_report import (
     Outcome,
     badness,
     chosen_without,
+    defaults_table,
     family_table,
     summary,
 )
@@ -55,7 +56,7 @@ _RTP: Final = MeshShape(
 )
 _BEGINNING: Final = 20  # spans that the predictor learns from before it is judged
 FUTURES: Final = (0.0, 6.0, 12.0)
-BALANCES: Final = (2.0, 5.0)
+BALANCES: Final = (5.0, 10.0)
 DEFAULT: Final = Prices()
 
 
@@ -287,6 +288,10 @@ class Comparison:
             tables.append(family_table(name, self.judged[name], prices, self._seeds))
         self._progress.close()
         best = chosen_without(tried, "")
+        defaults = {
+            name: {OURS: ours[DEFAULT][name], **{p: by[p] for p in self._others}}
+            for name, by in self.judged.items()
+        }
         return "\n".join(
             [
                 summary(self.judged),
@@ -294,6 +299,7 @@ class Comparison:
                     f"\nBest on all families: future {best.future:g}, balance {best.balance:g}; "
                     f"the defaults are {DEFAULT.future:g} and {DEFAULT.balance:g}."
                 ),
+                defaults_table(defaults),
                 predictor_table(self._traces, self._names[::2], self._seeds),
                 tiers_table(self._seeds),
                 "\n## Leave one out",

@@ -122,6 +122,25 @@ def summary(judged: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
     return "\n".join(lines)
 
 
+def defaults_table(judged: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
+    """Ours with the constants that are the defaults, which all families have chosen."""
+    lines = [
+        "\n## With the defaults\n",
+        (
+            "All families had a part in the choice of the defaults. Busiest/mean and turns at home "
+            "are asked of agents: at most 1.3.\n"
+        ),
+        "| family | reuse % | TTFT mean ms | p95 | p99 | busiest/mean | turns at home % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, by_policy in judged.items():
+        runs = by_policy[OURS]
+        cells = [m.of(runs).text(m.form) for m in MEASURES]
+        cells.append(Spread.of([o.home_percent for o in runs]).text(".0f"))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, summary(judged).replace("## All families", "### Beside the others")])
+
+
 def _ratio(
     judged: Mapping[str, Mapping[str, Sequence[Outcome]]], policy: str, measure: Measure[Outcome]
 ) -> float:

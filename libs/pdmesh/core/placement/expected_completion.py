@@ -17,24 +17,32 @@ from pdmesh.core.placement.instance import USED_S, Instance
 from pdmesh.core.placement.policies import Known, Query
 
 _MOST_USED: Final = 0.9  # beyond that share of its time, an instance is as good as full
-_EVEN: Final = 1.2  # of the mean: an instance that did so much is not too busy
+_HOME_SHARE: Final = 0.25  # of the balance price, where the chat is: new ones spread first
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
     """What a placement costs later requests, in seconds per second.
 
+<<<<<<< HEAD
     future: of compute, multiplied by used / (1 - used) of the instances' time.
     eviction: of compute whose blocks evict others from a full cache.
     balance: of the time of the whole prompt without reuse, where the instance lately did twice
     its share of the work beyond a fifth.
     chat: a discount on that time, where the chat's last turn was.
     adapter_s: seconds to load an adapter.
+=======
+    future: a second of compute, times used / (1 - used) time of the instances; eviction: a second
+    of compute whose blocks push others out of a full cache; balance: a second of the whole prompt,
+    nothing reused, where the instance did twice its share of the work lately and of one such prompt
+    more; chat: a discount where the chat's last turn was, on the same time; adapter_s: to load an
+    adapter.
+>>>>>>> wt/placement17
     """
 
     future: float = 6.0
     eviction: float = 0.3
-    balance: float = 5.0
+    balance: float = 10.0
     chat: float = 0.1
     adapter_s: float = 0.3
 
@@ -51,7 +59,7 @@ class ExpectedCompletion:
         recent = [i.recent.at(now) for i in instances]
         backlog_s = sum(i.backlog_s for i in instances)
         used = min(_MOST_USED, (sum(u for u, _ in recent) + backlog_s) / (USED_S * count))
-        even = _EVEN * (sum(b for _, b in recent) + backlog_s) / count
+        even = (sum(b for _, b in recent) + backlog_s) / count
         price = 1.0 + prices.future * used / (1 - used)
         times = _Times(query, known)
         costs: list[float] = []
@@ -63,8 +71,10 @@ class ExpectedCompletion:
             evicted = _evicted_share(query, instance, local, known)
             cost = seconds * (price + prices.eviction * evicted)
             cost += instance.wait_s(now, known.predictor.fit(instance.kind).doubt)
-            if work > even:
-                cost += prices.balance * (work / even - 1) * times.whole_s(instance)
+            spare = even + times.whole_s(instance)
+            if work > spare:
+                share = _HOME_SHARE if instance.id in known.affine else 1.0
+                cost += share * prices.balance * (work / spare - 1) * times.whole_s(instance)
             if query.adapter and query.adapter not in instance.identity.adapters:
                 cost += prices.adapter_s
             costs.append(cost)

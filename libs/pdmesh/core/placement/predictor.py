@@ -23,6 +23,7 @@ _SCALE: Final = 1e-3  # thousands of tokens: terms of like size keep the fit wel
 _SIZE: Final = 7
 _PRIOR_S_PER_1K: Final = 0.1  # seconds for a thousand computed tokens before anything was seen
 _PRIOR_FETCH_S_PER_1K: Final = 0.03  # 2 ms for a block of 64 tokens from a peer
+_LEAST_S_PER_1K: Final = 1e-3  # no instance computes a million tokens a second
 _FIRST_UNCERTAINTY: Final = 100.0
 _MIN_S: Final = 1e-4
 _ERROR_WEIGHT: Final = 0.05
@@ -93,7 +94,8 @@ class PrefillFit:
             fixed += beside + each * num_beside * _BESIDE_SCALE
         if is_queued:
             fixed *= self.lead_share
-        seconds = fixed + (linear + square * compute + cross * reuse) * compute
+        each_1k = linear + square * compute + cross * reuse
+        seconds = fixed + max(_LEAST_S_PER_1K, each_1k) * compute
         return max(_MIN_S, seconds + fetch * num_fetched * _SCALE)
 
     def observe(self, num_tokens: int, num_reused: int, seconds: float) -> float:

@@ -116,6 +116,31 @@ def test_agents_one_after_the_other_with_one_system_prompt_use_all_instances() -
     assert moved <= 0.05 * 300
 
 
+@pytest.mark.req("S94")
+@pytest.mark.parametrize("chat_id", ["c", ""])
+def test_a_lone_conversation_stays_where_its_kv_is(chat_id: str) -> None:
+    """Its home has done all the work that was done lately: that alone is no reason to leave."""
+    placement = taught(Prices())
+    home, held, now = "", 0, 0.0
+    for turn in range(20):
+        num_tokens = 640 + 64 * turn
+        prompt = [b"%d" % i for i in range(num_tokens // 64)]
+        query = Query(
+            "m", block_hashes=prompt, num_prompt_tokens=num_tokens, chat_id=chat_id,
+            request_id=f"r{turn}",
+        )  # fmt: skip
+        plan = placement.plan(query, {home: held} if home else {}, now)
+        assert isinstance(plan, Plan)
+        name = plan.prefills[0].instance_id
+        assert name == (home or name), f"turn {turn}"
+        seconds = 1e-3 * (num_tokens - 64 * held)
+        done = PrefillComputed(f"r{turn}", num_tokens, 64 * held, seconds)
+        placement.fleet.handle(
+            LoadReported(name, 1, 8, 0, 1000, False, [f"r{turn}"], [done]), now + seconds
+        )
+        home, held, now = name, len(prompt), now + 5.0
+
+
 @pytest.mark.req("S108")
 def test_a_full_instance_comes_last_however_much_it_holds() -> None:
     placement = taught()

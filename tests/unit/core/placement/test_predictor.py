@@ -124,3 +124,12 @@ def test_sequences_that_decode_beside_a_prompt_are_part_of_its_time() -> None:
     for num_beside in (0, 8, 32):
         expected = SMOLLM2_CPU.prefill_s(200) + SMOLLM2_CPU.step_s(num_beside, 0)
         assert fit.predict_s(200, 0, num_beside=num_beside) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_token_that_is_computed_always_costs_something() -> None:
+    """An engine that takes no time still prefers what holds the prompt."""
+    fit = PrefillFit()
+    for number in range(200):
+        num_reused = 64 * (number % 8)
+        fit.observe(640, num_reused, 0.001 + 1e-6 * num_reused)  # noise: reuse seems to cost
+    assert fit.predict_s(640, 576) < fit.predict_s(640, 0)
