@@ -35,13 +35,8 @@ class Settings(OidcSettings):
     balance_price: float = Field(
         10.0,
         ge=0,
-<<<<<<< HEAD
-        description="Price of an instance that lately did twice its share of the work (beyond a "
-        "fifth more), in times of the whole prompt",
-=======
         description="What it costs where an instance has done twice its share of the work lately "
         "and of one such prompt more, in times of the whole prompt; a quarter where the chat is",
->>>>>>> wt/placement17
     )
     prefix_weight: float = Field(
         1.0,

@@ -24,20 +24,11 @@ _HOME_SHARE: Final = 0.25  # of the balance price, where the chat is: new ones s
 class Prices:
     """What a placement costs later requests, in seconds per second.
 
-<<<<<<< HEAD
-    future: of compute, multiplied by used / (1 - used) of the instances' time.
-    eviction: of compute whose blocks evict others from a full cache.
-    balance: of the time of the whole prompt without reuse, where the instance lately did twice
-    its share of the work beyond a fifth.
-    chat: a discount on that time, where the chat's last turn was.
-    adapter_s: seconds to load an adapter.
-=======
     future: a second of compute, times used / (1 - used) time of the instances; eviction: a second
     of compute whose blocks push others out of a full cache; balance: a second of the whole prompt,
     nothing reused, where the instance did twice its share of the work lately and of one such prompt
     more; chat: a discount where the chat's last turn was, on the same time; adapter_s: to load an
     adapter.
->>>>>>> wt/placement17
     """
 
     future: float = 6.0
