@@ -37,9 +37,11 @@ async def picked_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Envoy]]:
         }
         for number, name in enumerate(GATEWAYS)
     }
-    # Without a price on uneven work, reuse alone decides; the sim engine takes no time here.
+    # Without a price on uneven work, reuse alone decides. Prompts take long enough for it to be
+    # worth more than what a busy machine adds.
     envs["master-scheduler"] = {"PDMESH_MASTER_SCHEDULER_BALANCE_PRICE": "0"}
-    spec = replace(fleet.two_by_two(envs), num_gateways=2)
+    mesh = fleet.two_by_two(envs, PDMESH_SIM_LAW="smollm2-cpu")
+    spec = replace(mesh, num_gateways=2)
     port = PortReservation("127.0.0.1", 0)
     addresses = [each.address for each in reserved]
     config = picker_config(port.port, addresses[:2], addresses[4:])
