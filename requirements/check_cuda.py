@@ -1,7 +1,7 @@
 """Check that vllm-cuda.txt is what vllm-cuda.in resolves to, or `--update` it.
 
-uv reads the metadata out of each wheel by a range of bytes, so nothing of the gigabytes is fetched:
-it takes seconds. pip would download every wheel to learn what it needs.
+uv reads the metadata of each wheel with a range request, so the check takes seconds and downloads
+no wheel. pip would download every wheel to learn what it needs.
 """
 
 from __future__ import annotations

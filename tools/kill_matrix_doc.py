@@ -55,21 +55,21 @@ If a fault was run several times, the table shows the run that added most.
 _HOSTS_HEADING: Final = "## Across hosts\n"
 _HOSTS_HEAD: Final = f"""\
 {_HOSTS_HEADING}
-Measured by `make kill-matrix-hosts` ({{machine}}, shared as above). Three network namespaces are
-hosts with their own addresses and mutual TLS, 2 ms each way and 0.1 % loss between any two of them.
-They run `deploy/hosts/hosts.yaml` by the commands of [deploy.md](deploy.md): a NATS cluster of
-three, Redis with two replicas and three sentinels, two gateways, masters, prefills and decodes. In
-the middle of 24 streams of 120 tokens, twelve at each gateway, a part of it is lost. One mesh goes
-through all cases in turn.
+Measured by `make kill-matrix-hosts` ({{machine}}, shared as above). Three network namespaces
+are hosts with their own addresses and mutual TLS, 2 ms each way and 0.1 % loss between any two of
+them. They run `deploy/hosts/hosts.yaml` by the commands of [deploy.md](deploy.md): a NATS cluster
+of three servers, Redis with two replicas and three sentinels, and two each of gateways, masters,
+prefills and decodes. In the middle of 24 streams of 120 tokens, twelve at each gateway, one part of
+the mesh fails. One mesh goes through all cases in turn.
 
 - **complete**: streams with exactly the text of the run without faults, which is that of a single
   sim model. **cut**: streams of the gateway that was hit; they had the beginning of that text.
 - **longest gap**: the longest silence that a client saw, except at a gateway that was hit.
-  **bound**: the longest one that the test allows; the silence of the same streams without the
-  fault (at least 1 s) is in it.
+  **bound**: the longest silence that the test allows; it includes the silence of the same streams
+  without the fault (at least 1 s).
 - **whole after**: the time from the end of the fault until every process was ready, every bucket
-  had three current replicas, Redis two replicas that follow, and both gateways answered. It is for
-  information. The start of a host's processes is the longest part of it.
+  had three current replicas, Redis had two replicas that followed, and both gateways answered. It
+  is for information only. Most of it is the start of a host's processes.
 
 | what | fault | complete | error | cut | longest gap s | bound s | whole after s |
 |---|---|---:|---:|---:|---:|---:|---:|

@@ -1,11 +1,11 @@
-"""Does placement generalise? Its constants are chosen on all families but one, and judged on that
-one, beside seven other policies (`make bench NAME=placement-generalises`).
+"""Checks whether placement generalises: its constants are chosen on all families but one, and
+judged on that one, beside seven other policies (`make bench NAME=placement-generalises`).
 
     make bench NAME=placement-generalises TRACES=FOLDER          # about five minutes on a core
     python -m loadtests.placement.generalises --families "toolagent;agents" --seeds 1
 
-With --kept FILE, each run becomes a line there and is not repeated: a call that was interrupted is
-continued by the next. Delete the file when the code changes.
+With --kept FILE, each run becomes a line there and is not repeated: the next call continues an
+interrupted one. Delete the file when the code changes.
 
 Runs are on the virtual clock: the product's own cores decide. A seed is another part of a trace, or
 another draw of a family. Azure's traces have lengths and times only, so nothing is reused there.

@@ -1,5 +1,5 @@
 """What session hints are worth: agents whose clients say when they pause and when they are done,
-beside the same requests without a word.
+beside the same requests without hints.
 
     make bench NAME=session-hints
     python -m loadtests.placement.session_hints --seeds 5 --out loadtests/results/FILE

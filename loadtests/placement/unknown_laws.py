@@ -1,4 +1,4 @@
-"""Engine laws that no predictor of ours has the form of: tiles, a floor of memory, and noise."""
+"""Engine laws whose form no predictor of ours has: tiles, a floor of memory, and noise."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def _step_row(shape: ModelShape, each: Measured) -> list[float]:
 def solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Least squares of relative errors, each coefficient with its least value, by coordinates.
 
-    The first and last coefficient are seconds, at least 0; the others are shares of a peak turned
-    upside down, at least 1.
+    The first and last coefficient are seconds, at least 0; the others are reciprocals of
+    shares of a peak, at least 1.
     """
     size = len(rows[0])
     least = [0.0, *[1.0] * (size - 2), 0.0]

@@ -1,6 +1,6 @@
 """The workloads on which plans are checked: models by their config.json, lengths, rates and goals.
 
-Each is there with a light and a heavy load. Lengths are lognormal.
+Each has a light and a heavy load. Lengths are lognormal.
 """
 
 from __future__ import annotations

@@ -319,6 +319,8 @@ def _picker(
     plans = frontend.shared.handed_plans
     if plans is None or settings.picker_port is None:
         return None
+    if why := settings.why_no_picker:
+        raise StartupError(why)
     is_certified = settings.picker_callers == "certified"
     bounds = PickerBounds(
         settings.max_body_bytes, settings.receive_timeout_s, settings.strict_fields, is_certified

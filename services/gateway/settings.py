@@ -17,11 +17,13 @@ from pdmesh.core.request import retry_budget
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
+from pdmesh.net.loopback import is_loopback
 from pdmesh.net.oidc.settings import OidcSettings
 from pdmesh.services.gateway.text.tokenizer_pool import TokenizerRules
 from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_PER_LAYER, KV_TRANSFER_WHOLE, KvTransfer
 
 TransferMode = Literal["whole", "per_layer"]
+DEFAULT_SECRET: Final = "pdmesh-development"  # noqa: S105 - known to all, for development
 _MODES: Final = {"whole": KV_TRANSFER_WHOLE, "per_layer": KV_TRANSFER_PER_LAYER}
 
 
@@ -109,7 +111,7 @@ class Settings(OidcSettings):
         description="The model that the name `default` refers to; empty: the scenario's model",
     )
     hash_secret: SecretStr = shared(
-        SecretStr("pdmesh-development"),
+        SecretStr(DEFAULT_SECRET),
         description="Key of the block hashes, equal on all services",
     )
     keys_file: Path | None = Field(
@@ -223,15 +225,15 @@ class Settings(OidcSettings):
     scenario_rules: list[ScenarioRuleSettings] = Field(
         [],
         description="Rules for requests without a scenario, as JSON; the first match wins: "
-        "scenario, min_prompt_tokens, max_prompt_tokens, max_uncached_tokens (the most that no "
-        "instance of the scenario may hold of the prompt), operation",
+        "scenario, min_prompt_tokens, max_prompt_tokens, max_uncached_tokens (the most "
+        "prompt tokens that no instance of the scenario holds), operation",
     )
     session_hold_s: float = Field(
         120.0,
         ge=0,
         le=MAX_HOLD_S,
-        description="For how long host pools evict the blocks of a session last that has paused "
-        "for a tool (a quarter of a pool, and of a tenant's share of it, at most)",
+        description="How long host pools evict a session's blocks last after it paused for a tool "
+        "(at most a quarter of a pool, and of a tenant's share of it)",
     )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(
@@ -305,6 +307,16 @@ class Settings(OidcSettings):
     def kv_transfer_of(self, scenario: str) -> KvTransfer.ValueType:
         """What the gateway asks of the prefills that serve `scenario` (S51)."""
         return _MODES[self.kv_transfer_by_scenario.get(scenario, self.kv_transfer)]
+
+    @property
+    def why_no_picker(self) -> str:
+        """Why no endpoint picker may start; empty if one may. Plans are signed with the secret."""
+        if self.hash_secret.get_secret_value() != DEFAULT_SECRET or is_loopback(self.host):
+            return ""
+        return (
+            "PDMESH_GATEWAY_PICKER_PORT needs a PDMESH_HASH_SECRET of your own: with the default, "
+            f"whoever reaches {self.host} could sign plans"
+        )
 
     @property
     def image_rules(self) -> ImageRules:

@@ -29,14 +29,19 @@ class Settings(OidcSettings):
     future_price: float = Field(
         6.0,
         ge=0,
-        description="What a second of compute costs later requests, in seconds, where instances "
-        "are busy half of the time; by used / (1 - used) more or less elsewhere",
+        description="What a second of compute costs later requests, in seconds, if instances are "
+        "busy half of the time; it is multiplied by used / (1 - used)",
     )
     balance_price: float = Field(
         10.0,
         ge=0,
+<<<<<<< HEAD
+        description="Price of an instance that lately did twice its share of the work (beyond a "
+        "fifth more), in times of the whole prompt",
+=======
         description="What it costs where an instance has done twice its share of the work lately "
         "and of one such prompt more, in times of the whole prompt; a quarter where the chat is",
+>>>>>>> wt/placement17
     )
     prefix_weight: float = Field(
         1.0,

@@ -2,7 +2,7 @@
 
 Everything is over mutual TLS. NATS' servers share the buckets. Redis' replicas follow the primary
 that the sentinels chose last. The servers keep their data, and Redis and the sentinels also their
-configuration, which they rewrite themselves: after a restart each knows its role again.
+configuration, which they rewrite themselves. So after a restart each knows its role.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class _RedisProcess:
         return ()
 
     def _write_once(self, config: Path, text: str) -> None:
-        """Again only if what was prepared has changed."""
+        """Write it again only if the prepared text has changed."""
         prepared = config.with_suffix(".prepared")
         if config.exists() and prepared.exists() and prepared.read_text() == text:
             return
@@ -269,7 +269,7 @@ class RedisMember(_RedisProcess):
 
 @dataclass(frozen=True)
 class WatchedPrimary:
-    """What sentinels watch, at first; `quorum` of them must find it gone."""
+    """The primary that sentinels watch at first; `quorum` of them must find it gone."""
 
     name: str
     address: str

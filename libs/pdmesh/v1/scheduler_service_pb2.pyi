@@ -425,6 +425,7 @@ class HandedPlan(_message.Message):
     ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     SCENARIO_FIELD_NUMBER: _builtins.int
     EXPIRES_AT_MS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_digest: _builtins.bytes
     """of this tenant's prompt"""
     model: _builtins.str
@@ -433,6 +434,8 @@ class HandedPlan(_message.Message):
     scenario: _builtins.str
     expires_at_ms: _builtins.int
     """since 1970"""
+    max_tokens: _builtins.int
+    """of the answer"""
     @_builtins.property
     def result(self) -> Global___PlanResult: ...
     def __init__(
@@ -444,10 +447,11 @@ class HandedPlan(_message.Message):
         adapter_digest: _builtins.str = ...,
         scenario: _builtins.str = ...,
         expires_at_ms: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "expires_at_ms", b"expires_at_ms", "model", b"model", "prompt_digest", b"prompt_digest", "result", b"result", "scenario", b"scenario"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "expires_at_ms", b"expires_at_ms", "max_tokens", b"max_tokens", "model", b"model", "prompt_digest", b"prompt_digest", "result", b"result", "scenario", b"scenario"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,7 +20,7 @@ ENDPOINT: Final = "x-gateway-destination-endpoint"
 _NAMESPACE: Final = "envoy.lb"
 _SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 _SUBSET: Final = "x-gateway-destination-endpoint-subset"
-# What only the picker may say to gateways and proxies.
+# Headers that only the picker may send to gateways and proxies.
 _OWN_HEADERS: Final = (ENDPOINT, PLAN_HEADER)
 _OVERWRITE: Final = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _PIECE_BYTES: Final = 62_000  # of a streamed body; Envoy's HTTP/2 has frames of 64 KiB

@@ -29,6 +29,7 @@ from pdmesh.services.gateway.picker.answers import (
 
 Answers = Iterable[pb.ProcessingResponse]
 _RESPONSE_PARTS: Final = frozenset({"response_headers", "response_body", "response_trailers"})
+_MAX_DIGITS: Final = 18  # of a length; more are not worth converting
 _WHOLE: Final = frozenset({pb.BUFFERED, pb.FULL_DUPLEX_STREAMED})
 
 
@@ -100,6 +101,7 @@ class PickDialogue:
     def picked(self, pick: Pick) -> Answers:
         self.wants_pick, self.has_picked = False, True
         if self._is_head_answered:
+            self.close()  # the proxy has kept the body
             return [picked_body(pick)]
         self._is_head_answered = True
         if not self._is_waiting_for_body:
@@ -136,11 +138,13 @@ class PickDialogue:
 
     def _await_body(self, announced: str) -> Sequence[pb.ProcessingResponse]:
         if self._request_mode not in _WHOLE:
-            mode = pb.BodySendMode.Name(self._request_mode)
+            known = self._request_mode in pb.BodySendMode.values()
+            mode = pb.BodySendMode.Name(self._request_mode) if known else self._request_mode
             field = "processing_mode.request_body_mode"
             message = f"{field} is {mode}; it must be FULL_DUPLEX_STREAMED or BUFFERED"
             raise WrongProcessingMode(message, field=field)
-        if announced.isdecimal() and int(announced) > self._max_body_bytes:
+        is_huge = len(announced) > _MAX_DIGITS
+        if announced.isdecimal() and (is_huge or int(announced) > self._max_body_bytes):
             raise self._too_large()
         if self._request_mode == pb.BUFFERED:
             self._is_head_answered = True

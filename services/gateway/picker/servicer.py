@@ -103,6 +103,7 @@ class PickerServicer:
         """`tenant` is None for requests that are not planned. Raises MeshError."""
         begun, placement = time.monotonic(), PlacedRequest()
         if tenant is not None:
+            self._addresses(placement, head.only)  # without an endpoint nothing is booked
             placement = await self._placing.place(head.path, body, tenant)
         pick = Pick(
             self._addresses(placement, head.only),

@@ -460,6 +460,7 @@ def handed_for(prepared: PreparedCall) -> HandedPlan:
         model=spec.base_model,
         adapter_digest=spec.adapter.adapter.digest if spec.adapter is not None else "",
         scenario=spec.scenario,
+        max_tokens=prepared.max_tokens[0],
     )
 
 

@@ -14,6 +14,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -30,6 +31,7 @@ _SKEW_S: Final = 5.0  # between the clocks of two gateways
 _MAX_USED: Final = 65_536
 _MAX_CHARS: Final = 8192
 _MAC_BYTES: Final = 32
+_REQUEST_ID: Final = re.compile(r"req-[0-9a-f]{1,64}")  # it goes into headers and logs
 _PURPOSE: Final = b"pdmesh endpoint picker's plan, v1"
 
 _ignored = metrics.counter(
@@ -62,25 +64,35 @@ class HandedPlans:
         return plan
 
     def fits(self, plan: HandedPlan, other: HandedPlan) -> bool:
-        """Whether the plan is for this request: prompt and tenant, model, adapter and scenario."""
+        """Whether the plan is for this request (prompt and tenant, model, adapter, scenario and
+        length of the answer), and has not expired while the body came.
+        """
         is_same = all(getattr(plan, name) == getattr(other, name) for name in _OF_THE_REQUEST)
-        if not is_same:
-            _ignored.add(1, {names.ATTR_REASON: "other"})
-        return is_same
+        reason = "" if is_same else "other"
+        if is_same and not self._is_in_time(plan):
+            reason = "expired"
+        if reason:
+            _ignored.add(1, {names.ATTR_REASON: reason})
+        return not reason
 
     def _opened(self, header: str) -> tuple[HandedPlan | None, str]:
         plan = self._signed(header)
         if plan is None:
             return None, "forged"
         now, request_id = self._clock(), plan.result.request_id
-        until = plan.expires_at_ms / 1000
-        if not now - _SKEW_S < until < now + LIFE_S + _SKEW_S:
+        if not _REQUEST_ID.fullmatch(request_id):
+            return None, "forged"
+        if not self._is_in_time(plan):
             return None, "expired"
         self._forget(now)
         if request_id in self._used:
             return None, "used"
-        self._used[request_id] = until + _SKEW_S
+        self._used[request_id] = plan.expires_at_ms / 1000 + _SKEW_S
         return plan, ""
+
+    def _is_in_time(self, plan: HandedPlan) -> bool:
+        now = self._clock()
+        return now - _SKEW_S < plan.expires_at_ms / 1000 < now + LIFE_S + _SKEW_S
 
     def _signed(self, header: str) -> HandedPlan | None:
         if len(header) > _MAX_CHARS:
@@ -109,4 +121,6 @@ class HandedPlans:
         return hmac.new(self._key, payload, hashlib.sha256).digest()
 
 
-_OF_THE_REQUEST: Final = ("prompt_digest", "model", "adapter_digest", "scenario")
+_OF_THE_REQUEST: Final = (
+    "prompt_digest", "model", "adapter_digest", "scenario", "max_tokens",
+)  # fmt: skip

@@ -7,6 +7,7 @@ prompts.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import structlog
 
 from pdmesh.core.request.scenario_rules import ScenarioRule, depends_on_cache, scenario_by_rule
 from pdmesh.errors import MeshError, Unavailable
+from pdmesh.net import tasks
 from pdmesh.net.grpc import rpc
 from pdmesh.services.gateway.routing.fleet import FleetView
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -41,9 +43,10 @@ class PrefixMatches:
 
     def __init__(self, fleet: FleetView, gateway_id: str, *, timeout_s: float) -> None:
         self._fleet, self._gateway_id, self._timeout_s = fleet, gateway_id, timeout_s
-        self._master: InstanceRecord | None = None
+        self._where = ("", "")  # the leader of the channel: its id and address
         self._channel: grpc.aio.Channel | None = None
         self._ask_at = 0.0
+        self._closing: set[asyncio.Future[None]] = set()  # channels to former leaders
 
     async def held_by_scenario(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
         """Blocks from the first on, by scenario; empty if no master answers."""
@@ -61,7 +64,7 @@ class PrefixMatches:
         leader = next((m for m in self._fleet.masters() if m.is_leader), None)
         if leader is None:
             raise Unavailable("no master leads")
-        channel = await self._channel_to(leader)
+        channel = self._channel_to(leader)
         asked = MatchPrefixRequest(gateway_id=self._gateway_id, block_hashes=block_hashes)
         # Any: the stub's stubs only know the call of synchronous channels.
         stub: Any = SchedulerServiceStub(channel)
@@ -69,20 +72,28 @@ class PrefixMatches:
             answer = await stub.MatchPrefix(asked, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as exc:
             raise rpc.from_rpc_error(exc) from exc
+        except asyncio.CancelledError as exc:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise Unavailable("the channel to a former master was closed") from exc
         return dict(answer.num_blocks)
 
-    async def _channel_to(self, leader: InstanceRecord) -> grpc.aio.Channel:
-        known = self._master
-        is_known = known is not None and known.grpc_address == leader.grpc_address
-        if self._channel is None or not is_known or known.instance_id != leader.instance_id:  # type: ignore[union-attr]  # is_known says so
-            await self.close()
-            self._master, self._channel = leader, rpc.channel_to(leader)
+    def _channel_to(self, leader: InstanceRecord) -> grpc.aio.Channel:
+        where = leader.instance_id, leader.grpc_address
+        if self._channel is None or self._where != where:
+            before, self._where = self._channel, where
+            self._channel = rpc.channel_to(leader)
+            if before is not None:  # questions that are on their way may still be answered
+                closing = asyncio.ensure_future(before.close(self._timeout_s))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
         return self._channel
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(None)
+        await tasks.end([*self._closing])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Tells the instances that served a session's turn what its client says comes next.
+"""Tells the instances that served a session's turn what the client does next.
 
 The client names the session and its state with a request. When the answer has ended, the blocks of
 prompt and answer are evicted last for a bounded time (a tool runs), like others (the session goes
@@ -39,7 +39,7 @@ _STATES: Final[dict[SessionState, SessionStateProto.ValueType]] = {
 class SessionHints:
     """For all calls of a gateway. `hold_s`: for how long a pause holds blocks.
 
-    What it does is a hint: no error of it reaches a call.
+    It only gives hints: none of its errors reaches a call.
     """
 
     def __init__(self, fleet: FleetView, sessions: SessionPool, *, hold_s: float) -> None:

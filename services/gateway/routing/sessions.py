@@ -82,7 +82,10 @@ class InstanceSession:
         # has not told yet.
         self._num_free: int | None = None
         self._told_at = 0.0
-        self._offered: set[int] = set()  # keys of prompts that it has not answered yet
+        self._num_loads = 0  # how often it has told
+        # Prompts that it has not answered yet, by key, with `_num_loads` at the offer.
+        self._offered: dict[int, int] = {}
+        self._will_tell = False  # `_tell_room` is due in the loop's next turn
         self.worked: EngineProgress | None = (
             None  # None: no report yet, or an instance of an older release
         )
@@ -108,13 +111,20 @@ class InstanceSession:
     def has_slot(self) -> bool:
         """Whether a prompt may find a slot beside those that were offered before.
 
-        If not, the instance tells when there is a slot: with its answer to a prompt that it has not
-        answered yet, or, if it is full, as soon as it is not. What it told is not trusted for long,
-        because an older release may not tell.
+        If not, `on_slots_freed` is called when there is one: after an offered prompt was answered
+        or given up, or, if the instance is full, as soon as it tells that it is not. What it told
+        is not trusted for long, because an older release may not tell.
         """
         if self._num_free is None or time.monotonic() - self._told_at > _TRUST_S:
             return True
-        return not self.is_full and self._num_free > len(self._offered)
+        return self._num_unoffered > 0
+
+    @property
+    def _num_unoffered(self) -> int:
+        """Slots that no prompt was offered for; 0 if the instance is full or has not told yet."""
+        if self._num_free is None or self.is_full:
+            return 0
+        return max(0, self._num_free - len(self._offered))
 
     @property
     def is_usable(self) -> bool:
@@ -129,7 +139,7 @@ class InstanceSession:
             return False
         self._legs[key] = owner
         if command.HasField("prefill"):
-            self._offered.add(key)
+            self._offered[key] = self._num_loads
         self.send(command)
         return True
 
@@ -151,7 +161,8 @@ class InstanceSession:
 
     def forget(self, key: int) -> None:
         self._legs.pop(key, None)
-        self._offered.discard(key)
+        if self._offered.pop(key, None) is not None:
+            self._tell_soon()
 
     # --- the stream ------------------------------------------------------------------------------
 
@@ -255,15 +266,38 @@ class InstanceSession:
             owner.on_event(fact, event)
 
     def _answered(self, key: int, *, is_accepted: bool) -> None:
-        self._offered.discard(key)
-        if is_accepted and self._num_free:
+        """Count the slot that an accepted prompt took, unless a Load has come since its offer.
+
+        Such a Load counts the prompt. So does one that comes with the acceptance, if an earlier
+        one had crossed the offer.
+        """
+        has_told = self._offered.pop(key) != self._num_loads
+        if has_told or not is_accepted:
+            self._tell_soon()
+        elif self._num_free:
             self._num_free -= 1
+
+    def _tell_soon(self) -> None:
+        """A slot may be left for a waiter, as a prompt was answered or given up without taking it.
+
+        Waiters are called in the loop's next turn: by then the abort of a prompt that was given up
+        is in the outbox, and must reach the instance before their prompts do.
+        """
+        if not self._will_tell:
+            self._will_tell = True
+            asyncio.get_running_loop().call_soon(self._tell_room)
+
+    def _tell_room(self) -> None:
+        self._will_tell = False
+        if num_new := self._num_unoffered:
+            self._on_slots_freed(self.instance_id, num_new)
 
     def _on_load(self, load: Load) -> None:
         """Wake waiters only if there are more free slots: there are other reasons to reject, too.
 
-        A prompt that is not answered yet will take one of them.
+        A prompt that is not answered yet will take one of them, or has: then its answer wakes.
         """
+        self._num_loads += 1
         num_free_before, self._told_at = self._num_free or 0, time.monotonic()
         num_free = self._num_free = 0 if load.is_draining else load.num_slots - load.num_slots_used
         self.is_full = self.is_full and not num_free

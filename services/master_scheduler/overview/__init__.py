@@ -1,1 +1,1 @@
-"""What a master shows operators: the mesh now, and what it heard of the last hour."""
+"""What a master shows operators: the mesh now, and what it received in the last hour."""

@@ -1,5 +1,5 @@
-"""Feeds what operators are shown of the last hour. Every master hears it, not only the leader, so a
-new leader can show what it heard before.
+"""Collects what operators see of the last hour. Every master does so, not only the leader, so a new
+leader can show what it received before.
 """
 
 from __future__ import annotations

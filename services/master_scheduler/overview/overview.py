@@ -1,4 +1,4 @@
-"""The answers to operators who look at the mesh: made from what this master knows and heard."""
+"""The answers to operators who look at the mesh, from what this master knows and has received."""
 
 from __future__ import annotations
 

@@ -110,6 +110,31 @@ async def test_prompts_are_offered_only_where_a_slot_may_be_free(
         assert (len(prefill.prefills), prefill.num_rejected) == (11, 0)
 
 
+@pytest.mark.req("S40", "S44")
+async def test_a_client_that_leaves_before_the_answer_leaves_its_slot_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "_TRUST_S", 600.0)
+    async with (
+        gateway_mesh(tmp_path, ttft_s=300.0, retry_s=250.0) as mesh,
+        httpx.AsyncClient(base_url=mesh.url, timeout=60) as client,
+    ):
+        prefill = mesh.instances["prefill-0"]
+        assert (await ask(client)).status_code == 200, "the session is open now"
+        prefill.free_slots(1)
+        session = mesh.gateway.frontend.shared.sessions.session(prefill.record())
+        await until(lambda: session._num_free == 1)
+        prefill.is_silent = True
+        leaving = asyncio.create_task(ask(client, prompt="first"))
+        await until(lambda: len(prefill.prefills) == 2)
+        waiting = asyncio.create_task(ask(client, prompt="second"))
+        await until(lambda: room(mesh) == 1)
+        prefill.is_silent = False
+        leaving.cancel()
+        assert (await waiting).status_code == 200
+        assert (len(prefill.prefills), prefill.num_rejected) == (3, 0)
+
+
 @pytest.mark.req("S40")
 async def test_a_full_instance_that_tells_nothing_is_asked_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

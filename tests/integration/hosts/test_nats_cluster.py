@@ -1,5 +1,5 @@
 """A cluster of three NATS servers, of which one dies or freezes: nothing that was written is lost,
-and nobody is taken for dead while the replicas elect another leader.
+and no process is judged dead while the replicas elect another leader.
 """
 
 from __future__ import annotations

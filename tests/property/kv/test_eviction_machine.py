@@ -25,7 +25,12 @@ class PoolBookMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.book = PoolBook(
-            NUM_SLOTS, owner_share=0.75, protected_share=0.5, keep_after=3, held_share=0.5
+            NUM_SLOTS,
+            owner_share=0.75,
+            protected_share=0.5,
+            keep_after=3,
+            held_share=0.5,
+            owner_held_share=0.75,
         )
         self.now = 0
         self.memory: dict[int, bytes] = {}

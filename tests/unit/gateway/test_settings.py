@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from pdmesh.config import BadSetting
 from pdmesh.services.gateway.settings import Settings
@@ -48,3 +48,10 @@ def test_an_error_in_a_rule_names_the_rule_and_its_field(
     monkeypatch.setenv("PDMESH_GATEWAY_SCENARIO_RULES", f'[{{"scenario": "ok"}}, {rule}]')
     with pytest.raises(BadSetting, match=rf"_SCENARIO_RULES: 1\.{error}"):
         Settings.load()
+
+
+def test_plans_are_not_signed_with_a_secret_that_everybody_knows() -> None:
+    assert "PDMESH_HASH_SECRET" in Settings(host="0.0.0.0", picker_port=8002).why_no_picker
+    assert not Settings(host="127.0.0.1", picker_port=8002).why_no_picker
+    own = Settings(host="0.0.0.0", picker_port=8002, hash_secret=SecretStr("own"))
+    assert not own.why_no_picker

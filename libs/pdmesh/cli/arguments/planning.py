@@ -20,7 +20,7 @@ def add_plan(commands: Commands) -> None:
     add(
         "--model",
         required=True,
-        help="a folder with config.json, such a file, or a hub id in the local cache",
+        help="a folder with config.json, a config.json, or a hub id in the local cache",
     )
     add(
         "--gpu",
@@ -62,25 +62,28 @@ def add_plan(commands: Commands) -> None:
         "--share",
         type=values.share,
         metavar="SHARE",
-        help="of requests that keep each goal (share; default: 0.99)",
+        help="share of the requests that must keep each goal (share; default: 0.99)",
     )
     add(
         "--least",
         type=values.one_or_more,
         default=2,
         metavar="N",
-        help="instances of each role at least (default: 2, for one may fail)",
+        help="least number of instances of each role (default: 2, so that one may fail)",
     )
     add("--kv-dtype", choices=["auto", "fp8"], default="auto", help="number format of stored KV")
     add("--law", metavar="LAW", help="a measured law instead of the GPU's: a name or a YAML file")
     add(
-        "--price", type=values.positive, metavar="N", help="of one GPU for an hour, in any currency"
+        "--price",
+        type=values.positive,
+        metavar="N",
+        help="price of one GPU for an hour, in any currency",
     )
     add(
         "--mode",
         choices=["auto", "pd", "fusion"],
         default="auto",
-        help="which deployment the desired state is of (default: the smaller one)",
+        help="the deployment of the desired state (default: the smaller one)",
     )
     add("--desired", action="store_true", help="print only the desired state, for pdmesh apply")
     parser.set_defaults(module="plan")

@@ -128,8 +128,8 @@ def add_up(commands: Commands) -> None:
         "--host-folder",
         type=Path,
         metavar="DIR",
-        help="be one host of a mesh over several: this folder, made by pdmesh hosts prepare, says "
-        "what runs here",
+        help="start one host of a mesh over several hosts; this folder, made by pdmesh hosts "
+        "prepare, says what runs here",
     )
     add(
         "--nats-url",

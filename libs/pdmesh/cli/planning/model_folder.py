@@ -70,7 +70,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Of the first form of weights that is there: some folders have two."""
+    """Bytes of the first format of weights that is there: some folders have two formats."""
     for pattern in _WEIGHTS:
         if sizes := [path.stat().st_size for path in folder.glob(pattern)]:
             return sum(sizes)

@@ -1,4 +1,4 @@
-"""A plan for people, and as data."""
+"""Formats a plan for people, and as data."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _HOUR_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class PlanPage:
-    """What a plan was asked, and its answer. `price`: of a GPU for an hour; 0: not given.
+    """The question to a plan, and its answer. `price`: of a GPU for an hour; 0: not given.
 
-    `notes`: what its reader must know about model, accelerator and law.
+    `notes`: what the reader must know about model, accelerator and law.
     """
 
     traffic: Traffic
@@ -160,5 +160,5 @@ def _pool_data(pool: PoolSize) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float | None:
-    """Four digits; None for a time without bound, which JSON cannot say."""
+    """Four digits; None for an infinite time, which JSON does not have."""
     return None if math.isinf(value) else float(f"{value:.4g}")

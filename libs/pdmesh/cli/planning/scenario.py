@@ -1,4 +1,4 @@
-"""Reads what a deployment must carry: a scenario file, and options that go before it."""
+"""Reads what a deployment must carry: a scenario file, and options that override it."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ _ID: Final = re.compile(r"[0-9a-f]{24}")  # within `req-...`, `chatcmpl-...`, `m
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoss:
-    """The request lost an instance `at_ms` after it came. `instance_ids` empty: none is to blame.
+    """The request lost an instance `at_ms` after it arrived. No `instance_ids`: none is to blame.
 
-    `num_tokens`: of the answer so far; `choice`: of a call with several answers.
+    `num_tokens`: of the answer so far; `choice`: its number in a call with several answers.
     """
 
     at_ms: float
@@ -25,9 +25,9 @@ class InstanceLoss:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """Times in milliseconds since it came; 0: it did not come so far.
+    """Times are milliseconds since its arrival; 0: it did not reach that stage.
 
-    `is_by_client`: it failed for what its client wrote.
+    `is_by_client`: it failed because of its client's input.
     """
 
     request_id: str

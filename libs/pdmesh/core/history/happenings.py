@@ -1,6 +1,6 @@
-"""What happened lately: changes by operators, steps of groups, errors of instances.
+"""The latest events: changes by operators, steps of groups, errors of instances.
 
-The same thing again within a minute is counted, not listed again, and each kind has its own bound.
+An event that repeats within a minute is counted, not listed again, and each kind has its own bound.
 So a flood of errors does not push out the change that caused it.
 """
 
@@ -18,7 +18,7 @@ KINDS: Final = ("change", "group", "upgrade", "leader", "error")
 
 @dataclass(slots=True)
 class ToldEvent:
-    """`at`: seconds since 1970, of the last one; `count`: how often, one after the other."""
+    """`at`: the last time, in seconds since 1970; `count`: how many times in a row."""
 
     at: float
     kind: str

@@ -1,8 +1,8 @@
 """Incidents: what went wrong with one incarnation of a process, and what was done about it.
 
 An incident opens when the health-monitor suspects the process or finds a fault. What the master
-and the gateways do then becomes its steps: the process is left out of its group, another instance
-takes its place, requests go on elsewhere. It ends when the process is well again, a new one has its
+and the gateways do then becomes its steps: the process leaves its group, another instance takes its
+place, requests continue elsewhere. It ends when the process is healthy again, a new one has its
 name, or its place is filled.
 """
 
@@ -105,7 +105,7 @@ class Trouble:
         self.ended_at = at
 
     def is_near(self, at: float) -> bool:
-        """Whether what happens at `at` may still belong to it."""
+        """Whether an event at `at` may still belong to it."""
         return not self.ended_at or at - self.ended_at < _TOGETHER_S
 
 

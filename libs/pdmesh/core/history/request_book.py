@@ -1,4 +1,4 @@
-"""The latest requests that ended, and the errors that instances told of them, by request id."""
+"""The latest requests that ended, and the errors that instances reported, by request id."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RequestBook:
             self._ended.popitem(last=False)
 
     def failed_at(self, instance_id: str, request_id: str, what: str, at: float) -> None:
-        """An instance told of an error with a request."""
+        """An instance reported an error of a request."""
         key = key_of(request_id)
         steps = self._errors.setdefault(key, [])
         if len(steps) < _MAX_ERRORS:
@@ -42,7 +42,7 @@ class RequestBook:
         return None if found is None else found[1]
 
     def story(self, request_id: str) -> list[Step]:
-        """The steps by time; of a request that still runs, its errors; else empty."""
+        """The steps by time; for a request that still runs, its errors; otherwise empty."""
         key = key_of(request_id)
         steps = list(self._errors.get(key, ()))
         if found := self._ended.get(key):

@@ -13,7 +13,7 @@ MAX_STEPS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`at`: seconds since 1970. `process`: who tells it."""
+    """`at`: seconds since 1970. `process`: the process that reported it."""
 
     at: float
     process: str
@@ -23,7 +23,7 @@ class Step:
 def stages(report: Mapping[str, Any], process: str, ended_at: float) -> Iterator[Step]:
     """The steps of a request that ended at `ended_at`, in seconds since 1970.
 
-    Any: a line of a log may hold anything.
+    Any: a log line may have any values.
     """
     began = ended_at - _ms(report, "e2e_ms") / 1000
 

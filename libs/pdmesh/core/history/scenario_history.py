@@ -1,7 +1,8 @@
 """What each scenario answered in the last hour, in steps of 15 s.
 
-Goodput is what was answered whole: a request that finds no prefill within its scenario's TTFT_S
-fails. TTFT is counted in bins that grow by a tenth, so a quantile is at most 5 % off.
+Goodput counts requests that were answered completely: a request that finds no prefill within its
+scenario's TTFT_S fails. TTFT is counted in bins, each 10 % wider than the one before, so a quantile
+is at most 5 % off.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class AnswerHistory:
     def handle(self, request: EndedRequest, now: float, *, is_served: bool = True) -> None:
         """`is_served` False: no instance serves the scenario.
 
-        Such a name counts only if it was answered before, for clients may invent names.
+        Such a name counts only if it was answered before, because clients may invent names.
         """
         if request.scenario not in self._steps and not is_served:
             return

@@ -1,8 +1,8 @@
 """How long an engine's steps take, as a law of what is in the batch.
 
 The terms are those of a transformer: a fixed cost per step, a cost per token, and attention over
-the context. The sim engine waits these times out in real time, the virtual mesh adds them up, and
-the plan of a deployment puts them into its queues.
+the context. The sim engine sleeps for these times, the virtual mesh adds them up, and the plan of
+a deployment uses them in its queues.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Law:
     def mixed_s(self, prefill_s: float, batch: float, num_context: float) -> float:
         """Time of a step that computes prompts, which alone take `prefill_s`, and decodes.
 
-        If it reads the weights once, they are read while the prompts are computed.
+        With `reads_once`, the weights are read while the prompts are computed.
         """
         if batch <= 0:
             return prefill_s

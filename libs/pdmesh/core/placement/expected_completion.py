@@ -1,10 +1,10 @@
-"""Our score: the second in which a request would have its first token, and what it costs others
-(S93, S107, S108).
+"""Our score: the seconds until a request's first token, and what the request costs others (S93,
+S107, S108).
 
-The unit of every term is a second, so that no weight has to say what a block is worth beside a
-slot: the wait for the prompts before it, the fetch of what peers give, the compute of the rest.
-A second of compute is also a second that later requests wait, or that their blocks are gone; the
-few constants of `Prices` say how much of that counts.
+The unit of every term is a second: the wait for the prompts before it, the fetch of KV from peers,
+the compute of the rest. So no weight has to compare a block with a slot. A second of compute also
+delays later requests, or evicts their blocks; the few constants of `Prices` say how much of that
+counts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,22 @@ _HOME_SHARE: Final = 0.25  # of the balance price, where the chat is: new ones s
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a placement costs requests to come, in seconds per second.
+    """What a placement costs later requests, in seconds per second.
 
+<<<<<<< HEAD
+    future: of compute, multiplied by used / (1 - used) of the instances' time.
+    eviction: of compute whose blocks evict others from a full cache.
+    balance: of the time of the whole prompt without reuse, where the instance lately did twice
+    its share of the work beyond a fifth.
+    chat: a discount on that time, where the chat's last turn was.
+    adapter_s: seconds to load an adapter.
+=======
     future: a second of compute, times used / (1 - used) time of the instances; eviction: a second
     of compute whose blocks push others out of a full cache; balance: a second of the whole prompt,
     nothing reused, where the instance did twice its share of the work lately and of one such prompt
     more; chat: a discount where the chat's last turn was, on the same time; adapter_s: to load an
     adapter.
+>>>>>>> wt/placement17
     """
 
     future: float = 6.0

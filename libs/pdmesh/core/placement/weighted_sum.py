@@ -1,6 +1,6 @@
 """The score of formula (2): a weighted sum of prefix, predicted latency and load (S107).
 
-It is a baseline, `weighted_sum`: its weights fit one trace, and others less (ADR 0043).
+It is a baseline, `weighted_sum`: its weights fit one trace well, and others less well (ADR 0043).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The time per token of decodes: sequences share the steps of their engines.
 
 The number of running sequences is that of a processor-sharing queue whose speed depends on the
-batch, which does not depend on how lengths are distributed. The master spreads sequences evenly, so
-the engines of a pool hold equal parts of one number.
+batch. It does not depend on the distribution of lengths. The master spreads sequences evenly, so
+each engine of a pool has an equal part of this number.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def _between(values: list[float], at: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """The time per token, per sampled request: deviation and skewness of its mean, and `extra_s`,
-    what its answer waits for at once, spread over its tokens. No mean is longer than
-    `slowest_s`.
+    """The time per token. Per sampled request: deviation and skewness of its mean, and `extra_s`, a
+    wait at the beginning of its answer, divided by the number of its tokens. No mean is longer
+    than `slowest_s`.
     """
 
     mean_s: float

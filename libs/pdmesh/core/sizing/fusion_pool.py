@@ -1,7 +1,8 @@
-"""Both times of fusion instances: steps compute a chunk of prompts beside the running sequences.
+"""TTFT and TPOT of fusion instances: steps compute a chunk of prompts beside the running sequences.
 
 While prompts are computed, every running sequence waits for the chunk; but such a step reads the
-weights once for both, so its tokens are cheap. What is left is queueing for the same engine.
+weights once for both, so its tokens are cheap. The other cost is that both phases queue for one
+engine.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ def _own_s(law: Law, batch: float, held: Contexts) -> float:
 def _token_s(law: Law, prompts: _Prompts, batch: int, held: Contexts) -> float:
     """Mean time per token beside prompts.
 
-    In a time T, prompts take their own share of T, and each of their steps gives a token for the
-    sequences' part alone; the other tokens take whole steps.
+    In a time T, prompts take their own share of T. Each of their steps also gives a token, at the
+    cost of the sequences' part alone; the other tokens take whole steps.
     """
     batch = max(batch, 1)
     step = law.step_s(batch, batch * held.mean)
@@ -195,10 +196,10 @@ def _next(
 
 
 def _slowest_s(law: Law, prompts: _Prompts, chunk: int, batch: float, held: Contexts) -> float:
-    """A token beside a full chunk of prompts: what a small chunk protects answers from.
+    """The time of a token beside a full chunk of prompts. A smaller chunk makes it shorter.
 
-    The chunks of long prompts take longer; an answer meets several, so of their times, weighted by
-    the chunks, the highest tenth counts as its end.
+    The chunks of long prompts take longer, and an answer waits for several chunks. So the time of a
+    chunk is at least the P90 of the chunks' times.
     """
     each = sorted((t / k, k) for t, k in zip(prompts.times, prompts.chunks, strict=True))
     left = 0.9 * sum(prompts.chunks)

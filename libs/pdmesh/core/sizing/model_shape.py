@@ -3,8 +3,8 @@ memory.
 
 It counts parameters, the bytes of weights and of KV, and the operations per token. It knows
 decoders with gated MLPs, grouped attention, multi-head latent attention (MLA) and mixtures of
-experts. Other kinds are refused by the name of the field that shows them, as a guess would be
-wrong without a word.
+experts. It refuses other kinds and names the field that shows the difference, because a guess would
+be wrong without a warning.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def batch_size(num_instances: int, busy: float, most: float) -> float:
 
 
 def batch_extra_s(middle_s: float, num_instances: int, busy: float, most: float) -> float:
-    """How much later a prompt's batch ends than the prompt alone would, for those who wait."""
+    """How much later a batch ends than its prompt alone would, for prompts that wait."""
     size = batch_size(num_instances, busy, most)
     probability = erlang_c(num_instances, busy)
     return (size - 1) / 2 * middle_s / probability if probability else 0.0

@@ -1,7 +1,7 @@
 """Waiting in queues of several servers, and the quantiles of sums of waits and other times.
 
-Erlang's C gives the probability of a wait, the correction of Allen and Cunneen its mean for general
-times, and the wait of those who wait counts as exponential.
+Erlang's C gives the probability of a wait. The correction of Allen and Cunneen gives its mean for
+general times. The wait of the requests that wait is taken as exponential.
 """
 
 from __future__ import annotations

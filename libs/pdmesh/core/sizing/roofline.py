@@ -83,7 +83,7 @@ def efficiency_key(shape: ModelShape, device: Accelerator) -> EfficiencyKey:
 
 
 def efficiency_of(shape: ModelShape, device: Accelerator) -> tuple[Efficiency, EfficiencyKey]:
-    """The shares to use, and the kind of engine that they were fitted to: the nearest there is."""
+    """The shares to use, and the nearest kind of engine, to which they were fitted."""
     gpu, compute, kind = efficiency_key(shape, device)
     for key in ((gpu, compute, kind), (DEFAULT_GPU, compute, kind), (DEFAULT_GPU, "bf16", kind)):
         if (share := EFFICIENCIES.get(key)) is not None:

@@ -44,7 +44,7 @@ class NotPossible:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked for. `least`: instances of each role, for one may fail."""
+    """What is asked for. `least`: of each role at least, so that one instance may fail."""
 
     traffic: Traffic
     goals: Goals
@@ -140,7 +140,7 @@ def _decode_pool(wanted: Workload, kind: InstanceKind, sender: InstanceKind) -> 
 
 
 def _fusion_pool(wanted: Workload, kind: InstanceKind, chunk: int, most: int) -> Found:
-    """`most`: instances that are not more devices than another kind has been found to need."""
+    """`most`: so many instances have no more devices than another kind needs."""
     traffic, goals = wanted.traffic, wanted.goals
     if traffic.longest > kind.kv_tokens:
         return NotPossible(_too_long(traffic.longest, kind))

@@ -1,4 +1,4 @@
-"""A checksum of 128 bits that a GPU makes as fast as it reads, and that the host can make, too.
+"""A checksum of 128 bits that a GPU computes as fast as it reads, and that the host can compute.
 
 xxh3 carries a state from block to block, so one stream of it occupies one thread. Here every word
 of 8 bytes is mixed with its place, and the results are added: a plain sum and one weighted by

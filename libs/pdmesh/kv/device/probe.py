@@ -1,4 +1,4 @@
-"""Finds what `core.kv.transfer.kv_path` decides by: UCX's transports, and who reads the GPU."""
+"""Finds the facts for `core.kv.transfer.kv_path`: UCX's transports, and what reads GPU memory."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class HostFolder:
 
     @property
     def of_commands(self) -> Path:
-        """The certificate of commands on this host, which may only look."""
+        """The certificate of commands on this host, which may only read."""
         return folder_of(self.tls_dir, viewer_of(self.name))
 
     @property

@@ -1,7 +1,7 @@
 """Writes the folder of each host, and that of the mesh's authority and secrets.
 
-The second time, it keeps the authority and the secrets, and makes new certificates: for hosts that
-were added, and before the old ones end.
+A second run keeps the authority and the secrets, and makes new certificates: for hosts that were
+added, and to replace certificates before they expire.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _identities(layout: Layout, name: str) -> list[ProcessIdentity]:
 
 
 def _holders(layout: Layout) -> list[Holder]:
-    """Everybody whom NATS knows, on any host."""
+    """Every process and tool that NATS knows, on any host."""
     everyone = [each for name in layout.hosts for each in _identities(layout, name)]
     return [Holder.of(each) for each in (*everyone, ADMIN)]
 

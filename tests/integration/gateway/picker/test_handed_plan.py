@@ -20,7 +20,7 @@ from tests.fakes.fake_instance import FakeInstance
 from tests.support.proxies.picked_site import SECRET, PickedSite, picked_site
 from tests.support.waiting import until
 
-REQUEST_ID = "req-of-the-picker"
+REQUEST_ID = "req-0fba"
 
 
 @pytest.fixture

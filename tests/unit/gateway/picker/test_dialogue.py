@@ -230,3 +230,23 @@ def test_the_response_passes_as_it_is() -> None:
     assert answer.WhichOneof("response") == "response_headers"
     (answer,) = at.hear(pb.ProcessingRequest(response_trailers=pb.HttpTrailers()))
     assert answer.WhichOneof("response") == "response_trailers"
+
+
+def test_a_body_that_the_proxy_keeps_takes_no_room_after_the_pick() -> None:
+    room = BodyRoom(100)
+    for _ in range(3):
+        at = dialogue(room)
+        at.hear(head(mode=pb.BUFFERED))
+        at.hear(body(b"a" * 60, ends=True))
+        list(at.picked(PICK))
+
+
+@pytest.mark.parametrize("announced", ["9" * 5000, "1001"])
+def test_a_length_of_any_number_of_digits_is_too_large(announced: str) -> None:
+    with pytest.raises(BodyTooLarge):
+        dialogue().hear(head(content_length=announced))
+
+
+def test_a_mode_of_a_later_envoy_is_named_by_its_number() -> None:
+    with pytest.raises(WrongProcessingMode, match="request_body_mode is 99"):
+        dialogue().hear(head(mode=99))

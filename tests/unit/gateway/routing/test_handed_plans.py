@@ -88,9 +88,27 @@ def test_used_plans_are_remembered_until_they_would_expire_anyway() -> None:
         HandedPlan(prompt_digest=b"d" * 16, model="n", scenario="chat"),
         HandedPlan(prompt_digest=b"d" * 16, model="m", scenario=""),
         HandedPlan(prompt_digest=b"d" * 16, model="m", scenario="chat", adapter_digest="a"),
+        HandedPlan(prompt_digest=b"d" * 16, model="m", scenario="chat", max_tokens=9),
     ],
 )
 def test_it_fits_only_its_own_request(other: HandedPlan) -> None:
     gateway = plans(Clock())
-    assert gateway.fits(plan(), HandedPlan(prompt_digest=b"d" * 16, model="m", scenario="chat"))
-    assert not gateway.fits(plan(), other)
+    made = plan()
+    gateway.issue(made)
+    assert gateway.fits(made, HandedPlan(prompt_digest=b"d" * 16, model="m", scenario="chat"))
+    assert not gateway.fits(made, other)
+
+
+def test_a_body_that_comes_after_the_plans_end_is_planned_anew() -> None:
+    clock = Clock()
+    gateway, made = plans(clock), plan()
+    taken = gateway.take(gateway.issue(made))
+    assert taken is not None
+    clock.now += 2 * LIFE_S
+    assert not gateway.fits(taken, made)
+
+
+@pytest.mark.parametrize("request_id", ["", "req-1\r\nset-cookie: a=b", "req-" + "1" * 65, "x"])
+def test_an_id_that_no_picker_gives_is_not_taken_over(request_id: str) -> None:
+    gateway = plans(Clock())
+    assert gateway.take(gateway.issue(plan(request_id))) is None

@@ -51,6 +51,8 @@ class PoolBook:
     keep_after: int = 8  # uses
     fixed_share: float = 0.5
     held_share: float = 0.25  # of the pool, and of an owner's quota, for paused sessions
+    # Of what sessions may hold in all, for those of one owner: that three others can pause, too.
+    owner_held_share: float = 0.25
     _free: list[int] = field(init=False)
     _entries: dict[bytes, _Entry] = field(default_factory=dict)
     _writing: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # slot, owner
@@ -74,7 +76,10 @@ class PoolBook:
     def __post_init__(self) -> None:
         self._free = list(range(self.num_slots - 1, -1, -1))
         most = int(self.held_share * self.num_slots)
-        self._holds = Holds(most, int(self.held_share * self.max_owner_slots))
+        most_of_owner = min(
+            int(self.held_share * self.max_owner_slots), int(self.owner_held_share * most)
+        )
+        self._holds = Holds(most, max(1, most_of_owner))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -188,10 +193,11 @@ class PoolBook:
     def hold(self, session: str, owner: bytes, names: Sequence[bytes], until: float) -> None:
         """The session has paused: evict its blocks last, also those that are stored later.
 
-        They replace what it held before. Bounded by `held_share`; the head of `names` wins.
+        They replace what it held before. Bounded by `held_share` and, for all sessions of `owner`
+        (here a tenant, whatever its salts), by `owner_held_share`; the head of `names` wins.
         """
         self._end_holds(self._holds.remove(session))
-        for name in self._holds.add(session, owner, names, until):
+        for name in self._holds.add(session, owner, names, until, self.__contains__):
             entry = self._entries.get(name)
             if entry is not None and self._is_idle(entry):
                 self._leave_idle(name, entry, was_held=False)
@@ -320,6 +326,7 @@ class PoolBook:
         """The block is written and can be found from now on."""
         slot, owner = self._writing.pop(name)
         entry = self._entries[name] = _Entry(slot, owner)
+        self._holds.arrive(name)
         self._enter_idle(name, entry)
         if name in self._to_fix:
             self._fix_if_room(name)

@@ -1,12 +1,16 @@
 """Which blocks a pool evicts last, because sessions that use them have paused (for a tool).
 
 A hold is of one block for one session, and ends with its time. Holds are bounded for the pool and
-for each owner (a tenant, under one salt): a session that pauses beyond the bound holds nothing.
+for each owner (a tenant): a session that pauses beyond the bound holds nothing. Only blocks that
+are in the pool count. Blocks that a session names before they are stored are awaited, within the
+same bounds but apart, and held when they come if there is room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -17,11 +21,48 @@ MAX_SESSION_CHARS: Final = 256
 
 
 class SessionState(StrEnum):
-    """What a client says of its session with a request: what comes after the answer."""
+    """What a client says about its session in a request: what it does after the answer."""
 
     PAUSED_FOR_TOOL = "paused_for_tool"  # a tool runs, and then the session goes on
     RESUMED = "resumed"  # it goes on: nothing is held any more
     DONE = "done"  # no request follows
+
+
+@dataclass(slots=True)
+class _Budget:
+    """How many places are taken, by owner."""
+
+    most: int
+    most_of_owner: int
+    num: int = 0
+    num_of: dict[bytes, int] = field(default_factory=dict)
+
+    def has_room(self, owner: bytes) -> bool:
+        return self.num < self.most and self.num_of.get(owner, 0) < self.most_of_owner
+
+    def take(self, owner: bytes) -> bool:
+        """Whether there was a place, which is now taken."""
+        if not self.has_room(owner):
+            return False
+        self.num += 1
+        self.num_of[owner] = self.num_of.get(owner, 0) + 1
+        return True
+
+    def give_back(self, owner: bytes) -> None:
+        self.num -= 1
+        self.num_of[owner] -= 1
+        if not self.num_of[owner]:
+            del self.num_of[owner]
+
+
+@dataclass(slots=True)
+class _Paused:
+    """A session, and its blocks in the order in which it named or got them."""
+
+    owner: bytes
+    until: float
+    held: dict[bytes, None] = field(default_factory=dict)
+    awaited: dict[bytes, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -30,84 +71,136 @@ class Holds:
 
     most: int
     most_of_owner: int
-    _until: dict[bytes, dict[str, float]] = field(default_factory=dict)  # by block and session
-    _num_of: dict[bytes, int] = field(default_factory=dict)  # holds by owner
-    _owner_of: dict[str, bytes] = field(default_factory=dict)  # of each session that holds blocks
-    _held_by: dict[str, set[bytes]] = field(default_factory=dict)
+    _held: _Budget = field(init=False)
+    _awaited: _Budget = field(init=False)
+    _sessions: dict[str, _Paused] = field(default_factory=dict)  # none without blocks
+    _holders: dict[bytes, dict[str, None]] = field(default_factory=dict)  # sessions by block
+    _awaiters: dict[bytes, dict[str, None]] = field(default_factory=dict)
+    # (until, session), the earliest first; also of sessions that have gone on since.
+    _times: list[tuple[float, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._held = _Budget(self.most, self.most_of_owner)
+        self._awaited = _Budget(self.most, self.most_of_owner)
 
     def __len__(self) -> int:
-        return sum(self._num_of.values())
+        return self._held.num
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._until
+        return name in self._holders
 
-    def add(self, session: str, owner: bytes, names: Sequence[bytes], until: float) -> list[bytes]:
-        """A session that holds nothing yet holds these. Returns those that no session held."""
-        assert session not in self._held_by
+    def add(
+        self,
+        session: str,
+        owner: bytes,
+        names: Sequence[bytes],
+        until: float,
+        is_stored: Callable[[bytes], bool],
+    ) -> list[bytes]:
+        """A session that holds nothing yet holds these. Returns those that no session held.
+
+        It awaits those that are not stored yet.
+        """
+        assert session not in self._sessions
         fresh: list[bytes] = []
-        own = self._held_by.setdefault(session, set())
-        self._owner_of[session] = owner
+        paused = _Paused(owner, until)
         for name in names:
-            if name in own:
+            if name in paused.held or name in paused.awaited:
                 continue
-            if not self._has_room(owner):
+            if not is_stored(name):
+                if self._awaited.take(owner):
+                    paused.awaited[name] = None
+                    self._awaiters.setdefault(name, {})[session] = None
+            elif self._held.take(owner):
+                if name not in self._holders:
+                    fresh.append(name)
+                self._hold(session, paused, name)
+            elif not self._awaited.has_room(owner):
                 break
-            if name not in self._until:
-                fresh.append(name)
-            own.add(name)
-            self._num_of[owner] = self._num_of.get(owner, 0) + 1
-            self._until.setdefault(name, {})[session] = until
-        if not own:
-            self._forget(session)
+        if paused.held or paused.awaited:
+            self._sessions[session] = paused
+            heapq.heappush(self._times, (until, session))
+            self._tidy_times()
         return fresh
 
+    def arrive(self, name: bytes) -> None:
+        """The block is stored now: sessions that awaited it hold it, as far as there is room."""
+        for session in self._awaiters.pop(name, ()):
+            paused = self._sessions[session]
+            del paused.awaited[name]
+            self._awaited.give_back(paused.owner)
+            if self._held.take(paused.owner):
+                self._hold(session, paused, name)
+            else:
+                self._forget_if_empty(session, paused)
+
     def remove(self, session: str) -> list[bytes]:
-        """The session holds nothing any more. Returns the blocks that no session holds now."""
-        ended = sorted(self._held_by.get(session, ()))
-        return [name for name in ended if self._end(session, name)]
+        """The session holds nothing any more.
+
+        Returns the blocks that no session holds now, the last that it got first: the tail of a
+        prompt is evicted before its head.
+        """
+        if (paused := self._sessions.pop(session, None)) is None:
+            return []
+        for name in paused.awaited:
+            _take_out(self._awaiters, name, session)
+            self._awaited.give_back(paused.owner)
+        for name in paused.held:
+            _take_out(self._holders, name, session)
+            self._held.give_back(paused.owner)
+        return [name for name in reversed(paused.held) if name not in self._holders]
 
     def expire(self, now: float) -> list[bytes]:
         """End holds whose time is over. Returns the blocks that no session holds now."""
-        over = [
-            (session, name)
-            for name, sessions in self._until.items()
-            for session, until in sessions.items()
-            if until <= now
-        ]
-        return [name for session, name in over if self._end(session, name)]
+        ended: list[bytes] = []
+        while self._times and self._times[0][0] <= now:
+            until, session = heapq.heappop(self._times)
+            paused = self._sessions.get(session)
+            if paused is not None and paused.until == until:
+                ended += self.remove(session)
+        return ended
 
     def drop(self, name: bytes) -> None:
         """The block is gone."""
-        for session in list(self._until.get(name, ())):
-            self._end(session, name)
+        for session in self._holders.pop(name, ()):
+            paused = self._sessions[session]
+            del paused.held[name]
+            self._held.give_back(paused.owner)
+            self._forget_if_empty(session, paused)
 
-    def _has_room(self, owner: bytes) -> bool:
-        return len(self) < self.most and self._num_of.get(owner, 0) < self.most_of_owner
+    def _hold(self, session: str, paused: _Paused, name: bytes) -> None:
+        paused.held[name] = None
+        self._holders.setdefault(name, {})[session] = None
 
-    def _end(self, session: str, name: bytes) -> bool:
-        """Whether no session holds the block now."""
-        sessions, own = self._until[name], self._held_by[session]
-        del sessions[session]
-        own.remove(name)
-        owner = self._owner_of[session]
-        self._num_of[owner] -= 1
-        if not self._num_of[owner]:
-            del self._num_of[owner]
-        if not own:
-            self._forget(session)
-        if not sessions:
-            del self._until[name]
-        return not sessions
+    def _forget_if_empty(self, session: str, paused: _Paused) -> None:
+        if not (paused.held or paused.awaited):
+            del self._sessions[session]
 
-    def _forget(self, session: str) -> None:
-        self._held_by.pop(session, None)
-        self._owner_of.pop(session, None)
+    def _tidy_times(self) -> None:
+        """Bound the times of sessions that have gone on."""
+        if len(self._times) > 2 * len(self._sessions) + 64:
+            self._times = [(paused.until, s) for s, paused in self._sessions.items()]
+            heapq.heapify(self._times)
 
     def check_invariants(self) -> None:
-        pairs = {(s, n) for n, sessions in self._until.items() for s in sessions}
-        assert pairs == {(s, n) for s, own in self._held_by.items() for n in own}
-        assert len(pairs) == len(self) <= self.most
-        assert all(0 < n <= self.most_of_owner for n in self._num_of.values())
-        assert self._held_by.keys() == self._owner_of.keys()
-        assert all(self._until.values())
-        assert all(self._held_by.values())
+        paused = self._sessions
+        held = {(s, n) for s, p in paused.items() for n in p.held}
+        awaited = {(s, n) for s, p in paused.items() for n in p.awaited}
+        assert held == {(s, n) for n, sessions in self._holders.items() for s in sessions}
+        assert awaited == {(s, n) for n, sessions in self._awaiters.items() for s in sessions}
+        assert all(p.held or p.awaited for p in paused.values())
+        assert all(self._holders.values())
+        assert all(self._awaiters.values())
+        assert {(p.until, s) for s, p in paused.items()} <= set(self._times)
+        for budget, pairs in ((self._held, held), (self._awaited, awaited)):
+            owners = Counter(paused[session].owner for session, _ in pairs)
+            assert budget.num_of == dict(owners)
+            assert budget.num == len(pairs) <= self.most
+            assert all(n <= self.most_of_owner for n in owners.values())
+
+
+def _take_out(sessions_of: dict[bytes, dict[str, None]], name: bytes, session: str) -> None:
+    sessions = sessions_of[name]
+    del sessions[session]
+    if not sessions:
+        del sessions_of[name]

@@ -20,7 +20,7 @@ _OWN_GPUS: Final = "cuda_ipc"
 
 
 class KvMemory(StrEnum):
-    """Where arenas are; also the setting, whose AUTO is the GPU where that pays."""
+    """Where arenas are. Also the setting: AUTO chooses the GPU where that pays."""
 
     AUTO = "auto"
     HOST = "host"
@@ -57,11 +57,11 @@ class KvPath:
 
 
 class NoSuchPath(ValueError):
-    """The settings ask for a path that this machine does not have; says why, in a line."""
+    """The settings ask for a path that this machine does not have; the text says why, in a line."""
 
 
 def decide_path(asked: KvMemory, facts: PathFacts, *, requires_rdma: bool) -> KvPath:
-    """Raises NoSuchPath: `KV_MEMORY` is device or `REQUIRE_RDMA` is set, and it cannot be had."""
+    """Raises NoSuchPath if `KV_MEMORY` is device or `REQUIRE_RDMA` is set, and it is impossible."""
     obstacle = _obstacle(facts)
     if requires_rdma:
         _check_rdma(asked, facts, obstacle)

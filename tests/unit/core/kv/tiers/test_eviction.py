@@ -138,7 +138,7 @@ def test_fixed_blocks_leave_half_of_the_pool_to_the_others() -> None:
 
 @pytest.mark.req("S96", "S108")
 def test_the_blocks_of_a_paused_session_go_last_until_its_time_is_over() -> None:
-    book = PoolBook(8, held_share=0.5)
+    book = PoolBook(8, held_share=0.5, owner_held_share=1.0)
     session = stored(book, 1, 2)
     book.hold("s", b"a", [*session, bytes([3]) * 16], until=10.0)
     session += stored(book, 3)  # what was stored later, too
@@ -155,7 +155,7 @@ def test_the_blocks_of_a_paused_session_go_last_until_its_time_is_over() -> None
 
 @pytest.mark.req("S96")
 def test_sessions_hold_no_more_than_a_share_of_the_pool_and_of_a_tenants_quota() -> None:
-    book = PoolBook(16, owner_share=0.5, held_share=0.5)
+    book = PoolBook(16, owner_share=0.5, held_share=0.5, owner_held_share=0.5)
     chain = stored(book, *range(1, 9), owner=b"a")
     book.hold("s", b"a", chain, until=10.0)
     book.hold("t", b"a", chain, until=10.0)
@@ -167,8 +167,24 @@ def test_sessions_hold_no_more_than_a_share_of_the_pool_and_of_a_tenants_quota()
     assert set(book.names()) >= {*chain[:4], *other[:4]}, "the heads of the prompts"
 
 
+@pytest.mark.req("S96")
+def test_one_owner_holds_at_most_a_quarter_of_what_sessions_may_hold() -> None:
+    book = PoolBook(64)
+    owners = [bytes([o]) for o in range(4)]
+    chains = [stored(book, *range(10 * o, 10 * o + 10), owner=owners[o]) for o in range(4)]
+    book.hold("greedy", owners[0], [bytes([n]) * 16 for n in range(100, 200)], until=10.0)
+    for session in ("s", "t"):
+        for owner, chain in zip(owners, chains, strict=True):
+            book.hold(session + owner.hex(), owner, chain, until=10.0)
+    assert book.num_held == 16
+    book.check_invariants()
+    stored(book, *range(100, 164), owner=b"x")
+    kept = {name for chain in chains for name in chain} & set(book.names())
+    assert kept == {name for chain in chains for name in chain[:4]}
+
+
 def test_held_blocks_are_evicted_if_there_is_nothing_else() -> None:
-    book = PoolBook(4, held_share=1.0)
+    book = PoolBook(4, held_share=1.0, owner_held_share=1.0)
     book.hold("s", b"a", stored(book, 1, 2, 3, 4), until=10.0)
     (new,) = stored(book, 5, owner=b"b")
     assert new in book
