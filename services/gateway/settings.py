@@ -231,7 +231,7 @@ class Settings(OidcSettings):
         ge=0,
         le=MAX_HOLD_S,
         description="For how long host pools evict the blocks of a session last that has paused "
-        "for a tool (a quarter of a pool, and of a tenant's share of it, at most)",
+        "for a tool (a quarter of a pool at most, and a quarter of that for one tenant)",
     )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(
