@@ -233,7 +233,7 @@ class Settings(OidcSettings):
         ge=0,
         le=MAX_HOLD_S,
         description="How long host pools evict a session's blocks last after it paused for a tool "
-        "(at most a quarter of a pool, and of a tenant's share of it)",
+        "(at most a quarter of a pool, and a quarter of that for one tenant)",
     )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(

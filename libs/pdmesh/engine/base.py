@@ -436,13 +436,14 @@ class Prefetch:
 class SessionHint:
     """What a client said of its session, whose last prompt and answer are the blocks `names`.
 
-    `hold_s`: for how long they are to be evicted last, if it has paused.
+    `tenant`: a digest of the session's tenant, for whom holds are bounded. `hold_s`: for how long
+    the blocks are to be evicted last, if it has paused.
     """
 
     session: str
     state: SessionState
     names: tuple[bytes, ...]
-    cache_salt: str
+    tenant: str
     hold_s: float
 
 

@@ -655,13 +655,13 @@ class SessionHint(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     HOLD_MS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """a keyed digest of tenant and id"""
     state: _common_pb2.SessionState.ValueType
-    cache_salt: _builtins.str
-    """as in Prefill"""
+    tenant: _builtins.str
+    """a keyed digest of the tenant, whose sessions together hold so much and no more"""
     hold_ms: _builtins.int
     """for PAUSED_FOR_TOOL; at most 600 s"""
     @_builtins.property
@@ -674,12 +674,12 @@ class SessionHint(_message.Message):
         session: _builtins.str = ...,
         state: _common_pb2.SessionState.ValueType = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
-        cache_salt: _builtins.str = ...,
+        tenant: _builtins.str = ...,
         hold_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "hold_ms", b"hold_ms", "session", b"session", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "hold_ms", b"hold_ms", "session", b"session", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,7 @@ from pdmesh.services.gateway.request.spec import (
 )
 from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel
 from pdmesh.services.gateway.routing.scenarios import Asked, ScenarioChooser
+from pdmesh.services.gateway.routing.session_hints import ServedChoice
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.telemetry import metrics, names, traces
@@ -386,6 +387,7 @@ class Frontend:
         call.cancel(error)
         call.permit.settle(call.num_used_tokens)
         self._judge(call)
+        self._tell_session(call)
         self.observer.on_closed(_report(call))
         for generation in call.generations:
             generation.detach()
@@ -406,6 +408,18 @@ class Frontend:
                 if isinstance(generation.core.outcome, Complete):
                     poison.clear(generation.prompt.digest)
         _count_slo(call, self.shared.slos)
+
+    def _tell_session(self, call: Call) -> None:
+        """Tell instances what the client said of its session, however the call ended."""
+        if (session := call.spec.session) is None:
+            return
+        served = [
+            ServedChoice(g.prompt, g.core.emitted, (g.core.prefill_id, g.core.decode_id))
+            for g in call.generations
+            if isinstance(g.core.outcome, Complete) or g.is_stopped
+        ]
+        prompt = call.generations[0].prompt
+        self.shared.session_hints.ended(session.id, session.state, prompt, served)
 
     async def drain(self, drain_s: float) -> None:
         """Admit no more calls. Let open ones run for `drain_s`, then end the rest with an error."""

@@ -485,11 +485,6 @@ class Generation:
             self._shared.answer_kv.answered(
                 self._spec, self.prompt, core.emitted, core.prefill_id, core.decode_id
             )
-            if (session := self._spec.session) is not None:
-                legs = core.prefill_id, core.decode_id
-                self._shared.session_hints.answered(
-                    session.id, session.state, self.prompt, core.emitted, legs
-                )
 
     # --- time ------------------------------------------------------------------------------------
 

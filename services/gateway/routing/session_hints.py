@@ -1,13 +1,20 @@
 """Tells the instances that served a session's turn what the client does next.
 
-The client names the session and its state with a request. When the answer has ended, the blocks of
+The client names the session and its state with a request. When the call has ended, the blocks of
 prompt and answer are evicted last for a bounded time (a tool runs), like others (the session goes
 on), or first (it is done). Instances bound what is held, so a client cannot fill them.
+
+The next turn may run elsewhere. So instances that were told of a pause are remembered, and also
+hear that the session goes on or is done. Another gateway does not know them: there the time ends
+the holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -28,6 +35,9 @@ from pdmesh.v1.instance_service_pb2 import Command, SessionHint
 
 log = structlog.get_logger(__name__)
 
+_MAX_PAUSED: Final = 16_384  # sessions whose instances are remembered
+_MAX_TOLD: Final = 16  # instances of one session, the last ones
+
 _hints = metrics.counter(names.SESSION_HINTS, "Answers whose client named the session's state")
 _STATES: Final[dict[SessionState, SessionStateProto.ValueType]] = {
     SessionState.PAUSED_FOR_TOOL: SESSION_STATE_PAUSED_FOR_TOOL,
@@ -36,57 +46,116 @@ _STATES: Final[dict[SessionState, SessionStateProto.ValueType]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ServedChoice:
+    """A choice that ended well. `answer`: all its tokens; `instance_ids`: of its last legs."""
+
+    prompt: Prompt
+    answer: Sequence[int]
+    instance_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """Which instances were told that a session has paused."""
+
+    instance_ids: tuple[str, ...]
+    until: float  # then no instance holds anything
+
+
 class SessionHints:
     """For all calls of a gateway. `hold_s`: for how long a pause holds blocks.
 
     It only gives hints: none of its errors reaches a call.
     """
 
-    def __init__(self, fleet: FleetView, sessions: SessionPool, *, hold_s: float) -> None:
-        self._fleet, self._sessions, self._hold_s = fleet, sessions, hold_s
-
-    def answered(
+    def __init__(
         self,
-        session: str,
-        state: SessionState,
-        prompt: Prompt,
-        answer: Sequence[int],
-        instance_ids: Sequence[str],
+        fleet: FleetView,
+        sessions: SessionPool,
+        *,
+        hold_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A choice ended well. `answer`: all its tokens; `instance_ids`: of its last legs."""
+        self._fleet, self._sessions, self._hold_s = fleet, sessions, hold_s
+        self._clock = clock
+        # By `chat_key`, the last pause last, which is the last to be over.
+        self._paused: OrderedDict[str, _Pause] = OrderedDict()
+
+    def ended(
+        self, session: str, state: SessionState, prompt: Prompt, served: Sequence[ServedChoice]
+    ) -> None:
+        """A call has ended, well or not. `prompt`: one of its prompts; `served`: in their order."""
         try:
-            self._tell(session, state, prompt, answer, instance_ids)
+            self._tell(session, state, prompt, served)
         except Exception:
             log.exception("session_hints.bug")
 
     def _tell(
-        self,
-        session: str,
-        state: SessionState,
-        prompt: Prompt,
-        answer: Sequence[int],
-        instance_ids: Sequence[str],
+        self, session: str, state: SessionState, prompt: Prompt, served: Sequence[ServedChoice]
     ) -> None:
-        _hints.add(1, {"state": state.value})
-        for instance_id in dict.fromkeys(instance_ids):
-            record = self._fleet.instance(instance_id)
-            if record is not None and record.takes_session_hints:
-                self._sessions.hint(record, self._hint(record, session, state, prompt, answer))
+        if served:
+            _hints.add(1, {"state": state.value})
+        key = prompt.chat_key(session)
+        told: list[str] = []
+        for instance_id in dict.fromkeys(i for choice in served for i in choice.instance_ids):
+            record = self._hinted(instance_id)
+            if record is not None:
+                told.append(instance_id)
+                self._send(record, key, state, prompt, _blocks(record, served))
+        if state is SessionState.PAUSED_FOR_TOOL:
+            self._remember(key, told)
+            return
+        for instance_id in self._forget(key):
+            if instance_id not in told and (record := self._hinted(instance_id)) is not None:
+                self._send(record, key, state, prompt, ())
 
-    def _hint(
+    def _hinted(self, instance_id: str) -> InstanceRecord | None:
+        record = self._fleet.instance(instance_id)
+        return record if record is not None and record.takes_session_hints else None
+
+    def _send(
         self,
         record: InstanceRecord,
-        session: str,
+        key: str,
         state: SessionState,
         prompt: Prompt,
-        answer: Sequence[int],
-    ) -> Command:
-        blocks = [*prompt.hashes(record), *prompt.answer_hashes(record, answer)]
+        blocks: Iterable[bytes],
+    ) -> None:
         hint = SessionHint(
-            session=prompt.chat_key(session),
+            session=key,
             state=_STATES[state],
-            block_hashes=blocks[:MAX_SESSION_NAMES],
-            cache_salt=prompt.root(record.model_fingerprint).hex(),
+            block_hashes=blocks,
+            tenant=prompt.tenant_key,
             hold_ms=round(self._hold_s * 1000),
         )
-        return Command(session_hint=hint)
+        self._sessions.hint(record, Command(session_hint=hint))
+
+    def _remember(self, key: str, told: Sequence[str]) -> None:
+        if not told:
+            return
+        before = [instance_id for instance_id in self._forget(key) if instance_id not in told]
+        now = self._clock()
+        self._paused[key] = _Pause((*before, *told)[-_MAX_TOLD:], now + self._hold_s)
+        while self._paused:
+            first = next(iter(self._paused.values()))
+            if len(self._paused) <= _MAX_PAUSED and first.until > now:
+                break
+            self._paused.popitem(last=False)
+
+    def _forget(self, key: str) -> tuple[str, ...]:
+        """The instances that were told of the session's pause and may still hold its blocks."""
+        pause = self._paused.pop(key, None)
+        return pause.instance_ids if pause is not None and pause.until > self._clock() else ()
+
+
+def _blocks(record: InstanceRecord, served: Sequence[ServedChoice]) -> list[bytes]:
+    """What the instance should have of these choices: of several, only the prompts.
+
+    The client goes on with at most one of their answers.
+    """
+    here = [choice for choice in served if record.instance_id in choice.instance_ids]
+    blocks = dict.fromkeys(name for choice in here for name in choice.prompt.hashes(record))
+    if len(served) == 1:
+        blocks.update(dict.fromkeys(here[0].prompt.answer_hashes(record, here[0].answer)))
+    return list(blocks)[:MAX_SESSION_NAMES]

@@ -59,6 +59,12 @@ class Prompt:
             chat_id.encode(), digest_size=16, key=key, person=b"chat"
         ).hexdigest()
 
+    @property
+    def tenant_key(self) -> str:
+        """A name for this tenant, whatever salts it chooses."""
+        key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
+        return hashlib.blake2b(digest_size=16, key=key, person=b"tenant").hexdigest()
+
     def root(self, fingerprint: str) -> bytes:
         """The root of the chain of hashes: prefixes are shared only under an equal root."""
         found = self._roots.get(fingerprint)

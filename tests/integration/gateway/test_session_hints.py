@@ -93,6 +93,17 @@ async def test_over_grpc_and_in_the_same_session(mesh: GatewayMesh) -> None:
     assert len({h.session for h in found}) == 1
 
 
+@pytest.mark.req("S108")
+async def test_several_choices_are_one_hint(mesh: GatewayMesh) -> None:
+    assert (await post(mesh, "/v1/completions", n=3, **PAUSED)).status_code == 200
+    done = {"session": {"id": "s-1", "state": "done"}}
+    assert (await post(mesh, "/v1/completions", **done)).status_code == 200
+    paused, ended = await hints(mesh, 2)
+    assert (paused.state, ended.state) == (SESSION_STATE_PAUSED_FOR_TOOL, SESSION_STATE_DONE)
+    assert len(paused.block_hashes) >= 2
+    assert len(set(paused.block_hashes)) == len(paused.block_hashes)
+
+
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
     ("fields", "field"),

@@ -116,7 +116,7 @@ class TierLane:
         self._on_ready(job)
 
     def note_session(self, hint: SessionHint) -> None:
-        owner = owner_of(hint.cache_salt)
+        owner = owner_of(hint.tenant)
         self.stack.note_session(hint.state, hint.session, owner, hint.names, hint.hold_s)
 
     def prefetch(self, wanted: Prefetch) -> None:

@@ -270,10 +270,13 @@ def session_hint_from_proto(m: SessionHintMessage) -> SessionHint:
     if not 0 < len(m.session) <= MAX_SESSION_CHARS:
         message = f"must have 1 to {MAX_SESSION_CHARS} characters"
         raise InvalidRequest(message, field="session_hint.session")
+    if len(m.tenant) > MAX_SESSION_CHARS:
+        message = f"must have at most {MAX_SESSION_CHARS} characters"
+        raise InvalidRequest(message, field="session_hint.tenant")
     if (state := _SESSION_STATES.get(m.state)) is None:
         raise InvalidRequest("is unknown", field="session_hint.state")
     names = tuple(m.block_hashes[:MAX_SESSION_NAMES])
-    return SessionHint(m.session, state, names, m.cache_salt, m.hold_ms / 1000)
+    return SessionHint(m.session, state, names, m.tenant, m.hold_ms / 1000)
 
 
 def encoded(key: int, output: Encoded) -> SessionEvent:

@@ -1,4 +1,4 @@
-"""The owner of blocks, for quotas: one tenant under one salt."""
+"""The owner of blocks, for quotas: one tenant under one salt; of holds: a tenant."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def hint(**changes: Any) -> pb.Command:
         "session": "s",
         "state": common_pb2.SESSION_STATE_PAUSED_FOR_TOOL,
         "block_hashes": [bytes(16)],
-        "cache_salt": "00" * 16,
+        "tenant": "00" * 16,
         "hold_ms": 1500,
     }
     return pb.Command(session_hint=pb.SessionHint(**fields | changes))
@@ -229,6 +229,7 @@ def test_a_session_hint_reaches_the_engine() -> None:
         ({"block_hashes": [bytes(15)]}, "session_hint.block_hashes"),
         ({"session": ""}, "session_hint.session"),
         ({"session": "s" * 257}, "session_hint.session"),
+        ({"tenant": "t" * 257}, "session_hint.tenant"),
         ({"state": common_pb2.SESSION_STATE_UNSPECIFIED}, "session_hint.state"),
     ],
 )

@@ -114,7 +114,7 @@ class TierClient:
 
     def note_session(self, hint: SessionHint) -> None:
         """Every rank evicts its part of the session's blocks later or earlier."""
-        owner, names = owner_of(hint.cache_salt), list(hint.names)
+        owner, names = owner_of(hint.tenant), list(hint.names)
         self._broadcast(SessionNote(hint.session, hint.state.value, names, owner, hint.hold_s))
 
     def on_fetched(self, message: Fetched) -> None:
