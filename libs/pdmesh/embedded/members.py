@@ -17,7 +17,7 @@ from typing import Final
 from pdmesh.atomic_file import write_atomically
 from pdmesh.embedded.binaries import NATS, VALKEY, find
 from pdmesh.embedded.ports import PortReservation
-from pdmesh.embedded.servers import NO_USER, context_of, make_private, says
+from pdmesh.embedded.servers import NO_USER, context_of, make_private, says, shakes_hands
 from pdmesh.errors import BadCertificates
 from pdmesh.net.loopback import join
 
@@ -170,7 +170,8 @@ class NatsMember:
         return await says(connecting, b"", (b"INFO ",))
 
     async def is_alive(self) -> bool:
-        return await self.is_ready()
+        """Certificates that do not fit are no reason to kill it."""
+        return await shakes_hands(self._port.host, self._port.port)
 
     def close(self) -> None:
         self._port.close()
@@ -240,7 +241,8 @@ class _RedisProcess:
         return await says(connecting, b"PING\r\n", (b"+PONG", NO_USER, b"-LOADI", b"-MASTE"))
 
     async def is_alive(self) -> bool:
-        return await self.is_ready()
+        """Certificates that do not fit are no reason to kill it."""
+        return await shakes_hands(self._port.host, self._port.port)
 
     def close(self) -> None:
         self._port.close()

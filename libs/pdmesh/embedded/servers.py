@@ -81,6 +81,21 @@ class Server(Protocol):
     def close(self) -> None: ...
 
 
+async def shakes_hands(host: str, port: int) -> bool:
+    """Whether a server with TLS answers, whatever the certificates."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            _, writer = await asyncio.open_connection(host, port, ssl=context)
+    except ssl.SSLError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
 class NatsServer:
     """nats-server with JetStream in `directory`."""
 
@@ -145,19 +160,7 @@ class NatsServer:
         """
         if self._tls_dir is None:
             return await self.is_ready()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        try:
-            async with asyncio.timeout(_PROBE_S):
-                _, writer = await asyncio.open_connection(
-                    self._port.host, self._port.port, ssl=context
-                )
-        except ssl.SSLError:
-            return True
-        except (OSError, TimeoutError):
-            return False
-        writer.close()
-        return True
+        return await shakes_hands(self._port.host, self._port.port)
 
     def close(self) -> None:
         self._port.close()

@@ -34,6 +34,7 @@ from pdmesh.net.events import decode_event
 from pdmesh.net.grpc.admin_client import call_leader
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1 import overview_pb2 as looks
 from tests.fakes.lora_adapters import write_adapter
 from tests.support.sites.groups import spec
 from tests.support.sites.oidc_provider import AUDIENCE, OidcProvider, oidc_provider
@@ -102,7 +103,8 @@ class Site:
         self.told.append(Told.of(decode_event(message, AdminChange)))
 
     async def call(self, token: str, method: str, request: Message | None = None) -> Any:
-        sent = getattr(pb, f"{method}Request")() if request is None else request
+        made = getattr(pb, f"{method}Request", None) or getattr(looks, f"{method}Request")
+        sent = made() if request is None else request
         return await call_leader(
             self.bus,
             token,

@@ -67,6 +67,8 @@ def test_the_second_time_secrets_and_authority_stay(tmp_path: Path) -> None:
         (("masters: 1", "masters: -1"), "hosts.a.masters: "),
         (("health_monitor: true", "health_monitor: false"), "must have health_monitor: true"),
         (("  c: ", "  C: "), "hosts: 'C' is not a name"),
+        (("  c: ", "  authority: "), "hosts: authority names a folder"),
+        (("  c: ", "  admin: "), "hosts: admin names a folder"),
         (("hosts:", "servers: [a, b]\nhosts:"), "servers: 2 hosts, but a cluster needs 3 or 5"),
         (("hosts:", "servers: [a, b, x]\nhosts:"), "servers: x is not one of the hosts"),
         (("hosts:", "hosts: {"), "not YAML"),

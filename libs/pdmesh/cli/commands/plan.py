@@ -28,6 +28,8 @@ def run(options: argparse.Namespace) -> int:
         _plan(options)
     except SizingProblem as exc:
         raise CommandFailed(str(exc), code=2) from exc
+    except (ArithmeticError, ValueError, RecursionError) as exc:
+        raise CommandFailed(f"these values have no plan: {exc}", code=2) from exc
     return 0
 
 

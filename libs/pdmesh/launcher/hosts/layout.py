@@ -26,6 +26,7 @@ from pdmesh.net.loopback import is_loopback
 
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 _CLUSTER_SIZES: Final = (3, 5)  # with a majority left when one of them is lost
+_FOLDERS: Final = frozenset({"authority", "admin"})  # that `prepare` makes beside those of hosts
 _MAX_HOSTS: Final = 256
 _Count = Annotated[int, Field(ge=0, le=4096)]
 _Port = Annotated[int, Field(ge=1, le=65_535)]
@@ -87,6 +88,8 @@ class Layout(_Part):
     def _fits_together(self) -> Self:
         if bad := [name for name in self.hosts if not _NAME.fullmatch(name)]:
             raise ValueError(f"hosts: {bad[0]!r} is not a name (letters, digits and dashes)")
+        if bad := [name for name in self.hosts if name in _FOLDERS]:
+            raise ValueError(f"hosts: {bad[0]} names a folder that stays with the operator")
         if len(self.hosts) > _MAX_HOSTS:
             raise ValueError(f"hosts: more than {_MAX_HOSTS}")
         addresses = [host.address for host in self.hosts.values()]
@@ -132,5 +135,5 @@ def _as_json(data: object) -> str:
     """Strict models take a list for a tuple only from JSON."""
     try:
         return json.dumps(data)
-    except TypeError as exc:
+    except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidRequest(f"only texts, numbers and flags are possible: {exc}") from exc

@@ -50,7 +50,12 @@ async function apply(text) {
     allow_empty: values.allowEmpty,
   };
   request.expected_version = loadedVersion ?? version; // what was confirmed is what is applied
-  if (values.share) request.canary_share = Number(values.share);
+  if (values.share) {
+    request.canary_share = Number(values.share);
+    // Zero, or what is no number, would mean: all groups at once.
+    if (!(request.canary_share > 0 && request.canary_share < 1))
+      throw new Error(`canary share: ${values.share} is not between 0 and 1`);
+  }
   const answer = await ask("ApplyDesired", request);
   loadedVersion = answer.version;
   return `${changesText(answer.changes)}\nversion ${answer.version} is the desired state`;
