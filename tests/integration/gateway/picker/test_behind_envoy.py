@@ -167,6 +167,7 @@ async def test_what_is_not_planned_goes_to_a_gateway_too(tmp_path: Path) -> None
         assert not site.master.queries
 
 
+@pytest.mark.nightly
 async def test_without_a_picker_the_proxy_refuses_or_goes_on_as_it_was_told(
     tmp_path: Path,
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import pytest_asyncio
 
 from pdmesh.embedded.ports import PortReservation
@@ -122,6 +123,7 @@ async def test_an_existing_gateway_uses_the_mesh_s_placement(
     assert sum(picked) == num_requests
 
 
+@pytest.mark.nightly
 async def test_killed_processes_cost_no_request_that_comes_afterwards(
     site: tuple[Mesh, httpx.AsyncClient],
 ) -> None:
