@@ -36,6 +36,8 @@ class Overview:
     ) -> None:
         self.feed, self._view, self._backpressure = feed, view, backpressure
         self._clock, self._wall = clock, wall
+        self._history: pb.GetHistoryResponse | None = None  # until a step of it ends
+        self._history_until = 0.0
 
     def now(self, caller: pb.Caller, epoch: int) -> pb.GetOverviewResponse:
         books, records = self.feed.books, self._view.registry.records
@@ -73,7 +75,17 @@ class Overview:
         return response
 
     def history(self) -> pb.GetHistoryResponse:
-        now, response = self._clock(), pb.GetHistoryResponse(step_s=STEP_S)
+        """Whole steps do not change, so all callers within one step get one answer."""
+        now = self._clock()
+        if self._history is None or now >= self._history_until:
+            self._history, self._history_until = (
+                self._make_history(now),
+                now - now % STEP_S + STEP_S,
+            )
+        return self._history
+
+    def _make_history(self, now: float) -> pb.GetHistoryResponse:
+        response = pb.GetHistoryResponse(step_s=STEP_S)
         response.until.CopyFrom(_at(self._wall() - now % STEP_S))
         for scenario, steps in self.feed.books.answers.steps(now).items():
             response.scenarios.append(_scenario_to(scenario, steps))
