@@ -8,7 +8,7 @@ import torch
 
 from pdmesh.engine.vllm.connector.worker.cache_layout import CacheLayout, block_rows
 from pdmesh.engine.vllm.connector.worker.caches import PagedCaches
-from pdmesh.engine.vllm.connector.worker.host_caches import HostCaches, HostHeads, PackedHeads
+from pdmesh.engine.vllm.connector.worker.host_caches import HostCaches, HostHeads, dense_rows
 
 
 def paged_caches(
@@ -25,5 +25,5 @@ def paged_caches(
     if layout.is_opaque:
         return HostCaches([block_rows(cache, num_blocks).numpy() for cache in caches])
     if layout.where.is_dense:
-        return PackedHeads(caches, layout.where)
+        return HostCaches(dense_rows(caches, layout.where), layout.where.heads.count)
     return HostHeads(caches, layout.where)

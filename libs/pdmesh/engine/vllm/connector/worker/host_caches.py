@@ -17,73 +17,16 @@ from pdmesh.kv.transport.memory_access import in_host
 
 
 class HostCaches:
-    """Opaque blocks in host memory."""
+    """Heads' blocks that lie in one piece each, block after block. An opaque block is one head.
 
-    def __init__(self, rows: Sequence[npt.NDArray[np.uint8]]) -> None:
-        self._blocks = HostBlocks(rows)
-        self._layers = [HostBlocks([row]) for row in rows]
-        self.num_layers, self.num_heads = len(rows), 1
-        self.block_bytes = int(rows[0].shape[1])
-
-    def wait_for_model(self) -> None:
-        """Nothing to wait for: the model computes on the calling thread."""
-
-    def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
-        self._blocks.gather(block_ids, in_host(out))
-        if on_done is not None:
-            on_done()
-
-    def gather_layer(
-        self, layer: int, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None
-    ) -> None:
-        self._layers[layer].gather(block_ids, in_host(out))
-        if on_done is not None:
-            on_done()
-
-    def scatter(
-        self,
-        source: KvBytes,
-        block_ids: Sequence[int],
-        on_done: OnDone = None,
-        heads: Span | None = None,
-    ) -> None:
-        assert heads in (None, (0, 1)), "opaque blocks have no heads"
-        self._blocks.scatter(in_host(source), block_ids)
-        if on_done is not None:
-            on_done()
-
-    def scatter_part(
-        self, data: KvBytes, offset: int, block_ids: Sequence[int], heads: Span | None = None
-    ) -> None:
-        assert heads in (None, (0, 1)), "opaque blocks have no heads"
-        self._blocks.scatter_part(in_host(data), offset, block_ids)
-
-    def scatter_layer(
-        self,
-        layer: int,
-        data: KvBytes,
-        offset: int,
-        block_ids: Sequence[int],
-        heads: Span | None = None,
-    ) -> None:
-        assert heads in (None, (0, 1)), "opaque blocks have no heads"
-        self._layers[layer].scatter_part(in_host(data), offset, block_ids)
-
-
-class PackedHeads:
-    """Heads' blocks that lie in one piece each, block after block, in host memory.
-
-    A layer's cache is rows of one head's block: row `block * num_heads + head`.
+    A layer's rows are heads' blocks: head `h` of block `b` is row `b * num_heads + h`.
     """
 
-    def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
-        self._where = where
-        shape = (where.blocks.count * where.heads.count, where.head_bytes)
-        rows = [c.view(torch.uint8).reshape(-1).numpy().reshape(shape) for c in caches]
+    def __init__(self, rows: Sequence[npt.NDArray[np.uint8]], num_heads: int = 1) -> None:
         self._blocks = HostBlocks(rows)
         self._layers = [HostBlocks([row]) for row in rows]
-        self.num_layers, self.num_heads = len(rows), where.heads.count
-        self.block_bytes = where.block_bytes
+        self.num_layers, self.num_heads = len(rows), num_heads
+        self.block_bytes = num_heads * int(rows[0].shape[1])
 
     def wait_for_model(self) -> None:
         """Nothing to wait for: the model computes on the calling thread."""
@@ -129,8 +72,15 @@ class PackedHeads:
     def _rows(self, block_ids: Sequence[int], heads: Span | None) -> npt.NDArray[np.intp]:
         """The rows of these heads of the blocks, head after head, as they travel."""
         first, count = heads or (0, self.num_heads)
+        assert first + count <= self.num_heads, "opaque blocks have no heads"
         starts = np.asarray(block_ids, dtype=np.intp) * self.num_heads
         return (np.arange(first, first + count)[:, None] + starts).ravel()
+
+
+def dense_rows(caches: Sequence[torch.Tensor], where: HeadBlocks) -> list[npt.NDArray[np.uint8]]:
+    """The rows of `HostCaches`, if each cache is nothing but heads' blocks (`is_dense`)."""
+    shape = (where.blocks.count * where.heads.count, where.head_bytes)
+    return [c.view(torch.uint8).reshape(-1).numpy().reshape(shape) for c in caches]
 
 
 class HostHeads:
