@@ -46,6 +46,8 @@ def _plan(options: argparse.Namespace) -> None:
             f"prompt and answer have up to {traffic.longest} tokens; the model takes"
             f" {shape.max_len} (max_position_embeddings)",
         )
+    if not any(request.num_steps for request in traffic.requests):
+        raise SizingProblem("answer", "of one token: prefills draw it, and nothing is decoded")
     kinds = _kinds(options, shape, device)
     advice = advise(Workload(traffic, goals, tuple(kinds), options.least))
     notes = (*shape.notes, *_law_notes(options, shape, device, kinds))

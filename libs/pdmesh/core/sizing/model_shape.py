@@ -269,8 +269,7 @@ def _precision(config: Config) -> tuple[float, str]:
             return 8.0, "fp8"
         case "awq" | "gptq" | "auto-round":
             bits = _count(quantised, "bits")
-            group = _count(quantised, "group_size", 128)
-            return bits + 20 / group, "bf16"  # a scale of 16 bits and a zero per group
+            return bits + _per_group(quantised, 20), "bf16"  # a scale of 16 bits, and a zero
         case "mxfp4":
             return 4.25, "bf16"
         case "compressed-tensors":
@@ -296,7 +295,17 @@ def _compressed(quantised: Config) -> tuple[float, str]:
     has_inputs = bool(first.get("input_activations")) if isinstance(first, Mapping) else False
     if bits == 8 and has_inputs and weights.get("type") == "float":
         return bits, "fp8"
-    return bits + 16 / _count(weights, "group_size", 128) if bits < 8 else bits, "bf16"
+    return bits + _per_group(weights, 16) if bits < 8 else bits, "bf16"
+
+
+def _per_group(quantised: Config, num_bits: int) -> float:
+    """The bits of a group, for each of its weights. -1: a group is a whole channel."""
+    if quantised.get("group_size") == -1:
+        return 0.0
+    size = _count(quantised, "group_size", 128)
+    if size == 0:
+        raise SizingProblem("model", "group_size: must be more than 0, or -1")
+    return num_bits / size
 
 
 def _with_files(shape: ModelShape, weight_bytes: int) -> ModelShape:

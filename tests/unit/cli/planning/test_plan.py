@@ -145,6 +145,7 @@ def test_a_measured_law_takes_the_place_of_the_roofline(
         (("--rate", "1", "--prompt", "x", "--answer", "9", *GOALS), "prompt: 'x' is not a number"),
         (("--rate", "1", *LENGTHS, *GOALS, "--trace", "none.csv"), "trace: a trace has its own"),
         ((*GOALS, "--trace", "none.csv"), "trace: cannot read none.csv"),
+        (("--rate", "1", "--prompt", "9", "--answer", "1", *GOALS), "answer: of one token"),
         (("--scenario", "none.yaml"), "scenario: cannot read none.yaml"),
         (("--rate", "1", *LENGTHS, *GOALS, "--law", "none"), "tp: a law is of one number"),
     ],

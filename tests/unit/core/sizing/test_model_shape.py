@@ -50,6 +50,10 @@ def test_numbers_decide_bytes_and_the_unit_that_multiplies() -> None:
     assert plain.weight_bytes == pytest.approx(16.06e9, rel=0.01)
     assert plain.dense_params == pytest.approx(fp8.dense_bytes - 2 * fp8.head_params)
     assert int4.weight_bytes < 0.45 * plain.weight_bytes
+    by_channel = model_shape({**LLAMA, "quantization_config": {**awq, "group_size": -1}})
+    assert 0.95 * int4.weight_bytes < by_channel.weight_bytes < int4.weight_bytes
+    with pytest.raises(SizingProblem, match="group_size"):
+        model_shape({**LLAMA, "quantization_config": {**awq, "group_size": 0}})
     assert plain.with_fp8_kv().kv_token_bytes == plain.kv_token_bytes / 2
 
 
