@@ -130,8 +130,8 @@ class InstanceSettings(ServiceSettings):
     )
     require_rdma: bool = shared(
         False,
-        description="Refuse to start unless KV moves over RDMA and, on a GPU with KV_MEMORY auto "
-        "or device, without the host's memory",
+        description="Refuse to start unless UCX finds an RDMA device here and, on a GPU with "
+        "KV_MEMORY auto or device, can move KV without the host's memory; peers are not checked",
     )
     num_slots: int = Field(8, ge=1, description="Requests served at once (b_p or b_d)")
     block_size: int = shared(64, ge=1, description="Tokens per KV block")
