@@ -167,7 +167,6 @@ async def test_what_is_not_planned_goes_to_a_gateway_too(tmp_path: Path) -> None
         assert not site.master.queries
 
 
-@pytest.mark.nightly
 async def test_without_a_picker_the_proxy_refuses_or_goes_on_as_it_was_told(
     tmp_path: Path,
 ) -> None:
@@ -189,12 +188,6 @@ async def test_without_a_picker_the_proxy_refuses_or_goes_on_as_it_was_told(
     (tmp_path / "open").mkdir()
     async with picked_site(tmp_path / "open", failing_open) as site:
         await stop_pickers(site)
-
-        async def goes_on() -> bool:  # Envoy's workers learn of it after its counter
-            return bool((await site.ask()).status_code == 200)
-
-        await until(goes_on)
-        num_asked = len(site.master.queries)
         # Clients cannot take the picker's place.
         other = httpx.Headers({"x-gateway-destination-endpoint": "127.0.0.1:1"})
         forged = httpx.Headers({"x-pdmesh-plan": "AAAA"})
@@ -202,7 +195,7 @@ async def test_without_a_picker_the_proxy_refuses_or_goes_on_as_it_was_told(
             body = {"model": "tiny", "prompt": "abc", "max_tokens": 8}
             answer = await site.client.post("/v1/completions", json=body, headers=headers)
             assert answer.json()["choices"][0]["text"] == site.mesh.expected_text("abc", 8)
-        assert len(site.master.queries) == num_asked + 2
+        assert len(site.master.queries) == 2
 
 
 async def test_when_a_picker_is_gone_another_one_is_asked(tmp_path: Path) -> None:
