@@ -19,6 +19,9 @@ from typing import Any, Final, Self
 ROOT: Final = Path(__file__).parents[2]
 _START_TIMEOUT_S: Final = 180
 _POLL_S: Final = 0.25
+_METRICS: Final = (
+    "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+)
 
 
 def engine_answers() -> bool:
@@ -53,19 +56,21 @@ def engine(script: Path | None) -> Iterator[bool]:
 class Cluster:
     """A running dev cluster. The end of the block removes its containers, networks and volumes."""
 
-    def __init__(self, engine_kind: str = "sim") -> None:
+    def __init__(self, *services: str, timeout_s: int = _START_TIMEOUT_S, **settings: str) -> None:
+        """Without names, all services of the chosen profiles start. `settings` are those of
+        docker-compose.yml; `timeout_s` counts from the end of the image's build.
+        """
         self.http_port, self.grpc_port = _free_ports(2)
         self._project = f"pdmesh-test-{secrets.token_hex(3)}"
-        self._env = os.environ | {
-            "ENGINE": engine_kind,
-            "PDMESH_HTTP_PORT": str(self.http_port),
-            "PDMESH_GRPC_PORT": str(self.grpc_port),
-        }
+        self._to_start, self._timeout_s = services, timeout_s
+        self._env = os.environ | {"ENGINE": "sim"} | _wheels() | settings
+        self._env["PDMESH_HTTP_PORT"] = str(self.http_port)
+        self._env["PDMESH_GRPC_PORT"] = str(self.grpc_port)
 
     def __enter__(self) -> Self:
-        up = ["up", "--build", "--detach", "--wait", "--wait-timeout", str(_START_TIMEOUT_S)]
+        wait = ["--wait", "--wait-timeout", str(self._timeout_s)]
         try:
-            self.compose(*up)
+            self.compose("up", "--build", "--detach", *wait, *self._to_start)
         except BaseException:
             print(self.logs())
             self.__exit__()
@@ -96,6 +101,28 @@ class Cluster:
         """Run a command in a service's container. Does not raise if the command fails."""
         return self._run("exec", "-T", service, *command)
 
+    def pdmesh(self, *words: str, stdin: str = "") -> str:
+        """Run a command of `pdmesh` in a running master's container, and return its stdout.
+
+        Raises CalledProcessError, with what it told on stderr.
+        """
+        master = next(name for name in self.services if name.startswith("master-"))
+        done = self._run("exec", "-T", master, "pdmesh", *words, stdin=stdin)
+        done.check_returncode()
+        return done.stdout
+
+    def metric(self, service: str, name: str) -> float:
+        """The sum over the labels of a metric, from the container's own page; 0 if it has none."""
+        lines = self.execute(service, "python", "-c", _METRICS).stdout.splitlines()
+        return sum(float(x.split()[-1]) for x in lines if x.startswith((f"{name}{{", f"{name} ")))
+
+    def kill(self, service: str) -> None:
+        """SIGKILL the container. The engine takes it as intended, and does not restart it."""
+        self.compose("kill", service)
+
+    def start(self, service: str) -> None:
+        self.compose("start", service)
+
     def kill_process(self, service: str) -> None:
         """SIGKILL all processes in the container except its init, as the OOM killer would."""
         self.execute(service, "sh", "-c", "kill -KILL -1")
@@ -122,11 +149,18 @@ class Cluster:
         assert done.returncode == 0, f"docker compose {' '.join(arguments)}\n{done.stderr[-4000:]}"
         return done.stdout
 
-    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def _run(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         command = ["docker", "compose", "--project-name", self._project, *arguments]
         return subprocess.run(
-            command, cwd=ROOT, env=self._env, capture_output=True, text=True, check=False
-        )
+            command, cwd=ROOT, env=self._env, input=stdin, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+
+
+def _wheels() -> dict[str, str]:
+    """The image's build gets the wheels that this machine's pip finds in a folder of its own."""
+    folder = os.environ.get("PIP_FIND_LINKS", "")
+    return {"PDMESH_WHEELS": folder} if Path(folder).is_absolute() else {}
 
 
 def _free_ports(count: int) -> list[int]:
