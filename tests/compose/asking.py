@@ -13,7 +13,7 @@ from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.compose.cluster import Cluster
 
 QUESTION: Final = "What is the capital of France?"
-_TIMEOUT_S: Final = 60
+_TIMEOUT_S: Final = 120
 
 
 def ask(cluster: Cluster, max_tokens: int = 24) -> str:

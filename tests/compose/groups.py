@@ -31,7 +31,7 @@ class Groups:
 
 
 def groups(cluster: Cluster, group_id: str = "chat") -> Groups:
-    """Raises CalledProcessError while no master leads."""
+    """Fails while no master leads."""
     told: dict[str, Any] = json.loads(cluster.pdmesh("groups", "--json"))
     group = next((g for g in told.get("groups", []) if g["group_id"] == group_id), {})
     members: dict[str, list[str]] = {}
