@@ -70,7 +70,7 @@ class Cluster:
 
     def __enter__(self) -> Self:
         try:
-            self.compose("build")
+            self.compose("build", "gateway")  # all services have the same image
             self.up(*self._to_start)
         except BaseException:
             print(self.logs())

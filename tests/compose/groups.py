@@ -33,7 +33,8 @@ class Groups:
 def groups(cluster: Cluster, group_id: str = "chat") -> Groups:
     """Fails while no master leads."""
     told: dict[str, Any] = json.loads(cluster.pdmesh("groups", "--json"))
-    group = next((g for g in told.get("groups", []) if g["group_id"] == group_id), {})
+    shown: list[dict[str, Any]] = told.get("groups", [])
+    group = next((g for g in shown if g["group_id"] == group_id), dict[str, Any]())
     members: dict[str, list[str]] = {}
     for member in group.get("members", []):
         if member["phase"] == "INSTANCE_PHASE_READY":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,17 @@ from pdmesh.core.health.node_status import parse
 from tests.compose.asking import LongStream, ask, ask_grpc
 from tests.compose.cluster import ROOT, Cluster
 from tests.compose.groups import Groups, faults, groups
-from tests.support.waiting import wait_until
+from tests.support import waiting
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 FILE = (ROOT / "deploy/docker/groups.yaml").read_text()
 LARGER = "groups: {chat: {prefill: 2, decode: 3}}\n"
 INSTANCES = [f"instance-{i}" for i in range(5)]
 CONTROL = ["kv-cache-index", "health-monitor", "node-agent"]
 MASTERS = ["master-scheduler", "master-standby"]
+# A hang, and no slow machine: each look at the groups starts a process in a container.
+wait_until = partial(waiting.wait_until, within_s=300)
 LONG = 800  # tokens; at 20 ms each, they take longer than a change of leader
 
 
