@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 ROOT: Final = Path(__file__).parents[2]
-_START_TIMEOUT_S: Final = 180
+_START_TIMEOUT_S: Final = 600
 _POLL_S: Final = 0.25
 _FILES: Final = "docker-compose.yml:tests/compose/patient.yml"
 _METRICS: Final = (

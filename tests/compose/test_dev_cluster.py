@@ -11,7 +11,7 @@ import pytest
 from tests.compose.asking import ask, ask_grpc
 from tests.compose.cluster import Cluster
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 SERVERS = ["nats", "redis"]
 SERVICES = [

@@ -20,7 +20,7 @@ ANSWER = "The capital of France is Paris."
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(*PAIR, *OTHERS, timeout_s=900, ENGINE="vllm") as running:
+    with Cluster(*PAIR, *OTHERS, timeout_s=1500, ENGINE="vllm") as running:
         yield running
 
 
