@@ -136,7 +136,12 @@ class FleetFeed:
                 event.admitted_request_ids,
                 [
                     PrefillComputed(
-                        c.request_id, c.num_tokens, c.num_cached_tokens, c.seconds, c.num_steps
+                        c.request_id,
+                        c.num_tokens,
+                        c.num_cached_tokens,
+                        c.seconds,
+                        c.num_steps,
+                        c.num_beside if c.HasField("num_beside") else None,
                     )
                     for c in event.computed
                 ],
