@@ -247,7 +247,8 @@ def _first_tokens_table(firsts: Sequence[_First]) -> str:
         "## From the plan to the first token\n",
         (
             "As the master expected it with the plan, from the prompts that wait there and "
-            "from the compute. The mean rate knows the tokens that were reused in the end, and no wait.\n"
+            "from the compute. The mean rate knows the tokens that were reused in the end, and no "
+            "wait.\n"
         ),
         "| computed by | requests | number | median ms | MAPE | its median | mean rate |",
         "|---|---|---|---|---|---|---|",

@@ -131,9 +131,7 @@ class LoadBook:
         seconds = max(_LEAST_S, self._last_end - span.began)
         num_beside = (self._last_beside_s - span.beside_s) / seconds
         self._name(
-            Computed(
-                request_id, num_tokens, num_cached_tokens, seconds, span.num_steps, num_beside
-            )
+            Computed(request_id, num_tokens, num_cached_tokens, seconds, span.num_steps, num_beside)
         )
         span.num_prompts = 0
 
