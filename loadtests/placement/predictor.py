@@ -16,17 +16,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 from loadtests.harness.generator import ROOT
-from loadtests.harness.results import write
+from loadtests.harness.results import describe_versions, write
 from loadtests.placement import families
 from loadtests.placement.predictor_report import Ended, Reported, Round, report
 from loadtests.traffic import workloads
@@ -278,19 +280,32 @@ def _say(line: str) -> None:
 
 
 async def _measured(options: argparse.Namespace) -> Round:
-    found = Round([], [])
+    found, began, loads = Round([], []), datetime.now(UTC), [os.getloadavg()[2]]
     for site in SITES:
         if options.only in ("", site.name):
             played = list(traces(site, options.traces, options.seed, options.count))
             watch = await measure(site, played, options.model_dir)
             found.reported.extend(watch.reported)
             found.ended.extend(watch.ended)
-    return found
+            loads.append(os.getloadavg()[2])
+    sites = options.only or "both sites"
+    told = ", ".join(f"{load:.1f}" for load in loads)
+    return replace(
+        found,
+        conditions=(
+            f"{sites}: began {began.isoformat(timespec='minutes')}; load average over 15 minutes "
+            f"before and after each site {told}; {describe_versions()['pdmesh commit']}"
+        ),
+    )
 
 
 def _read(path: Path) -> list[Round]:
     return [
-        Round([Reported(**r) for r in each["reported"]], [Ended(**e) for e in each["ended"]])
+        Round(
+            [Reported(**r) for r in each["reported"]],
+            [Ended(**e) for e in each["ended"]],
+            each.get("conditions", ""),
+        )
         for each in json.loads(path.read_text())["rounds"]
     ]
 

@@ -52,10 +52,11 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What was measured with one mesh per site, in order."""
+    """What was measured with one mesh per site, in order. `conditions`: when, and the load then."""
 
     reported: list[Reported]
     ended: list[Ended]
+    conditions: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,7 @@ def report(rounds: Sequence[Round]) -> str:
     ]
     firsts = [first for each in rounds for first in _first_tokens(each.ended)]
     parts = [
+        "\n".join(f"- {each.conditions}" for each in rounds),
         _spans_table([span for spans in by_round for span in spans]),
         _floor_table(floor),
         _first_tokens_table(firsts),
