@@ -38,7 +38,7 @@ from pdmesh.net.nats.leader import LeaderElection
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import end
-from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.callers import AdminAccess
 from pdmesh.services.master_scheduler.admin.page_routes import page_routes
 from pdmesh.services.master_scheduler.control import Control
 from pdmesh.services.master_scheduler.instruments import (
@@ -131,7 +131,7 @@ class Master:
         is_secure = settings.tls_dir is not None and not settings.insecure_network
         app.add_routes(
             page_routes(
-                self._control.door,
+                self._control.calls,
                 has_token=access.has_token,
                 only_host=settings.inner_host if is_secure else None,
             )
@@ -186,7 +186,7 @@ class Master:
         service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
         rpc.add_service(self._server, service, self._servicer)
         admin = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
-        rpc.add_service(self._server, admin, self._control.door)
+        rpc.add_service(self._server, admin, self._control.calls)
         settings = self._settings
         self.port = rpc.listen(self._server, join(settings.inner_host, settings.grpc_port))
         await self._server.start()

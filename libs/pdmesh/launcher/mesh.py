@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from pdmesh.access.roles import REDIS_ROLES
 from pdmesh.config import BadSetting, is_set
 from pdmesh.core.control.supervision import (
     GiveUp,
@@ -51,6 +50,7 @@ from pdmesh.launcher.spec import (
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from pdmesh.net.loopback import join
 from pdmesh.net.tls.own import using_certificates
+from pdmesh.server_permissions.role_permissions import REDIS_ROLES
 
 if TYPE_CHECKING:
     from pdmesh.net.tls.folder import CertificateFolder

@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.access.roles import NEEDED, ROLES, AdminRole, changes
+from pdmesh.core.access.operator_roles import NEEDED, ROLES, AdminRole, changes
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.core.tenancy.entry import TenantEntry
 from pdmesh.errors import InvalidToken, MeshError, NotAllowed

@@ -33,7 +33,7 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.services.health_monitor.monitor import HealthMonitor
-from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.callers import AdminAccess
 from pdmesh.services.master_scheduler.master import Master
 from pdmesh.services.master_scheduler.settings import Settings
 from pdmesh.v1.common_pb2 import (

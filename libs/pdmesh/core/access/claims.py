@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdmesh.core.access.roles import ROLES, AdminRole
+from pdmesh.core.access.operator_roles import ROLES, AdminRole
 from pdmesh.core.tenancy.entry import NAME, TenantEntry
 from pdmesh.core.tenancy.limits import Tenant
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.access.roles import AdminRole
+from pdmesh.core.access.operator_roles import AdminRole
 from pdmesh.core.identity import ProcessIdentity, folder_of
 from pdmesh.errors import MeshError
 from pdmesh.launcher.hosts.layout import Host, Layout

@@ -16,7 +16,7 @@ from pdmesh.core.access.claims import (
     tenant_of,
     who_of,
 )
-from pdmesh.core.access.roles import AdminRole
+from pdmesh.core.access.operator_roles import AdminRole
 from pdmesh.core.tenancy.entry import TenantEntry
 
 NAMES = ClaimNames(limits="pdmesh", role="realm_access.roles")

@@ -18,7 +18,7 @@ import grpc
 
 from pdmesh import api_keys
 from pdmesh.core.access.claims import ClaimNames, role_of, who_of
-from pdmesh.core.access.roles import ROLES, AdminRole
+from pdmesh.core.access.operator_roles import ROLES, AdminRole
 from pdmesh.errors import NotAllowed
 from pdmesh.followed_keys import FollowedKeys, OnKeysChanged
 from pdmesh.net.grpc.peers import caller_of

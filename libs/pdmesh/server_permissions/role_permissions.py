@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from pdmesh.core.access.roles import ROLES, AdminRole
+from pdmesh.core.access.operator_roles import ROLES, AdminRole
 from pdmesh.kv.index import redis_keys
 from pdmesh.net import subjects
 from pdmesh.net.nats import buckets

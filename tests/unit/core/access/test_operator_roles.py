@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.core.access.roles import NEEDED, AdminRole, changes, refusal
+from pdmesh.core.access.operator_roles import NEEDED, AdminRole, changes, refusal
 from pdmesh.v1 import admin_service_pb2
 
 METHODS = {m.name for m in admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].methods}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.access.nats_accounts import Holder, nats_accounts
-from pdmesh.access.roles import ANY, NATS_ROLES
 from pdmesh.core.identity import ProcessIdentity
 from pdmesh.net import subjects
 from pdmesh.net.nats.buckets import ALL_BUCKETS
+from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts
+from pdmesh.server_permissions.role_permissions import ANY, NATS_ROLES
 
 CHART = Path(__file__).resolve().parents[3] / "deploy/helm/pdmesh/files/nats-accounts.conf"
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from pdmesh.core.access.roles import NEEDED, AdminRole
+from pdmesh.core.access.operator_roles import NEEDED, AdminRole
 from pdmesh.errors import NotAllowed
 from pdmesh.events.v1.events_pb2 import AdminChange
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message as BusMessage
 from pdmesh.net.events import EventPublisher, decode_event
-from pdmesh.services.master_scheduler.admin.access import AdminCaller
 from pdmesh.services.master_scheduler.admin.audit import AuditTrail, Changed, of_versions, state_of
-from pdmesh.services.master_scheduler.admin.door import AdminDoor
+from pdmesh.services.master_scheduler.admin.callers import AdminCaller
+from pdmesh.services.master_scheduler.admin.checked_calls import CheckedCalls
 from pdmesh.v1 import admin_service_pb2 as pb
 from tests.fakes.memory_bus import MemoryBus
 from tests.support.waiting import until
@@ -57,8 +57,8 @@ async def heard(bus: MemoryBus) -> list[AdminChange]:
     return events
 
 
-def door(servicer: Any, access: Any, bus: MemoryBus) -> Any:
-    return AdminDoor(servicer, access, AuditTrail(EventPublisher(bus, "m", 1), "m"))
+def calls_of(servicer: Any, access: Any, bus: MemoryBus) -> Any:
+    return CheckedCalls(servicer, access, AuditTrail(EventPublisher(bus, "m", 1), "m"))
 
 
 @pytest.mark.parametrize(("method", "role"), list(itertools.product(NEEDED, [None, *AdminRole])))
@@ -67,7 +67,7 @@ async def test_a_method_runs_only_for_its_role_and_its_change_is_told_once(
 ) -> None:
     servicer, bus = Servicer(), MemoryBus()
     events = await heard(bus)
-    call = getattr(door(servicer, Access(role), bus), method)
+    call = getattr(calls_of(servicer, Access(role), bus), method)
     if role is None or role < NEEDED[method]:
         with pytest.raises(NotAllowed) as refused:
             await call(None, None)
@@ -95,7 +95,7 @@ async def test_a_change_is_answered_and_logged_although_nats_is_away(
 ) -> None:
     bus = MemoryBus()
     bus.server.is_up = False
-    await door(Servicer(), Access(AdminRole.ADMIN), bus).ApplyDesired(None, None)
+    await calls_of(Servicer(), Access(AdminRole.ADMIN), bus).ApplyDesired(None, None)
     assert "admin.changed" in capsys.readouterr().out
 
 

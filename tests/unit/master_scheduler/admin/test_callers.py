@@ -17,15 +17,15 @@ from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
 from pdmesh.core.access.claims import ClaimNames
 from pdmesh.core.access.key_refresh import KeyRefresh
-from pdmesh.core.access.roles import AdminRole
+from pdmesh.core.access.operator_roles import AdminRole
 from pdmesh.core.identity import ProcessIdentity
 from pdmesh.errors import InvalidToken, NotAllowed, Unavailable
 from pdmesh.followed_keys import FollowedKeys
 from pdmesh.net.oidc.keys import ALGORITHMS
 from pdmesh.net.oidc.verifier import TokenRules, TokenVerifier
 from pdmesh.net.tasks import end
-from pdmesh.services.master_scheduler.admin import access as module
-from pdmesh.services.master_scheduler.admin.access import (
+from pdmesh.services.master_scheduler.admin import callers as module
+from pdmesh.services.master_scheduler.admin.callers import (
     AdminAccess,
     AdminCaller,
     OperatorSources,

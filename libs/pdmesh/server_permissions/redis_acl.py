@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
-from pdmesh.access.roles import REDIS_ROLES, RedisAccess
+from pdmesh.server_permissions.role_permissions import REDIS_ROLES, RedisAccess
 
 
 def redis_acl(passwords: Mapping[str, str]) -> str:

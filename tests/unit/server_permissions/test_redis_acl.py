@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from pdmesh.access.redis_acl import redis_acl
+from pdmesh.server_permissions.redis_acl import redis_acl
 
 
 def test_a_file_holds_digests_and_lets_nobody_else_in() -> None:

@@ -11,10 +11,10 @@ import grpc
 import structlog
 from google.protobuf.message import Message
 
-from pdmesh.core.access.roles import refusal
+from pdmesh.core.access.operator_roles import refusal
 from pdmesh.errors import NotAllowed
-from pdmesh.services.master_scheduler.admin.access import AdminAccess, AdminCaller
 from pdmesh.services.master_scheduler.admin.audit import AuditTrail, Changed
+from pdmesh.services.master_scheduler.admin.callers import AdminAccess, AdminCaller
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.v1 import admin_service_pb2
 
@@ -24,7 +24,7 @@ _SERVICE: Final = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class AdminDoor:
+class CheckedCalls:
     """Has all methods of the service, by their names; each takes (request, context)."""
 
     def __init__(self, servicer: AdminServicer, access: AdminAccess, audit: AuditTrail) -> None:
