@@ -14,7 +14,7 @@ from pdmesh.core.health.liveness import Health
 from pdmesh.lifecycle import App, run
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import fault_board, health_board, out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry

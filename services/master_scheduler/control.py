@@ -13,7 +13,7 @@ from google.protobuf.empty_pb2 import Empty
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.assignments import NatsAssignments
 from pdmesh.net.nats.board import adapter_board, out_of_service_board, pin_board
 from pdmesh.net.nats.desired_store import desired_store

@@ -29,8 +29,8 @@ from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.link import MeshLink
 from pdmesh.net.loopback import join
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bucket_keeper import BucketKeeper
 from pdmesh.net.nats.bus import NatsBus

@@ -23,7 +23,7 @@ from pdmesh.events.v1.events_pb2 import PinChanged
 from pdmesh.kv.index.pinned import all_names
 from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.net import subjects
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import Board, BoardView
 from pdmesh.v1 import admin_service_pb2 as pb
 

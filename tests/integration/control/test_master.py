@@ -26,7 +26,7 @@ from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
 from pdmesh.net.grpc import rpc
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.assignments import NatsAssignments
 from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bus import NatsBus

@@ -11,7 +11,7 @@ from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import Board
 from pdmesh.net.nats.desired_store import DesiredStore
 from pdmesh.net.nats.usage_store import UsageStore

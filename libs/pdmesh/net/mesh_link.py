@@ -1,4 +1,8 @@
-"""A process's link to the mesh: its events, its view of the registry, and its publisher."""
+"""What connects one process to the rest of the mesh: bus, view of the registry, event publisher.
+
+It decides nothing; `nats/server_liveness.py` decides whether the bus works. Links between hosts and
+KV connections are elsewhere (`kv/transport`).
+"""
 
 from __future__ import annotations
 
