@@ -17,9 +17,7 @@ class AnswerWriter(Protocol):
     """What writes one answer to its client."""
 
     request_id: str
-    blocked_since: (
-        float  # monotonic time at which it began to wait for its client; inf: it does not
-    )
+    blocked_since: float  # when it began to wait for its client, monotonic; inf: it does not wait
 
     def cut(self) -> None:
         """Disconnect the client."""
