@@ -13,15 +13,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.kv.prefix.prefix_index import TierDelta
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.eviction import PoolBook
 from pdmesh.core.kv.tiers.holds import SessionState
-from pdmesh.core.kv.tiers.load_plan import (
-    CostBook,
-    LoadPlan,
-    Source,
-    Tier,
-    plan_load,
-)
+from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan, Source, plan_load
 
 _OWNER: Final = b""  # all requests are of one tenant
 

@@ -28,7 +28,7 @@ from pdmesh.core.instance.admission import (
 )
 from pdmesh.core.instance.law import Law
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, IndexDelta, PrefixIndex
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.model import Role, Tick
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.fleet import (

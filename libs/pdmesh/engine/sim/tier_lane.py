@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
+from pdmesh.core.kv.tiers.owner import owner_of
 from pdmesh.engine.base import (
     BlocksChanged,
     Output,
@@ -21,7 +22,6 @@ from pdmesh.engine.base import (
 )
 from pdmesh.engine.sim.memory import SimKv
 from pdmesh.kv.device.scatter import gather, recv_scatter
-from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.kv.tiers.peers import FindHolders, PeerHolding
 from pdmesh.kv.tiers.report import TierEvent
 from pdmesh.kv.tiers.stack import BlockLease, TierStack

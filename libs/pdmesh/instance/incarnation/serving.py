@@ -9,7 +9,7 @@ from typing import Final
 
 import grpc
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.engine.base import BlocksChanged
 from pdmesh.instance.incarnation.loading import LoadedEngine
 from pdmesh.instance.legs import gauges

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.engine.base import BlocksChanged
 from pdmesh.events.v1.events_pb2 import ErrorReported, InstanceLoad, KvBlocks
 from pdmesh.instance.legs import instruments

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 
 MAX_FAULTS: Final = 64  # waiting to be reported; more are only counted
 

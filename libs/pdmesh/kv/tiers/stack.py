@@ -20,15 +20,9 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.holds import MAX_HOLD_S, SessionState
-from pdmesh.core.kv.tiers.load_plan import (
-    CostBook,
-    LoadPlan,
-    Source,
-    Tier,
-    plan_load,
-    prefix_length,
-)
+from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan, Source, plan_load, prefix_length
 from pdmesh.kv.tiers.file_tier import FileTier
 from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock, is_intact
 from pdmesh.kv.tiers.loads import Loads

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.disk_health import DiskState
-from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.kv.tiers import stack
 from pdmesh.kv.tiers.loads import FAILED_S
 from pdmesh.kv.tiers.peers import PeerHolding

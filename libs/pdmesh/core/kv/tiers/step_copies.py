@@ -1,9 +1,10 @@
-"""Which blocks a step loads from the host pool and saves to it: the scheduler's half of the tiers.
+"""Decides which blocks a step of the engine loads from the host pool, and which it saves to it.
 
 A prompt comes with a lease: blocks of its chain that every rank has pinned in its pool. The blocks
 that the engine lacks are loaded at the start of the step that begins the prompt. Every block that a
-step completes is saved at the step's end, since vLLM does not report evictions in time. This module
-decides from what the scheduler reports; the ranks carry out the decisions.
+step completes is saved at the step's end, since vLLM does not report evictions in time. vLLM's
+scheduler reports what happens; the ranks (`tier_worker.py`) carry out the decisions. `load_plan.py`
+decided before which blocks of the prompt are worth loading into the pool.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 
 from pdmesh.core.kv.layout.cache_groups import NULL_BLOCK, BlockIds, BlockLists
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, ImageAt, block_hashes
-from pdmesh.kv.tiers.owner import owner_of
+from pdmesh.core.kv.tiers.owner import owner_of
 
 
 @dataclass(frozen=True, slots=True)
-class TierLoad:
+class PoolLoad:
     """Blocks `first`, `first + 1`, ... of a lease go into `block_ids`, by cache group.
 
     A group that does not need a block has `NULL_BLOCK` for it. Without `block_ids`, the lease is
@@ -30,7 +31,7 @@ class TierLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class TierSave:
+class PoolSave:
     """The chain `names` is complete; its last blocks are new, in `block_ids` by cache group."""
 
     names: tuple[bytes, ...]
@@ -39,11 +40,11 @@ class TierSave:
 
 
 @dataclass(slots=True)
-class TierPlan:
-    """One step: loads before the forward, saves after it."""
+class StepCopies:
+    """Of one step: loads before the forward, saves after it."""
 
-    loads: list[TierLoad] = field(default_factory=list)
-    saves: list[TierSave] = field(default_factory=list)
+    loads: list[PoolLoad] = field(default_factory=list)
+    saves: list[PoolSave] = field(default_factory=list)
     num_tokens: int = 0  # that the step computes
 
 
@@ -66,14 +67,14 @@ class _Offer:
     count: int
 
 
-class TierPlanner:
-    """Facts in, one `TierPlan` out per step. `key` is the engine's name of a request."""
+class StepCopyPlanner:
+    """Facts in, one `StepCopies` out per step. `key` is the engine's name of a request."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._chains: dict[str, _Chain] = {}
         self._offers: dict[str, _Offer] = {}
-        self._plan = TierPlan()
+        self._plan = StepCopies()
 
     def add(
         self,
@@ -126,7 +127,7 @@ class TierPlanner:
         count = num_external_tokens // self._block_size
         end = offer.first + offer.count
         ids = _from(block_ids, end - count, end, any)
-        self._plan.loads.append(TierLoad(offer.leg, end - len(ids[0]), ids if ids[0] else ()))
+        self._plan.loads.append(PoolLoad(offer.leg, end - len(ids[0]), ids if ids[0] else ()))
 
     def scheduled(
         self,
@@ -151,7 +152,7 @@ class TierPlanner:
         images = [(at - named, digest) for at, digest in chain.images if at >= named]
         chain.names += block_hashes(chain.root, fresh, self._block_size, parent, images)
         ids = _from(block_ids(), chain.num_saved, num_full, all)
-        self._plan.saves.append(TierSave(tuple(chain.names[:num_full]), chain.owner, ids))
+        self._plan.saves.append(PoolSave(tuple(chain.names[:num_full]), chain.owner, ids))
         chain.num_saved = num_full
 
     def finished(self, key: str) -> None:
@@ -159,10 +160,10 @@ class TierPlanner:
         self._chains.pop(key, None)
         offer = self._offers.pop(key, None)
         if offer is not None:
-            self._plan.loads.append(TierLoad(offer.leg))
+            self._plan.loads.append(PoolLoad(offer.leg))
 
-    def take_plan(self) -> TierPlan:
-        plan, self._plan = self._plan, TierPlan()
+    def take_plan(self) -> StepCopies:
+        plan, self._plan = self._plan, StepCopies()
         return plan
 
     @property
