@@ -34,12 +34,12 @@ from pdmesh.config import (
     unknown_variables,
     without_password,
 )
-from pdmesh.core.control.supervision import BAD_SETTING
+from pdmesh.core.control.restart_policy import BAD_SETTING
 from pdmesh.errors import EngineMisconfigured, MeshError
+from pdmesh.net.addresses import is_exposed, is_loopback, join
 from pdmesh.net.grpc import rpc
-from pdmesh.net.loopback import is_exposed, is_loopback, join
 from pdmesh.net.tasks import end
-from pdmesh.net.tls.own import own_certificates, use_certificates
+from pdmesh.net.tls.own_certificate import own_certificates, use_certificates
 from pdmesh.telemetry import logs, metrics, names, traces
 from pdmesh.telemetry.loop_watch import LoopWatch
 from pdmesh.telemetry.ops_server import OpsServer

@@ -24,7 +24,7 @@ import structlog
 from loadtests.harness.processes import ProcessSet, cpu_between
 from loadtests.harness.results import quantile, write
 from loadtests.traffic.workloads import block_name
-from pdmesh.core.groups.announcements import GroupTracker
+from pdmesh.core.groups.membership_changes import GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import IndexDelta, PrefixIndex
 from pdmesh.core.model import Role
 from pdmesh.core.placement.fleet import (

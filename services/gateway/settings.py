@@ -17,7 +17,7 @@ from pdmesh.core.request import retry_budget
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
-from pdmesh.net.loopback import is_loopback
+from pdmesh.net.addresses import is_loopback
 from pdmesh.net.oidc.settings import OidcSettings
 from pdmesh.services.gateway.text.tokenizer_pool import TokenizerRules
 from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_PER_LAYER, KV_TRANSFER_WHOLE, KvTransfer

@@ -18,10 +18,10 @@ from pdmesh.kv.index.pinned import PinFollower, all_names
 from pdmesh.kv.index.redis_index import RedisIndex
 from pdmesh.kv.index.snapshot_sources import InstanceSource
 from pdmesh.lifecycle import App, run
+from pdmesh.net.addresses import join
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.loopback import join
 from pdmesh.net.nats.board import pin_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry

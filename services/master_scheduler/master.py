@@ -11,7 +11,7 @@ import grpc
 import structlog
 
 import pdmesh
-from pdmesh.core.groups.announcements import GroupTracker
+from pdmesh.core.groups.membership_changes import GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.affinity import ChatAffinity
 from pdmesh.core.placement.baselines import POLICIES, default
@@ -26,10 +26,10 @@ from pdmesh.kv.index.feed import IndexFeed
 from pdmesh.kv.index.snapshot_sources import IndexSource
 from pdmesh.lifecycle import App
 from pdmesh.net import subjects
+from pdmesh.net.addresses import join
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.loopback import join
 from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bucket_keeper import BucketKeeper

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import grpc
 
 from pdmesh.core.instance.admission import Admission, Capacity, Work
-from pdmesh.core.instance.law import Law
-from pdmesh.engine.laws import ZERO
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.engine.sim.pooling import SimPoolingConfig, SimPoolingEngine
+from pdmesh.engine.step_time_laws import ZERO
 from pdmesh.instance.legs.host import InstanceHost
 from pdmesh.instance.legs.publishing import KvBlocksPublisher
 from pdmesh.instance.legs.servicer import InstanceServicer

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from pdmesh.config import BadSetting, is_set
-from pdmesh.core.control.supervision import (
+from pdmesh.core.control.restart_policy import (
     GiveUp,
     ProcessPhase,
     RestartPolicy,
@@ -48,8 +48,8 @@ from pdmesh.launcher.spec import (
     unpaired,
 )
 from pdmesh.launcher.supervisor import Notice, Supervisor
-from pdmesh.net.loopback import join
-from pdmesh.net.tls.own import using_certificates
+from pdmesh.net.addresses import join
+from pdmesh.net.tls.own_certificate import using_certificates
 from pdmesh.server_permissions.role_permissions import REDIS_ROLES
 
 if TYPE_CHECKING:

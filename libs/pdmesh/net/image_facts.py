@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdmesh.core.images.grid import GridRule
 from pdmesh.core.images.prompt_image import ImageFacts
+from pdmesh.core.images.token_grid import GridRule
 from pdmesh.v1 import common_pb2
 
 

@@ -19,9 +19,9 @@ from grpc_reflection.v1alpha import reflection
 
 from pdmesh.errors import MeshError
 from pdmesh.lifecycle import StartupError
+from pdmesh.net.addresses import join
 from pdmesh.net.grpc import rpc
 from pdmesh.net.grpc.incoming import READ_AHEAD, Incoming, IncomingGuard
-from pdmesh.net.loopback import join
 from pdmesh.services.gateway.access.access_control import AccessControl, Permit, charged
 from pdmesh.services.gateway.grpc.answers import (
     ChatParts,

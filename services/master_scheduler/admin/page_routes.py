@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from pdmesh.desired_file import MAX_BYTES
 from pdmesh.errors import InvalidRequest, MeshError, NotAllowed
-from pdmesh.net.loopback import is_loopback
+from pdmesh.net.addresses import is_loopback
 from pdmesh.services.master_scheduler.admin.callers import is_local
 from pdmesh.services.master_scheduler.admin.checked_calls import CheckedCalls
 from pdmesh.v1 import admin_service_pb2

@@ -12,7 +12,7 @@ from pdmesh.errors import Unavailable
 from pdmesh.kv.index.redis_index import RedisIndex, StoredInstance
 from pdmesh.kv.index.redis_keys import instance_version
 from pdmesh.net.redis_pool import pool_of
-from pdmesh.net.tls.own import using_certificates
+from pdmesh.net.tls.own_certificate import using_certificates
 from tests.integration.hosts.conftest import HOSTS, PRIMARY, RedisTrio
 from tests.support.sites.certificates import TestAuthority
 from tests.support.sites.servers import TestServer

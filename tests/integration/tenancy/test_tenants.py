@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.tenancy.entry import TenantEntry
+from pdmesh.core.tenancy.tenant import TenantEntry
 from pdmesh.lifecycle import StartupError
 from pdmesh.net.grpc import rpc
 from pdmesh.services.gateway.access.access_control import KeyedAccess, OpenAccess, access_control

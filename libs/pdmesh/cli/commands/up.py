@@ -35,7 +35,7 @@ from pdmesh.launcher.hosts.folder import HostFolder
 from pdmesh.launcher.mesh import Mesh, MeshFailed
 from pdmesh.launcher.spec import MeshSpec, asked_of
 from pdmesh.models import smollm2
-from pdmesh.net.loopback import is_exposed, is_loopback
+from pdmesh.net.addresses import is_exposed, is_loopback
 
 _POLL_S: Final = 0.1
 _REGION: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")

@@ -20,7 +20,7 @@ from pdmesh.core.moves.move import (
     refusal,
     serving,
 )
-from pdmesh.core.ratio.model import Profile, Split
+from pdmesh.core.ratio.throughput import Profile, Split
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from pdmesh.instance.legs.publishing import ErrorPublisher, KvBlocksPublisher, L
 from pdmesh.instance.legs.servicer import InstanceServicer
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.lifecycle import StartupError
+from pdmesh.net.addresses import join
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
-from pdmesh.net.loopback import join
 from pdmesh.net.registry import Registry
 from pdmesh.net.tasks import end
 from pdmesh.v1 import instance_service_pb2

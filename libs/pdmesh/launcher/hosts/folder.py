@@ -25,7 +25,7 @@ from pdmesh.core.identity import ProcessIdentity, folder_of
 from pdmesh.errors import MeshError
 from pdmesh.launcher.hosts.layout import Host, Layout
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.net.loopback import join
+from pdmesh.net.addresses import join
 
 PRIMARY: Final = "pdmesh"  # the name under which sentinels watch it
 REPLICA_USER: Final = "replica"

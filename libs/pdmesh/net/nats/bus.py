@@ -29,7 +29,7 @@ from pdmesh.net.bus import Handler, Message
 from pdmesh.net.nats.buckets import IMPORTED_API, MAKER, inbox_of
 from pdmesh.net.nats.server_liveness import ECHO_EVERY_S, ServerLiveness, ServerNews
 from pdmesh.net.nats.tls_client import TlsClient
-from pdmesh.net.tls.own import own_certificates, role_at_nats
+from pdmesh.net.tls.own_certificate import own_certificates, role_at_nats
 from pdmesh.telemetry import metrics, names
 
 if TYPE_CHECKING:

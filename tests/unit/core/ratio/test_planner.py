@@ -14,8 +14,8 @@ from pdmesh.core.moves.move import (
     applied,
     refusal,
 )
-from pdmesh.core.ratio.model import Split
 from pdmesh.core.ratio.planner import MoveChoice, PlannerLimits, changes_to, next_move
+from pdmesh.core.ratio.throughput import Split
 
 P, D = Role.PREFILL, Role.DECODE
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.core.images.encoders import choose_encoder
+from pdmesh.core.images.encoder_choice import choose_encoder
 from pdmesh.core.model import PeerId
 
 ENCODERS = [PeerId(f"encoder-{i}", 1) for i in range(5)]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pdmesh.core.images.grid import GridRule
 from pdmesh.core.images.source import MAX_RATIO
+from pdmesh.core.images.token_grid import GridRule
 
 pytestmark = pytest.mark.req("S129")
 QWEN2_VL = GridRule(28, 56 * 56, 28 * 28 * 1280)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.control.supervision import (
+from pdmesh.core.control.restart_policy import (
     BecameReady,
     Exited,
     GiveUp,

@@ -15,7 +15,7 @@ from pdmesh.core.request.events import (
     SendStart,
     TicketHeld,
 )
-from pdmesh.core.request.holdings import Holdings
+from pdmesh.core.request.resource_release import Holdings
 
 PREFILL, DECODE = Candidate("p0", 1), Candidate("d0", 1)
 TICKET = TicketHeld("t1", 10.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.services.gateway.parsing.defaults import AUTO, NONE, ParserNames, parser_names
+from pdmesh.services.gateway.parsing.parser_choice import AUTO, NONE, ParserNames, parser_names
 from pdmesh.services.gateway.text.tokenizer import AnswerMarks
 
 # The lines of real templates that show a call and the end of reasoning.
@@ -56,15 +56,15 @@ def test_every_default_is_a_name_that_vllm_knows() -> None:
     import importlib.util
     from pathlib import Path
 
-    from pdmesh.services.gateway.parsing import defaults
+    from pdmesh.services.gateway.parsing import parser_choice
 
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         pytest.skip("vLLM is not installed")
     room = Path(found.origin).parent
     for folder, table in (
-        ("tool_parsers", defaults._TOOL_PARSERS),
-        ("reasoning", defaults._REASONING_PARSERS),
+        ("tool_parsers", parser_choice._TOOL_PARSERS),
+        ("reasoning", parser_choice._REASONING_PARSERS),
     ):
         text = (room / folder / "__init__.py").read_text()
         assert [name for _, _, name in table if f'"{name}": (' not in text] == []

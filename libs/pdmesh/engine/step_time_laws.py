@@ -1,4 +1,4 @@
-"""The laws that have names: how long known engines take for their steps (`core.instance.law`)."""
+"""How long the steps of known engines take, by name (`core.instance.step_time_law`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 
 ZERO = Law("zero")
 # A mesh that feels alive in a terminal: 100 prompt tokens in 12 ms, 50 tokens/s.

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.instance.law import Law
-from pdmesh.core.speculation.schedule import (
+from pdmesh.core.instance.step_time_law import Law
+from pdmesh.core.speculation.proposal_length import (
     LEAST_GAIN,
     NO_SPECULATION,
     PROBE_EVERY,
@@ -21,7 +21,7 @@ from pdmesh.core.speculation.schedule import (
     Method,
     Speculation,
 )
-from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
+from pdmesh.engine.step_time_laws import MOCKER, SMOLLM2_CPU
 
 CPU_COST = SMOLLM2_CPU.prefill_token_s / SMOLLM2_CPU.step_s(1, 0)
 

@@ -61,7 +61,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class CannotUse:
-    """The leg's adapter could not be loaded. The shelf has forgotten the leg.
+    """The leg's adapter could not be loaded. The core has forgotten the leg.
 
     `is_final`: no other instance can load it either.
     """
@@ -85,7 +85,7 @@ Effect = Move | Ready | CannotUse
 
 
 @dataclass(slots=True)
-class AdapterShelf:
+class AdapterSlots:
     num_slots: int
     _legs: dict[int, Adapter] = field(default_factory=dict)  # including legs that wait
     _waiting: dict[int, None] = field(default_factory=dict)  # in order of arrival

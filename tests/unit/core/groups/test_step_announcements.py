@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.core.groups.cluster_state import InstanceStatus, Observed, WantedGroups
 from pdmesh.core.groups.round import Round
-from pdmesh.core.groups.steps import AnnounceStep, StepAnnouncer
+from pdmesh.core.groups.step_announcements import AnnounceStep, StepAnnouncer
 from pdmesh.core.model import Assignment, Phase, Role, RoleSpec, Stage
 
 GIVEN = Assignment(7, 1, 11, Stage.LOAD, RoleSpec(Role.DECODE, "chat", "default", "r1"))

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import BertProcessing
 
 from pdmesh.core.kv.prefix.block_hash import token_array
-from pdmesh.core.pooling.cutting import (
+from pdmesh.core.pooling.truncation import (
     Content,
     Side,
     SpecialTokens,

@@ -49,7 +49,7 @@ class OpenCall:
             self.ended.exception()  # a call that has its answer by now does not read it
 
 
-class PoolingDesk:
+class CallRunner:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend, self._shared = frontend, frontend.shared
         self.num_open_bytes = 0  # of the inputs and answers of all calls

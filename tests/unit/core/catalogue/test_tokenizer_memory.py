@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.catalogue.residency import Residency
+from pdmesh.core.catalogue.tokenizer_memory import Residency
 
 
 def test_the_least_recently_used_tokenizer_leaves() -> None:

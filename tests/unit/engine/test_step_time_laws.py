@@ -2,8 +2,8 @@ from itertools import pairwise
 
 import pytest
 
-from pdmesh.core.instance.law import Law
-from pdmesh.engine.laws import DEMO, LAWS, SMOLLM2_CPU, ZERO
+from pdmesh.core.instance.step_time_law import Law
+from pdmesh.engine.step_time_laws import DEMO, LAWS, SMOLLM2_CPU, ZERO
 
 
 def test_the_zero_law_takes_no_time() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.net.grpc.canary_call import CanaryFailed, CanaryRefused
-from pdmesh.services.gateway import path_proof
-from pdmesh.services.gateway.path_proof import PathProof
+from pdmesh.services.gateway import readiness
+from pdmesh.services.gateway.readiness import PathProof
 from pdmesh.services.gateway.routing.fleet import FleetView, MeshView
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
@@ -76,12 +76,12 @@ class Ways:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(path_proof, "_LOOK_S", 0.0)
-    monkeypatch.setattr(path_proof, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(readiness, "_LOOK_S", 0.0)
+    monkeypatch.setattr(readiness, "_AGAIN_S", 0.0)
 
 
 async def proof_of(monkeypatch: pytest.MonkeyPatch, ways: Ways) -> PathProof:
-    monkeypatch.setattr(path_proof, "Canary", ways.canary)
+    monkeypatch.setattr(readiness, "Canary", ways.canary)
     proof = PathProof(lambda: [(P0, D0), (P1, D1)], "gateway-0")
     await proof.run()
     return proof
@@ -99,7 +99,7 @@ async def test_a_mesh_that_refuses_because_it_is_full_counts_as_working(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a gateway that restarts under overload would never become ready."""
-    ways = Ways(*[CanaryRefused()] * path_proof._MAX_REFUSALS)
+    ways = Ways(*[CanaryRefused()] * readiness._MAX_REFUSALS)
     assert (await proof_of(monkeypatch, ways)).is_given
     assert not ways.outcomes
 
@@ -109,7 +109,7 @@ async def test_a_failed_path_cancels_only_its_own_refusals(
 ) -> None:
     """In a full mesh, one broken instance once kept each new gateway from becoming ready."""
     full, broken = CanaryRefused(), CanaryFailed("UNAVAILABLE")
-    most = path_proof._MAX_REFUSALS
+    most = readiness._MAX_REFUSALS
     ways = Ways(full, *[full, full] * 5, broken, *[full, broken] * (most - 6))
     assert (await proof_of(monkeypatch, ways)).is_given
     assert [p for p, _ in ways.tried].count("p0") == most

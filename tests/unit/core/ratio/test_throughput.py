@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtests.sim.profile import profile
-from pdmesh.core.instance.law import Law
-from pdmesh.core.ratio.model import Profile, Split, splits
-from pdmesh.engine.laws import MOCKER
+from pdmesh.core.instance.step_time_law import Law
+from pdmesh.core.ratio.throughput import Profile, Split, splits
+from pdmesh.engine.step_time_laws import MOCKER
 
 # P/D-Serve 4.2: one prefill carries 0.6 of the unit, one decode 0.7.
 PAPER = Profile(t_p=1 / 0.6, b_p=1, t_d=1 / 0.7, b_d=1)

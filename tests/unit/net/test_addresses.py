@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.net.loopback import is_numeric
+from pdmesh.net.addresses import is_numeric
 
 
 @pytest.mark.parametrize(

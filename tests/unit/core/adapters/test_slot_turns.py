@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pdmesh.core.adapters.turns import CLAIM_S, TURN_S, AdapterTurns
+from pdmesh.core.adapters.slot_turns import CLAIM_S, TURN_S, AdapterTurns
 
 
 def take(turns: AdapterTurns, adapter: str, now: float) -> bool:

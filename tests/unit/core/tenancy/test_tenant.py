@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from pdmesh.core.tenancy.entry import NAME, TenantEntry
 from pdmesh.core.tenancy.limits import Tenant, TenantLimits
+from pdmesh.core.tenancy.tenant import NAME, TenantEntry
 
 
 def test_an_entry_becomes_the_tenant_that_it_says() -> None:

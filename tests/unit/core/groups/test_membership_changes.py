@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.core.groups.announcements import GroupChanged, GroupTracker
+from pdmesh.core.groups.membership_changes import GroupChanged, GroupTracker
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.model import Role
 from pdmesh.core.placement.fleet import (

@@ -26,7 +26,7 @@ from pdmesh.services.gateway.parsing.vllm_parsers import BadParser, ChoiceParser
 _MAX_MESSAGE: Final = 500
 
 
-class Desk:
+class ParserRequests:
     """Keeps `max_models` models. The least recently used one is dropped, but its choices go on."""
 
     def __init__(self, max_models: int) -> None:

@@ -10,24 +10,24 @@ import pytest
 
 from pdmesh.core.request.events import LegAccepted, LegFailed, LegLost
 from pdmesh.errors import EngineFailed, MeshError, NoInstance, Overloaded, PoisonRequest
-from pdmesh.services.gateway.pooling import desk as desk_module
-from pdmesh.services.gateway.pooling.desk import CallerGone, PoolingDesk
+from pdmesh.services.gateway.pooling import call_runner
+from pdmesh.services.gateway.pooling.call_runner import CallerGone, CallRunner
 from pdmesh.services.gateway.pooling.spec import PoolingAnswer, PoolingSpec
 from tests.support.waiting import until
 from tests.unit.gateway.pooling.shared import FakeFrontend, FakePermit, Said, answered, spec_of
 
 
-class Desk:
+class RunnerUnderTest:
     def __init__(self, script: Callable[[str, Any, int], Said]) -> None:
         self.frontend = FakeFrontend(script)
         self.shared = self.frontend.shared
-        self.desk = PoolingDesk(self.frontend)  # type: ignore[arg-type]
+        self.runner = CallRunner(self.frontend)  # type: ignore[arg-type]
         self.permit = FakePermit()
         self.leave: list[Callable[[], None]] = []
 
     def answered(self, spec: PoolingSpec) -> Any:
         self.permit = FakePermit()
-        return self.desk.answered(spec, self.permit, "req-1", "", self.leave.append)  # type: ignore[arg-type]
+        return self.runner.answered(spec, self.permit, "req-1", "", self.leave.append)  # type: ignore[arg-type]
 
     async def ask(self, spec: PoolingSpec) -> PoolingAnswer:
         async with self.answered(spec) as answer:
@@ -40,37 +40,37 @@ TWO_BATCHES = spec_of(16_000, 16_000)
 
 async def test_a_call_is_open_until_its_answer_is_written() -> None:
     """A client that reads slowly holds the answer's memory all the while."""
-    desk = Desk(lambda _, pool, key: answered(pool, key))
-    async with desk.answered(spec_of(3, 4)) as answer:
+    runner = RunnerUnderTest(lambda _, pool, key: answered(pool, key))
+    async with runner.answered(spec_of(3, 4)) as answer:
         assert len(answer.vectors()) == 2
-        assert len(desk.frontend.calls) == 1
-        assert desk.desk.num_open_bytes == 4 * (2 * 4 + 7)
-        assert (desk.permit.charged, desk.permit.used) == (7, 7)
-    assert desk.frontend.calls == []
-    assert desk.desk.num_open_bytes == 0
+        assert len(runner.frontend.calls) == 1
+        assert runner.runner.num_open_bytes == 4 * (2 * 4 + 7)
+        assert (runner.permit.charged, runner.permit.used) == (7, 7)
+    assert runner.frontend.calls == []
+    assert runner.runner.num_open_bytes == 0
 
 
 async def test_the_open_answers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "MAX_OPEN_BYTES", 100)
-    desk = Desk(lambda _, pool, key: answered(pool, key))
-    async with desk.answered(spec_of(10)):
+    monkeypatch.setattr(call_runner, "MAX_OPEN_BYTES", 100)
+    runner = RunnerUnderTest(lambda _, pool, key: answered(pool, key))
+    async with runner.answered(spec_of(10)):
         with pytest.raises(Overloaded):
-            await desk.ask(spec_of(10))
-    await desk.ask(spec_of(10))
+            await runner.ask(spec_of(10))
+    await runner.ask(spec_of(10))
 
 
 async def test_numbers_that_are_not_finite_are_no_answer() -> None:
     def script(instance_id: str, pool: Any, key: int) -> Said:
         return answered(pool, key, float("nan") if instance_id == "a" else 2.0)
 
-    desk = Desk(script)
-    answer = await desk.ask(spec_of(3))
-    assert [i for i, _ in desk.shared.asked] == ["a", "b"]
+    runner = RunnerUnderTest(script)
+    answer = await runner.ask(spec_of(3))
+    assert [i for i, _ in runner.shared.asked] == ["a", "b"]
     assert set(answer.vectors()[0].cast("f")) == {2.0}
-    desk.shared.instance_ids = ["a"]
-    desk.shared.budget = desk.shared.budget.__class__(reserve=0.5)
+    runner.shared.instance_ids = ["a"]
+    runner.shared.budget = runner.shared.budget.__class__(reserve=0.5)
     with pytest.raises(EngineFailed):
-        await desk.ask(spec_of(3))
+        await runner.ask(spec_of(3))
 
 
 async def test_inputs_that_two_engines_die_of_are_refused_next_time() -> None:
@@ -80,11 +80,11 @@ async def test_inputs_that_two_engines_die_of_are_refused_next_time() -> None:
         died = LegFailed(key, EngineFailed("x", reason="ENGINE_DIED"))
         return [(LegAccepted(key), None), (died, None)]
 
-    desk = Desk(script)
+    runner = RunnerUnderTest(script)
     for _ in range(2):
         with pytest.raises(PoisonRequest):
-            await desk.ask(spec_of(3))
-    assert [i for i, _ in desk.shared.asked] == ["a", "b"]
+            await runner.ask(spec_of(3))
+    assert [i for i, _ in runner.shared.asked] == ["a", "b"]
 
 
 async def test_deaths_under_several_batches_of_a_call_are_not_added_up() -> None:
@@ -96,10 +96,10 @@ async def test_deaths_under_several_batches_of_a_call_are_not_added_up() -> None
             return [(LegAccepted(key), None), (LegLost(key), None)]
         return [(LegAccepted(key), None), (LegFailed(key, MeshError("no"), False), None)]
 
-    desk = Desk(script)
+    runner = RunnerUnderTest(script)
     for _ in range(2):
         with pytest.raises(MeshError) as caught:
-            await desk.ask(TWO_BATCHES)
+            await runner.ask(TWO_BATCHES)
         assert not isinstance(caught.value, PoisonRequest)
 
 
@@ -110,16 +110,16 @@ async def test_an_answered_batch_is_not_to_blame_though_its_call_failed() -> Non
         if pool.inputs[0][0] == 1:
             return [(LegLost(key), None)] if next(deaths, "") else answered(pool, key)
         return (
-            [] if len(desk.shared.asked) < 3 else [(LegFailed(key, MeshError("no"), False), None)]
+            [] if len(runner.shared.asked) < 3 else [(LegFailed(key, MeshError("no"), False), None)]
         )
 
-    desk = Desk(script)
-    call = asyncio.create_task(desk.ask(TWO_BATCHES))
-    await until(lambda: desk.shared.num_told == 3)
-    desk.frontend.calls[0].cancel(Overloaded("enough"))
+    runner = RunnerUnderTest(script)
+    call = asyncio.create_task(runner.ask(TWO_BATCHES))
+    await until(lambda: runner.shared.num_told == 3)
+    runner.frontend.calls[0].cancel(Overloaded("enough"))
     with pytest.raises(Overloaded):
         await call
-    assert not desk.shared.poison
+    assert not runner.shared.poison
 
 
 async def test_a_client_that_leaves_pays_for_what_was_begun() -> None:
@@ -128,22 +128,22 @@ async def test_a_client_that_leaves_pays_for_what_was_begun() -> None:
     def script(instance_id: str, pool: Any, key: int) -> Said:
         return [(LegAccepted(key), None)] if pool.inputs[0][0] == 1 else []
 
-    desk = Desk(script)
-    call = asyncio.create_task(desk.ask(TWO_BATCHES))
-    await until(lambda: len(desk.shared.asked) == 2)
-    desk.leave[0]()
+    runner = RunnerUnderTest(script)
+    call = asyncio.create_task(runner.ask(TWO_BATCHES))
+    await until(lambda: len(runner.shared.asked) == 2)
+    runner.leave[0]()
     with pytest.raises(CallerGone):
         await call
-    assert (desk.permit.charged, desk.permit.used) == (32_000, 16_000)
-    assert desk.shared.num_aborts == 2
-    assert [event.outcome for event in desk.frontend.events] == ["cancelled"]
+    assert (runner.permit.charged, runner.permit.used) == (32_000, 16_000)
+    assert runner.shared.num_aborts == 2
+    assert [event.outcome for event in runner.frontend.events] == ["cancelled"]
 
 
 async def test_a_call_that_fails_costs_nothing() -> None:
-    desk = Desk(lambda _, pool, key: [(LegFailed(key, MeshError("no"), False), None)])
+    runner = RunnerUnderTest(lambda _, pool, key: [(LegFailed(key, MeshError("no"), False), None)])
     with pytest.raises(MeshError):
-        await desk.ask(spec_of(3))
-    assert desk.permit.used == 0
+        await runner.ask(spec_of(3))
+    assert runner.permit.used == 0
 
 
 async def test_all_inputs_of_a_call_are_computed_by_one_revision_of_the_model() -> None:
@@ -152,24 +152,24 @@ async def test_all_inputs_of_a_call_are_computed_by_one_revision_of_the_model() 
 
     def script(instance_id: str, pool: Any, key: int) -> Said:
         first = pool.inputs[0][0]
-        revisions.append((first, desk.shared.fingerprint))
-        if first == 2 and desk.shared.fingerprint == "new":
-            desk.shared.fingerprint = "newer"
+        revisions.append((first, runner.shared.fingerprint))
+        if first == 2 and runner.shared.fingerprint == "new":
+            runner.shared.fingerprint = "newer"
             return [(LegAccepted(key), None), (LegLost(key), None)]
         return answered(pool, key)
 
-    desk = Desk(script)
-    await desk.ask(TWO_BATCHES)
+    runner = RunnerUnderTest(script)
+    await runner.ask(TWO_BATCHES)
     assert revisions == [(1, "new"), (2, "new"), (1, "newer"), (2, "newer")]
-    assert desk.permit.used == 32_000
+    assert runner.permit.used == 32_000
 
 
 async def test_a_model_that_is_replaced_again_and_again_ends_the_call() -> None:
     def script(instance_id: str, pool: Any, key: int) -> Said:
-        desk.shared.fingerprint += "er"
+        runner.shared.fingerprint += "er"
         return [(LegAccepted(key), None), (LegLost(key), None)]
 
-    desk = Desk(script)
+    runner = RunnerUnderTest(script)
     with pytest.raises(NoInstance):
-        await desk.ask(spec_of(3))
-    assert len(desk.shared.asked) == 3
+        await runner.ask(spec_of(3))
+    assert len(runner.shared.asked) == 3

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 
 PLAIN = Law(
     "plain", prefill_fixed_s=0.004, prefill_token_s=1e-4, step_fixed_s=0.006, step_sequence_s=1e-4,
