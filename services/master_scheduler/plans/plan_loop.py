@@ -27,10 +27,10 @@ from pdmesh.core.moves.move import (
     MovePlan,
     Trigger,
     applied,
-    refusal,
     serving,
     serving_by_scenario,
 )
+from pdmesh.core.moves.move_refusal import refusal
 from pdmesh.core.moves.plan_runner import (
     Event,
     GroupsSeen,
