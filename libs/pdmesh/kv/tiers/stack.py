@@ -21,6 +21,7 @@ import structlog
 
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tier import Tier
+from pdmesh.core.kv.tiers.file_eviction import KEEP_FILES_S
 from pdmesh.core.kv.tiers.holds import MAX_HOLD_S, SessionState
 from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan, Source, plan_load, prefix_length
 from pdmesh.kv.tiers.file_tier import FileTier
@@ -34,7 +35,6 @@ T = TypeVar("T")
 
 LOOKUP_S: Final = 0.05  # for all tiers together to answer what they hold
 MAX_PREFETCHING: Final = 256  # blocks under way at once beyond which nothing is prefetched
-KEEP_FILES_S: Final = 24 * 3600.0
 _CLOSE_S: Final = 2.0
 _CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed beside the loop
 

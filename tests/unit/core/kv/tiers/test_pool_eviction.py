@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.kv.tiers.eviction import PoolBook
+from pdmesh.core.kv.tiers.pool_eviction import PoolBook
 
 NUM_SLOTS = 8
 
