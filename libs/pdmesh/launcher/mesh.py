@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from pdmesh.config import BadSetting, is_set
 from pdmesh.core.control.restart_policy import (
+    DEATHS_WHILE_STARTING,
     GiveUp,
     ProcessPhase,
     RestartPolicy,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]  # prints one line of progress
 _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
-_DEATHS_WHILE_STARTING: Final = 3
 _MAX_PROBLEMS: Final = 64  # that are reported
 
 
@@ -452,7 +452,7 @@ class Mesh:
     def _raise_if_hopeless(self, names: Iterable[str]) -> None:
         for name in names:
             is_given_up = self.supervisor.phase(name) is ProcessPhase.FAILED
-            keeps_dying = self.supervisor.deaths(name) >= _DEATHS_WHILE_STARTING
+            keeps_dying = self.supervisor.deaths(name) >= DEATHS_WHILE_STARTING
             if is_given_up or (keeps_dying and self._phase == "starting"):
                 raise MeshFailed(
                     f"{name} does not start: {log_files.last_word(self.log_file(name))}"

@@ -18,6 +18,7 @@ from pdmesh.core.model import Tick
 from pdmesh.core.story import Story, with_story
 
 BAD_SETTING: Final = 2
+DEATHS_WHILE_STARTING: Final = 3  # of one process; then the start of the whole mesh has failed
 
 
 @dataclass(frozen=True, slots=True)
