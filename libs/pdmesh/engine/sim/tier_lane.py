@@ -23,12 +23,10 @@ from pdmesh.engine.base import (
 from pdmesh.engine.sim.memory import SimKv
 from pdmesh.kv.device.scatter import gather, recv_scatter
 from pdmesh.kv.tiers.peers import FindHolders, PeerHolding
-from pdmesh.kv.tiers.report import TierEvent
+from pdmesh.kv.tiers.report import REPORT_EVERY_S, TierEvent
 from pdmesh.kv.tiers.stack import BlockLease, TierStack
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import watched
-
-REPORT_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)

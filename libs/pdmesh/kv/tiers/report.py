@@ -14,6 +14,7 @@ from typing import Final
 
 from pdmesh.core.kv.tier import Tier
 
+REPORT_EVERY_S: Final = 0.05  # from where the bytes are to the instance's host
 MAX_FAULTS: Final = 64  # waiting to be reported; more are only counted
 
 

@@ -38,7 +38,7 @@ from pdmesh.engine.vllm.messages import (
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
 from pdmesh.kv.tiers.peers import AgentPeers, PeerHolding, PoolSource
-from pdmesh.kv.tiers.report import TierEvent, TierReport
+from pdmesh.kv.tiers.report import REPORT_EVERY_S, TierEvent, TierReport
 from pdmesh.kv.tiers.stack import BlockLease, TierStack
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import end, watched
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-REPORT_EVERY_S: Final = 0.05
 NAMES_PER_MESSAGE: Final = 1024
 _CLOSE_S: Final = 5.0
 
