@@ -8,7 +8,6 @@ import os
 import structlog
 
 import pdmesh
-from pdmesh.lifecycle import App, StartupError, run
 from pdmesh.net.addresses import join
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
@@ -17,6 +16,7 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end
+from pdmesh.service_process import App, StartupError, run
 from pdmesh.services.gateway.access.access_control import access_control
 from pdmesh.services.gateway.access.client_tokens import client_tokens
 from pdmesh.services.gateway.access.tenant_ledgers import tenant_bucket

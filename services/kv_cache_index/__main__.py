@@ -17,7 +17,6 @@ from pdmesh.kv.index.feed import IndexFeed
 from pdmesh.kv.index.pinned import PinFollower, all_names
 from pdmesh.kv.index.redis_index import RedisIndex
 from pdmesh.kv.index.snapshot_sources import InstanceSource
-from pdmesh.lifecycle import App, run
 from pdmesh.net.addresses import join
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
@@ -27,6 +26,7 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RegistryView
 from pdmesh.net.tasks import end, together
+from pdmesh.service_process import App, run
 from pdmesh.services.kv_cache_index.mirror import RedisMirror
 from pdmesh.services.kv_cache_index.servicer import KvIndexServicer
 from pdmesh.services.kv_cache_index.settings import Settings

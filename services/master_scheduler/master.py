@@ -24,7 +24,6 @@ from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.events.v1.events_pb2 import LeaderChanged
 from pdmesh.kv.index.feed import IndexFeed
 from pdmesh.kv.index.snapshot_sources import IndexSource
-from pdmesh.lifecycle import App
 from pdmesh.net import subjects
 from pdmesh.net.addresses import join
 from pdmesh.net.events import EventPublisher
@@ -38,6 +37,7 @@ from pdmesh.net.nats.leader import LeaderElection
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import end
+from pdmesh.service_process import App
 from pdmesh.services.master_scheduler.admin.callers import AdminAccess
 from pdmesh.services.master_scheduler.admin.page_routes import page_routes
 from pdmesh.services.master_scheduler.control import Control

@@ -18,10 +18,10 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from pdmesh.errors import MeshError
-from pdmesh.lifecycle import StartupError
 from pdmesh.net.addresses import join
 from pdmesh.net.grpc import rpc
 from pdmesh.net.grpc.incoming import READ_AHEAD, Incoming, IncomingGuard
+from pdmesh.service_process import StartupError
 from pdmesh.services.gateway.access.access_control import AccessControl, Permit, charged
 from pdmesh.services.gateway.grpc.answers import (
     ChatParts,

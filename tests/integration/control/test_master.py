@@ -21,7 +21,6 @@ from pdmesh.events.v1.events_pb2 import (
     LeaderChanged,
     RequestFinished,
 )
-from pdmesh.lifecycle import App
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
@@ -32,6 +31,7 @@ from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
+from pdmesh.service_process import App
 from pdmesh.services.health_monitor.monitor import HealthMonitor
 from pdmesh.services.master_scheduler.admin.callers import AdminAccess
 from pdmesh.services.master_scheduler.master import Master

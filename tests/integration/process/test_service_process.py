@@ -24,7 +24,7 @@ import asyncio
 from pathlib import Path
 import structlog
 from pdmesh.config import ServiceSettings, settings_config
-from pdmesh.lifecycle import StartupError, run
+from pdmesh.service_process import StartupError, run
 from pdmesh.telemetry import metrics, traces
 
 things = metrics.counter("test.things", "Things counted")
