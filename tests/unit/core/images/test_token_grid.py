@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pdmesh.core.images.source import MAX_RATIO
+from pdmesh.core.images.image_bounds import MAX_RATIO
 from pdmesh.core.images.token_grid import GridRule
 
 pytestmark = pytest.mark.req("S129")
