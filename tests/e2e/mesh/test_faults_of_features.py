@@ -89,60 +89,60 @@ async def started(spec: MeshSpec, folder: Path) -> AsyncIterator[tuple[Mesh, htt
         yield mesh, client
 
 
-# All faults share a mesh, so each finds what those before left behind.
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def picture_site(
-    model: Path, shown: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Site]:
+@asynccontextmanager
+async def pictures(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Site]:
     """An encoder, two prefills and two decodes that propose tokens."""
-    base = images.spec(model, 2)
+    shown: list[list[int]] = request.getfixturevalue("shown")
+    base = images.spec(request.getfixturevalue("model"), 2)
     proposed = json.dumps({"method": "prompt_lookup", "k": 3, "schedule": "fixed"})
     env = {**base.env, **PATIENCE, "PDMESH_SPECULATION": proposed}
     spec = replace(base, num_prefill=2, num_encoder=1, env=env)
     asked = [images.body(*chat, len(a)) for chat, a in zip(images.CHATS, shown, strict=True)]
-    async with started(spec, tmp_path_factory.mktemp("pictures")) as (mesh, client):
+    async with started(spec, folder) as (mesh, client):
         await until_encoding(mesh)
         yield Site(mesh, client, "/v1/chat/completions", asked, shown)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def ahead_site(
-    text_model: Path,
-    told: dict[tuple[int, ...], list[int]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> AsyncIterator[Site]:
+@asynccontextmanager
+async def steps_ahead(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Site]:
     """Two prefills and two decodes that schedule steps ahead."""
-    spec = texts.spec(text_model, 2, 2, ASYNC_SCHEDULING="on")
+    told: dict[tuple[int, ...], list[int]] = request.getfixturevalue("told")
+    spec = texts.spec(request.getfixturevalue("text_model"), 2, 2, ASYNC_SCHEDULING="on")
     more = {"model": "default", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     answers = [told[prompt] for prompt in texts.STREAMS]
     asked = [
         {"prompt": list(prompt), "max_tokens": len(answer), **more}
         for prompt, answer in zip(texts.STREAMS, answers, strict=True)
     ]
-    async with started(spec, tmp_path_factory.mktemp("ahead")) as (mesh, client):
+    async with started(spec, folder) as (mesh, client):
         yield Site(mesh, client, "/v1/completions", asked, answers)
 
 
-@pytest.fixture(scope="module", params=["picture_site", "ahead_site"])
-def site(request: pytest.FixtureRequest) -> Site:
-    found = request.getfixturevalue(request.param)
-    assert isinstance(found, Site)
-    return found
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[pictures, steps_ahead])
+async def site(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Site]:
+    """One mesh at a time. All of its faults share it, so each finds what those before left."""
+    async with request.param(request, tmp_path_factory.mktemp("mesh")) as running:
+        yield running
 
 
-async def test_proposals_and_images_are_used(picture_site: Site) -> None:
+with_pictures = pytest.mark.parametrize("site", [pictures], indirect=True)
+
+
+@with_pictures
+async def test_proposals_and_images_are_used(site: Site) -> None:
     """Otherwise, the tests below show nothing about them."""
-    await picture_site.asking(NUM_ROUNDS)
-    assert picture_site.counted(DECODES, "pdmesh_speculation_proposals_total") > 0
+    await site.asking(NUM_ROUNDS)
+    assert site.counted(DECODES, "pdmesh_speculation_proposals_total") > 0
     metric = "pdmesh_images_awaited_total"
-    assert picture_site.counted(PREFILLS, metric, pdmesh_outcome="fetched") > 0
+    assert site.counted(PREFILLS, metric, pdmesh_outcome="fetched") > 0
 
 
-async def test_steps_are_scheduled_ahead(ahead_site: Site) -> None:
-    await ahead_site.asking(NUM_ROUNDS)
-    assert ahead_site.counted(DECODES, "pdmesh_engine_steps_overlapped_total") > 0
+@pytest.mark.parametrize("site", [steps_ahead], indirect=True)
+async def test_steps_are_scheduled_ahead(site: Site) -> None:
+    await site.asking(NUM_ROUNDS)
+    assert site.counted(DECODES, "pdmesh_engine_steps_overlapped_total") > 0
 
 
 async def survives_a_signal(site: Site, fault: Fault) -> None:
@@ -200,24 +200,24 @@ async def test_answers_survive_a_death_at_any_stage(
     await survives_a_failpoint(site, victim, failpoint, pid)
 
 
+@with_pictures
 @pytest.mark.fault("F1", "F4")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_answers_about_images_survive_an_encoder_that_is_hit(
-    picture_site: Site, number: signal.Signals
+    site: Site, number: signal.Signals
 ) -> None:
-    await survives_a_signal(picture_site, Fault("encoder-0", number, 0.0))
+    await survives_a_signal(site, Fault("encoder-0", number, 0.0))
 
 
+@with_pictures
 @pytest.mark.fault("F1")
-async def test_answers_about_images_survive_an_encoder_that_dies_at_work(
-    picture_site: Site,
-) -> None:
-    mesh, failpoint = picture_site.mesh, "encode.computing=sigkill@1"
+async def test_answers_about_images_survive_an_encoder_that_dies_at_work(site: Site) -> None:
+    mesh, failpoint = site.mesh, "encode.computing=sigkill@1"
     pid = await fleet.arm(mesh, "encoder-0", failpoint)
     for prefill in PREFILLS:  # one that has seen an image does not ask for it again
         await mesh.restart(prefill, RESTART_S)
     await until_encoding(mesh)
-    await survives_a_failpoint(picture_site, "encoder-0", failpoint, pid)
+    await survives_a_failpoint(site, "encoder-0", failpoint, pid)
 
 
 @pytest.mark.fault("F34")
