@@ -13,7 +13,7 @@ from pdmesh.core.placement.plan import NoPlan, Plan, RankedInstance
 from pdmesh.core.placement.policies import Query
 from pdmesh.core.request.backpressure import Pressure, Queue
 from pdmesh.errors import InvalidRequest
-from pdmesh.net.excluded_sources import excluded_from
+from pdmesh.net.convert.source_exclusions import excluded_from
 from pdmesh.net.registry import takes_requests
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import (
@@ -124,6 +124,7 @@ def result_to(request_id: str, plan: Plan | NoPlan) -> pb.PlanResult:
         prefills=[_candidate_to(c) for c in plan.prefills],
         decodes=[_candidate_to(c) for c in plan.decodes],
         prompt_compute_ms=min(_MAX_UINT32, round(plan.prompt_compute_s * 1000)),
+        first_token_ms=min(_MAX_UINT32, max(1, round(plan.first_token_s * 1000))),
     )
 
 

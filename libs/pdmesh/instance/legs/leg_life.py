@@ -47,7 +47,7 @@ from pdmesh.errors import (
 )
 from pdmesh.instance.legs import convert, instruments, spans
 from pdmesh.instance.legs.legs import Leg, LegTable
-from pdmesh.instance.legs.load_book import LoadBook
+from pdmesh.instance.legs.load_report import LoadBook
 from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.instance.legs.source_watch import SourceWatch
 from pdmesh.telemetry import names
@@ -376,7 +376,7 @@ class LegLife:
 
     def forget(self, leg: Leg, outcome: str) -> None:
         """The gateway hears no more about this leg."""
-        self.book.ended(leg.number)
+        self.book.ended(leg.number, self._clock())
         failure = "" if outcome == "finished" else outcome
         spans.end(leg.transfer_span, failure)
         spans.end(leg.span, failure)

@@ -1,0 +1,140 @@
+"""Collects what a load report names: requests admitted and prompts computed since the last report.
+
+The master settles its bookings by these ids and learns from the times of prompts. An engine
+computes parts of several prompts in one step, so the time between the ends of two prompts says
+little about either. So prompts are timed together, as a span: from when the first could begin until
+none is left, or until the step ends in which the `_SPAN_PROMPTS`th of them ended. The book is
+bounded: requests that do not fit are left out, and their bookings expire at the master.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+MAX_NAMED: Final = 4096
+_NOT_TIMED: Final = 0.0
+_SAME_STEP_S: Final = 0.0005  # prompts that end in the same step end together
+_SPAN_PROMPTS: Final = 16
+_LEAST_S: Final = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """`seconds` is the time of this prompt and of those before it whose `seconds` are 0.
+
+    They ended in `num_steps` steps, and `num_beside` sequences decoded beside them on average.
+    `num_tokens` is 0 if the prompt was given up; without a request either, it only says the time of
+    those before.
+    """
+
+    request_id: str
+    num_tokens: int
+    num_cached_tokens: int
+    seconds: float
+    num_steps: int = 1
+    num_beside: float = 0.0
+
+
+class _Open(NamedTuple):
+    """A prompt that is not computed yet. `beside_s` is the book's when it came."""
+
+    request_id: str
+    num_tokens: int
+    since: float
+    beside_s: float
+
+
+@dataclass(slots=True)
+class _Span:
+    """Prompts that are timed together, since `began`."""
+
+    began: float = 0.0
+    beside_s: float = 0.0  # the book's, when it began
+    num_prompts: int = 0
+    num_steps: int = 0
+
+
+@dataclass(slots=True)
+class LoadBook:
+    _admitted: list[str] = field(default_factory=list)
+    _computed: list[Computed] = field(default_factory=list)
+    _open: dict[int, _Open] = field(default_factory=dict)  # by leg
+    _span: _Span = field(default_factory=_Span)
+    _last_end: float = float("-inf")
+    _last_beside_s: float = 0.0  # at the last end
+    _decoding: set[int] = field(default_factory=set)  # legs
+    _beside_s: float = 0.0  # seconds of decoding of all sequences, until `_counted_at`
+    _counted_at: float = 0.0
+
+    def admitted(self, leg: int, request_id: str, num_prompt_tokens: int, now: float) -> None:
+        """`num_prompt_tokens` is 0 for decode, which computes no prompt."""
+        if len(self._admitted) < MAX_NAMED:
+            self._admitted.append(request_id)
+        if num_prompt_tokens:
+            self._open[leg] = _Open(request_id, num_prompt_tokens, now, self._count(now))
+
+    def computed(self, leg: int, num_cached_tokens: int, now: float) -> None:
+        opened = self._open.pop(leg, None)
+        if opened is None:
+            return
+        is_new_step = now - self._last_end >= _SAME_STEP_S
+        if is_new_step and self._span.num_prompts >= _SPAN_PROMPTS:
+            self._end_span()
+        span = self._span
+        if not span.num_prompts:
+            span.began, span.beside_s = max(
+                (opened.since, opened.beside_s), (self._last_end, self._last_beside_s)
+            )
+            span.num_steps = 0
+        span.num_prompts += 1
+        span.num_steps += is_new_step or not span.num_steps
+        self._last_end, self._last_beside_s = now, self._count(now)
+        request_id, num_tokens = opened.request_id, opened.num_tokens
+        if self._open:
+            self._name(Computed(request_id, num_tokens, num_cached_tokens, _NOT_TIMED))
+        else:
+            self._end_span(request_id, num_tokens, num_cached_tokens)
+
+    def decodes(self, leg: int, now: float) -> None:
+        """From now on the leg's sequence decodes, until it ends."""
+        self._count(now)
+        self._decoding.add(leg)
+
+    def ended(self, leg: int, now: float) -> None:
+        """The leg ended, in whatever way. No effect if its prompt was computed."""
+        self._count(now)
+        self._decoding.discard(leg)
+        opened = self._open.pop(leg, None)
+        if opened is not None:
+            self._name(Computed(opened.request_id, 0, 0, _NOT_TIMED))
+            if self._span.num_prompts and not self._open:
+                self._end_span()
+
+    def take(self) -> tuple[list[str], list[Computed]]:
+        """(admitted, computed) since the last call."""
+        taken = self._admitted, self._computed
+        self._admitted, self._computed = [], []
+        return taken
+
+    def _count(self, now: float) -> float:
+        """The seconds of decoding of all sequences so far."""
+        self._beside_s += len(self._decoding) * max(0.0, now - self._counted_at)
+        self._counted_at = max(now, self._counted_at)
+        return self._beside_s
+
+    def _end_span(
+        self, request_id: str = "", num_tokens: int = 0, num_cached_tokens: int = 0
+    ) -> None:
+        """Tell the time of the prompts that ended, of which this is the last, or was named."""
+        span = self._span
+        seconds = max(_LEAST_S, self._last_end - span.began)
+        num_beside = (self._last_beside_s - span.beside_s) / seconds
+        self._name(
+            Computed(request_id, num_tokens, num_cached_tokens, seconds, span.num_steps, num_beside)
+        )
+        span.num_prompts = 0
+
+    def _name(self, computed: Computed) -> None:
+        if len(self._computed) < MAX_NAMED:
+            self._computed.append(computed)
