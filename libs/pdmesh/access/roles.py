@@ -116,6 +116,7 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
         follows=tuple(map(whole, buckets.ALL_BUCKETS)),
         reads=buckets.ALL_BUCKETS,
         makes=buckets.ALL_BUCKETS,
+        inspects=buckets.ALL_BUCKETS,  # to keep the number of replicas of one that is there
     ),
     "kv-cache-index": NatsAccess(
         tells_of_itself=(subjects.health_instance,),
@@ -148,6 +149,7 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
         NatsAccess(
             hears=(subjects.ALL,),
             follows=tuple(map(whole, buckets.ALL_BUCKETS)),
+            reads=(buckets.INSTANCES,),
             inspects=buckets.ALL_BUCKETS,
             has_record=False,
         ),
