@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from pdmesh import lifecycle
+from pdmesh import service_process
 from pdmesh.config import SHARED_PREFIX, ServiceSettings, is_shared, unknown_variables
-from pdmesh.net.oidc.settings import OidcSettings
 from pdmesh.services.gateway.settings import Settings as GatewaySettings
 from tests.support.chart import helm
 from tests.support.chart.helm import CHART, VALUE_SETS, Manifest, pods, render
 from tests.support.chart.kubelet import Kubelet, image_environment
-from tools.chart_schema import NOT_IN_VALUES
 from tools.configuration_doc import SERVICES, settings_of
 
 # Variables of other programs.
@@ -34,22 +32,12 @@ OF_PRODUCT = {
     "pdmesh-decode": "decode",
     "pdmesh-instance": "instance",
 }
-# fmt: off
 EVERYTHING: dict[str, Any] = {
     "gateway": {
         "allowAnonymous": True,
         "endpointPicker": {"enabled": True},
         "settings": {"PICKER_CALLERS": "any"},
     },
-    "masterScheduler": {"keysSecret": "pdmesh-keys"},
-    "oidc": {
-        "issuer": "https://id.example.org/realms/mesh", "audience": "pdmesh",
-        "jwksUrl": "https://id.example.org/keys", "caConfigMap": "ca", "algorithms": ["ES256"],
-        "tenantClaim": "realm_access.tenant", "limitsClaim": "limits",
-        "defaultLimits": {"requests_per_s": 2.5, "tokens_per_day": 100000000},
-        "roleClaim": "roles", "roles": {"mesh-admins": "admin"},
-    },
-    "networkPolicy": {"extraEgress": [{"ports": [{"port": 443}]}]},
     "nodeAgent": {"enabled": True, "deviceHostPath": "/var/lib/devices"},
     "tls": {"enabled": True, "issuerName": "mesh"},
     "topology": {"fromPodLabels": True},
@@ -58,7 +46,6 @@ EVERYTHING: dict[str, Any] = {
         role: {"role": role, "replicas": 1} for role in ("fusion", "encoder", "pooling", "blank")
     },
 }
-# fmt: on
 
 
 def settings_type(container: Manifest) -> type[ServiceSettings] | None:
@@ -141,51 +128,9 @@ def test_every_service_takes_the_values_that_it_gets(
         assert settings.instance_id == pod.name
         assert settings.node == "ip-10-0-0-1-example-internal"
         assert settings.reachable_host == pod.ip
-        lifecycle._check_network(settings)
+        service_process._check_network(settings)
         assert settings.read_mesh_token()
         if isinstance(settings, GatewaySettings):
-            assert settings.keys_file or settings.oidc_issuer or settings.allow_anonymous
+            assert settings.keys_file or settings.allow_anonymous
         loaded += 1
     assert loaded == len(helm.services(manifests))
-
-
-def test_an_openid_provider_reaches_gateways_and_masters_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As they read it, with every value of `oidc`."""
-    kubelet = Kubelet(render("", EVERYTHING), tmp_path, net="10.1.2")
-    readers = set()
-    for name, pod in kubelet.pods.items():
-        if not any(each.startswith("PDMESH_OIDC_") for each in pod.environment):
-            continue
-        readers.add(name)
-        settings_of_pod = settings_type(pod.container)
-        assert settings_of_pod is not None
-        with monkeypatch.context() as patch:
-            for variable, value in pod.environment.items():
-                patch.setenv(variable, value)
-            found = settings_of_pod.load()
-        assert isinstance(found, OidcSettings)
-        given = EVERYTHING["oidc"]
-        assert (found.oidc_issuer, found.oidc_audience) == (given["issuer"], given["audience"])
-        assert found.oidc_jwks_url == given["jwksUrl"]
-        assert found.oidc_ca_file == pod.mounts["/etc/pdmesh/oidc"] / "ca.crt"
-        assert found.oidc_algorithms == given["algorithms"]
-        assert found.oidc_tenant_claim == given["tenantClaim"]
-        assert found.oidc_limits_claim == given["limitsClaim"]
-        assert found.oidc_default_limits.requests_per_s == 2.5
-        assert found.oidc_default_limits.tokens_per_day == 100_000_000
-        assert (found.oidc_role_claim, found.oidc_roles) == (given["roleClaim"], given["roles"])
-    assert readers == {"pdmesh-gateway", "pdmesh-master-scheduler"}
-
-
-def test_every_setting_of_a_provider_is_a_value_or_a_setting() -> None:
-    """A new one must be one of both."""
-    fields = {name.upper() for name in OidcSettings.model_fields if name.startswith("oidc_")}
-    values = {
-        "OIDC_ISSUER", "OIDC_AUDIENCE", "OIDC_JWKS_URL", "OIDC_CA_FILE", "OIDC_ALGORITHMS",
-        "OIDC_TENANT_CLAIM", "OIDC_LIMITS_CLAIM", "OIDC_DEFAULT_LIMITS", "OIDC_ROLE_CLAIM",
-        "OIDC_ROLES",
-    }  # fmt: skip
-    assert fields & NOT_IN_VALUES == values
-    assert fields - values == {"OIDC_LEEWAY_S", "OIDC_REFRESH_S", "OIDC_EARLY_REFRESH_S"}

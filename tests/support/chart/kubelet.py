@@ -30,7 +30,6 @@ from tests.support.chart.helm import ROOT, Manifest, of_kind
 NODE: Final = "ip-10-0-0-1.example.internal"  # as clouds name their machines
 ANY_ADDRESS: Final = "0.0.0.0"
 _SHARED_MEMORY: Final = "/dev/shm"  # the machine has its own
-_OUTSIDE: Final = re.compile(r"PDMESH_OIDC_(ISSUER|JWKS_URL)")  # they name no address of a pod
 _START_S: Final = 240
 _BASE_PATH: Final = "/usr/bin:/bin"
 
@@ -258,10 +257,7 @@ class Kubelet:
                 value = self._value_from(each["valueFrom"], pod)
             value = re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], value)
             environment[each["name"]] = value
-        return {
-            name: value if _OUTSIDE.fullmatch(name) else self._in_place(value, pod)
-            for name, value in environment.items()
-        }
+        return {name: self._in_place(value, pod) for name, value in environment.items()}
 
     def _value_from(self, source: Manifest, pod: Pod) -> str:
         if secret := source.get("secretKeyRef"):
