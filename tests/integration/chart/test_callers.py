@@ -87,8 +87,8 @@ async def test_tokens_and_keys_admit_to_the_chart_s_gateway_and_master(tmp_path:
     file = KeyFile(tenants={"keyed": TenantEntry()})
     key = api_keys.issue(file, "keyed")
     image = {image_environment()["PDMESH_MODEL_DIR"]: tmp_path / "model"}
-    users = {"ann": {"tenant": "acme"}, "olga": {"tenant": "ops", "roles": ["pdmesh-viewer"]}}
-    with oidc_provider(tmp_path, **users) as provider:
+    olga = {"tenant": "ops", "roles": ["pdmesh-viewer"]}
+    with oidc_provider(tmp_path, ann={"tenant": "acme"}, olga=olga) as provider:
         async with Kubelet(render("", values), folder, image) as kubelet:
             for name in (GATEWAY, MASTER):
                 pod = kubelet.pods[name]
@@ -100,10 +100,10 @@ async def test_tokens_and_keys_admit_to_the_chart_s_gateway_and_master(tmp_path:
             url = f"http://{kubelet.pods[GATEWAY].ip}:8000/v1/completions"
             body = {"model": "default", "prompt": "hello", "max_tokens": 2}
             async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-                for shown, status in ((provider.token("ann"), 200), (key, 200), ("guess", 401)):
+                for shown, expected in ((provider.token("ann"), 200), (key, 200), ("guess", 401)):
                     headers = {"authorization": f"Bearer {shown}"}
                     answer = await client.post(url, json=body, headers=headers)
-                    assert answer.status_code == status, answer.text
+                    assert answer.status_code == expected, answer.text
             token = provider.token("olga")
             status = kubelet.run(MASTER, "env", f"PDMESH_ADMIN_TOKEN={token}", "pdmesh", "status")
             assert status.returncode == 0, status.stderr
