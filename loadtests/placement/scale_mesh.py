@@ -91,7 +91,9 @@ def arrivals(rate: float, num_requests: int) -> Iterator[Arrival]:
         now += rng.expovariate(rate)
         prefix, length = rng.randrange(_NUM_PREFIXES), rng.randint(*_PROMPT_BLOCKS)
         blocks = [block_name(prefix, part) for part in range(_SHARED_BLOCKS)]
-        blocks += [block_name(_NUM_PREFIXES + number, part) for part in range(_SHARED_BLOCKS, length)]
+        blocks += [
+            block_name(_NUM_PREFIXES + number, part) for part in range(_SHARED_BLOCKS, length)
+        ]
         region = f"region-{rng.randrange(NUM_REGIONS)}"
         yield Arrival(now, length * _BLOCK, _OUTPUT, tuple(blocks), chat_id=region)
 

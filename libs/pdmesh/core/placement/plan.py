@@ -72,6 +72,7 @@ class NoPlan:
 CellKey = tuple[str, str, bool]  # group, model fingerprint, is fusion
 _MAX_CELL_SETS: Final = 256
 _ALL: Final = 1 << 60
+_OTHERS: Final = 4  # prefills scored for each further candidate of a plan
 _BY_ID: Final = attrgetter("id")
 
 
@@ -329,7 +330,9 @@ class Placement:
     ) -> list[Scored]:
         """Few of the cell's prefills were on the shortlist: rank others of the cell behind them."""
         seen = {s.instance.id for s in own}
-        others = [i for i in self._shortlisted([cell], known) if i.id not in seen]
+        most = _OTHERS * self.max_candidates
+        drawn = shortlist([cell.prefills], most, self.rng, known.matches, cell.member)
+        others = [i for i in drawn if i.id not in seen and not (i.is_decode and cell.decodes)]
         if not others:
             return own
         scored = self._score(query, others, known)

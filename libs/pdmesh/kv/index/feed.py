@@ -276,7 +276,8 @@ class IndexFeed:
         while True:
             await self._has_gone.wait()
             self._has_gone.clear()
-            while self.index.sweep(_STEP_BLOCKS):
+            if self.index.sweep(_STEP_BLOCKS):  # more is left
+                self._has_gone.set()
                 await asyncio.sleep(0)
 
     async def _resync(self) -> None:
