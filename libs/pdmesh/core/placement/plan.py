@@ -320,7 +320,8 @@ class Placement:
             instance = self.fleet.instances.get(instance_id)
             cell = by_key.get(_key(instance)) if instance is not None else None
             found = cell.member(instance_id) if cell is not None else None
-            return None if found is None or (found.is_decode and cell.decodes) else found
+            is_prefill = found is not None and not (found.is_decode and cell and cell.decodes)
+            return found if is_prefill else None
 
         parts = [cell.prefills for cell in cells]
         return shortlist(parts, most, self.rng, known.matches, find, known.affine)
