@@ -18,7 +18,7 @@ from pdmesh.core.instance.admission import Work
 from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.policies import Weights
-from pdmesh.engine.laws import MOCKER
+from pdmesh.engine.step_time_laws import MOCKER
 
 NUM_REGIONS: Final = 3
 NUM_GROUPS: Final = 100
