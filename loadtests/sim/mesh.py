@@ -179,9 +179,14 @@ class VirtualMesh:
                 self.add(f"{role.value}-{number}", role)
 
     def add(
-        self, name: str, role: Role, group_id: str = "g0", scenario: str = DEFAULT_SCENARIO
+        self,
+        name: str,
+        role: Role,
+        group_id: str = "g0",
+        scenario: str = DEFAULT_SCENARIO,
+        region: str = "",
     ) -> None:
-        """An instance that serves from now on."""
+        """An instance that serves from now on. Its KV stays in its region, if it names one."""
         shape = self.shape
         work = {Role.FUSION: Work.LOCAL, Role.PREFILL: Work.PREFILL, Role.DECODE: Work.DECODE}[role]
         num_slots = shape.prefill_slots if role is Role.PREFILL else shape.decode_slots
@@ -224,6 +229,8 @@ class VirtualMesh:
             num_blocks,
             0,
             fetches_from_peers=bool(shape.host_blocks) and shape.shares_host,
+            region=region,
+            kv_region=region,
         )
         self.fleet.handle(InstanceRecorded(identity), self.clock.now)
 
@@ -241,6 +248,10 @@ class VirtualMesh:
     def scenario_of(self, arrival: Arrival) -> str:
         """The scenario whose instances a request may use; here all serve everything."""
         return DEFAULT_SCENARIO
+
+    def region_of(self, arrival: Arrival) -> str:
+        """The region in which a request comes in; here there are none."""
+        return ""
 
     # --- the gateway -----------------------------------------------------------------------------
 
@@ -335,6 +346,7 @@ class VirtualMesh:
             request_id=life.request_id,
             scenario=self.scenario_of(arrival),
             excluded=frozenset(ask.excluded),
+            region=self.region_of(arrival),
         )
         tier = None if self.shape.tells_host else Tier.ENGINE
         matches = self.index.match(arrival.blocks, tier)

@@ -118,7 +118,8 @@ class PrefillFit:
         weight = max(_ERROR_WEIGHT, 1 / self.num_observed)
         self.error += weight * (error - self.error)
         self.lead_share += _LEAD_WEIGHT * (min(1.0, num_steps / len(prompts)) - self.lead_share)
-        trust = min(1.0, usual / error) if self.num_observed > _MANY_OBSERVED else 1.0
+        is_unusual = self.num_observed > _MANY_OBSERVED and error > usual
+        trust = usual / error if is_unusual else 1.0
         scale = math.sqrt(seconds * min(2 * seconds, max(seconds / 2, predicted)))
         self._update(x, seconds, trust / max(scale, 1e-3))
         return error
