@@ -85,7 +85,7 @@ class TransferMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.incarnation = 7
-        self.sender = TicketBook(self.incarnation, FINGERPRINT, joined_bytes=30)
+        self.sender = TicketBook(self.incarnation, FINGERPRINT)
         self.receiver = PullBook()
         self.links: list[Link] = []
         self.tickets: dict[str, Ticket] = {}
@@ -208,7 +208,7 @@ class TransferMachine(RuleBasedStateMachine):
         if not happens:
             return
         self.incarnation += 1
-        self.sender = TicketBook(self.incarnation, FINGERPRINT, joined_bytes=30)
+        self.sender = TicketBook(self.incarnation, FINGERPRINT)
         self.tickets.clear()
         for link in self.links:
             link.is_dead_at_sender = True

@@ -113,20 +113,11 @@ class _Ticket:
 class TicketBook:
     """One agent's tickets. `handle` is the only way to change it."""
 
-    def __init__(
-        self,
-        incarnation: int,
-        fingerprint_hash: int,
-        group_hash: int = 0,
-        *,
-        joined_bytes: int = JOINED_BYTES,
-    ) -> None:
-        """Parts of a pull that are in place are sent as one, up to `joined_bytes`."""
+    def __init__(self, incarnation: int, fingerprint_hash: int, group_hash: int = 0) -> None:
         self.story = Story()
         self._incarnation = incarnation
         self._fingerprint_hash = fingerprint_hash
         self._group_hash = group_hash
-        self._joined_bytes = joined_bytes
         self._tickets: dict[str, _Ticket] = {}
         self._tickets_by_pull: dict[_Key, str] = {}
         self._heard_at: dict[int, float] = {}  # by peer: when it asked, took or renewed last
@@ -260,7 +251,7 @@ class TicketBook:
         pull = ticket.pulls[key]
         effects: list[SenderEffect] = []
         while not (pull.is_stopped or pull.is_announced) and pull.num_in_flight < WINDOW:
-            next_parts = self._next_parts(pull, ticket.num_ready)
+            next_parts = _next_parts(pull, ticket)
             if not next_parts:
                 break
             part = next_parts[0] if len(next_parts) == 1 else joined(next_parts)
@@ -268,19 +259,6 @@ class TicketBook:
             pull.num_in_flight += 1
             effects.append(SendPart(*key, ticket_id, part, pull.num_bytes, pull.question))
         return effects
-
-    def _next_parts(self, pull: _Pull, num_ready: int) -> Sequence[KvPart]:
-        """The parts to announce next as one: all short ones that are in place, or one of any size."""
-        first = end = pull.num_announced
-        num_bytes = num_spans = 0
-        while end < len(pull.parts) and pull.parts[end].end_layer <= num_ready:
-            part = pull.parts[end]
-            num_bytes += part.length
-            num_spans += len(part.spans)
-            if end > first and (num_bytes > self._joined_bytes or num_spans > MAX_SPANS):
-                break
-            end += 1
-        return pull.parts[first:end]
 
     def _on_sent(self, key: _Key, now: float) -> list[SenderEffect]:
         ticket_id = self._tickets_by_pull.get(key)
@@ -399,3 +377,17 @@ class TicketBook:
 
     def _forget(self, key: _Key) -> None:
         del self._tickets[self._tickets_by_pull.pop(key)].pulls[key]
+
+
+def _next_parts(pull: _Pull, ticket: _Ticket) -> Sequence[KvPart]:
+    """The parts to announce next as one: the first that is in place, and short ones after it."""
+    most = min(ticket.chunk_bytes, JOINED_BYTES)
+    first = end = pull.num_announced
+    num_bytes = num_spans = 0
+    while end < len(pull.parts) and pull.parts[end].end_layer <= ticket.num_ready:
+        num_bytes += pull.parts[end].length
+        num_spans += len(pull.parts[end].spans)
+        if end > first and (num_bytes > most or num_spans > MAX_SPANS):
+            break
+        end += 1
+    return pull.parts[first:end]

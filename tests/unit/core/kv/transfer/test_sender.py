@@ -22,19 +22,13 @@ from pdmesh.core.kv.transfer.sender import (
 from pdmesh.core.kv.transfer.ticket import CloseReason, Refusal
 from pdmesh.core.model import Tick
 
-LAYER_BYTES = JOINED_BYTES  # so that two layers are never joined to one part
-LAYOUT = KvLayout(num_layers=4, num_blocks=4, block_bytes=LAYER_BYTES // 4)
-WHOLE = KvPart(0, 4 * LAYER_BYTES, (KvSpan(0, 4 * LAYER_BYTES),), 0, 4)
-LAYERS = LAYOUT.parts(chunk_bytes=LAYER_BYTES)  # one layer each
-SHORT = KvLayout(num_layers=4, num_blocks=4, block_bytes=10)
+LAYOUT = KvLayout(num_layers=4, num_blocks=4, block_bytes=10)
+WHOLE = KvPart(0, 160, (KvSpan(0, 160),), 0, 4)
+LAYERS = LAYOUT.parts(chunk_bytes=40)  # one layer each
 
 
 def book_with_ticket(
-    lease_s: float = 10.0,
-    *,
-    num_ready: int = 4,
-    chunk_bytes: int = 4 * LAYER_BYTES,
-    is_single: bool = False,
+    lease_s: float = 10.0, *, num_ready: int = 4, chunk_bytes: int = 1000, is_single: bool = False
 ) -> TicketBook:
     book = TicketBook(incarnation=7, fingerprint_hash=11, group_hash=13)
     book.handle(tx.OpenAsked("t", 1, LAYOUT, lease_s, chunk_bytes, is_single), now=0.0)
@@ -133,7 +127,7 @@ def test_the_same_pull_again_changes_nothing() -> None:
 
 @pytest.mark.req("S48")
 def test_a_pull_waits_for_each_layer_and_is_served_as_they_come() -> None:
-    book = book_with_ticket(num_ready=0, chunk_bytes=LAYER_BYTES)
+    book = book_with_ticket(num_ready=0, chunk_bytes=40)
     assert book.handle(ask(), now=1.0) == []
     for number, part in enumerate(LAYERS):
         assert book.handle(tx.LayersReady("t", number + 1), now=1.0) == [send(part)]
@@ -145,45 +139,67 @@ def test_a_pull_waits_for_each_layer_and_is_served_as_they_come() -> None:
 
 @pytest.mark.req("S49", "S52")
 def test_a_window_of_parts_is_on_its_way_at_once() -> None:
-    book = book_with_ticket(chunk_bytes=LAYER_BYTES)
+    book = book_with_ticket(chunk_bytes=40)
     assert book.handle(ask(), now=1.0) == [send(part) for part in LAYERS[:WINDOW]]
     assert book.handle(tx.PartSent(1, 1), now=1.0) == [send(LAYERS[WINDOW])]
 
 
-def test_short_parts_that_are_in_place_are_sent_as_one() -> None:
+def tapered(layout: KvLayout) -> TicketBook:
     book = TicketBook(incarnation=7, fingerprint_hash=11, group_hash=13)
-    book.handle(tx.OpenAsked("t", 1, SHORT, 10.0, chunk_bytes=40), now=0.0)
-    book.handle(tx.LayersReady("t", 1), now=0.0)
-    first = tx.SendPart(1, 1, "t", KvPart(0, 40, (KvSpan(0, 40),), 0, 1), 160)
-    assert book.handle(ask(), now=1.0) == [first]
-    rest = tx.SendPart(1, 1, "t", KvPart(40, 120, (KvSpan(40, 120),), 1, 4), 160)
-    assert book.handle(tx.LayersReady("t", 4), now=1.0) == [rest]
+    chunk_bytes = 2 * JOINED_BYTES
+    book.handle(tx.OpenAsked("t", 1, layout, 10.0, chunk_bytes, is_tapered=True), now=0.0)
+    return book
+
+
+@pytest.mark.req("S48")
+def test_short_parts_that_are_in_place_are_sent_as_one() -> None:
+    layer, layout = 32 << 10, KvLayout(num_layers=32, num_blocks=1, block_bytes=32 << 10)
+    book = tapered(layout)
+    book.handle(tx.LayersReady("t", 15), now=0.0)
+
+    def sent(first: int, end: int) -> list[tx.SendPart]:
+        span = KvSpan(first * layer, (end - first) * layer)
+        part = KvPart(span.offset, span.length, (span,), first, end)
+        return [tx.SendPart(1, 1, "t", part, layout.total_bytes)]
+
+    assert book.handle(ask(), now=1.0) == sent(0, 15)
+    assert book.handle(tx.LayersReady("t", 32), now=1.0) == sent(15, 32), "three parts are left"
     assert [book.handle(tx.PartSent(1, 1), now=1.1) for _ in range(2)] == [[], []]
     taken = book.handle(tx.PullAcked(1, 1, True), now=1.2)
     assert taken == [tx.CloseTicket("t", CloseReason.TAKEN)]
 
 
-@pytest.mark.parametrize("first_block", [0, 1])
-def test_parts_are_joined_up_to_a_size_and_to_the_spans_of_a_message(first_block: int) -> None:
-    layout = KvLayout(num_layers=3000, num_blocks=2, block_bytes=1024)
-    book = TicketBook(incarnation=7, fingerprint_hash=11, group_hash=13)
-    book.handle(tx.OpenAsked("t", 1, layout, 10.0, chunk_bytes=2048), now=0.0)
-    book.handle(tx.LayersReady("t", 3000), now=0.0)
+@pytest.mark.parametrize(
+    ("layout", "first_block", "num_parts", "num_uncut"),
+    [
+        (KvLayout(num_layers=32, num_blocks=2, block_bytes=32 << 10), 1, 1, 4),
+        (KvLayout(num_layers=64, num_blocks=2, block_bytes=40_000), 0, 4, 5),
+        (KvLayout(num_layers=3000, num_blocks=2, block_bytes=64), 1, 6, 6),  # in spans
+    ],
+)
+def test_joined_parts_keep_the_bounds_of_a_part(
+    layout: KvLayout, first_block: int, num_parts: int, num_uncut: int
+) -> None:
+    book = tapered(layout)
+    book.handle(tx.LayersReady("t", layout.num_layers), now=0.0)
     found = book.handle(ask(first_block=first_block), now=1.0)
-    while len(sends := book.handle(tx.PartSent(1, 1), now=1.0)):
+    while sends := book.handle(tx.PartSent(1, 1), now=1.0):
         found += sends
     parts = [effect.part for effect in found if isinstance(effect, tx.SendPart)]
-    assert all(part.length <= JOINED_BYTES and len(part.spans) <= MAX_SPANS for part in parts)
-    assert len(parts) == -(-3000 // MAX_SPANS)
-    spans = [span for part in parts for span in part.spans]
-    assert sum(span.length for span in spans) == 3000 * 1024 * (2 - first_block)
-    assert [part.offset for part in parts[1:]] == [part.offset + part.length for part in parts[:-1]]
+    uncut = layout.parts(first_block, None, 2 * JOINED_BYTES, True)
+    assert (len(parts), len(uncut)) == (num_parts, num_uncut)
+    longest = max(part.length for part in uncut)
+    assert all(part.length <= max(JOINED_BYTES, longest) for part in parts)
+    assert all(len(part.spans) <= MAX_SPANS for part in parts)
+    ends = [part.offset + part.length for part in parts]
+    assert [part.offset for part in parts] == [0, *ends[:-1]]
+    assert ends[-1] == layout.num_layers * (2 - first_block) * layout.block_bytes
 
 
 @pytest.mark.fault("F35")
 def test_only_its_engine_ends_an_open_ticket() -> None:
     """The range is still being written; if it were freed, another ticket would get it."""
-    book = book_with_ticket(num_ready=3, chunk_bytes=LAYER_BYTES)
+    book = book_with_ticket(num_ready=3, chunk_bytes=40)
     assert book.handle(Tick(), now=1e6) == []
     assert book.handle(tx.LayersReady("t", 4), now=1e6) == []
     assert book.handle(Tick(), now=1e6 + 9.9) == []
@@ -202,7 +218,7 @@ def test_releasing_an_open_ticket_informs_waiting_pulls() -> None:
 
 @pytest.mark.fault("F6", "F27")
 def test_an_open_ticket_released_under_a_frozen_reader_is_freed_within_a_lease() -> None:
-    book = book_with_ticket(num_ready=1, chunk_bytes=LAYER_BYTES)
+    book = book_with_ticket(num_ready=1, chunk_bytes=40)
     book.handle(ask(), now=1.0)
     book.handle(tx.Released("t"), now=2.0)
     assert book.handle(Tick(), now=11.9) == []
@@ -230,7 +246,7 @@ def test_a_release_during_a_send_frees_the_range_when_the_send_has_ended() -> No
 
 @pytest.mark.fault("F27")
 def test_a_receiver_that_gives_up_gets_no_further_part_and_an_answer() -> None:
-    book = book_with_ticket(chunk_bytes=LAYER_BYTES)
+    book = book_with_ticket(chunk_bytes=40)
     book.handle(ask(), now=1.0)
     assert book.handle(tx.PullAcked(1, 1, False), now=1.1) == [tx.RefusePull(1, 1, Refusal.STOPPED)]
     assert book.handle(tx.PartSent(1, 1), now=1.2) == []
@@ -257,7 +273,7 @@ def test_a_send_that_outlives_its_lease_does_not_cost_others_their_connection(
     is not frozen.
     """
     book = book_with_ticket()
-    book.handle(tx.OpenAsked("other", 1, LAYOUT, 60.0, LAYER_BYTES), now=0.0)
+    book.handle(tx.OpenAsked("other", 1, LAYOUT, 60.0, 40), now=0.0)
     book.handle(tx.LayersReady("other", 4), now=0.0)
     book.handle(ask(), now=1.0)
     book.handle(ask(2, ticket_id="other"), now=1.0)
@@ -282,7 +298,7 @@ def test_a_peer_that_takes_all_but_one_send_loses_its_connection_in_the_end() ->
 
 @pytest.mark.fault("F24")
 def test_a_slow_receiver_keeps_the_lease_as_long_as_it_takes_bytes() -> None:
-    book = book_with_ticket(chunk_bytes=LAYER_BYTES)
+    book = book_with_ticket(chunk_bytes=40)
     book.handle(ask(), now=0.0)
     for now in (9.0, 18.0, 27.0):
         book.handle(tx.PartSent(1, 1), now=now)
