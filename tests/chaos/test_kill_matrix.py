@@ -118,7 +118,7 @@ class Measured:
     "F1", "F4", "F5", "F6", "F7", "F8", "F9", "F10", "F11", "F13", "F14", "F16", "F18", "F35"
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
-async def test_every_stream_ends_well_when_one_process_ishit(
+async def test_every_stream_ends_well_when_one_process_is_hit(
     case: Case, mesh: Mesh, reference: fleet.Reference
 ) -> None:
     prompts = make_prompts(seed=CASES.index(case))
