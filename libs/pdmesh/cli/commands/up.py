@@ -36,7 +36,7 @@ from pdmesh.launcher.hosts.folder import HostFolder
 from pdmesh.launcher.mesh import Mesh, MeshFailed
 from pdmesh.launcher.spec import MeshSpec, asked_of
 from pdmesh.models import smollm2
-from pdmesh.net.loopback import is_exposed, is_loopback
+from pdmesh.net.addresses import is_exposed, is_loopback
 
 _POLL_S: Final = 0.1
 # What host.json says, by the option that says it for a mesh of one machine, with its default.

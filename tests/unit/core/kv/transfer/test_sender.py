@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.core.deadlines import MAX_LEASES
-from pdmesh.core.kv.layout.buffer_layout import (
-    JOINED_BYTES,
-    MAX_SPANS,
-    KvLayout,
-    KvPart,
-    KvSpan,
-)
+from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvSpan
 from pdmesh.core.kv.transfer import sender_events as tx
+from pdmesh.core.kv.transfer.pull_parts import JOINED_BYTES, MAX_SPANS, KvPart, pull_parts
 from pdmesh.core.kv.transfer.sender import (
     MAX_DECODES,
     MAX_PULLS_PER_TICKET,
@@ -24,7 +19,7 @@ from pdmesh.core.model import Tick
 
 LAYOUT = KvLayout(num_layers=4, num_blocks=4, block_bytes=10)
 WHOLE = KvPart(0, 160, (KvSpan(0, 160),), 0, 4)
-LAYERS = LAYOUT.parts(chunk_bytes=40)  # one layer each
+LAYERS = pull_parts(LAYOUT, chunk_bytes=40)  # one layer each
 
 
 def book_with_ticket(
@@ -186,7 +181,7 @@ def test_joined_parts_keep_the_bounds_of_a_part(
     while sends := book.handle(tx.PartSent(1, 1), now=1.0):
         found += sends
     parts = [effect.part for effect in found if isinstance(effect, tx.SendPart)]
-    uncut = layout.parts(first_block, None, 2 * JOINED_BYTES, True)
+    uncut = pull_parts(layout, first_block, None, 2 * JOINED_BYTES, True)
     assert (len(parts), len(uncut)) == (num_parts, num_uncut)
     longest = max(part.length for part in uncut)
     assert all(part.length <= max(JOINED_BYTES, longest) for part in parts)
