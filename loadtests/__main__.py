@@ -140,6 +140,13 @@ BENCHES = {
         record=True,
         traces=True,
     ),
+    "predictor": Bench(
+        "placement.predictor",
+        "how well a mesh of vLLM predicts the times of prompts that it did not learn from",
+        needs_vllm=True,
+        record=True,
+        traces=True,
+    ),
     "compare-mesh": Bench(
         "placement.compare",
         "placement policies side by side on real meshes of sim instances",

@@ -361,7 +361,14 @@ class VirtualMesh:
         self._reporting.discard(name)
         admitted, ended = self._books[name].take()
         computed = [
-            PrefillComputed(p.request_id, p.num_tokens, p.num_cached_tokens, p.seconds, p.num_steps)
+            PrefillComputed(
+                p.request_id,
+                p.num_tokens,
+                p.num_cached_tokens,
+                p.seconds,
+                p.num_steps,
+                p.num_beside,
+            )
             for p in ended
         ]
         self._compare(name, computed)
@@ -388,7 +395,7 @@ class VirtualMesh:
             if each.num_tokens:
                 prompts.append(PromptTokens(each.num_tokens, each.num_cached_tokens))
             if each.seconds > 0 and prompts:
-                found = fit.span_s(prompts, each.num_steps, instance.num_beside)
+                found = fit.span_s(prompts, each.num_steps, each.num_beside or 0.0)
                 self.errors.append(abs(instance.slowness * found - each.seconds) / each.seconds)
                 prompts.clear()
 
@@ -411,6 +418,8 @@ class VirtualMesh:
     def _on_computed(self, worker: Worker, job: Job, seconds: float) -> None:
         book = self._books[worker.instance_id]
         book.computed(job.leg, job.num_cached, self.clock.now)
+        if worker.work is Work.LOCAL:
+            book.decodes(job.leg, self.clock.now)
         self._report_soon(worker)
 
     def _prefill(self, life: _Life, send: SendPrefill) -> None:
@@ -489,6 +498,7 @@ class VirtualMesh:
         decode, waiting = life.jobs[key]
         decode.admission.computed(key)
         decode.begin(waiting)
+        self._books[decode.instance_id].decodes(key, self.clock.now)
         self._later(life, LegKvReceived(key))
 
     def _release(self, worker: Worker, job: Job) -> None:
@@ -497,6 +507,7 @@ class VirtualMesh:
 
     def _on_end(self, life: _Life, key: int) -> None:
         worker, _ = life.jobs.pop(key)
+        self._books[worker.instance_id].ended(key, self.clock.now)
         num_left = life.request.num_remaining
         self._later(life, DecodeTokens(key, [0] * num_left))
         self._later(life, LegFinished(key, "length"))

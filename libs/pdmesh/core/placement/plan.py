@@ -58,6 +58,7 @@ class Plan:
     prefills: tuple[RankedInstance, ...]
     decodes: tuple[RankedInstance, ...]
     prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
+    first_token_s: float = 0.0  # from now to token 1 of the best prefill, as predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,7 @@ class Placement:
             tuple(_candidate(s, matches, is_local=not decodes) for s in prefills),
             tuple(_candidate(s, matches) for s in decodes),
             predictor.whole_s(prefills[0].instance.kind, query.num_prompt_tokens),
+            prefills[0].instance.available_at - now,
         )
 
     def share_requests(self, shares: Mapping[str, float]) -> None:

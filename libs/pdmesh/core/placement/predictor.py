@@ -78,7 +78,7 @@ class PrefillFit:
         num_reused: int,
         *,
         num_fetched: int = 0,
-        num_beside: int = 0,
+        num_beside: float = 0,
         is_queued: bool = False,
     ) -> float:
         """Seconds that the prompt adds to what its instance has to do; at least 0.1 ms.
@@ -107,7 +107,7 @@ class PrefillFit:
         prompts: Sequence[PromptTokens],
         seconds: float,
         num_steps: int = 1,
-        num_beside: int = 0,
+        num_beside: float = 0,
     ) -> float:
         """Learn from prompts that were computed together. Returns the relative error before."""
         x = _features(prompts, num_steps, num_beside)
@@ -124,7 +124,7 @@ class PrefillFit:
         return error
 
     def span_s(
-        self, prompts: Sequence[PromptTokens], num_steps: int = 1, num_beside: int = 0
+        self, prompts: Sequence[PromptTokens], num_steps: int = 1, num_beside: float = 0
     ) -> float:
         """The time of prompts that are computed together."""
         return max(_MIN_S, self._of(_features(prompts, num_steps, num_beside)))
@@ -155,7 +155,7 @@ class PrefillFit:
 
 
 def _features(
-    prompts: Sequence[PromptTokens], num_steps: int, num_beside: int
+    prompts: Sequence[PromptTokens], num_steps: int, num_beside: float
 ) -> tuple[float, ...]:
     linear = square = cross = fetched = 0.0
     for prompt in prompts:
