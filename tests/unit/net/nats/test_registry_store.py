@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from pdmesh.errors import Unavailable
 from pdmesh.net.nats import registry
 from pdmesh.net.nats.kv_bucket import KvEntry
 from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.net.registry import RecordChanged
 from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.support.waiting import until
 
@@ -135,4 +137,41 @@ async def test_nothing_is_asked_while_the_watch_is_not_live(
     assert bucket.asked == []
     bucket.is_live = True
     await until(lambda: not view.records)
+    await view.close()
+
+
+async def test_a_listener_that_fails_keeps_no_death_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket = Bucket()
+    monkeypatch.setattr(registry, "KvBucket", lambda *_, **__: bucket)
+    view = await NatsRegistry(Bus(), LEASE_S).watch()  # type: ignore[arg-type]
+    gone: list[str] = []
+
+    def fail(change: RecordChanged) -> None:
+        if change.record is None:
+            raise ValueError(change.instance_id)
+
+    view.on_change(fail)
+    view.on_change(lambda change: None if change.record else gone.append(change.instance_id))
+    for name in "ab":
+        await bucket.put(name, b'{"instanceId": "%s", "incarnation": "7"}' % name.encode())
+    for name in "ab":  # they die, one after the other
+        del bucket.kept[name]
+        await until(lambda: name in gone)  # noqa: B023
+    await view.close()
+
+
+async def test_a_view_behind_its_watch_does_not_ask_over_and_over_for_what_is_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket = Bucket()
+    monkeypatch.setattr(registry, "KvBucket", lambda *_, **__: bucket)
+    view = await NatsRegistry(Bus(), 2.0).watch()  # type: ignore[arg-type]
+    for name in ("same", "renewed"):
+        await bucket.put(name, b'{"instanceId": "%s", "incarnation": "7"}' % name.encode())
+    bucket.kept["renewed"] = replace(bucket.kept["renewed"], revision=99)  # the watch is behind
+    await until(lambda: bucket.asked.count("same") >= 4)  # at 2.0, 2.25, 2.75 and 3.75 s
+    assert bucket.asked.count("renewed") <= 2  # at 2.0, and perhaps at 4.0 s
+    assert set(view.records) == {"same", "renewed"}
     await view.close()
