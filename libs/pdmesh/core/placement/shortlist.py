@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Final
 
 from pdmesh.core.placement.instance import Instance
@@ -70,7 +70,7 @@ def _holders(
     end, tries = len(names), _TRIES
     while end and tries > 0:
         first = bisect_left(names, matches[names[end - 1]], 0, end, key=matches.__getitem__)
-        for at in rng.sample(range(first, end), min(end - first, tries)):
+        for at in islice(_shuffled(first, end, rng), tries):
             tries -= 1
             if (instance := find(names[at])) is not None:
                 yield instance
@@ -78,6 +78,16 @@ def _holders(
                 if not count:
                     return
         end = first
+
+
+def _shuffled(first: int, end: int, rng: random.Random) -> Iterator[int]:
+    """The numbers of the range in random order; only those that are taken cost time."""
+    moved: dict[int, int] = {}
+    for at in range(first, end):
+        other = at + int(rng.random() * (end - at))
+        yield moved.pop(other, other)
+        if other != at:
+            moved[other] = moved.pop(at, at)
 
 
 def _sampled(
