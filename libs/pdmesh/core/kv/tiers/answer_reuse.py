@@ -17,7 +17,7 @@ _WEIGHT: Final = 0.05  # of the newest answer whose end is known
 _FIRST: Final = 0.5  # before anything is known of a scope
 
 
-class Continuations:
+class AnswerReuse:
     """`scope` is what chats have in common: the model and the scenario, for example.
 
     Times are in seconds, on the caller's clock. While `max_answers` are undecided, no others are

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pdmesh.core.kv.tiers.continuations import HORIZON_S, MAX_SCOPES, Continuations
+from pdmesh.core.kv.tiers.answer_reuse import HORIZON_S, MAX_SCOPES, AnswerReuse
 
 
 def name(number: int) -> bytes:
@@ -12,7 +12,7 @@ def name(number: int) -> bytes:
 
 
 def test_the_chance_becomes_the_share_of_chats_that_went_on() -> None:
-    rng, known = random.Random(1), Continuations()
+    rng, known = random.Random(1), AnswerReuse()
     for number in range(4000):
         known.answered("long", name(2 * number), float(number))
         known.answered("short", name(2 * number + 1), float(number))
@@ -23,7 +23,7 @@ def test_the_chance_becomes_the_share_of_chats_that_went_on() -> None:
 
 
 def test_a_chat_is_given_up_after_the_horizon_and_not_before() -> None:
-    known = Continuations()
+    known = AnswerReuse()
     first = known.chance("chat")
     known.answered("chat", name(1), 0.0)
     known.answered("chat", name(2), HORIZON_S - 1)
@@ -35,7 +35,7 @@ def test_a_chat_is_given_up_after_the_horizon_and_not_before() -> None:
 
 def test_when_many_answers_are_undecided_the_chance_is_no_other() -> None:
     """Of 100 answers a second, each of whose chats goes on after a minute, few are followed."""
-    known = Continuations(max_answers=8)
+    known = AnswerReuse(max_answers=8)
     for number in range(50_000):
         known.answered("chat", name(number), number / 100)
         if number >= 6000:
@@ -44,7 +44,7 @@ def test_when_many_answers_are_undecided_the_chance_is_no_other() -> None:
 
 
 def test_an_answer_counts_once() -> None:
-    known = Continuations()
+    known = AnswerReuse()
     before = known.chance("chat")
     known.answered("chat", name(1), 0.0)
     known.answered("chat", name(1), 0.0)
@@ -57,7 +57,7 @@ def test_an_answer_counts_once() -> None:
 
 
 def test_what_is_known_is_bounded() -> None:
-    known = Continuations(max_answers=4)
+    known = AnswerReuse(max_answers=4)
     for number in range(3 * MAX_SCOPES):
         known.answered(f"scope {number}", name(number), number * HORIZON_S)
     assert len(known) <= 4
