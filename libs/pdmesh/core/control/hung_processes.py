@@ -13,7 +13,7 @@ SILENCE_S: Final = 20.0
 
 
 @dataclass(slots=True)
-class SilentProcesses:
+class HungProcesses:
     _silent_since: dict[str, float] = field(default_factory=dict)
 
     def probed(self, name: str, now: float, *, is_live: bool) -> bool:

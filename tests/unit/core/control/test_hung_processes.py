@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.control.silent_processes import SILENCE_S, SilentProcesses
+from pdmesh.core.control.hung_processes import SILENCE_S, HungProcesses
 
 
 @pytest.mark.req("S74")
 def test_a_process_is_killed_once_it_has_not_answered_for_too_long() -> None:
-    silent = SilentProcesses()
+    silent = HungProcesses()
     assert not silent.probed("decode-0", 100.0, is_live=False)
     assert not silent.probed("decode-0", 100.0 + SILENCE_S, is_live=False)
     assert silent.probed("decode-0", 100.5 + SILENCE_S, is_live=False)
@@ -18,7 +18,7 @@ def test_a_process_is_killed_once_it_has_not_answered_for_too_long() -> None:
 
 @pytest.mark.req("S74")
 def test_one_answer_ends_the_silence_of_that_process_alone() -> None:
-    silent = SilentProcesses()
+    silent = HungProcesses()
     for name in ("decode-0", "prefill-0"):
         silent.probed(name, 100.0, is_live=False)
     silent.probed("decode-0", 110.0, is_live=True)
