@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from pdmesh.config import JsonObject, ServerUrl, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.images.image_bounds import MAX_PIXELS, ImageRules
-from pdmesh.core.kv.tiers.holds import MAX_HOLD_S
+from pdmesh.core.kv.tiers.session_holds import MAX_HOLD_S
 from pdmesh.core.request import retry_budget
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule

@@ -22,9 +22,9 @@ import structlog
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.file_eviction import KEEP_FILES_S
-from pdmesh.core.kv.tiers.holds import MAX_HOLD_S, SessionState
 from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan, Source, plan_load, prefix_length
 from pdmesh.core.kv.tiers.prefetch import most_prefetched
+from pdmesh.core.kv.tiers.session_holds import MAX_HOLD_S, SessionState
 from pdmesh.kv.tiers.file_tier import FileTier
 from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock, is_intact
 from pdmesh.kv.tiers.loads import Loads

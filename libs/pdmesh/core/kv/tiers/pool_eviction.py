@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdmesh.core.kv.tiers.holds import Holds
+from pdmesh.core.kv.tiers.session_holds import Holds
 
 
 @dataclass(slots=True)

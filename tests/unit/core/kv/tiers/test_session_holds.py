@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.kv.tiers.holds import Holds
+from pdmesh.core.kv.tiers.session_holds import Holds
 
 A, B, C, D, E, F = (bytes([n]) * 16 for n in range(6))
 is_stored = {A, B, C, D}.__contains__
