@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, KvSource, SourceFault
-from pdmesh.kv.tiers.holders import HolderDirectory
+from pdmesh.kv.tiers.peer_lookup import PeerLookup
 from pdmesh.net.convert.source_exclusions import excluded_to_proto
 from pdmesh.net.grpc import rpc
 from pdmesh.v1 import kv_index_service_pb2 as pb
@@ -65,7 +65,7 @@ async def test_blocks_are_fetched_only_from_pools_in_the_same_region(
             store.records[name] = InstanceRecord(
                 instance_id=name, incarnation=1, kv_region=region, kv_addresses=["ucx:1"]
             )
-        directory = HolderDirectory("me")
+        directory = PeerLookup("me")
         await directory.read(MemoryRegistry(store))
 
         async def found() -> list[str]:
@@ -94,7 +94,7 @@ async def test_a_peer_that_this_instance_ejects_is_not_asked() -> None:
             excluded_to_proto(ExcludedSource(KvSource(name, incarnation), fault))
             for name, incarnation, fault in held
         )
-        directory = HolderDirectory("me")
+        directory = PeerLookup("me")
         await directory.read(MemoryRegistry(store))
 
         async def found() -> list[str]:

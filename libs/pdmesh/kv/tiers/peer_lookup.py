@@ -2,7 +2,7 @@
 
 The registry is read now and then, not followed: if every instance followed all others, the cost
 would grow with the square of their number. A peer that is newer than the last reading is not asked
-yet.
+yet. `core.kv.tiers.peer_choice` decides which of these peers may be asked for blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final
 import grpc
 import structlog
 
+from pdmesh.core.kv.tiers.peer_choice import PoolMatch, PoolOwner, peers_to_ask
 from pdmesh.core.kv.transfer.source_exclusions import KvSource, SourceFault
 from pdmesh.kv.tiers.peers import PeerHolding
 from pdmesh.net.convert.source_exclusions import excluded_from
@@ -29,15 +30,15 @@ log = structlog.get_logger(__name__)
 _ASK_S: Final = 0.05
 _READ_EVERY_S: Final = 10.0
 _PAUSE_S: Final = 1.0  # after a failure the index is not asked for this time
-MAX_HOLDINGS: Final = 4  # the longest ones
 
 
-class HolderDirectory:
+class PeerLookup:
     """Until `run` has read the registry, it finds no holders."""
 
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id
         self._records: Mapping[str, InstanceRecord] = {}
+        self._owners: Mapping[str, PoolOwner] = {}
         self._kv_region = ""  # the region that its KV stays in, by its record
         self._corrupt: set[KvSource] = set()  # the peers that it ejects, by its record
         self._channel: grpc.aio.Channel | None = None
@@ -52,6 +53,7 @@ class HolderDirectory:
     async def read(self, registry: Registry) -> None:
         view = await registry.watch()
         self._records = dict(view.records)
+        self._owners = {i: _owner(record) for i, record in self._records.items()}
         own = self._records.get(self._instance_id)
         self._kv_region = own.kv_region if own is not None else ""
         held = excluded_from(own) if own is not None else ()
@@ -70,23 +72,17 @@ class HolderDirectory:
             log.debug("kv.tier.index_failed", code=error.code().name)
             self._not_before = time.monotonic() + _PAUSE_S
             return ()
-        holdings: list[PeerHolding] = []
-        for match in sorted(response.matches, key=lambda m: -m.num_blocks):
-            record = self._records.get(match.instance_id)
-            if record is None or record.incarnation != match.incarnation:
-                continue
-            if record.kv_region != self._kv_region:
-                continue
-            if KvSource(match.instance_id, match.incarnation) in self._corrupt:
-                continue
-            if match.instance_id != self._instance_id and record.kv_addresses:
-                addresses = tuple(record.kv_addresses)
-                holdings.append(
-                    PeerHolding(
-                        match.instance_id, match.incarnation, addresses, first, match.num_blocks
-                    )
-                )
-        return holdings[:MAX_HOLDINGS]
+        matches = [
+            PoolMatch(KvSource(m.instance_id, m.incarnation), m.num_blocks)
+            for m in response.matches
+        ]
+        found = peers_to_ask(
+            matches, self._owners, self._instance_id, self._kv_region, self._corrupt
+        )
+        return [
+            PeerHolding(o.source.instance_id, o.source.incarnation, tuple(o.addresses), first, num)
+            for o, num in found
+        ]
 
     async def close(self) -> None:
         if self._channel is not None:
@@ -104,3 +100,8 @@ class HolderDirectory:
             if old is not None:
                 await old.close(_ASK_S)  # pending calls have this time to end
         return self._channel
+
+
+def _owner(record: InstanceRecord) -> PoolOwner:
+    source = KvSource(record.instance_id, record.incarnation)
+    return PoolOwner(source, record.kv_region, tuple(record.kv_addresses))
