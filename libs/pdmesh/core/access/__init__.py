@@ -1,3 +1,4 @@
 """Decides who a client or an operator is by the claims of its token, which calls an operator's role
-may make, and when the keys of tokens are fetched.
+may make, when the keys of tokens are fetched, and
+what may be exposed without a key or TLS.
 """
