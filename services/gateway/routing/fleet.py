@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.health.gateway_readiness import probed_paths
 from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.kv.transfer.source_exclusions import NO_EXCLUSIONS, KvExchange
 from pdmesh.core.model import Role
@@ -360,23 +361,17 @@ class FleetView:
         return bool(self._fusions or self._prefills or self._decodes)
 
     def paths(self) -> list[tuple[InstanceRecord, InstanceRecord | None]]:
-        """All paths of a request: a prefill and a decode, or one instance for both phases.
+        """All paths of a request, in the order of `core.health.gateway_readiness`.
 
-        Paths that are neighbours in the list have as few instances in common as possible.
+        The second instance is None if the first does both phases.
         """
         prefills, decodes, fusions = (
-            [r for r in records if not r.is_draining]
+            {r.instance_id: pair_of(r) for r in records if not r.is_draining}
             for records in (self._prefills, self._decodes, self._fusions)
         )
-        partners = [(p, [d for d in decodes if pair_of(d) == pair_of(p)]) for p in prefills]
-        pairs = [
-            (prefill, able[(number + turn) % len(able)])
-            for turn in range(len(decodes))
-            for number, (prefill, able) in enumerate(partners)
-            if turn < len(able)
-        ]
-        alone = fusions or ([] if pairs else [*prefills, *decodes])
-        return [*pairs, *((record, None) for record in alone)]
+        records = self._records
+        found = probed_paths(prefills, decodes, list(fusions))
+        return [(records[first], records[second] if second else None) for first, second in found]
 
     # --- candidates ------------------------------------------------------------------------------
 

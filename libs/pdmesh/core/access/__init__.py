@@ -1,4 +1,3 @@
 """Decides who a client or an operator is by the claims of its token, which calls an operator's role
-may make, when the keys of tokens are fetched, and
-what may be exposed without a key or TLS.
+may make, when the keys of tokens are fetched, and what may be exposed without a key or TLS.
 """
