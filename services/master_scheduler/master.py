@@ -14,8 +14,8 @@ import pdmesh
 from pdmesh.core.access.exposure import is_page_local
 from pdmesh.core.groups.membership_changes import GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
-from pdmesh.core.placement.affinity import ChatAffinity
 from pdmesh.core.placement.baselines import POLICIES, default
+from pdmesh.core.placement.chat_affinity import ChatAffinity
 from pdmesh.core.placement.expected_completion import Prices
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.plan import Placement
