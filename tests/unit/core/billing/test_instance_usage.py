@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.cli.view.usage_text import usage_text
-from pdmesh.core.groups.adjustments import Adjustment, adjusted, num_lent
-from pdmesh.core.tenancy.usage import (
-    FREE,
-    MAX_GAP_S,
-    Account,
-    UsageBook,
-    Used,
-    accounts_of,
-)
+from pdmesh.core.billing.accounts import Account
+from pdmesh.core.billing.instance_usage import MAX_GAP_S, UsageBook, Used
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, Unavailable, VersionConflict
 from pdmesh.net.nats.usage_store import UsageStore
@@ -78,26 +71,6 @@ def test_no_second_is_lost_at_the_bound_of_accounts(looks: list[tuple[int, int, 
         book.look({Account(f"s{group % 3}", f"c{group % 7}", f"g{group}"): count}, now)
         assert sum(seconds(book, now).values()) == pytest.approx(expected)
     assert len(seconds(book, now)) <= 5
-
-
-def test_an_instance_counts_for_its_group_while_assigned_and_for_a_pool_while_lent() -> None:
-    desired = read(FILE)
-    world = World(desired, num=8)
-    assert accounts_of(world.observe(), desired, {}) == {FREE: 8}
-    world.round()
-    assert accounts_of(world.observe(), desired, {}) == {DAY: 4, NIGHT: 3, FREE: 1}
-    world.settle()
-    assert accounts_of(world.observe(), desired, {}) == {DAY: 4, NIGHT: 3, FREE: 1}
-
-    lent = {"night": Adjustment(2, 1, (2, 1), "training")}
-    world.desired, world.num_lent = adjusted(desired, lent), num_lent(desired, lent)
-    world.round()  # they drain: their pool has only the instances that were free
-    training = Account("assistant", "chat", "night", "training")
-    assert accounts_of(world.observe(), desired, lent) == {DAY: 4, NIGHT: 3, training: 1}
-    world.settle()
-    assert accounts_of(world.observe(), desired, lent) == {DAY: 4, training: 3, FREE: 1}
-    removed = {"night": Adjustment(2, 1, (2, 1), "off")}
-    assert accounts_of(world.observe(), desired, removed) == {DAY: 4, FREE: 4}
 
 
 class Site:
