@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from pdmesh.core.deadlines import OUTBOX_STALL_S, PROGRESS_EVERY_S
-from pdmesh.core.health.vitals import Vitals
+from pdmesh.core.health.outlier_detection import Vitals
 from pdmesh.core.instance.admission import Admission
 from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, KvSource, SourceFault
 from pdmesh.core.model import PeerId

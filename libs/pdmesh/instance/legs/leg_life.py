@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from pdmesh.core.deadlines import TRANSFER_STALL_S, TRANSFER_TIMEOUT_S
-from pdmesh.core.health.vitals import Vitals
+from pdmesh.core.health.outlier_detection import Vitals
 from pdmesh.core.instance.admission import (
     Admission,
     Admitted,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.core.health.fault_judge import Signal
-from pdmesh.core.health.vitals import (
+from pdmesh.core.health.outlier_detection import (
     LEGS_FAIL,
     PULLS_SLOW,
     REFUSES_FOREVER,
+    OutlierDetector,
     Vitals,
-    VitalsBook,
 )
 
 pytestmark = pytest.mark.req("S34")
@@ -22,7 +22,7 @@ def reasons(signals: tuple[Signal, ...]) -> list[str]:
 
 
 def test_a_single_failure_does_not_count_and_many_are_a_suspicion() -> None:
-    book = VitalsBook()
+    book = OutlierDetector()
     book.heard("d0", 1, "g", Vitals(num_accepted=9, num_ended=9, num_failed=1), 1.0)
     assert book.signals("d0", 1.0) == ()
     book.heard("d0", 1, "g", Vitals(num_accepted=19, num_ended=19, num_failed=11), 2.0)
@@ -30,7 +30,7 @@ def test_a_single_failure_does_not_count_and_many_are_a_suspicion() -> None:
 
 
 def test_failures_are_forgotten_with_the_window_and_with_the_incarnation() -> None:
-    book = VitalsBook()
+    book = OutlierDetector()
     bad = Vitals(num_accepted=10, num_ended=10, num_failed=10)
     book.heard("d0", 1, "g", bad, 1.0)
     assert reasons(book.signals("d0", 1.0)) == [LEGS_FAIL]
@@ -43,7 +43,7 @@ def test_failures_are_forgotten_with_the_window_and_with_the_incarnation() -> No
 
 
 def test_an_instance_that_is_full_forever_is_suspect_and_a_busy_one_is_not() -> None:
-    book = VitalsBook()
+    book = OutlierDetector()
     for i in range(40):
         stuck = Vitals(num_accepted=8, num_refused=8 + i, num_ended=0, num_slots_used=8)
         book.heard("stuck", 1, "g", stuck, float(i))
@@ -60,7 +60,7 @@ def test_an_instance_that_is_full_forever_is_suspect_and_a_busy_one_is_not() -> 
 
 
 def test_a_pull_is_slow_only_in_comparison_with_pulls_of_peers() -> None:
-    book = VitalsBook()
+    book = OutlierDetector()
     for i in range(3):
         book.heard(f"d{i}", 1, "g", Vitals(num_pulls=10, pull_s=0.2), 1.0)
     book.heard("d3", 1, "g", Vitals(num_pulls=10, pull_s=4.0), 1.0)

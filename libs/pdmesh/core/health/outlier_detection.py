@@ -1,9 +1,9 @@
-"""Decides what an instance's counters say against it.
+"""Decides what an instance's counters say against it, beside those of its peers.
 
-The instance may fail what it takes, refuse forever, or pull far slower than its peers. These
-signals are passive: they cost nothing and come from real work, but a single one may be the fault of
-the work. So all of them are suspicions. Rates are taken over a window from counts that only grow,
-so a lost report does no harm.
+The instance may fail what it takes, refuse forever, or pull far slower than its peers. Envoy calls
+this outlier detection. These signals are passive: they cost nothing and come from real work, but a
+single one may be the fault of the work. So all of them are suspicions. Rates are taken over a
+window from counts that only grow, so a lost report does no harm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Vitals:
 
 
 @dataclass(frozen=True, slots=True)
-class VitalsPolicy:
+class OutlierPolicy:
     window_s: float = 30.0
     fail_share: float = 0.5
     min_failed: int = 5
@@ -53,10 +53,10 @@ class _Course:
 
 
 @dataclass(slots=True)
-class VitalsBook:
+class OutlierDetector:
     """`heard` takes each report; `signals` says what speaks against an instance now."""
 
-    policy: VitalsPolicy = field(default_factory=VitalsPolicy)
+    policy: OutlierPolicy = field(default_factory=OutlierPolicy)
     _courses: dict[str, _Course] = field(default_factory=dict)
 
     def heard(
