@@ -245,8 +245,8 @@ class Frontend:
         check_model(tenant, model.name)
         tokenizer = await self.shared.tokenizers.get(
             model.name,
-            fleet.book.text_of(model.name),
-            lambda: fleet.book.text_sources(model.name),
+            fleet.served.text_of(model.name),
+            lambda: fleet.served.text_sources(model.name),
         )
         return model, ServedModel(model.name, tokenizer, model.max_model_len)
 

@@ -1,6 +1,6 @@
 """The models that instances of one kind serve now: by name, their tokenizers, what represents each.
 
-A gateway has one book of the models that make answers and one of those that make vectors.
+A gateway has one `ServedModels` for models that make answers, and one for those that make vectors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdmesh.net.convert.image_facts import images_from_proto
 from pdmesh.v1.common_pb2 import InstanceRecord, ModelText
 
 
-class ModelBook:
+class ServedModels:
     """`preferred` is what `default` means; empty: a model of the request's scenario."""
 
     def __init__(self, preferred: str = "") -> None:

@@ -32,7 +32,7 @@ def _empty() -> dict[str, deque[ToldEvent]]:
 
 
 @dataclass(slots=True)
-class HappeningBook:
+class RecentEvents:
     _kinds: dict[str, deque[ToldEvent]] = field(default_factory=_empty)
 
     def add(self, kind: str, about: str, what: str, at: float) -> None:

@@ -15,7 +15,7 @@ _MAX_ERRORS: Final = 32  # of one request
 
 
 @dataclass(slots=True)
-class RequestBook:
+class RecentRequests:
     """At its bounds, the oldest entry is dropped. Times are seconds since 1970."""
 
     _ended: OrderedDict[str, tuple[float, EndedRequest]] = field(default_factory=OrderedDict)
