@@ -49,7 +49,7 @@ Effect = SendPing | DeclareHung
 
 
 @dataclass(slots=True)
-class EngineWatch:
+class EngineWatchdog:
     """The only way to change state is `handle`.
 
     Times in seconds; `slow_s` is longer than a layer takes.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.instance.engine_watch import (
+from pdmesh.core.instance.engine_watchdog import (
     ENGINE_SILENT,
     ENGINE_SLOW,
     DeclareHung,
-    EngineWatch,
+    EngineWatchdog,
     PingAnswered,
     SendPing,
     WorkSeen,
@@ -18,8 +18,8 @@ from pdmesh.core.model import Tick
 pytestmark = pytest.mark.req("S33")
 
 
-def watch() -> EngineWatch:
-    return EngineWatch(slow_s=4.0, hung_s=20.0)
+def watch() -> EngineWatchdog:
+    return EngineWatchdog(slow_s=4.0, hung_s=20.0)
 
 
 def test_only_one_ping_is_pending_at_a_time() -> None:

@@ -1,9 +1,9 @@
-"""Decides when an instance ends itself, and reports what it knows against itself.
+"""Ends an instance whose engine hangs or that was judged faulty, and reports what it knows of it.
 
-It knows its engine's silence, its node's devices, and the verdict that it should restart, and
-reports all of this with each heartbeat. It ends itself when its engine hangs, or when the fault
-board says that this incarnation must restart. Then its supervisor (launcher, container runtime)
-starts the process anew, with its own backoff and bound. So no other process needs its pid.
+An instance reports its engine's silence, its node's devices and its counters with each heartbeat.
+`core.instance.engine_watchdog` decides whether the engine hangs, and `core.health.fault_levels`
+whether a verdict of the fault board ends this incarnation. Then its supervisor (launcher, container
+runtime) starts the process anew, with its own backoff and bound. So no other process needs its pid.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Final
 import structlog
 
 from pdmesh.core.health.fault_judge import Signal
-from pdmesh.core.health.fault_levels import RESPONSES, FaultAction, level_of
+from pdmesh.core.health.fault_levels import must_restart
 from pdmesh.core.health.node_status import signals_from_file
-from pdmesh.core.instance.engine_watch import (
+from pdmesh.core.instance.engine_watchdog import (
     DeclareHung,
-    EngineWatch,
+    EngineWatchdog,
     PingAnswered,
     SendPing,
     WorkSeen,
@@ -52,10 +52,8 @@ class RestartVerdict:
 
         def on_report(report: FaultReport) -> None:
             is_mine = (report.instance_id, report.instance_incarnation) == self._incarnation
-            action = RESPONSES[level_of(report.level)].action
-            if not is_mine or report.held_back or action is not FaultAction.RESTART_PROCESS:
-                return
-            if not verdict.done():
+            ends = is_mine and must_restart(report.level, report.held_back)
+            if ends and not verdict.done():
                 verdict.set_result(report)
 
         view = self._board.watch(on_report)
@@ -65,13 +63,13 @@ class RestartVerdict:
             await view.close()
 
 
-class SelfCheck:
+class Watchdog:
     """`say_now` sends a heartbeat at once; `node` reads this instance's signals from its node."""
 
     def __init__(
         self,
         host: InstanceHost,
-        watch: EngineWatch,
+        watch: EngineWatchdog,
         verdict: RestartVerdict,
         say_now: Callable[[], None],
         node: ReadNode = lambda: (),

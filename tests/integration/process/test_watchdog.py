@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 
 from pdmesh import failpoints
-from pdmesh.core.instance.engine_watch import EngineWatch
+from pdmesh.core.instance.engine_watchdog import EngineWatchdog
 from pdmesh.engine.base import Sampling
 from pdmesh.errors import EngineFailed
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth
-from pdmesh.instance.incarnation.self_check import RestartVerdict, SelfCheck
+from pdmesh.instance.incarnation.watchdog import RestartVerdict, Watchdog
 from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
 from pdmesh.net.nats.board import Board
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -38,10 +38,10 @@ class EmptyBoard:
     async def close(self) -> None: ...
 
 
-def self_check(instance: SimInstance) -> SelfCheck:
-    return SelfCheck(
+def watchdog(instance: SimInstance) -> Watchdog:
+    return Watchdog(
         instance.host,
-        EngineWatch(slow_s=HUNG_S / 2, hung_s=HUNG_S),
+        EngineWatchdog(slow_s=HUNG_S / 2, hung_s=HUNG_S),
         RestartVerdict(
             cast(Board[FaultReport], EmptyBoard()),
             instance.settings.instance_id,
@@ -55,14 +55,14 @@ async def test_an_engine_with_a_step_longer_than_the_bound_is_not_given_up() -> 
     """With 200 tokens at 39 tokens/s, no ping is answered for over twice the bound."""
     sampling = Sampling(max_tokens=1)
     async with sim_instance("f", FUSION, MemoryTransport, sim_law="slow-cpu") as f:
-        check = self_check(f)
-        watching = asyncio.create_task(check.run())
+        dog = watchdog(f)
+        watching = asyncio.create_task(dog.run())
         async with TestSession(f) as to_f:
             leg = await to_f.prefill(prompt_of(200), sampling, is_local=True)
             await leg.until("accepted")
             while not leg.has("first_token", "failed"):
                 health = InstanceHealth()
-                check.describe(health)
+                dog.describe(health)
                 assert not health.signals, "the instance is not even suspected"
                 assert not watching.done(), watching.exception()
                 await asyncio.sleep(0.05)
@@ -80,7 +80,7 @@ def hang() -> Iterator[Any]:
 
 async def test_an_engine_that_hangs_is_given_up_and_its_legs_fail(hang: Any) -> None:
     async with sim_instance("f", FUSION, MemoryTransport, sim_law="demo") as f:
-        watching = asyncio.create_task(self_check(f).run())
+        watching = asyncio.create_task(watchdog(f).run())
         async with TestSession(f) as to_f:
             hang("engine.step=hang@1+")
             leg = await to_f.prefill(prompt_of(20), Sampling(max_tokens=9), is_local=True)

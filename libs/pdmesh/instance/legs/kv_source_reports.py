@@ -18,7 +18,7 @@ SOURCE_RELEASED: Final = "KV_SOURCE_RELEASED"
 OnError = Callable[[str, str, str], None]  # reason, message, request id
 
 
-class SourceWatch:
+class KvSourceReports:
     """Reports each exclusion and release as an error event.
 
     `on_change` is called when the instance's record must be written again.
