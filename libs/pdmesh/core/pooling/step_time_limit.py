@@ -14,7 +14,7 @@ _SIGN_S: Final = 1.0
 
 
 @dataclass(slots=True)
-class StepPatience:
+class StepTimeLimit:
     """`step_tokens`: the most tokens of a step. A step of `usual_tokens` may take `usual_s`."""
 
     step_tokens: int

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.kv.transfer.kv_path import (
+from pdmesh.core.kv.transfer.gpu_or_host import (
     KvMemory,
     NoSuchPath,
     PathFacts,
