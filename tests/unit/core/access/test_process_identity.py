@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.identity import OPERATORS, ProcessIdentity, callers_of, folder_of
+from pdmesh.core.access.process_identity import OPERATORS, ProcessIdentity, callers_of, folder_of
 from pdmesh.v1 import (
     admin_service_pb2,
     inference_service_pb2,
