@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.health.fault_judge import Signal
 from pdmesh.core.health.fault_levels import Level
 from pdmesh.core.model import Tick
-from pdmesh.core.story import Story, with_story
 
 _PINGS_PER_SLOW: Final = 4
 ENGINE_SLOW, ENGINE_SILENT = "ENGINE_SLOW", "ENGINE_SILENT"
@@ -59,14 +59,14 @@ class EngineWatchdog:
     hung_s: float
     _silent_since: float | None = None  # while a ping is out
     _ticked_at: float | None = None
-    story: Story = field(default_factory=Story, repr=False, compare=False)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
 
     @property
     def period_s(self) -> float:
         """Between two ticks."""
         return self.slow_s / _PINGS_PER_SLOW
 
-    @with_story
+    @recorded
     def handle(self, event: Event, now: float) -> list[Effect]:
         if isinstance(event, PingAnswered):
             self._silent_since = None

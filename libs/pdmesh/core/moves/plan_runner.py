@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.moves.move import Groups, Move, MoveKind, MovePlan, applied
 from pdmesh.core.moves.move_refusal import MAX_BUSY, refusal
-from pdmesh.core.story import Story, with_story
 
 MAX_PLANS: Final = 16  # waiting plans per scenario
 # An earlier leader's plan is finished within this time. Groups lent later would soon be needed
@@ -144,7 +144,7 @@ class PlanRunner:
     move_timeout_s: float = 3600.0
     _running: dict[str, _Running] = field(default_factory=dict)
     _waiting: dict[str, deque[MovePlan]] = field(default_factory=dict)
-    story: Story = field(default_factory=Story, repr=False, compare=False)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
 
     def is_busy(self, scenario: str) -> bool:
         return scenario in self._running or bool(self._waiting.get(scenario))
@@ -183,7 +183,7 @@ class PlanRunner:
                 groups = applied(groups, move)
         return groups
 
-    @with_story
+    @recorded
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case PlanAsked():

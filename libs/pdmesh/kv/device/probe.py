@@ -1,4 +1,4 @@
-"""Finds the facts for `core.kv.transfer.gpu_or_host`: UCX's transports, and what reads GPU memory."""
+"""Finds the facts for `core.kv.transfer.gpu_or_host`: UCX's transports, what reads GPU memory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Encodes text on threads, in batches. Long texts have a lane of their own.
+"""Encodes text on threads, in batches. Long texts have a queue of their own.
 
 A hop to a thread and back costs as much as encoding a thousand characters. So texts that gather
 while a thread works share one hop. A text as long as a context takes a tenth of a second. It waits
 behind other long texts, and never delays a short one. The many texts of a call for vectors or
-scores have a lane with a bound of their own, too. The amount of waiting text is bounded.
+scores have a queue with a bound of their own, too. The amount of waiting text is bounded.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _LONG_CHARS: Final = 65536
 _MAX_BATCH_CHARS: Final = 131072
 
 
-class EncodingLanes:
-    """The lanes of all tokenizers of a gateway. Their bounds are for all models together."""
+class EncodingQueues:
+    """The queues of all tokenizers of a gateway. Their bounds are for all models together."""
 
     def __init__(self, num_threads: int, max_pending_chars: int = MAX_PENDING_CHARS) -> None:
-        self._short = _Lane(num_threads, "tokenizer")
-        self._long = _Lane(1, "tokenizer-long")
+        self._short = _Queue(num_threads, "tokenizer")
+        self._long = _Queue(1, "tokenizer-long")
         self._bulk = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-bulk")
         self._max_pending_chars = max_pending_chars
         self.num_pending_chars = self.num_bulk_chars = 0
@@ -56,10 +56,10 @@ class EncodingLanes:
         num_chars = len(job.text)
         if self.num_pending_chars + num_chars > self._max_pending_chars:
             raise Overloaded("too much text waits to be tokenized")
-        lane = self._long if num_chars > _LONG_CHARS else self._short
+        queue = self._long if num_chars > _LONG_CHARS else self._short
         self.num_pending_chars += num_chars
         try:
-            return await lane.encode(_Item(encode, job))
+            return await queue.encode(_Item(encode, job))
         finally:
             self.num_pending_chars -= num_chars
 
@@ -96,7 +96,7 @@ class _Item:
         return is_alike and self.encode == other.encode
 
 
-class _Lane:
+class _Queue:
     """A queue of texts. Each of its threads takes a batch when it is free."""
 
     def __init__(self, num_threads: int, name: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pdmesh.core.story import IllegalEvent, Story, with_story
+from pdmesh.core.flight_recorder import FlightRecorder, IllegalEvent, recorded
 from pdmesh.errors import NoInstance
 
 
@@ -18,9 +18,9 @@ class Said:
 
 @dataclass(slots=True)
 class Machine:
-    story: Story = field(default_factory=Story)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder)
 
-    @with_story
+    @recorded
     def handle(self, event: Said, now: float) -> list[str]:
         if event.number < 0:
             raise NoInstance("an answer, not a bug")
@@ -41,14 +41,14 @@ def test_an_error_carries_the_last_events_with_their_effects() -> None:
     assert broken(machine) == ["1.500 Said(number=2) -> ['xx']", "9.000 Said(number=0) -> raised"]
 
 
-def test_a_story_is_bounded_in_steps_and_in_length() -> None:
+def test_a_recorder_is_bounded_in_steps_and_in_length() -> None:
     machine = Machine()
     for number in range(1, 2000):
         machine.handle(Said(number), 0.0)
     lines = broken(machine)
     assert len(lines) == 16
     assert max(map(len, lines)) < 600
-    assert "hidden" not in "".join(lines), "the story hides fields that no log may show"
+    assert "hidden" not in "".join(lines), "the recorder hides fields that no log may show"
 
 
 def test_events_without_effects_push_out_no_others() -> None:
@@ -59,7 +59,7 @@ def test_events_without_effects_push_out_no_others() -> None:
     assert [line.split()[0] for line in broken(machine)] == ["0.000", "99.000", "9.000"]
 
 
-def test_an_expected_error_carries_no_story() -> None:
+def test_an_expected_error_carries_no_events() -> None:
     with pytest.raises(NoInstance) as raised:
         Machine().handle(Said(-1), 0.0)
     assert not hasattr(raised.value, "__notes__")

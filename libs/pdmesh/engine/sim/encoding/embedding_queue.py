@@ -22,7 +22,7 @@ from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import end, watched
 
 
-class EmbeddingLane:
+class EmbeddingQueue:
     """`go` gets each job whose wait is over, and how many of its first images have embeddings here.
 
     A job with wrong embeddings is given up instead.

@@ -1,6 +1,6 @@
 """The last events of a state machine, and what each led to: an internal error shows them.
 
-`with_story` wraps a machine's `handle`. It keeps the events and effects themselves, and turns them
+`recorded` wraps a machine's `handle`. It keeps the events and effects themselves, and turns them
 into text only when `handle` raises. So fields that no log may show have `repr=False`.
 """
 
@@ -21,7 +21,7 @@ class IllegalEvent(Exception):
     """An event that cannot happen in this state: a bug here, or in the peer that sent it."""
 
 
-class Story:
+class FlightRecorder:
     """A bounded ring of (time, event, effects).
 
     Of several events of one kind in a row that led to nothing, only the last is kept, so that ticks
@@ -55,10 +55,10 @@ class Story:
 Handle = TypeVar("Handle", bound=Callable[..., Any])  # Any: of any machine
 
 
-def with_story(handle: Handle) -> Handle:
-    """Wrap a machine's `handle(self, event, now)`: each call is added to the machine's `story`.
+def recorded(handle: Handle) -> Handle:
+    """Wrap a machine's `handle(self, event, now)`: each call is added to the machine's `recorder`.
 
-    An error that `handle` raises carries the story as a note.
+    An error that `handle` raises carries the last events as a note.
     """
 
     @wraps(handle)
@@ -68,10 +68,10 @@ def with_story(handle: Handle) -> Handle:
         except MeshError:  # an answer, not a bug
             raise
         except Exception as error:
-            machine.story.add(event, "raised", now)
-            error.add_note(f"the last events and their effects:\n{machine.story}")
+            machine.recorder.add(event, "raised", now)
+            error.add_note(f"the last events and their effects:\n{machine.recorder}")
             raise
-        machine.story.add(event, effects, now)
+        machine.recorder.add(event, effects, now)
         return effects
 
     return cast(Handle, with_steps)  # the signature is the same

@@ -12,7 +12,7 @@ from pdmesh.core.images.embedding_sources import LIMIT
 from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.base import KvPeer, PrefillJob, Sampling
-from pdmesh.engine.sim.encoding.lane import EmbeddingLane
+from pdmesh.engine.sim.encoding.embedding_queue import EmbeddingQueue
 from pdmesh.errors import KvTransferFailed
 
 ENCODER = KvPeer("encoder-0", 1, ("address",))
@@ -39,7 +39,7 @@ async def test_after_some_failures_a_prompt_is_computed_without_a_fetch() -> Non
     agent: Any = UnreachableAgent()
     gone: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
     died: list[BaseException] = []
-    lane = EmbeddingLane(
+    queue = EmbeddingQueue(
         agent,
         lambda job, num: gone.put_nowait((job.leg, num)),
         lambda _: None,
@@ -47,10 +47,10 @@ async def test_after_some_failures_a_prompt_is_computed_without_a_fetch() -> Non
         died.append,
     )
     for leg in range(LIMIT + 2):
-        lane.expect(leg)
-        lane.begin(job(leg))
-        lane.tell(leg, ENCODER)
+        queue.expect(leg)
+        queue.begin(job(leg))
+        queue.tell(leg, ENCODER)
         assert await asyncio.wait_for(gone.get(), 30) == (leg, 0)
     assert agent.num_asked == LIMIT
-    assert lane.numbers()["num_embeddings_skipped"] == 2
+    assert queue.numbers()["num_embeddings_skipped"] == 2
     assert not died

@@ -13,7 +13,7 @@ from pdmesh.engine.sim.constraints.tokenizer import sim_vocabulary
 from pdmesh.net.tasks import watched
 
 
-class GuideLane:
+class GuideQueue:
     """A leg is here from `prepare` until its guide is taken or the leg is aborted.
 
     `refuse` is called with the leg if its constraint cannot be compiled.

@@ -38,7 +38,7 @@ class FetchedBlocks:
     find: FindHolders | None = None  # which peers hold blocks; without it no peer is asked
 
 
-class TierLane:
+class TierQueue:
     """`on_ready` gets a prompt once its blocks were fetched, or could not be fetched."""
 
     def __init__(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdmesh.errors import Overloaded
-from pdmesh.services.gateway.text.encoding_lanes import EncodingJob, EncodingLanes
+from pdmesh.services.gateway.text.encoding_queues import EncodingJob, EncodingQueues
 from tests.support.waiting import until
 
 LONG = "x" * 70_000
@@ -36,10 +36,10 @@ class Encoder:
 
 async def test_texts_that_wait_for_a_thread_are_encoded_together() -> None:
     encoder = Encoder()
-    lanes = EncodingLanes(num_threads=1)
+    queues = EncodingQueues(num_threads=1)
     encoder.gate.clear()
     asks = [
-        asyncio.create_task(lanes.encode(encoder, EncodingJob("a" * i, i == 4)))
+        asyncio.create_task(queues.encode(encoder, EncodingJob("a" * i, i == 4)))
         for i in range(1, 7)
     ]
     await until(lambda: encoder.batches == [[1]])
@@ -51,58 +51,58 @@ async def test_texts_that_wait_for_a_thread_are_encoded_together() -> None:
         "a batch has only calls of one kind, and no cancelled ones"
     )
     assert [d[0] for d in done if not isinstance(d, BaseException)] == [1, 2, 4, 5, 6]
-    assert lanes.num_pending_chars == 0
-    lanes.close()
+    assert queues.num_pending_chars == 0
+    queues.close()
 
 
 @pytest.mark.fault("F31")
 async def test_a_short_text_does_not_wait_for_a_long_one() -> None:
     encoder = Encoder()
-    lanes = EncodingLanes(num_threads=1)
+    queues = EncodingQueues(num_threads=1)
     encoder.gate.clear()
-    long = asyncio.create_task(lanes.encode(encoder, EncodingJob(LONG)))
+    long = asyncio.create_task(queues.encode(encoder, EncodingJob(LONG)))
     await until(lambda: encoder.batches == [[len(LONG)]])
-    short = asyncio.create_task(lanes.encode(encoder, EncodingJob("abc")))
+    short = asyncio.create_task(queues.encode(encoder, EncodingJob("abc")))
     await until(lambda: encoder.batches[1:] == [[3]])  # another thread has it already
     encoder.gate.set()
     assert list(await short) == [3, 0]
     assert (await long)[0] == len(LONG)
-    lanes.close()
+    queues.close()
 
 
 @pytest.mark.fault("F31")
 async def test_text_beyond_the_bound_is_refused_until_there_is_room_again() -> None:
     encoder = Encoder()
-    lanes = EncodingLanes(num_threads=1, max_pending_chars=10)
+    queues = EncodingQueues(num_threads=1, max_pending_chars=10)
     encoder.gate.clear()
-    first = asyncio.create_task(lanes.encode(encoder, EncodingJob("a" * 8)))
+    first = asyncio.create_task(queues.encode(encoder, EncodingJob("a" * 8)))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await lanes.encode(encoder, EncodingJob("b" * 3))
+        await queues.encode(encoder, EncodingJob("b" * 3))
     encoder.gate.set()
     await first
-    assert list(await lanes.encode(encoder, EncodingJob("b" * 3))) == [3, 0]
-    lanes.close()
+    assert list(await queues.encode(encoder, EncodingJob("b" * 3))) == [3, 0]
+    queues.close()
 
 
 async def test_a_text_that_cannot_be_encoded_fails_only_its_own_batch() -> None:
-    encoder, lanes = Encoder(), EncodingLanes(num_threads=1)
+    encoder, queues = Encoder(), EncodingQueues(num_threads=1)
     with pytest.raises(ValueError, match="no"):
-        await lanes.encode(encoder, EncodingJob("!"))
-    assert list(await lanes.encode(encoder, EncodingJob("ab"))) == [2, 0]
-    assert lanes.num_pending_chars == 0
-    lanes.close()
+        await queues.encode(encoder, EncodingJob("!"))
+    assert list(await queues.encode(encoder, EncodingJob("ab"))) == [2, 0]
+    assert queues.num_pending_chars == 0
+    queues.close()
 
 
 async def test_each_text_is_encoded_by_the_tokenizer_of_its_model() -> None:
-    first, second, lanes = Encoder(), Encoder(), EncodingLanes(num_threads=1)
+    first, second, queues = Encoder(), Encoder(), EncodingQueues(num_threads=1)
     first.gate.clear()
     asks = [
-        asyncio.create_task(lanes.encode(encoder, EncodingJob("a" * size)))
+        asyncio.create_task(queues.encode(encoder, EncodingJob("a" * size)))
         for size, encoder in enumerate((first, first, second, second, first), start=1)
     ]
     await until(lambda: first.batches == [[1]])
     first.gate.set()
     assert [(await ask)[0] for ask in asks] == [1, 2, 3, 4, 5]
     assert (first.batches, second.batches) == ([[1], [2], [5]], [[3, 4]])
-    lanes.close()
+    queues.close()

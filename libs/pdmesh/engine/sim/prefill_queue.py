@@ -11,7 +11,7 @@ from pdmesh.engine.sim.model import Words
 
 @dataclass(slots=True)
 class PromptUnderWay:
-    """One prompt in the lane. Its first `num_cached` tokens were found in the prefix cache."""
+    """One prompt in the queue. Its first `num_cached` tokens were found in the prefix cache."""
 
     job: PrefillJob
     blocks: list[int]
@@ -37,7 +37,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class PrefillLane:
+class PrefillQueue:
     chunk_tokens: int
     _prompts: dict[int, PromptUnderWay] = field(default_factory=dict)  # by leg
 

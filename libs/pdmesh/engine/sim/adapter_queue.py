@@ -28,7 +28,7 @@ class SimSlots:
         await asyncio.sleep(0)
 
 
-class AdapterLane:
+class AdapterQueue:
     """`go` gets a job whose adapter is loaded; a job without one never comes here."""
 
     def __init__(
