@@ -31,7 +31,7 @@ from pdmesh.core.moves.move import (
     serving_by_scenario,
 )
 from pdmesh.core.moves.move_refusal import refusal
-from pdmesh.core.moves.plan_runner import (
+from pdmesh.core.moves.next_move import (
     Event,
     GroupsSeen,
     MoveEnded,
@@ -80,7 +80,7 @@ RESUME_WITHIN_S: Final = 3600.0
 WINDOW_S: Final = 30.0  # the window of requests that steer a ratio, unless the settings differ
 
 
-class PlanLoop:
+class MoveLoop:
     """`leadership` returns (whether this process leads, its epoch) now; `wall` is unix time."""
 
     def __init__(
