@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdmesh.core.moves.plan_runner import MoveEnded, MoveSeen
+from pdmesh.core.moves.next_move import MoveEnded, MoveSeen
 
 Counts = tuple[int, int]  # prefills, decodes
 

@@ -24,7 +24,7 @@ from pdmesh.core.moves.move import (
     inverse,
     serving,
 )
-from pdmesh.core.moves.plan_runner import MoveOutcome, PlanEnded
+from pdmesh.core.moves.next_move import MoveOutcome, PlanEnded
 from pdmesh.core.ratio.bottleneck import (
     BottleneckDetector,
     DetectorLimits,

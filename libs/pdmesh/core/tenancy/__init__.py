@@ -1,1 +1,1 @@
-"""Decides how much each tenant may use over all gateways."""
+"""Decides how much each tenant may use over all gateways, and what an ended call costs it."""

@@ -47,7 +47,7 @@ from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.constraints.draws import guided_vocabulary
 from pdmesh.engine.sim.constraints.guide_queue import GuideQueue
 from pdmesh.engine.sim.encoding.embedding_queue import EmbeddingQueue
-from pdmesh.engine.sim.keep import keep_answer
+from pdmesh.engine.sim.kept_kv import keep_answer
 from pdmesh.engine.sim.memory import PagedMemory, SimKv
 from pdmesh.engine.sim.model import SimModel, draw_key, shift_of, tokens_of
 from pdmesh.engine.sim.prefill_queue import PrefillQueue, PromptUnderWay

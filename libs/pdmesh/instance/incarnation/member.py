@@ -25,8 +25,8 @@ from pdmesh.engine.base import KvPeer
 from pdmesh.errors import EngineFailed, InvalidRequest, MeshError
 from pdmesh.instance.incarnation.adapter_follower import AdapterFollower
 from pdmesh.instance.incarnation.assignment import assignment_from
+from pdmesh.instance.incarnation.domain_address import MeetingPoint
 from pdmesh.instance.incarnation.loading import LoadedEngine, load
-from pdmesh.instance.incarnation.meeting_point import MeetingPoint
 from pdmesh.instance.incarnation.record import record_of
 from pdmesh.instance.incarnation.serving import Serving
 from pdmesh.instance.incarnation.watchdog import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.moves.move_progress import TouchedGroup, progress_of
-from pdmesh.core.moves.plan_runner import MoveEnded, MoveSeen
+from pdmesh.core.moves.next_move import MoveEnded, MoveSeen
 
 MADE = TouchedGroup((2, 4), (2, 4), is_reported=True, is_serving=True)
 GONE = TouchedGroup(None, None)

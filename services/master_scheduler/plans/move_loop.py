@@ -32,7 +32,7 @@ from pdmesh.core.moves.move import (
 )
 from pdmesh.core.moves.move_progress import TouchedGroup, progress_of
 from pdmesh.core.moves.move_refusal import refusal
-from pdmesh.core.moves.plan_runner import (
+from pdmesh.core.moves.next_move import (
     Event,
     GroupsSeen,
     MoveEnded,
@@ -79,7 +79,7 @@ _NUM_SHOWN: Final = 50  # decisions
 WINDOW_S: Final = 30.0  # the window of requests that steer a ratio, unless the settings differ
 
 
-class PlanLoop:
+class MoveLoop:
     """`leadership` returns (whether this process leads, its epoch) now; `wall` is unix time."""
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from pdmesh.core.sampling.lark import LarkRules
-from pdmesh.core.sampling.xml_arguments import STYLES, NoXmlGrammar, xml_arguments
+from pdmesh.core.sampling.tool_call_xml import STYLES, NoXmlGrammar, xml_arguments
 
 llguidance = pytest.importorskip("llguidance")
 _DSML: Final = "\uff5cDSML\uff5c"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.health.canary import (
+from pdmesh.core.health.canary_probes import (
     CANARY_FAILED,
     CanaryProbe,
     CanaryRota,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from pdmesh.core.sampling.call_grammar import call_grammar
 from pdmesh.core.sampling.lark import quoted
+from pdmesh.core.sampling.tool_call_grammar import call_grammar
 from pdmesh.engine.grammars.compiler import GrammarRefused
 
 MAX_CHOICES: Final = 10_000

@@ -30,7 +30,7 @@ from pdmesh.core.moves.move import (
     MovePlan,
     Trigger,
 )
-from pdmesh.core.moves.plan_runner import RESUME_WITHIN_S
+from pdmesh.core.moves.next_move import RESUME_WITHIN_S
 from pdmesh.core.placement.fleet import (
     Fleet,
     InstanceRecorded,
@@ -43,8 +43,8 @@ from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.desired_file import read
 from pdmesh.errors import Unavailable
 from pdmesh.services.master_scheduler.groups.desired_convert import adjustments_from
-from pdmesh.services.master_scheduler.plans import plan_loop
-from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
+from pdmesh.services.master_scheduler.plans import move_loop
+from pdmesh.services.master_scheduler.plans.move_loop import MoveLoop
 from pdmesh.v1.admin_service_pb2 import Adjustments
 from tests.fakes.group_world import LIMITS, World
 from tests.support.logs import capture_logs_of
@@ -76,9 +76,9 @@ class Site:
         self.windows = ScenarioWindows()
         self.loop = self.new_loop()
 
-    def new_loop(self) -> PlanLoop:
+    def new_loop(self) -> MoveLoop:
         site: Any = self
-        return PlanLoop(
+        return MoveLoop(
             site, self.windows, lambda: (True, self.world.epoch),
             lambda: self.world.now, lambda: self.wall
         )  # fmt: skip
@@ -525,7 +525,7 @@ async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
     site.settle()
     await windows(10, t_p_s=0.8, is_lost=True)
     assert not site.stored.groups
-    logs = capture_logs_of(plan_loop, monkeypatch)
+    logs = capture_logs_of(move_loop, monkeypatch)
     await windows(10, t_p_s=0.8)
     assert [(g.num_prefill, g.num_decode) for g in site.stored.groups] == [(4, 2)]
     (planned,) = [e for e in logs if e["event"] == "ratio.decided" and e["action"] == "planned"]

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 
-from pdmesh.core.sampling.call_grammar import NoGrammar, call_grammar
+from pdmesh.core.sampling.tool_call_grammar import NoGrammar, call_grammar
 
 llguidance = pytest.importorskip("llguidance")
 TOWN: Final = {

@@ -14,7 +14,7 @@ from pdmesh.core.moves.move import (
     MovePlan,
     Trigger,
 )
-from pdmesh.core.moves.plan_runner import (
+from pdmesh.core.moves.next_move import (
     MAX_PLANS,
     RESUME_WITHIN_S,
     GroupsSeen,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from pdmesh.core.sampling.lark import LarkRules, regex
-from pdmesh.core.sampling.xml_arguments import STYLES, NoXmlGrammar, xml_arguments
+from pdmesh.core.sampling.tool_call_xml import STYLES, NoXmlGrammar, xml_arguments
 
 _MAX_DEPTH: Final = 16
 # If the arguments may be anything, they still must be an object: tools take nothing else.

@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.health.canary import CanaryProbe, CanaryRota, ProbeTarget
+from pdmesh.core.health.canary_probes import CanaryProbe, CanaryRota, ProbeTarget
 from pdmesh.core.model import Role
 from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
 from pdmesh.net.registry import RegistryView

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.request.length_window import (
+from pdmesh.core.request.length_batching import (
     LengthWindow,
     Place,
     padding_waste,
