@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +43,7 @@ from pdmesh.services.gateway.request.bounds import (
 from pdmesh.services.gateway.request.generation import Collaborators, Generation, unheard
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity
 from pdmesh.services.gateway.request.observer import CallReport, Observer
-from pdmesh.services.gateway.request.pacer import Pacer
+from pdmesh.services.gateway.request.pacer import PacedWaiter, Pacer
 from pdmesh.services.gateway.request.spec import (
     UNBOUNDED,
     CallSpec,
@@ -73,8 +72,8 @@ _MAX_TAKEN: Final = (
 )
 
 
-class Call:
-    """Wakes the task that waits for output: at once for the first token and the end, else paced."""
+class Call(PacedWaiter):
+    """A client's call and its choices; a task may wait for their output."""
 
     def __init__(
         self,
@@ -84,6 +83,7 @@ class Call:
         pacer: Pacer,
         permit: Permit = ANYONES_PERMIT,
     ) -> None:
+        super().__init__(pacer)
         self.request_id = request_id
         self.spec = spec
         self.span = span
@@ -94,43 +94,6 @@ class Call:
         self.generations: list[Generation] = []
         self.is_void = False  # the client got nothing but an error
         self.num_reasoning_tokens = 0  # sum over the choices that have ended
-        self._pacer = pacer
-        self._woken_at = -math.inf
-        self._is_paced = False  # the pacer will wake it
-        self._is_dirty = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def on_tokens(self) -> None:
-        """The hot path: called once for each token."""
-        if self._is_paced:
-            return
-        if time.monotonic() - self._woken_at < self._pacer.interval_s:
-            self._is_paced = True
-            self._pacer.later(self._on_pace)
-        else:
-            self.on_news()
-
-    def _on_pace(self) -> None:
-        self._is_paced = False
-        self.on_news()
-
-    def on_news(self) -> None:
-        waiter = self._waiter
-        if waiter is None:
-            self._is_dirty = True
-        elif not waiter.done():
-            waiter.set_result(None)
-
-    async def changed(self) -> None:
-        """Return when there is something to take. Only one task may wait."""
-        if not self._is_dirty:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._is_dirty = False
-        self._woken_at = time.monotonic()
 
     def take(self) -> list[TextDelta]:
         """The new output of each choice.

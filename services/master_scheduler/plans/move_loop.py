@@ -30,6 +30,7 @@ from pdmesh.core.moves.move import (
     serving,
     serving_by_scenario,
 )
+from pdmesh.core.moves.move_progress import TouchedGroup, progress_of
 from pdmesh.core.moves.move_refusal import refusal
 from pdmesh.core.moves.next_move import (
     Event,
@@ -37,7 +38,6 @@ from pdmesh.core.moves.next_move import (
     MoveEnded,
     MoveMade,
     MoveNotBegun,
-    MoveSeen,
     PlanAsked,
     PlanEnded,
     PlanResumed,
@@ -54,6 +54,7 @@ from pdmesh.core.ratio.controller import (
     ScenarioProfiled,
     WindowSeen,
 )
+from pdmesh.core.ratio.disturbed_windows import DisturbedWindows
 from pdmesh.core.ratio.role_loads import RoleLoads
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.core.ratio.throughput import Profile
@@ -75,8 +76,6 @@ log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
 _NUM_SHOWN: Final = 50  # decisions
-# The plan of a schedule is finished within this time. Groups lent later would soon be needed again.
-RESUME_WITHIN_S: Final = 3600.0
 WINDOW_S: Final = 30.0  # the window of requests that steer a ratio, unless the settings differ
 
 
@@ -101,7 +100,7 @@ class MoveLoop:
         self._runner = PlanRunner()
         self._schedule = Schedule(())
         self._lines: tuple[ScheduleLine, ...] | None = None  # the lines of `_schedule`
-        self._disturbed: set[str] = set()  # scenarios with a disturbance since the window began
+        self._disturbed = DisturbedWindows()
         self._states: Groups = {}  # the groups with a ratio, as of the last round
         self.decisions: deque[pb.RatioDecision] = deque(maxlen=_NUM_SHOWN)  # of this leadership
 
@@ -203,16 +202,10 @@ class MoveLoop:
 
         With `is_out`, only those whose group does not fully serve.
         """
-        reports = self._groups.controller.reports
         return frozenset(
             scenario
             for scenario, upgrade in self._groups.view.upgrades.items()
-            if upgrade.current
-            and not (
-                is_out
-                and upgrade.current in reports
-                and reports[upgrade.current].state is GroupState.SERVING
-            )
+            if upgrade.current and not (is_out and self._is_serving(upgrade.current))
         )
 
     def _in_its_place(self, group: GroupShape, racks: tuple[str, ...]) -> GroupShape:
@@ -231,16 +224,11 @@ class MoveLoop:
         return max(map(wanted.dp_size, (Role.PREFILL, Role.DECODE))) if wanted is not None else 1
 
     def _resume(self, states: Groups) -> None:
-        """Finish the plans of an earlier leader's schedules, unless it is too late.
-
-        Schedules fire only once.
-        """
+        """The plans of an earlier leader's schedules: schedules fire only once."""
         for left in pending_from(self._groups.view.desired.adjustments):
             plan, age_s = left.plan, self._wall() - left.plan.asked_at
-            if age_s > RESUME_WITHIN_S:
-                plan = replace(plan, moves=plan.moves[: left.is_moving])
             log.info("plan.resumed", scenario=plan.scenario, num_moves=len(plan.moves), age_s=age_s)
-            self._feed(PlanResumed(replace(left, plan=plan), states))
+            self._feed(PlanResumed(left, states, age_s))
 
     def _ask(self, desired: Desired, states: Groups) -> None:
         if desired.schedules is not self._lines:
@@ -252,21 +240,21 @@ class MoveLoop:
                 self._feed(PlanAsked(due.plan))
 
     def _steer(self, desired: Desired, states: Groups, num_blank: int) -> None:
-        """Adjust the ratio of scenarios with an automatic one, once per window.
-
-        A window with a set-up or a loss in it says nothing about the ratio.
-        """
+        """Adjust the ratio of scenarios with an automatic one, once per window."""
         scenarios = dict(sorted(serving_by_scenario(states).items()))
         self._windows.serve(scenarios)
         self._ratio.keep_only(scenarios)
-        self._disturbed.update(s for s, own in scenarios.items() if not self._is_steady(s, own))
-        self._disturbed |= self._being_upgraded(is_out=False)
+        self._disturbed.see(
+            {s: [self._is_serving(g.group_id) for g in own] for s, own in scenarios.items()},
+            self.planning(),
+            self._being_upgraded(is_out=False),
+        )
         window_s = self._clock() - self._closed_at
         if window_s < self._window_s:
             return
         self._closed_at = self._clock()
         self._loads.close()
-        disturbed, self._disturbed = self._disturbed, set()
+        disturbed = self._disturbed.close()
         for scenario, own in scenarios.items():
             ids = [g.group_id for g in own]
             window = self._windows.close(
@@ -282,11 +270,9 @@ class MoveLoop:
                 seen = WindowSeen(scenario, window, states, num_blank, rate)
                 self._decide(self._ratio.handle(seen, self._clock()))
 
-    def _is_steady(self, scenario: str, own: Sequence[GroupShape]) -> bool:
-        reports = self._groups.controller.reports
-        ids = [g.group_id for g in own]
-        is_serving = all(i in reports and reports[i].state is GroupState.SERVING for i in ids)
-        return is_serving and not self._runner.is_busy(scenario)
+    def _is_serving(self, group_id: str) -> bool:
+        report = self._groups.controller.reports.get(group_id)
+        return report is not None and report.state is GroupState.SERVING
 
     def _decide(self, effects: Sequence[AskMoves | RatioDecided]) -> list[pb.RatioDecision]:
         told: list[pb.RatioDecision] = []
@@ -310,41 +296,29 @@ class MoveLoop:
         return told
 
     def _notice_ends(self, known: adjustments.Adjustments, desired: Desired) -> None:
+        shall_be = adjustments.adjusted(desired, known)
         for scenario, move in self._runner.moving.items():
             touched = [move.group_id, *([move.to_group] if move.role and move.to_group else [])]
-            states = [self._state_of(group_id, known, desired) for group_id in touched]
-            if GroupState.FAILED in states:
-                why = self._groups.controller.reports[move.group_id].detail
-                self._feed(MoveEnded(scenario, is_done=False, detail=why))
-            elif all(state is GroupState.SERVING for state in states):
-                self._feed(MoveEnded(scenario, is_done=True))
-            else:
-                waiting = [
-                    g for g, s in zip(touched, states, strict=True) if s is not GroupState.SERVING
-                ]
-                reports = [self._groups.controller.reports.get(group_id) for group_id in waiting]
-                lacks = [report.lacks if report else "" for report in reports]
-                is_known = None not in states
-                self._feed(MoveSeen(scenario, "; ".join(lacks) if is_known and all(lacks) else ""))
+            self._feed(progress_of(scenario, [self._touched(g, shall_be) for g in touched]))
 
-    def _state_of(
-        self, group_id: str, known: adjustments.Adjustments, desired: Desired
-    ) -> GroupState | None:
-        """The group's state; None until the group controller has seen its desired counts.
-
-        A lent group that is gone matches its desired state.
-        """
+    def _touched(self, group_id: str, shall_be: Desired) -> TouchedGroup:
         observed = self._groups.observed
         assert observed is not None
-        wanted = observed.wanted.groups.get(group_id)
-        shall_be = adjustments.adjusted(desired, known).groups.get(group_id)
-        report = self._groups.controller.reports.get(group_id)
-        if shall_be is None or wanted is None:
-            is_gone = shall_be is None and wanted is None and report is None
-            return GroupState.SERVING if is_gone else None
-        counts = (wanted.counts[Role.PREFILL], wanted.counts[Role.DECODE])
-        is_seen = counts == (shall_be.prefill, shall_be.decode)
-        return report.state if is_seen and report is not None else None
+        wanted, group = observed.wanted.groups.get(group_id), shall_be.groups.get(group_id)
+        counts = (
+            (group.prefill, group.decode) if group is not None else None,
+            (wanted.counts[Role.PREFILL], wanted.counts[Role.DECODE]) if wanted else None,
+        )
+        if (report := self._groups.controller.reports.get(group_id)) is None:
+            return TouchedGroup(*counts)
+        return TouchedGroup(
+            *counts,
+            is_reported=True,
+            is_serving=report.state is GroupState.SERVING,
+            is_failed=report.state is GroupState.FAILED,
+            detail=report.detail,
+            lacks=report.lacks,
+        )
 
     async def _make(
         self, starts: Sequence[StartMove], desired: Desired, known: adjustments.Adjustments

@@ -18,6 +18,9 @@ from pdmesh.core.moves.move import Groups, Move, MoveKind, MovePlan, applied
 from pdmesh.core.moves.move_refusal import MAX_BUSY, refusal
 
 MAX_PLANS: Final = 16  # waiting plans per scenario
+# An earlier leader's plan is finished within this time. Groups lent later would soon be needed
+# again.
+RESUME_WITHIN_S: Final = 3600.0
 
 
 class MoveOutcome(enum.StrEnum):
@@ -41,10 +44,14 @@ class PendingPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanResumed:
-    """An earlier leader left this plan; `groups` are as they are now."""
+    """An earlier leader left this plan; `groups` are as they are now.
+
+    `age_s`: since the plan was asked for. If that is too long, only a move under way is finished.
+    """
 
     left: PendingPlan
     groups: Groups
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +188,8 @@ class PlanRunner:
         match event:
             case PlanAsked():
                 return self._on_asked(event.plan)
-            case PlanResumed(left, groups):
-                return self._on_resumed(left, groups, now)
+            case PlanResumed():
+                return self._on_resumed(event, now)
             case MoveNotBegun(scenario):
                 return self._on_not_begun(scenario)
             case MoveSeen():
@@ -209,11 +216,13 @@ class PlanRunner:
         waiting.append(plan)
         return []
 
-    def _on_resumed(self, left: PendingPlan, groups: Groups, now: float) -> list[Effect]:
-        plan = left.plan
+    def _on_resumed(self, event: PlanResumed, now: float) -> list[Effect]:
+        left, plan = event.left, event.left.plan
+        if event.age_s > RESUME_WITHIN_S:
+            plan = replace(plan, moves=plan.moves[: left.is_moving])
         if not left.is_moving or plan.scenario in self._running:
             return self._on_asked(plan)
-        touched = frozenset({plan.scenario, *_scenarios(plan.moves[0], groups)})
+        touched = frozenset({plan.scenario, *_scenarios(plan.moves[0], event.groups)})
         self._running[plan.scenario] = _Running(plan, 0, now, touched=touched)
         return []
 

@@ -16,12 +16,15 @@ from pdmesh.core.moves.move import (
 )
 from pdmesh.core.moves.next_move import (
     MAX_PLANS,
+    RESUME_WITHIN_S,
     GroupsSeen,
     MoveEnded,
     MoveMade,
     MoveOutcome,
+    PendingPlan,
     PlanAsked,
     PlanEnded,
+    PlanResumed,
     PlanRunner,
     StartMove,
 )
@@ -67,6 +70,20 @@ def test_a_plan_ends_at_a_move_that_failed_or_is_no_longer_allowed() -> None:
     assert (ended.outcome, ended.num_moves) == (MoveOutcome.REFUSED, 1)
     assert "busy" in ended.detail
     assert not runner.is_busy("chat")
+
+
+@pytest.mark.req("S21")
+@pytest.mark.parametrize(("is_moving", "num_late"), [(True, 1), (False, 0)])
+def test_a_plan_that_an_earlier_leader_left_long_ago_ends_with_the_move_under_way(
+    is_moving: bool, num_late: int
+) -> None:
+    moves = (Move("g0", MoveKind.CHANGE_ROLE, D),) * 3
+    left = PendingPlan(MovePlan("chat", Trigger.SCHEDULE, moves, "night"), is_moving)
+    groups = {"g0": replace(GROUP, prefill_busy=0.1)}
+    for age_s, num_moves in ((RESUME_WITHIN_S, 3), (RESUME_WITHIN_S + 1, num_late)):
+        runner = PlanRunner()
+        runner.handle(PlanResumed(left, groups, age_s), 0.0)
+        assert sum(len(each.plan.moves) for each in runner.outstanding()) == num_moves
 
 
 def test_a_move_without_news_is_given_up_and_the_number_of_waiting_plans_is_bounded() -> None:

@@ -30,6 +30,7 @@ from pdmesh.core.moves.move import (
     MovePlan,
     Trigger,
 )
+from pdmesh.core.moves.next_move import RESUME_WITHIN_S
 from pdmesh.core.placement.fleet import (
     Fleet,
     InstanceRecorded,
@@ -43,7 +44,7 @@ from pdmesh.desired_file import read
 from pdmesh.errors import Unavailable
 from pdmesh.services.master_scheduler.groups.desired_convert import adjustments_from
 from pdmesh.services.master_scheduler.plans import move_loop
-from pdmesh.services.master_scheduler.plans.move_loop import RESUME_WITHIN_S, MoveLoop
+from pdmesh.services.master_scheduler.plans.move_loop import MoveLoop
 from pdmesh.v1.admin_service_pb2 import Adjustments
 from tests.fakes.group_world import LIMITS, World
 from tests.support.logs import capture_logs_of

@@ -1,4 +1,8 @@
-"""How far the groups are on their way to a version of the desired state."""
+"""Decides whether a rollout is done or has failed, and says how far it is.
+
+A canary that waits for an operator counts as done: there is nothing more to wait for. A rollout has
+failed if its upgrade went back or a newer version has replaced it. Scripts depend on this.
+"""
 
 from __future__ import annotations
 
