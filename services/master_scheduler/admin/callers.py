@@ -1,8 +1,7 @@
-"""Decides who a caller of the admin API is, and which role it has.
+"""Finds out who a caller of the admin API is, and which role it has.
 
-A caller shows the admin token, an API key of an operator, or a token of the OpenID provider. With
-mutual TLS its certificate counts if it shows none of them. If no admin token is set, callers on
-this machine are admins.
+A caller shows the admin token, an API key of an operator, or a token of the OpenID provider. If it
+shows none of them, `core.access.operator_roles` decides.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import grpc
 from pdmesh import api_keys
 from pdmesh.core.access.claims import ClaimNames, role_of, who_of
 from pdmesh.core.access.exposure import is_loopback_number
-from pdmesh.core.access.operator_roles import ROLES, AdminRole
+from pdmesh.core.access.operator_roles import AdminRole, role_without_token
 from pdmesh.errors import NotAllowed
 from pdmesh.followed_keys import FollowedKeys, OnKeysChanged
 from pdmesh.net.grpc.peers import caller_of
@@ -94,13 +93,16 @@ class AdminAccess:
         bearer = _bearer(metadata)
         if bearer and (shown := await self._of_bearer(bearer, peer)) is not None:
             return shown
-        if self._token:
-            raise NotAllowed(_WRONG)
-        if (certificate := caller_of(context)) is not None:
-            return AdminCaller(str(certificate), "certificate", ROLES.get(certificate.role), peer)
-        if is_local(peer):
-            return AdminCaller("local", "local", AdminRole.ADMIN, peer)
-        raise NotAllowed(_NOT_HERE)
+        certificate = caller_of(context)
+        found = role_without_token(
+            has_admin_token=self.has_token,
+            certificate_role=certificate.role if certificate is not None else None,
+            is_local=is_local(peer),
+        )
+        if found is None:
+            raise NotAllowed(_WRONG if self._token else _NOT_HERE)
+        who = str(certificate) if certificate is not None else found.by
+        return AdminCaller(who, found.by, found.role, peer)
 
     async def _of_bearer(self, bearer: str, peer: str) -> AdminCaller | None:
         """None: there is nothing that it could be. Raises NotAllowed, InvalidToken, Unavailable."""

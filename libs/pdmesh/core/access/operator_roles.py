@@ -1,12 +1,13 @@
-"""Which role an operator needs for which method of AdminService, in one table.
+"""Decides which role an operator has who shows no token, and which role each method needs.
 
-A role may do all that the roles below it may. A method that is not in the table may be called by
-nobody.
+The methods are those of AdminService, in one table. A role may do all that the roles below it may.
+A method that is not in the table may be called by nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Final
@@ -24,6 +25,30 @@ class AdminRole(IntEnum):
 
 
 ROLES: Final[Mapping[str, AdminRole]] = MappingProxyType({str(role): role for role in AdminRole})
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRole:
+    """`by`: certificate, or local: nothing but the caller's address. `role` None: it has none."""
+
+    by: str
+    role: AdminRole | None
+
+
+def role_without_token(
+    *, has_admin_token: bool, certificate_role: str | None, is_local: bool
+) -> ShownRole | None:
+    """The role of an operator who shows neither a token nor a key; None: the call is refused.
+
+    If the mesh has an admin token, that is refused always. Otherwise the certificate decides, and
+    without mutual TLS (`certificate_role` None) callers on this machine are admins.
+    """
+    if has_admin_token:
+        return None
+    if certificate_role is not None:
+        return ShownRole("certificate", ROLES.get(certificate_role))
+    return ShownRole("local", AdminRole.ADMIN) if is_local else None
+
 
 NEEDED: Final[Mapping[str, AdminRole]] = MappingProxyType(
     {

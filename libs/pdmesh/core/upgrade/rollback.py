@@ -1,9 +1,8 @@
 """Decides when a bad upgrade is turned back, and which group goes back next (S24).
 
-A revision is bad if a group cannot be set up with it or is not complete in time, if more than one
-of the group's instances was lost or faulty, or if it answers worse than the old revision (see
-`revision_health`). Then all groups go back, one at a time, and so does the desired state, as a new
-version.
+A revision is bad if a group cannot be set up with it or is not complete in time, or if
+`revision_health` finds it worse than the old one. Then all groups go back, one at a time, and so
+does the desired state, as a new version.
 """
 
 from __future__ import annotations

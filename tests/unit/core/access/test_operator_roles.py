@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from pdmesh.core.access.operator_roles import NEEDED, AdminRole, changes, refusal
+import pytest
+
+from pdmesh.core.access.operator_roles import (
+    NEEDED,
+    AdminRole,
+    ShownRole,
+    changes,
+    refusal,
+    role_without_token,
+)
 from pdmesh.v1 import admin_service_pb2
 
 METHODS = {m.name for m in admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].methods}
@@ -29,3 +38,25 @@ def test_a_role_may_do_what_lower_ones_may_and_no_more() -> None:
 
 def test_a_method_that_is_not_in_the_table_is_for_nobody() -> None:
     assert refusal("DropEverything", AdminRole.ADMIN, "ann") == "DropEverything is for nobody"
+
+
+@pytest.mark.parametrize(
+    ("certificate_role", "is_local", "expected"),
+    [
+        ("viewer", True, ShownRole("certificate", AdminRole.VIEWER)),
+        ("operator", False, ShownRole("certificate", AdminRole.OPERATOR)),
+        ("prefill", True, ShownRole("certificate", None)),  # a process is no operator
+        (None, True, ShownRole("local", AdminRole.ADMIN)),
+        (None, False, None),
+    ],
+)
+def test_without_a_token_the_certificate_decides_and_then_the_address(
+    certificate_role: str | None, is_local: bool, expected: ShownRole | None
+) -> None:
+    def found(*, has_admin_token: bool) -> ShownRole | None:
+        return role_without_token(
+            has_admin_token=has_admin_token, certificate_role=certificate_role, is_local=is_local
+        )
+
+    assert found(has_admin_token=False) == expected
+    assert found(has_admin_token=True) is None

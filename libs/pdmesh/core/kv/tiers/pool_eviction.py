@@ -4,7 +4,7 @@ It also knows which block is in which slot. Order of eviction:
 - free slots first;
 - then the least recently used block that no request has asked for again since it was stored;
 - then the least recently used block that some request has asked for again;
-- then the least recently used block that a paused session holds (`holds.py`).
+- then the least recently used block that a paused session holds (`session_holds.py`).
 
 A pinned block is in use and is never evicted. A block that many requests asked for (a system
 prompt) is kept. When too many blocks are kept, the least recently used kept block becomes an
