@@ -67,7 +67,10 @@ def build(
         config = engine_config(AsyncEngineArgs, arguments)
         if config.kv_transfer_config is not None:  # pooling and encoding move no KV
             reuses = bool(config.cache_config.enable_prefix_caching)
-            check_cache_kinds(config.model_config, reuses_prefixes=reuses)
+            told = config.kv_transfer_config.kv_connector_extra_config
+            check_cache_kinds(
+                config.model_config, reuses_prefixes=reuses, has_tiers=bool(told.get("tiers"))
+            )
         # vLLM's platform for CPUs ignores the argument, after vLLM has checked that it may be set.
         config.scheduler_config.async_scheduling = bool(arguments.get("async_scheduling"))
         if not is_wanted():
