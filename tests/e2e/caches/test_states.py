@@ -62,11 +62,10 @@ def stateful_cases(block_size: int, seed: int = 6) -> list[Case]:
     edges = [1, 2, *(k * size + d for k in (1, 2, 4) for d in (-1, 0, 1)), 5 * size + size // 2]
     shared = tuple(rng.choices(VOCABULARY, k=3 * size))
     cases = [Case(tuple(rng.choices(VOCABULARY, k=n)), rng.choice((3, 5, 8))) for n in edges]
-    for length in (size, 2 * size - 1, 2 * size, 3 * size):
-        cases.append(Case(shared[:length] + tuple(rng.choices(VOCABULARY, k=size // 2)), 5))
-    for length in (size // 2, 2 * size):
-        cases.append(Case(tuple(rng.choices(VOCABULARY, k=length)), size + size // 2))
-    return cases
+    prefixes = [shared[:length] for length in (size, 2 * size - 1, 2 * size, 3 * size)]
+    cases += [Case((*each, *rng.choices(VOCABULARY, k=size // 2)), 5) for each in prefixes]
+    lengths, answer = (size // 2, 2 * size), size + size // 2
+    return cases + [Case(tuple(rng.choices(VOCABULARY, k=n)), answer) for n in lengths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +117,7 @@ def model_dir(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(
-    kind: Kind, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Plain]:
+def plain(kind: Kind, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
     with plain_vllm(
         model_dir,
         stateful_cases(kind.block_size),
