@@ -36,6 +36,9 @@ def write_tiny_lfm2(directory: Path, seed: int = 0) -> Path:
     config = Lfm2Config(
         **_SIZES,
         conv_L_cache=3,
+        conv_dim=128,
+        block_dim=128,
+        block_ff_dim=256,
         block_auto_adjust_ff_dim=False,
         layer_types=["conv", "full_attention"] * 2,
     )
