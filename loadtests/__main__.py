@@ -51,6 +51,10 @@ BENCHES = {
         "gateway.mesh_cost",
         "the CPU of each process of a mesh, of this tree and of another revision, in turn",
     ),
+    "tls-cost": Bench(
+        "gateway.tls_cost",
+        "what TLS between all processes costs: the CPU of a mesh without and with it, in turn",
+    ),
     "instructions": Bench(
         "gateway.instructions",
         "the gateway's instructions, of this tree and of another revision (needs Valgrind)",

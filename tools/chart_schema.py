@@ -25,8 +25,8 @@ NOT_IN_VALUES: Final = frozenset({
     "ADMIN_TOKEN", "ADMIN_TOKEN_FILE", "ADVERTISE_HOST", "ALLOW_ANONYMOUS", "DEVICE_DIR",
     "DRAIN_S", "FAILPOINT", "GRPC_PORT", "HASH_SECRET", "HOST", "HTTP_PORT", "INNER_HOST",
     "INSTANCE_ID", "KEYS_FILE", "LOG_FORMAT", "MESH_TOKEN", "MESH_TOKEN_FILE", "NATS_URL",
-    "NODE_ID", "NODE_STATUS_FILE", "OPS_FILE", "OPS_PORT", "PICKER_PORT", "REDIS_URL", "REUSE_PORT",
-    "ROLE", "STATE_DIR", "TLS_DIR",
+    "NODE_ID", "NODE_STATUS_FILE", "OIDC_AUDIENCE", "OIDC_CA_FILE", "OIDC_ISSUER", "OPS_FILE",
+    "OPS_PORT", "PICKER_PORT", "REDIS_URL", "REUSE_PORT", "ROLE", "STATE_DIR", "TLS_DIR",
 })  # fmt: skip
 # Pools of the roles pooling, encoder and blank run the service `instance`.
 INSTANCES: Final = ("prefill", "decode", "instance")

@@ -19,9 +19,9 @@ from typing import Any, Final
 import msgspec
 
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.access.roles import ROLES, AdminRole
-from pdmesh.core.tenancy.entry import NAME, TenantEntry
+from pdmesh.core.access.operator_roles import ROLES, AdminRole
 from pdmesh.core.tenancy.limits import Tenant
+from pdmesh.core.tenancy.tenant import NAME, TenantEntry
 
 _PREFIX: Final = "pdm"
 _MAX_TOKEN_CHARS: Final = 128

@@ -299,7 +299,7 @@ def as_markdown(measures: Sequence[Measure]) -> str:
 ABOUT: Final = (
     "SmolLM2-135M in fp32 on vLLM's CPU build, where an engine that schedules ahead has a process "
     "more. Each cell: sync, async, as medians of the rounds. A ratio is that of a round's two "
-    "turns: median (least-most). Other processes took their share of the cores."
+    "turns: median (least-most)."
 )
 
 

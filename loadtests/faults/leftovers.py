@@ -13,7 +13,7 @@ from typing import Any, Final
 import nats
 from redis.asyncio import Redis
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.kv.index import redis_keys as keys
 
 _SYSV_TABLE: Final = Path("/proc/sysvipc/shm")

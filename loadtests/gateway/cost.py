@@ -41,7 +41,7 @@ async def main():
     env = {k: {f"PDMESH_{k.upper()}_{n}": v for n, v in of.items()} for k, of in json.loads(sys.argv[1]).items()}
     spec = MeshSpec(
         engine="sim", http_port=0, grpc_port=0, service_env=env, start_timeout_s=float(sys.argv[2]),
-        num_gateways=int(sys.argv[3])
+        num_gateways=int(sys.argv[3]), **json.loads(sys.argv[4])
     )
     with tempfile.TemporaryDirectory(prefix="pdmesh-cost-") as directory:
         async with Mesh(spec, Path(directory)) as mesh:
@@ -134,8 +134,12 @@ def running(
     num_gateways: int = 1,
     python: str = sys.executable,
     prefill_slots: int | None = None,
+    **spec: object,
 ) -> Iterator[Tree]:
-    """A mesh of the tree, until the block ends. Its processes import from `first_path` first."""
+    """A mesh of the tree, until the block ends. Its processes import from `first_path` first.
+
+    `spec`: what else its MeshSpec says.
+    """
     paths = [first_path, str(tree / "libs"), str(tree)]
     environment = {
         **os.environ,
@@ -147,7 +151,15 @@ def running(
     if prefill_slots is not None:
         settings["prefill"]["NUM_SLOTS"] = str(prefill_slots)
     process = subprocess.Popen(
-        [python, "-c", _MESH, json.dumps(settings), str(start_s), str(num_gateways)],
+        [
+            python,
+            "-c",
+            _MESH,
+            json.dumps(settings),
+            str(start_s),
+            str(num_gateways),
+            json.dumps(spec),
+        ],
         cwd=tree,
         env=environment,
         stdin=subprocess.PIPE,

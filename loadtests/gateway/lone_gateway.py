@@ -19,7 +19,7 @@ import grpc
 import uvloop
 from opentelemetry.sdk.resources import Resource
 
-from pdmesh.lifecycle import calm_the_collector
+from pdmesh.service_process import calm_the_collector
 from pdmesh.telemetry import logs, metrics, traces
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord

@@ -24,7 +24,7 @@ from loadtests.harness.results import Spread, write
 from loadtests.peers.__main__ import ask
 from loadtests.peers.cases import CASES, WARM_UP, Case
 
-_NUM_GATEWAYS: Final = 2
+NUM_GATEWAYS: Final = 2
 _WARM_UP_S: Final = 2.0
 ABOUT: Final = (
     "Milliseconds of CPU per request, medians over the rounds; the last column is new / old of "
@@ -40,6 +40,7 @@ class Window:
 
     requests_per_s: float
     cpu_ms: Mapping[str, float]
+    ttft_p50_ms: float
 
     @property
     def total_ms(self) -> float:
@@ -60,15 +61,32 @@ def window(tree: Tree, case: Case, seconds: float) -> Window:
     cpu_ms = dict.fromkeys(KINDS, 0.0)
     for name, cpu_s in cpu_between(before, processes.costs()).items():
         cpu_ms[kind_of(name)] += 1e3 * cpu_s / max(1, load.num_ok)
-    return Window(load.requests_per_s, cpu_ms)
+    return Window(load.requests_per_s, cpu_ms, load.ttft_p50_ms)
 
 
 Sides = dict[str, list[Window]]  # by case
 
 
-def table(revision: str, old: Sides, new: Sides) -> str:
+def in_turn(
+    meshes: tuple[Tree, Tree], cases: Sequence[Case], rounds: int, seconds: float
+) -> tuple[Sides, Sides]:
+    """What each of two meshes that run side by side took for the cases, round by round."""
+    found: tuple[Sides, Sides] = ({c.name: [] for c in cases}, {c.name: [] for c in cases})
+    for mesh in meshes:
+        window(mesh, WARM_UP, _WARM_UP_S)
+    order = list(zip(meshes, found, strict=True))
+    for number in range(rounds):
+        for case in cases:
+            for mesh, sides in order if number % 2 == 0 else order[::-1]:
+                sides[case.name].append(window(mesh, case, seconds))
+        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    return found
+
+
+def table(names: tuple[str, str, str], old: Sides, new: Sides) -> str:
+    """`names`: of the first mesh, of the second, and of their ratio."""
     lines = [
-        f"| case | CPU of | {revision}, ms | this tree, ms | new / old |",
+        f"| case | CPU of | {names[0]}, ms | {names[1]}, ms | {names[2]} |",
         "|---|---|---|---|---|",
     ]
     for name, before in old.items():
@@ -99,8 +117,8 @@ def both(
     """A mesh of the revision, run by `python`, and one of this tree with the settings of `env`."""
     with (
         checked_out(revision) as tree,
-        running(tree, num_gateways=_NUM_GATEWAYS, python=python, prefill_slots=old_slots) as before,
-        running(ROOT, env=env, num_gateways=_NUM_GATEWAYS, prefill_slots=slots) as now,
+        running(tree, num_gateways=NUM_GATEWAYS, python=python, prefill_slots=old_slots) as before,
+        running(ROOT, env=env, num_gateways=NUM_GATEWAYS, prefill_slots=slots) as now,
     ):
         yield before, now
 
@@ -121,21 +139,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
     options = parser.parse_args()
     cases = [case for case in CASES[: options.cases] if options.only in (None, case.name)]
-    old: Sides = {case.name: [] for case in cases}
-    new: Sides = {case.name: [] for case in cases}
     env = dict(each.split("=", 1) for each in options.set)
     slots = options.prefill_slots
     old_slots = slots if options.old_prefill_slots is None else options.old_prefill_slots
-    with both(options.old, options.old_python, old_slots, slots, env) as (before, now):
-        for tree in (before, now):
-            window(tree, WARM_UP, _WARM_UP_S)
-        for number in range(options.rounds):
-            order = [(before, old), (now, new)]
-            for case in cases:
-                for tree, found in order if number % 2 == 0 else order[::-1]:
-                    found[case.name].append(window(tree, case, options.seconds))
-            print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
-    text = table(options.old, old, new)
+    with both(options.old, options.old_python, old_slots, slots, env) as meshes:
+        old, new = in_turn(meshes, cases, options.rounds, options.seconds)
+    text = table((options.old, "this tree", "new / old"), old, new)
     print(text)
     if options.out is not None:
         write(options.out, "loadtests.gateway.mesh_cost", "CPU of a mesh", ABOUT, text)

@@ -41,8 +41,8 @@ from loadtests.traffic import replay
 from loadtests.traffic.report import Slo, part
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.policies import Weights
-from pdmesh.engine.laws import LAWS
 from pdmesh.engine.sim.config import CHUNK_TOKENS
+from pdmesh.engine.step_time_laws import LAWS
 from pdmesh.launcher.mesh import MeshFailed
 
 _MANY_BLOCKS: Final = 16_384  # for a decode, which is not measured

@@ -40,12 +40,12 @@ from loadtests.placement.generalises_report import (
 from loadtests.placement.unknown_laws import tiled
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.traffic.workloads import Arrival, azure, mooncake, trace_file
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.placement.baselines import POLICIES, default
 from pdmesh.core.placement.expected_completion import Prices
 from pdmesh.core.placement.policies import Weights
-from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
 from pdmesh.engine.sim.config import CHUNK_TOKENS
+from pdmesh.engine.step_time_laws import MOCKER, SMOLLM2_CPU
 
 _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
 _FUSION: Final = MeshShape(MOCKER, num_fusion=4, num_blocks=2048, block_size=families.BLOCK)

@@ -34,7 +34,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadtests.harness.results import spread_table, write
 from loadtests.traffic.loops import Answer, Target, closed_loop
 from loadtests.traffic.workloads import Arrival, block_name
-from pdmesh.core.ratio.model import Profile, Split
+from pdmesh.core.ratio.throughput import Profile, Split
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 

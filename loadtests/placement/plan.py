@@ -24,7 +24,7 @@ import structlog
 from loadtests.harness.processes import ProcessSet, cpu_between
 from loadtests.harness.results import quantile, write
 from loadtests.traffic.workloads import block_name
-from pdmesh.core.groups.announcements import GroupTracker
+from pdmesh.core.groups.membership_changes import GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import IndexDelta, PrefixIndex
 from pdmesh.core.model import Role
 from pdmesh.core.placement.fleet import (
@@ -37,8 +37,8 @@ from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement, Plan
 from pdmesh.core.placement.policies import Query
 from pdmesh.core.request.backpressure import Backpressure
-from pdmesh.lifecycle import calm_the_collector
 from pdmesh.net.grpc import rpc
+from pdmesh.service_process import calm_the_collector
 from pdmesh.services.master_scheduler.placement.servicer import PlanningCores, SchedulerServicer
 from pdmesh.v1 import scheduler_service_pb2
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest, PlanStreamRequest

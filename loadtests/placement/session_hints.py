@@ -23,7 +23,7 @@ from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.traffic.workloads import Arrival
 from pdmesh.core.kv.tiers.holds import SessionState
 from pdmesh.core.placement.policies import Weights
-from pdmesh.engine.laws import MOCKER
+from pdmesh.engine.step_time_laws import MOCKER
 
 _SHAPE: Final = MeshShape(
     MOCKER, num_fusion=4, num_blocks=96, host_blocks=256, block_size=families.BLOCK

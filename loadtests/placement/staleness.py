@@ -29,7 +29,7 @@ from pdmesh.core.kv.prefix.prefix_index import DeltaOutcome, IndexDelta, PrefixI
 from pdmesh.core.placement.fleet import Event, Fleet, LoadReported
 from pdmesh.embedded.servers import NatsServer
 from pdmesh.engine.base import BlocksChanged
-from pdmesh.instance.legs.load_book import LoadBook
+from pdmesh.instance.legs.load_report import LoadBook
 from pdmesh.instance.legs.publishing import KvBlocksPublisher, LoadPublisher
 from pdmesh.kv.index.feed import IndexFeed, Snapshot
 from pdmesh.net.bus import Message

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from pdmesh.core.instance.law import Law
-from pdmesh.engine.laws import MOCKER
+from pdmesh.core.instance.step_time_law import Law
+from pdmesh.engine.step_time_laws import MOCKER
 
 
 @dataclass(frozen=True, slots=True)

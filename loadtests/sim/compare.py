@@ -34,7 +34,7 @@ from loadtests.traffic.workloads import (
 )
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.policies import Weights
-from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
+from pdmesh.engine.step_time_laws import MOCKER, SMOLLM2_CPU
 
 TRACE: Final = "mooncake_conversation_trace.jsonl"
 # Reuse with Dynamo's KV router, in Dynamo's own replay of the same trace with the same workers and

@@ -48,7 +48,7 @@ from pdmesh.core.ratio.controller import (
 )
 from pdmesh.core.ratio.controller import Event as RatioEvent
 from pdmesh.core.ratio.detector import Window
-from pdmesh.core.ratio.model import Profile
+from pdmesh.core.ratio.throughput import Profile
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
     AnnounceUpgradeStep,

@@ -3,7 +3,8 @@ peer's and does not compute.
 
 `core.kv.tiers.load_plan` decides which source serves which blocks, as in the mesh; a load takes the
 time that its cost says. A pool keeps copies of the blocks that its worker computed or loaded.
-`core.kv.tiers.eviction` decides what it forgets, and sessions may say what they need, as there.
+`core.kv.tiers.pool_eviction` decides what it forgets, and sessions may say what they need, as
+there.
 """
 
 from __future__ import annotations
@@ -13,15 +14,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.kv.prefix.prefix_index import TierDelta
-from pdmesh.core.kv.tiers.eviction import PoolBook
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.holds import SessionState
-from pdmesh.core.kv.tiers.load_plan import (
-    CostBook,
-    LoadPlan,
-    Source,
-    Tier,
-    plan_load,
-)
+from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan, Source, plan_load
+from pdmesh.core.kv.tiers.pool_eviction import PoolBook
 
 _OWNER: Final = b""  # all requests are of one tenant
 

@@ -26,9 +26,9 @@ from pdmesh.core.instance.admission import (
     Capacity,
     Work,
 )
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, IndexDelta, PrefixIndex
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.model import Role, Tick
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.fleet import (
@@ -77,7 +77,7 @@ from pdmesh.core.request.machine import Request
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.waiting_room import WaitingRoom
 from pdmesh.errors import NoInstance
-from pdmesh.instance.legs.load_book import LoadBook
+from pdmesh.instance.legs.load_report import LoadBook
 
 _HUGE: Final = 1 << 50  # bytes: arenas are no bottleneck here
 

@@ -23,8 +23,8 @@ from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
 from loadtests.sim.profile import profile
 from loadtests.traffic.workloads import Arrival, poisson, prefixed_scenarios
 from pdmesh.core.placement.policies import Weights
-from pdmesh.core.ratio.model import Split
-from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
+from pdmesh.core.ratio.throughput import Split
+from pdmesh.engine.step_time_laws import MOCKER, SMOLLM2_CPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdmesh.core.instance.law import Law
-from pdmesh.core.ratio.model import Profile
+from pdmesh.core.instance.step_time_law import Law
+from pdmesh.core.ratio.throughput import Profile
 
 
 def profile(

@@ -27,7 +27,7 @@ from loadtests.traffic.workloads import (
     trace_file,
 )
 from pdmesh.core.placement.policies import Weights
-from pdmesh.engine.laws import PADDED_CPU, SMOLLM2_CPU
+from pdmesh.engine.step_time_laws import PADDED_CPU, SMOLLM2_CPU
 
 TRACE: Final = "mooncake_conversation_trace.jsonl"
 DP_SIZE: Final = 4

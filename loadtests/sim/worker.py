@@ -22,7 +22,7 @@ from pdmesh.core.instance.admission import (
     Refused,
     Work,
 )
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.engine.sim.block_pool import BlockPool
 
 

@@ -25,7 +25,7 @@ from typing import Final
 import psutil
 
 from loadtests.harness.results import Spread, write
-from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
+from pdmesh.core.speculation.proposal_length import NO_SPECULATION, Speculation
 from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.engine import VllmEngine

@@ -33,8 +33,8 @@ from loadtests.traffic.services import (
     Scenario,
     mesh_spec,
 )
-from pdmesh.core.ratio.model import Split
-from pdmesh.engine.laws import LAWS
+from pdmesh.core.ratio.throughput import Split
+from pdmesh.engine.step_time_laws import LAWS
 from pdmesh.launcher.mesh import Mesh
 
 _MAX_LEVELS: Final = 12

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from loadtests.traffic.workloads import Arrival, block_name
-from pdmesh.engine.laws import SMOLLM2_CPU
+from pdmesh.engine.step_time_laws import SMOLLM2_CPU
 
 LAW: Final = SMOLLM2_CPU
 NUM_PREFILL: Final = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdmesh.core.model import Role
 from pdmesh.instance.service import serve
-from pdmesh.lifecycle import App, run
+from pdmesh.service_process import App, run
 from pdmesh.services.decode.settings import Settings
 
 

@@ -8,20 +8,20 @@ import os
 import structlog
 
 import pdmesh
-from pdmesh.lifecycle import App, StartupError, run
+from pdmesh.net.addresses import join
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.loopback import join
 from pdmesh.net.nats.board import adapter_board, fault_board, out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end
+from pdmesh.service_process import App, StartupError, run
 from pdmesh.services.gateway.access.access_control import access_control
 from pdmesh.services.gateway.access.client_tokens import client_tokens
 from pdmesh.services.gateway.access.tenant_ledgers import tenant_bucket
 from pdmesh.services.gateway.gateway import Gateway
-from pdmesh.services.gateway.path_proof import PathProof
+from pdmesh.services.gateway.readiness import PathProof
 from pdmesh.services.gateway.routing.adapter_names import AdapterNames
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
 from pdmesh.services.gateway.routing.desired_slos import DesiredSlos

@@ -15,9 +15,9 @@ from pdmesh.core.request.poison import PoisonBook
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.server import HttpServer, listen
-from pdmesh.lifecycle import StartupError
 from pdmesh.net.registry import RecordChanged
 from pdmesh.net.tasks import end
+from pdmesh.service_process import StartupError
 from pdmesh.services.gateway.access.access_control import AccessControl, OpenAccess
 from pdmesh.services.gateway.grpc.service import GrpcBounds, GrpcServer
 from pdmesh.services.gateway.http.app import HttpApp

@@ -11,13 +11,13 @@ from pydantic_core import PydanticCustomError
 
 from pdmesh.config import JsonObject, ServerUrl, settings_config, shared
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
-from pdmesh.core.images.source import MAX_PIXELS, ImageRules
+from pdmesh.core.images.image_bounds import MAX_PIXELS, ImageRules
 from pdmesh.core.kv.tiers.holds import MAX_HOLD_S
 from pdmesh.core.request import retry_budget
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
-from pdmesh.net.loopback import is_loopback
+from pdmesh.net.addresses import is_loopback
 from pdmesh.net.oidc.settings import OidcSettings
 from pdmesh.services.gateway.text.tokenizer_pool import TokenizerRules
 from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_PER_LAYER, KV_TRANSFER_WHOLE, KvTransfer

@@ -11,14 +11,14 @@ from typing import Final
 
 import pdmesh
 from pdmesh.core.health.liveness import Health
-from pdmesh.lifecycle import App, run
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import fault_board, health_board, out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end, together
+from pdmesh.service_process import App, run
 from pdmesh.services.health_monitor import node_main
 from pdmesh.services.health_monitor.canary import CanaryRunner
 from pdmesh.services.health_monitor.faults import FaultWatch, observe

@@ -36,9 +36,9 @@ from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth, NodeReported
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
+from pdmesh.net.convert.fault_signals import signal_from, signal_to, vitals_from
 from pdmesh.net.events import decode_event
-from pdmesh.net.fault_signals import signal_from, signal_to, vitals_from
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import Board
 from pdmesh.net.registry import RecordChanged
 from pdmesh.telemetry import metrics, names

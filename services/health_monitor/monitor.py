@@ -20,7 +20,7 @@ from pdmesh.events.v1.events_pb2 import HealthChanged, InstanceHealth
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import Board
 from pdmesh.net.registry import RecordChanged
 from pdmesh.net.tasks import together

@@ -26,8 +26,8 @@ from pdmesh.core.health.node_status import (
 )
 from pdmesh.events.v1.events_pb2 import NodeReported
 from pdmesh.net import subjects
-from pdmesh.net.fault_signals import signal_to
-from pdmesh.net.link import MeshLink
+from pdmesh.net.convert.fault_signals import signal_to
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.services.health_monitor.devices import DeviceReader
 from pdmesh.telemetry import metrics, names
 

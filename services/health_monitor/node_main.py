@@ -6,13 +6,13 @@ import asyncio
 import os
 
 import pdmesh
-from pdmesh.lifecycle import App
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end
+from pdmesh.service_process import App
 from pdmesh.services.health_monitor.devices import (
     DeviceReader,
     DeviceSource,

@@ -17,16 +17,16 @@ from pdmesh.kv.index.feed import IndexFeed
 from pdmesh.kv.index.pinned import PinFollower, all_names
 from pdmesh.kv.index.redis_index import RedisIndex
 from pdmesh.kv.index.snapshot_sources import InstanceSource
-from pdmesh.lifecycle import App, run
+from pdmesh.net.addresses import join
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.loopback import join
 from pdmesh.net.nats.board import pin_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RegistryView
 from pdmesh.net.tasks import end, together
+from pdmesh.service_process import App, run
 from pdmesh.services.kv_cache_index.mirror import RedisMirror
 from pdmesh.services.kv_cache_index.servicer import KvIndexServicer
 from pdmesh.services.kv_cache_index.settings import Settings

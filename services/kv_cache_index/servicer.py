@@ -9,7 +9,7 @@ import grpc
 
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES
 from pdmesh.core.kv.prefix.prefix_index import TIERS, PrefixIndex
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1.kv_index_service_pb2 import (
     MatchRequest,

@@ -7,10 +7,10 @@ import asyncio
 from pdmesh.api_keys import BadKeyFile
 from pdmesh.config import read_secret
 from pdmesh.followed_keys import FollowedKeys
-from pdmesh.lifecycle import App, StartupError, run
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
-from pdmesh.services.master_scheduler.admin.access import AdminAccess, OperatorSources
+from pdmesh.service_process import App, StartupError, run
+from pdmesh.services.master_scheduler.admin.callers import AdminAccess, OperatorSources
 from pdmesh.services.master_scheduler.master import SERVICE, Master
 from pdmesh.services.master_scheduler.settings import Settings
 

@@ -13,16 +13,16 @@ from google.protobuf.empty_pb2 import Empty
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.assignments import NatsAssignments
 from pdmesh.net.nats.board import adapter_board, out_of_service_board, pin_board
 from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.usage_store import usage_store
-from pdmesh.services.master_scheduler.admin.access import AdminAccess, AdminCaller
 from pdmesh.services.master_scheduler.admin.adapters import Adapters
 from pdmesh.services.master_scheduler.admin.audit import AuditTrail, Changed
+from pdmesh.services.master_scheduler.admin.callers import AdminAccess, AdminCaller
+from pdmesh.services.master_scheduler.admin.checked_calls import CheckedCalls
 from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
-from pdmesh.services.master_scheduler.admin.door import AdminDoor
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.services.master_scheduler.groups.cluster_view import ClusterView
@@ -70,7 +70,7 @@ class Control:
         servicer = AdminServicer(access.page_url, self.loops, leadership)
         self._leadership = leadership
         self._audit = AuditTrail(link.publisher, settings.instance_id)
-        self.door = AdminDoor(servicer, access, self._audit)
+        self.calls = CheckedCalls(servicer, access, self._audit)
 
     async def keys_changed(self, before: KeyFile, after: KeyFile) -> None:
         """The key file has changed. Every master reads it, and the leader tells of it."""

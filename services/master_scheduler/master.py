@@ -11,7 +11,7 @@ import grpc
 import structlog
 
 import pdmesh
-from pdmesh.core.groups.announcements import GroupTracker
+from pdmesh.core.groups.membership_changes import GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.affinity import ChatAffinity
 from pdmesh.core.placement.baselines import POLICIES, default
@@ -24,13 +24,12 @@ from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.events.v1.events_pb2 import LeaderChanged
 from pdmesh.kv.index.feed import IndexFeed
 from pdmesh.kv.index.snapshot_sources import IndexSource
-from pdmesh.lifecycle import App
 from pdmesh.net import subjects
+from pdmesh.net.addresses import join
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.link import MeshLink
-from pdmesh.net.loopback import join
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bucket_keeper import BucketKeeper
 from pdmesh.net.nats.bus import NatsBus
@@ -38,7 +37,8 @@ from pdmesh.net.nats.leader import LeaderElection
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import end
-from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.service_process import App
+from pdmesh.services.master_scheduler.admin.callers import AdminAccess
 from pdmesh.services.master_scheduler.admin.page_routes import page_routes
 from pdmesh.services.master_scheduler.control import Control
 from pdmesh.services.master_scheduler.instruments import (
@@ -131,7 +131,7 @@ class Master:
         is_secure = settings.tls_dir is not None and not settings.insecure_network
         app.add_routes(
             page_routes(
-                self._control.door,
+                self._control.calls,
                 has_token=access.has_token,
                 only_host=settings.inner_host if is_secure else None,
             )
@@ -186,7 +186,7 @@ class Master:
         service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
         rpc.add_service(self._server, service, self._servicer)
         admin = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
-        rpc.add_service(self._server, admin, self._control.door)
+        rpc.add_service(self._server, admin, self._control.calls)
         settings = self._settings
         self.port = rpc.listen(self._server, join(settings.inner_host, settings.grpc_port))
         await self._server.start()

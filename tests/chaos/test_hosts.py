@@ -34,7 +34,7 @@ from tests.support.hosts.cluster import ROOT, Cluster, cluster, why_no_redis
 from tests.support.hosts.network import Cable, why_not
 from tests.support.hosts.wholeness import Observer
 from tests.support.sites import fleet
-from tests.support.streams import StreamOutcome, stream_completion
+from tests.support.streams import StreamOutcome, num_begun, stream_completion
 from tests.support.waiting import until
 
 pytestmark = [
@@ -61,12 +61,14 @@ class World:
     observer: Observer
     reference: fleet.Reference
     client: httpx.AsyncClient
+    under_way: list[StreamOutcome] = field(default_factory=list)  # of the latest streams
 
     async def streams(self, prompts: list[list[int]], salt: str) -> list[StreamOutcome]:
         """One for each prompt, to the gateways in turn; each begins a little after the last.
 
         Runs with different salts share no KV.
         """
+        self.under_way.clear()
         began = [
             self._stream(GATEWAYS[i % len(GATEWAYS)], prompt, 0.05 * i, salt)
             for i, prompt in enumerate(prompts)
@@ -79,7 +81,7 @@ class World:
         await asyncio.sleep(delay_s)
         url = self.cluster.url(gateway)
         return await stream_completion(
-            self.client, url, prompt, MAX_TOKENS, ignore_eos=True, cache_salt=salt
+            self.client, url, prompt, MAX_TOKENS, self.under_way, ignore_eos=True, cache_salt=salt
         )
 
     async def calm(self, prompts: list[list[int]]) -> float:
@@ -292,7 +294,8 @@ async def test_every_stream_ends_well_when_a_part_of_three_hosts_is_lost(
     prompts = make_prompts(seed=FAULTS.index(fault))
     calm_gap_s = await world.calm(prompts)
     streaming = asyncio.create_task(world.streams(prompts, "fault"))
-    await asyncio.sleep(1.0)  # many decode; others prefill, are handed over, or come later
+    # Half of them decode; others prefill, are handed over, or come later.
+    await until(lambda: num_begun(world.under_way) >= NUM_STREAMS // 2)
     hit = await fault.do(world)
     outcomes = await streaming
     whole_s = await world.until_whole()

@@ -24,7 +24,7 @@ from tests.support.hosts.cluster import ROOT, Cluster, cluster, why_no_redis
 from tests.support.hosts.network import Cable, why_not
 from tests.support.hosts.wholeness import Observer
 from tests.support.sites import fleet
-from tests.support.streams import StreamOutcome, stream_completion
+from tests.support.streams import StreamOutcome, num_begun, stream_completion
 from tests.support.waiting import until
 
 pytestmark = [
@@ -46,7 +46,9 @@ ENV = {"PDMESH_LEASE_S": "6", "PDMESH_KV_CACHE_INDEX_REDIS_TIMEOUT_S": "1"}
 Ask = Callable[[str, int], Coroutine[Any, Any, list[StreamOutcome]]]
 
 
-def asking(running: Cluster, client: httpx.AsyncClient) -> Ask:
+def asking(running: Cluster, client: httpx.AsyncClient, under_way: list[StreamOutcome]) -> Ask:
+    """All outcomes are in `under_way`, too, while their streams go on."""
+
     async def ask(region_host: str, seed: int) -> list[StreamOutcome]:
         """Streams at the gateway of this host, all at once."""
         rng = random.Random(f"{region_host} {seed}")
@@ -56,7 +58,10 @@ def asking(running: Cluster, client: httpx.AsyncClient) -> Ask:
         ]
         url = running.url(region_host)
         return await asyncio.gather(
-            *(stream_completion(client, url, p, MAX_TOKENS, ignore_eos=True) for p in prompts)
+            *(
+                stream_completion(client, url, p, MAX_TOKENS, under_way, ignore_eos=True)
+                for p in prompts
+            )
         )
 
     return ask
@@ -86,7 +91,8 @@ async def test_a_lost_region_stops_no_stream_of_the_others(tmp_path: Path) -> No
             ):
                 await observer.bus.subscribe(subjects.request_finished(), on_finished)
                 await _until_whole(observer)
-                ask = asking(running, client)
+                under_way: list[StreamOutcome] = []
+                ask = asking(running, client, under_way)
                 for outcomes in await asyncio.gather(*(ask(host, 1) for host in running.hosts)):
                     check(outcomes, reference)
                 await until(lambda: len(finished) >= 3 * NUM_STREAMS)
@@ -94,8 +100,9 @@ async def test_a_lost_region_stops_no_stream_of_the_others(tmp_path: Path) -> No
                     home = running.host_of(each.header.publisher_id)
                     assert {running.host_of(i) for i in (each.prefill_id, each.decode_id)} == {home}
 
+                under_way.clear()
                 going = [asyncio.create_task(ask(host, 2)) for host in KEPT]
-                await asyncio.sleep(1.0)  # all decode by now
+                await until(lambda: num_begun(under_way) == len(KEPT) * NUM_STREAMS)  # all decode
                 running.network.isolate(LOST)
                 running.network.kill_all(LOST)
                 running.reap(LOST)

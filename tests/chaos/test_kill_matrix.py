@@ -25,7 +25,7 @@ import pytest_asyncio
 
 from pdmesh.launcher.mesh import Mesh
 from tests.support.sites import fleet
-from tests.support.streams import StreamOutcome, stream_completion
+from tests.support.streams import StreamOutcome, num_begun, stream_completion
 from tests.support.waiting import until
 
 NUM_STREAMS = 32
@@ -118,7 +118,7 @@ class Measured:
     "F1", "F4", "F5", "F6", "F7", "F8", "F9", "F10", "F11", "F13", "F14", "F16", "F18", "F35"
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
-async def test_every_stream_ends_well_when_one_process_ishit(
+async def test_every_stream_ends_well_when_one_process_is_hit(
     case: Case, mesh: Mesh, reference: fleet.Reference
 ) -> None:
     prompts = make_prompts(seed=CASES.index(case))
@@ -126,13 +126,13 @@ async def test_every_stream_ends_well_when_one_process_ishit(
     assert not await fleet.held(mesh)
     async with httpx.AsyncClient(timeout=60) as client:
         victim_pid = mesh.pid(case.victim)
+        under_way: list[StreamOutcome] = []
         streams = [
-            asyncio.create_task(_start_late(client, mesh.http_url, prompt, delay_s=0.05 * i))
+            asyncio.create_task(_start_late(client, mesh.http_url, prompt, 0.05 * i, under_way))
             for i, prompt in enumerate(prompts)
         ]
-        await asyncio.sleep(
-            1.2
-        )  # a third of the streams decode; others prefill, are handed over, or come later
+        # A third of the streams decode; others prefill, are handed over, or come later.
+        await until(lambda: num_begun(under_way) >= len(prompts) // 3)
         await hit(mesh, case, victim_pid)
         outcomes = await asyncio.wait_for(asyncio.gather(*streams), timeout=60)
         next_request_s = await _until_new_request_works(client, mesh, case, reference)
@@ -143,10 +143,14 @@ async def test_every_stream_ends_well_when_one_process_ishit(
 
 
 async def _start_late(
-    client: httpx.AsyncClient, url: str, prompt: list[int], delay_s: float
+    client: httpx.AsyncClient,
+    url: str,
+    prompt: list[int],
+    delay_s: float,
+    under_way: list[StreamOutcome],
 ) -> StreamOutcome:
     await asyncio.sleep(delay_s)
-    return await stream_completion(client, url, prompt, MAX_TOKENS, ignore_eos=True)
+    return await stream_completion(client, url, prompt, MAX_TOKENS, under_way, ignore_eos=True)
 
 
 async def hit(mesh: Mesh, case: Case, pid: int) -> None:

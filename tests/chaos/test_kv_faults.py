@@ -20,7 +20,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from pdmesh.core.control.supervision import RestartPolicy
+from pdmesh.core.control.restart_policy import RestartPolicy
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.launcher.mesh import Mesh
 from tests.support import kv_bounds

@@ -13,7 +13,8 @@ import pytest
 import xxhash
 
 from pdmesh.core.instance.arena import ArenaRange
-from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.pull_parts import CHUNK_BYTES
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory

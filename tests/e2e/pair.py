@@ -19,7 +19,7 @@ from pdmesh.core.instance.arena import ArenaAllocator
 from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
 from pdmesh.core.kv.layout.compatibility import rank_bytes
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.engine.base import (
     AdaptersChanged,
     ArenaRange,

@@ -15,7 +15,7 @@ from pdmesh.core.groups.controller import ForgetAssignment, GiveAssignment, Grou
 from pdmesh.core.groups.desired import Desired, UpgradeLimits
 from pdmesh.core.groups.domains.folding import folded
 from pdmesh.core.groups.revisions import Upgrade
-from pdmesh.core.groups.steps import AnnounceStep
+from pdmesh.core.groups.step_announcements import AnnounceStep
 from pdmesh.core.groups.timeouts import StageClock, StageLimits
 from pdmesh.core.instance import lifecycle_events as events
 from pdmesh.core.instance.lifecycle import InstanceLife

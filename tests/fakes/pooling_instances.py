@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import grpc
 
 from pdmesh.core.instance.admission import Admission, Capacity, Work
-from pdmesh.core.instance.law import Law
-from pdmesh.engine.laws import ZERO
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.engine.sim.pooling import SimPoolingConfig, SimPoolingEngine
+from pdmesh.engine.step_time_laws import ZERO
 from pdmesh.instance.legs.host import InstanceHost
 from pdmesh.instance.legs.publishing import KvBlocksPublisher
 from pdmesh.instance.legs.servicer import InstanceServicer
+from pdmesh.net.convert.pooling_facts import pooling_to_proto
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
-from pdmesh.net.pooling_facts import pooling_to_proto
 from pdmesh.v1 import instance_service_pb2 as pb
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_POOLING, InstanceRecord
 from tests.fakes.memory_bus import MemoryBus

@@ -23,7 +23,7 @@ from pdmesh.core.moves.move import (
     Trigger,
 )
 from pdmesh.core.moves.schedule import Schedule, ScheduleAction, ScheduleEntry
-from pdmesh.core.ratio.model import Split
+from pdmesh.core.ratio.throughput import Split
 
 
 @pytest.mark.req("S2", "S30")

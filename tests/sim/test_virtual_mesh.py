@@ -21,11 +21,11 @@ from loadtests.traffic.workloads import (
     prefixed_scenarios,
     scaled,
 )
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.policies import Weights
-from pdmesh.engine.laws import PADDED_CPU, SMOLLM2_CPU
+from pdmesh.engine.step_time_laws import PADDED_CPU, SMOLLM2_CPU
 
 # 1 ms for each token that must be computed, nothing else.
 PER_TOKEN = Law("per-token", prefill_token_s=1e-3, step_fixed_s=1e-3)

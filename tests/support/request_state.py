@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pdmesh.core.request.early_decode import EarlyDecode
-from pdmesh.core.request.holdings import Holdings
 from pdmesh.core.request.leg_silence import LegSilence
 from pdmesh.core.request.machine import Request
 from pdmesh.core.request.plan_exclusions import PlanExclusions
 from pdmesh.core.request.poison import Deaths
+from pdmesh.core.request.resource_release import Holdings
 from pdmesh.core.request.retry_budget import RetryBudget
 
 _PARTS = (EarlyDecode, Holdings, LegSilence, PlanExclusions, Deaths, Request)

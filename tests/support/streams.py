@@ -57,10 +57,17 @@ async def stream_completion(
     url: str,
     prompt: Sequence[int],
     max_tokens: int,
+    under_way: list[StreamOutcome] | None = None,
     **more: object,
 ) -> StreamOutcome:
-    """Send a streamed /v1/completions request, and read it to its end."""
+    """Send a streamed /v1/completions request, and read it to its end.
+
+    The outcome, which grows as the stream does, is in `under_way` at once. `more`: fields of the
+    request.
+    """
     outcome = StreamOutcome(prompt=prompt, started_at=time.monotonic())
+    if under_way is not None:
+        under_way.append(outcome)
     body = {
         "model": "default",
         "prompt": list(prompt),
@@ -83,6 +90,11 @@ async def stream_completion(
     if not (outcome.is_done or outcome.error is not None):
         outcome.was_cut = True
     return outcome
+
+
+def num_begun(outcomes: Sequence[StreamOutcome]) -> int:
+    """How many have their first token."""
+    return sum(outcome.first_at is not None for outcome in outcomes)
 
 
 async def _read_events(response: httpx.Response, outcome: StreamOutcome) -> None:

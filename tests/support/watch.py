@@ -10,8 +10,8 @@ from pdmesh.events.v1.events_pb2 import ErrorReported, RequestFinished
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
+from pdmesh.net.convert.source_exclusions import excluded_from
 from pdmesh.net.events import decode_event
-from pdmesh.net.excluded_sources import excluded_from
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from tests.support.waiting import until

@@ -19,7 +19,7 @@ from pdmesh.errors import BadCertificates, InvalidRequest, Unavailable
 from pdmesh.launcher import state
 from pdmesh.net.grpc import rpc
 from pdmesh.net.nats.bus import NatsBus
-from pdmesh.net.tls.own import use_certificates
+from pdmesh.net.tls.own_certificate import use_certificates
 
 if TYPE_CHECKING:
     from pdmesh.net.tls.folder import CertificateFolder

@@ -16,7 +16,7 @@ from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.net.grpc.admin_client import Invoke, T, call_leader
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.tasks import end
-from pdmesh.net.tls.own import use_certificates
+from pdmesh.net.tls.own_certificate import use_certificates
 
 _CONNECT_S: Final = 3.0
 _CALL_S: Final = 5.0

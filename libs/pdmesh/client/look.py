@@ -16,7 +16,7 @@ from pdmesh.client.admin_calls import AdminCalls
 from pdmesh.errors import MeshError
 from pdmesh.net.grpc import rpc
 from pdmesh.net.nats.bus import NatsBus
-from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.net.nats.registry import WATCHER_LEASE_S, NatsRegistry
 from pdmesh.v1.admin_service_pb2 import ListGroupStatesResponse
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
@@ -26,7 +26,6 @@ from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 INSTANCE_SERVICES: Final = ("prefill", "decode", "instance")
 _ASK_S: Final = 1.0
-_LEASE_S: Final = 3.0  # the registry is only watched: nothing is registered
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class MeshLook:
 
 
 async def look(bus: NatsBus, admin: AdminCalls, mesh_token: str | None = None) -> MeshLook:
-    view = await NatsRegistry(bus, _LEASE_S).watch()
+    view = await NatsRegistry(bus, WATCHER_LEASE_S).watch()
     try:
         records = dict(view.records)
     finally:

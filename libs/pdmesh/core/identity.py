@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from pdmesh.core.access.roles import ROLES
+from pdmesh.core.access.operator_roles import ROLES
 
 TRUST_DOMAIN: Final = "pdmesh"  # by default
 

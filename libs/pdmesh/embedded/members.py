@@ -19,7 +19,7 @@ from pdmesh.embedded.binaries import NATS, VALKEY, find
 from pdmesh.embedded.ports import PortReservation
 from pdmesh.embedded.servers import NO_USER, context_of, make_private, says, shakes_hands
 from pdmesh.errors import BadCertificates
-from pdmesh.net.loopback import join
+from pdmesh.net.addresses import join
 
 _NATS_CONFIG: Final = """\
 listen: "{address}"

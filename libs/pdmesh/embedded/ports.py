@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import Final, Self
 
-from pdmesh.net.loopback import join
+from pdmesh.net.addresses import join
 
 _LISTEN: Final = "0A"  # state in /proc/net/tcp
 

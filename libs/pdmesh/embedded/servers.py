@@ -20,11 +20,11 @@ from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from pdmesh.access.redis_acl import redis_acl
 from pdmesh.atomic_file import write_atomically
 from pdmesh.embedded.binaries import NATS, VALKEY, find
 from pdmesh.embedded.ports import PortReservation
 from pdmesh.errors import BadCertificates
+from pdmesh.server_permissions.redis_acl import redis_acl
 
 _SOCKET_PATH_MAX: Final = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 _PROBE_S: Final = 0.5

@@ -24,8 +24,8 @@ from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
 from pdmesh.core.instance.arena import ArenaRange as ArenaRange  # noqa: PLC0414 - of the jobs
 from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.holds import SessionState
-from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.core.kv.transfer.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
 from pdmesh.core.model import PeerId
 from pdmesh.core.pooling.facts import PoolingFacts, PoolingTask

@@ -11,22 +11,22 @@ from typing import Final
 from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.engine_args import EngineArgs
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
 from pdmesh.core.kv.transfer.kv_path import KvMemory, NoSuchPath, decide_path
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import DomainRank
-from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
+from pdmesh.core.speculation.proposal_length import NO_SPECULATION, Speculation
 from pdmesh.engine.base import Engine
-from pdmesh.engine.laws import LAWS
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.encoding.engine import SimEncoderConfig, SimEncoderEngine
 from pdmesh.engine.sim.engine import SimEngine
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.engine.sim.pooling import SimPoolingConfig, SimPoolingEngine
 from pdmesh.engine.sim.vocabulary import IMAGE_ID
+from pdmesh.engine.step_time_laws import LAWS
 from pdmesh.errors import EngineMisconfigured, KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory

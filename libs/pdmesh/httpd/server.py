@@ -20,7 +20,7 @@ _BACKLOG: Final = 2048
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture no signals: `pdmesh.lifecycle` handles them."""
+        """Capture no signals: `pdmesh.service_process` handles them."""
         yield
 
 

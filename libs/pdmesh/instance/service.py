@@ -18,10 +18,10 @@ from pdmesh.instance.incarnation import role_settings
 from pdmesh.instance.incarnation.loading import LoadedEngine, load
 from pdmesh.instance.incarnation.member import Member, MeshLinks
 from pdmesh.instance.settings import InstanceSettings
-from pdmesh.lifecycle import App, new_incarnation
 from pdmesh.net.nats.assignments import NatsAssignments
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.service_process import App, new_incarnation
 
 
 async def serve(settings: InstanceSettings, app: App, role: Role) -> None:

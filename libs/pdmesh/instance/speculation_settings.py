@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from pdmesh.config import JsonObject
-from pdmesh.core.speculation.schedule import NO_SPECULATION, Method, Speculation
+from pdmesh.core.speculation.proposal_length import NO_SPECULATION, Method, Speculation
 from pdmesh.instance.json_option import FROM_TEXT
 
 _WITH_MODEL = ("draft_model", "eagle")

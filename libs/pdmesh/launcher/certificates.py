@@ -10,14 +10,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
-from pdmesh.access.nats_accounts import Holder, nats_accounts
-from pdmesh.access.roles import NATS_ROLES
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.access.roles import AdminRole
+from pdmesh.core.access.operator_roles import AdminRole
 from pdmesh.core.identity import ProcessIdentity, folder_of
 from pdmesh.launcher.spec import ProcessSpec
 from pdmesh.net.tls.authority import CERTIFICATE_DAYS, Authority
 from pdmesh.net.tls.folder import CERTIFICATE, CertificateFolder
+from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts
+from pdmesh.server_permissions.role_permissions import NATS_ROLES
 
 _NATS: Final = ProcessIdentity("nats", "nats")
 _COMMANDS: Final = ProcessIdentity(str(AdminRole.ADMIN), "local")

@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from pdmesh.access.roles import REDIS_ROLES
 from pdmesh.config import BadSetting, is_set
-from pdmesh.core.control.supervision import (
+from pdmesh.core.control.restart_policy import (
+    DEATHS_WHILE_STARTING,
     GiveUp,
     ProcessPhase,
     RestartPolicy,
@@ -49,8 +49,9 @@ from pdmesh.launcher.spec import (
     unpaired,
 )
 from pdmesh.launcher.supervisor import Notice, Supervisor
-from pdmesh.net.loopback import join
-from pdmesh.net.tls.own import using_certificates
+from pdmesh.net.addresses import join
+from pdmesh.net.tls.own_certificate import using_certificates
+from pdmesh.server_permissions.role_permissions import REDIS_ROLES
 
 if TYPE_CHECKING:
     from pdmesh.net.tls.folder import CertificateFolder
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]  # prints one line of progress
 _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
-_DEATHS_WHILE_STARTING: Final = 3
 _MAX_PROBLEMS: Final = 64  # that are reported
 
 
@@ -452,7 +452,7 @@ class Mesh:
     def _raise_if_hopeless(self, names: Iterable[str]) -> None:
         for name in names:
             is_given_up = self.supervisor.phase(name) is ProcessPhase.FAILED
-            keeps_dying = self.supervisor.deaths(name) >= _DEATHS_WHILE_STARTING
+            keeps_dying = self.supervisor.deaths(name) >= DEATHS_WHILE_STARTING
             if is_given_up or (keeps_dying and self._phase == "starting"):
                 raise MeshFailed(
                     f"{name} does not start: {log_files.last_word(self.log_file(name))}"

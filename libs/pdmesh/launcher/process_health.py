@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
 
+from pdmesh.core.control.silent_processes import SILENCE_S, SilentProcesses
 from pdmesh.embedded.servers import Server
 from pdmesh.launcher import probe
 from pdmesh.launcher.supervisor import Supervisor
-
-SILENCE_S: Final = 20.0
 
 
 class ProcessHealth:
@@ -24,7 +22,7 @@ class ProcessHealth:
     ) -> None:
         self._supervisor, self._servers = supervisor, servers
         self._report = report
-        self._silent_since: dict[str, float] = {}
+        self._silent = SilentProcesses()
 
     def ops_address(self, name: str) -> str:
         """host:port of /metrics and /health; empty for servers, and until a service has written
@@ -61,12 +59,8 @@ class ProcessHealth:
         for name in list(self._supervisor.specs):
             if self._supervisor.pid(name) is None:
                 continue
-            if await self._is_live(name):
-                self._silent_since.pop(name, None)
-                continue
-            since = self._silent_since.setdefault(name, time.monotonic())
-            if time.monotonic() - since > SILENCE_S:
-                del self._silent_since[name]
+            is_live = await self._is_live(name)
+            if self._silent.probed(name, time.monotonic(), is_live=is_live):
                 self._report(f"{name} has not answered for {SILENCE_S:g} s; killing it")
                 self._supervisor.kill(name)
 

@@ -1,4 +1,4 @@
-"""Keeps child processes running: the shell around `core.control.supervision`.
+"""Keeps child processes running: the shell around `core.control.restart_policy`.
 
 The supervisor starts and signals processes, and tells the core when one ended. The core decides
 what to do. When a process dies, its whole session is killed, so a restarted process never meets
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pdmesh.core.control.supervision import (
+from pdmesh.core.control.restart_policy import (
     BecameReady,
     Effect,
     Event,

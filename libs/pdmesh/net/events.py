@@ -1,15 +1,13 @@
-"""Events as messages: their encoding and numbering, and how repeated and late ones are found.
+"""Events as messages: their encoding and their numbering.
 
 Low-rate events use protobuf's JSON mapping, for people and tools; KV deltas and loads are binary.
 The `content-type` header says which. docs/events.md is the catalogue.
+`event_order.py` finds repeated and late events.
 """
 
 from __future__ import annotations
 
-import enum
 import time
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
 from google.protobuf import json_format
@@ -31,8 +29,6 @@ BINARY_KINDS: Final[tuple[type[ProtoMessage], ...]] = (
     events_pb2.KvBlocks,
     events_pb2.InstanceLoad,
 )
-_MAX_PUBLISHERS: Final = 65_536
-_RETIRED_PER_PUBLISHER: Final = 4
 
 
 class Event(Protocol):
@@ -92,58 +88,3 @@ def decode_event(message: Message, kind: type[T]) -> T:
     if not isinstance(header, Header) or not header.publisher_id or not header.sequence:
         raise InvalidRequest(f"{kind.DESCRIPTOR.full_name} without a header", field="header")
     return event
-
-
-class EventOrder(enum.Enum):
-    """What a sequence number says about an event."""
-
-    NEW = "new"
-    STALE = "stale"  # repeated, late, or of an earlier incarnation
-    GAP = "gap"  # new, but earlier events are lost: ask for a snapshot
-
-
-@dataclass(slots=True)
-class _Publisher:
-    incarnation: int
-    sequence: int
-    retired: list[int] = field(default_factory=list)
-
-
-class SequenceGate:
-    """Tells new events of one kind of subject from repeated, late and lost ones.
-
-    After GAP the numbering continues from that event. The first event received from an incarnation
-    is NEW if it is number one, and otherwise a GAP. At most 65,536 publishers are kept; the
-    publisher that has been silent longest is dropped first.
-    """
-
-    def __init__(self) -> None:
-        self._publishers: OrderedDict[str, _Publisher] = OrderedDict()
-
-    def admit(self, header: Header) -> EventOrder:
-        known = self._publishers.get(header.publisher_id)
-        if known is None:
-            return self._start(header, [])
-        if header.incarnation != known.incarnation:
-            if header.incarnation in known.retired:
-                return EventOrder.STALE
-            retired = [*known.retired, known.incarnation][-_RETIRED_PER_PUBLISHER:]
-            return self._start(header, retired)
-        if header.sequence <= known.sequence:
-            return EventOrder.STALE
-        is_next = header.sequence == known.sequence + 1
-        known.sequence = header.sequence
-        self._publishers.move_to_end(header.publisher_id)
-        return EventOrder.NEW if is_next else EventOrder.GAP
-
-    def forget(self, publisher_id: str) -> None:
-        self._publishers.pop(publisher_id, None)
-
-    def _start(self, header: Header, retired: list[int]) -> EventOrder:
-        self._publishers[header.publisher_id] = _Publisher(
-            header.incarnation, header.sequence, retired
-        )
-        self._publishers.move_to_end(header.publisher_id)
-        if len(self._publishers) > _MAX_PUBLISHERS:
-            self._publishers.popitem(last=False)
-        return EventOrder.NEW if header.sequence == 1 else EventOrder.GAP

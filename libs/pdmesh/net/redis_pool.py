@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from pdmesh.core.server_urls import SentinelUrl, is_sentinel_url
-from pdmesh.net.loopback import join
+from pdmesh.net.addresses import join
 from pdmesh.net.tasks import end
-from pdmesh.net.tls.own import own_certificates
+from pdmesh.net.tls.own_certificate import own_certificates
 
 if TYPE_CHECKING:
     from pdmesh.net.tls.folder import CertificateFolder

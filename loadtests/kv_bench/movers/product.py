@@ -20,7 +20,8 @@ import numpy.typing as npt
 from loadtests.kv_bench import cases
 from loadtests.kv_bench.cases import Command, PagedCache
 from pdmesh.core.instance.arena import ArenaRange
-from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.pull_parts import CHUNK_BYTES
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory

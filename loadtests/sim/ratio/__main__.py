@@ -30,7 +30,7 @@ from loadtests.harness.progress import Progress
 from loadtests.harness.results import describe_machine, describe_versions
 from loadtests.sim.ratio import aggregated, faults, loop, report, scale, sweep
 from loadtests.sim.ratio.report import Results
-from pdmesh.core.ratio.model import Split, splits
+from pdmesh.core.ratio.throughput import Split, splits
 
 _KINDS: Final[dict[str, type[Any]]] = {
     "sweep": sweep.Best,

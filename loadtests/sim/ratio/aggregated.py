@@ -15,8 +15,8 @@ from loadtests.sim.load import Lengths, poisson
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.sim.profile import profile
 from pdmesh.core.placement.policies import Weights
-from pdmesh.core.ratio.model import Split, splits
-from pdmesh.engine.laws import MOCKER
+from pdmesh.core.ratio.throughput import Split, splits
+from pdmesh.engine.step_time_laws import MOCKER
 
 TOTAL: Final = 8
 TTFT_S: Final = 2.0

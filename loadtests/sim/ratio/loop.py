@@ -14,8 +14,8 @@ from loadtests.sim.live import LiveMesh
 from loadtests.sim.load import Lengths, poisson
 from loadtests.sim.mesh import MeshShape
 from loadtests.sim.ratio.sweep import DECODE_SLOTS, PREFILL_SLOTS, TOTAL, Workload
-from pdmesh.core.ratio.model import Split
-from pdmesh.engine.laws import SMOLLM2_CPU
+from pdmesh.core.ratio.throughput import Split
+from pdmesh.engine.step_time_laws import SMOLLM2_CPU
 
 WINDOW_S: Final = 10.0
 CHANGE_AT_S: Final = 300.0

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from loadtests.harness.results import Spread
 from loadtests.sim.ratio import aggregated, faults, sweep
-from pdmesh.core.ratio.model import Split
+from pdmesh.core.ratio.throughput import Split
 
 MODEST: Final = 0.6  # the paper's margin of the best ratio over other ratios
 _NUM_WEEKS: Final = 1000
@@ -48,7 +48,7 @@ def markdown(results: Results) -> str:
         (
             "Simulated, but for the CPU times of the last table: the mesh's own cores on a "
             "virtual clock, with the laws in"
-            " `libs/pdmesh/engine/laws.py`. Median (lowest..highest) over the seeds."
+            " `libs/pdmesh/engine/step_time_laws.py`. Median (lowest..highest) over the seeds."
         ),
     ]
     for kind, make in parts:

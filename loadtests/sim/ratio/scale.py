@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from pdmesh.core.groups.announcements import GroupTracker
+from pdmesh.core.groups.membership_changes import GroupTracker
 from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import GroupShape

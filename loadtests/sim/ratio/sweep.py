@@ -12,10 +12,10 @@ from loadtests.sim.load import Lengths
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
 from loadtests.sim.profile import profile
 from loadtests.traffic.workloads import Arrival
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.placement.policies import Weights
-from pdmesh.core.ratio.model import Profile, Split
-from pdmesh.engine.laws import SMOLLM2_CPU
+from pdmesh.core.ratio.throughput import Profile, Split
+from pdmesh.engine.step_time_laws import SMOLLM2_CPU
 
 TOTAL: Final = 8
 PREFILL_SLOTS: Final = 2

@@ -28,9 +28,9 @@ from pdmesh.core.tenancy.limits import (
 from pdmesh.core.tenancy.shared_limits import num_parts
 from pdmesh.errors import MeshError, Overloaded
 from pdmesh.followed_keys import FollowedKeys
-from pdmesh.lifecycle import StartupError
-from pdmesh.net.loopback import is_loopback
+from pdmesh.net.addresses import is_loopback
 from pdmesh.net.tasks import together
+from pdmesh.service_process import StartupError
 from pdmesh.services.gateway.access.client_tokens import ClientTokens
 from pdmesh.services.gateway.access.errors import NoApiKey, PermissionDenied, Unauthenticated
 from pdmesh.services.gateway.access.tenant_ledgers import LedgerBucket, TenantLedgers

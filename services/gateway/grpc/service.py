@@ -18,10 +18,10 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from pdmesh.errors import MeshError
-from pdmesh.lifecycle import StartupError
+from pdmesh.net.addresses import join
 from pdmesh.net.grpc import rpc
 from pdmesh.net.grpc.incoming import READ_AHEAD, Incoming, IncomingGuard
-from pdmesh.net.loopback import join
+from pdmesh.service_process import StartupError
 from pdmesh.services.gateway.access.access_control import AccessControl, Permit, charged
 from pdmesh.services.gateway.grpc.answers import (
     ChatParts,
@@ -34,6 +34,7 @@ from pdmesh.services.gateway.grpc.health import HealthServicer
 from pdmesh.services.gateway.request.deltas import AnswerStream, whole_text
 from pdmesh.services.gateway.request.frontend import Call, Frontend, new_request_id
 from pdmesh.services.gateway.request.spec import CallSpec
+from pdmesh.services.gateway.slow_clients import SlowClients
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.v1 import inference_service_pb2 as pb
 
@@ -41,7 +42,6 @@ log = structlog.get_logger(__name__)
 
 Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at run time
 SERVICE: Final = "pdmesh.v1.InferenceService"
-_SWEEP_S: Final = 0.5
 _HEALTH_SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _HEALTH: Final = f"/{_HEALTH_SERVICE.full_name}/"
 _MAX_STREAMS: Final = 1024  # at once on one connection
@@ -62,17 +62,11 @@ class InferenceServicer:
     def __init__(self, frontend: Frontend, access: AccessControl, write_timeout_s: float) -> None:
         self._frontend = frontend
         self._access = access
-        self._write_timeout_s = write_timeout_s
-        self._writing: dict[_Writer, None] = {}
+        self._writing = SlowClients("grpc", write_timeout_s)
 
     async def run(self) -> None:
-        """Disconnect clients that have not read for too long."""
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            limit = time.monotonic() - self._write_timeout_s
-            for writer in [w for w in self._writing if w.blocked_since < limit]:
-                log.info("grpc.client_not_reading", request_id=writer.request_id)
-                writer.cut()
+        """Runs until cancelled."""
+        await self._writing.run()
 
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
@@ -185,7 +179,7 @@ class InferenceServicer:
     async def _streamed(self, call: Call, parts: _Parts[Part_co]) -> AsyncIterator[Part_co]:
         """The messages of a stream, while watching how long each takes to be written."""
         writer = _Writer(asyncio.current_task(), call.request_id)
-        self._writing[writer] = None
+        self._writing.add(writer)
         stream, has_begun = AnswerStream(call), False
         try:
             while stream.num_open:
@@ -205,7 +199,7 @@ class InferenceServicer:
                     raise stream.failure
         finally:
             stream.close()
-            del self._writing[writer]
+            self._writing.remove(writer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ It is a raw ASGI application: a framework would cost more than all the rest.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -74,10 +73,10 @@ from pdmesh.services.gateway.request.deltas import ClientDisconnected
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.routing.fleet import KnownModel
 from pdmesh.services.gateway.routing.handed_plans import PLAN_HEADER
+from pdmesh.services.gateway.slow_clients import SlowClients
 
 log = structlog.get_logger(__name__)
 
-_SWEEP_S: Final = 0.5
 _PLAN: Final = PLAN_HEADER.encode()
 
 
@@ -94,8 +93,7 @@ class HttpApp:
         self.body_room = self._intake.body_room
         self._frontend = frontend
         self._not_ready = not_ready
-        self._write_timeout_s = bounds.write_timeout_s
-        self._writing: dict[HttpExchange, None] = {}
+        self.writing = SlowClients("http", bounds.write_timeout_s)
         self._store = responses
         self._responses = ResponsesPaths(frontend, self._intake, responses)
         self._router = Router(self._routes())
@@ -201,7 +199,7 @@ class HttpApp:
         exchange = HttpExchange(scope, receive, send)
         if scope["path"].startswith(PREFIX):
             exchange.errors = ANTHROPIC_ERRORS
-        self._writing[exchange] = None
+        self.writing.add(exchange)
         try:
             exchange.use(self._frontend.take_handed(exchange.header(_PLAN)))
             handler, exchange.path_parameters = self._router.find(scope["path"], scope["method"])
@@ -215,7 +213,7 @@ class HttpApp:
             log.exception("http.bug", path=shortened(scope["path"]), request_id=exchange.request_id)
             await self._fail(exchange, MeshError("internal error; the server's log has the cause"))
         finally:
-            del self._writing[exchange]
+            self.writing.remove(exchange)
             exchange.errors = OPENAI_ERRORS  # a stream's own would keep its call in memory
 
     async def _fail(self, exchange: HttpExchange, error: MeshError) -> None:
@@ -227,13 +225,8 @@ class HttpApp:
             await exchange.error(error)
 
     async def run(self) -> None:
-        """Disconnect clients that have not read for too long."""
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            limit = time.monotonic() - self._write_timeout_s
-            for exchange in [e for e in self._writing if e.blocked_since < limit]:
-                log.info("http.client_not_reading", request_id=exchange.request_id)
-                exchange.cut()
+        """Runs until cancelled."""
+        await self.writing.run()
 
     async def close(self) -> None:
         await self._responses.background.close()

@@ -1,7 +1,6 @@
 """One HTTP request and its answer on raw ASGI: bounds the body, writes, and detects a lost client.
 
-A client that does not read blocks only its own writer. `blocked_since` lets the server disconnect
-it (F28).
+A client that does not read blocks only its own writer; `gateway/slow_clients.py` disconnects it.
 
 A refusal waits for the rest of the request, within bounds. The connection can then be kept, and a
 proxy with HTTP/2 towards its client has nothing to reset: it may reset a stream whose answer came

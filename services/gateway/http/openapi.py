@@ -13,8 +13,8 @@ from typing import Any, Final
 import msgspec
 
 import pdmesh
+from pdmesh.services.gateway.http.openapi_rules import RULES, without_nul
 from pdmesh.services.gateway.http.routes import HttpRoute, Operation, path_parameters, plain_path
-from pdmesh.services.gateway.http.told_rules import RULES, without_nul
 from pdmesh.services.gateway.openai.schema import unsupported_fields
 
 # Any: a JSON document on its way out.

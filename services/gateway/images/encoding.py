@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.images.encoders import choose_encoder
+from pdmesh.core.images.encoder_choice import choose_encoder
 from pdmesh.core.model import PeerId
 from pdmesh.core.request.events import (
     Event,

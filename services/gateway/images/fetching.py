@@ -20,14 +20,8 @@ from typing import Any, Final, Literal
 
 import httptools
 
-from pdmesh.core.images.source import (
-    ImageAddress,
-    ImageRefused,
-    ImageRules,
-    address_of,
-    is_public,
-    too_large,
-)
+from pdmesh.core.images.image_bounds import ImageRefused, ImageRules, too_large
+from pdmesh.core.images.source import ImageAddress, address_of, is_public
 from pdmesh.errors import Overloaded
 
 _READ_BYTES: Final = 65_536

@@ -13,15 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdmesh.core.images.header import ImageHeader
+from pdmesh.core.images.image_bounds import ImageRefused, ImageRules, check_image
 from pdmesh.core.images.prompt_image import digest_of
-from pdmesh.core.images.source import (
-    ImageRefused,
-    ImageRules,
-    check_image,
-    data_of,
-    decoded,
-    is_data,
-)
+from pdmesh.core.images.source import data_of, decoded, is_data
 from pdmesh.errors import InvalidRequest, Overloaded
 from pdmesh.services.gateway.images.fetching import Fetcher, FetchTime
 

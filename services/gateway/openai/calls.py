@@ -16,7 +16,6 @@ from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.access.access_control import Permit, charged
 from pdmesh.services.gateway.images.loading import Held
-from pdmesh.services.gateway.openai.call_form import call_constraint
 from pdmesh.services.gateway.openai.chat_images import (
     asked_images,
     check_places,
@@ -40,6 +39,7 @@ from pdmesh.services.gateway.openai.schema import (
     prompts_of,
     session_of,
 )
+from pdmesh.services.gateway.openai.tool_call_form import call_constraint
 from pdmesh.services.gateway.openai.tools import tools_of
 from pdmesh.services.gateway.parsing.answer_parsing import Parsing
 from pdmesh.services.gateway.request.bounds import context_exceeded

@@ -14,14 +14,13 @@ import msgspec
 
 from pdmesh.core.kv.tiers.holds import SessionState
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.openai import told_bounds as told
+from pdmesh.services.gateway.openai import openapi_bounds as told
 from pdmesh.services.gateway.openai.chat_messages import (
     NESTED_IN_MESSAGES,
     ChatMessage,
     check_messages,
 )
 from pdmesh.services.gateway.openai.json_body import decoded
-from pdmesh.services.gateway.openai.neutral import NeutralValues
 from pdmesh.services.gateway.openai.tools import (
     NESTED_IN_TOOLS,
     NamedTool,
@@ -31,6 +30,7 @@ from pdmesh.services.gateway.openai.tools import (
     check_tools,
 )
 from pdmesh.services.gateway.openai.unknown_fields import Nested
+from pdmesh.services.gateway.openai.unsupported_fields import NeutralValues
 from pdmesh.services.gateway.request.answer_form import (
     JsonSchemaFormat,
     ResponseFormat,

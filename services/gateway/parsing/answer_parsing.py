@@ -23,7 +23,6 @@ from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.core.sampling.thinking_budget import ThinkingMarks
 from pdmesh.engine.grammars.asked import AskedGrammar
 from pdmesh.errors import InvalidRequest, MeshError
-from pdmesh.services.gateway.parsing.defaults import NONE, ParserNames, parser_names
 from pdmesh.services.gateway.parsing.frames import (
     AskMarks,
     FeedAnswer,
@@ -37,6 +36,7 @@ from pdmesh.services.gateway.parsing.frames import (
     PrepareAnswer,
     PreparedAnswer,
 )
+from pdmesh.services.gateway.parsing.parser_choice import NONE, ParserNames, parser_names
 from pdmesh.services.gateway.parsing.parser_process import ParserLife, ParserLost, ParserProcess
 from pdmesh.services.gateway.text.choice_text import TextDelta, ToolCallDelta
 from pdmesh.services.gateway.text.text_stream import TextRules

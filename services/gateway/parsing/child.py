@@ -35,17 +35,17 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
-        from pdmesh.services.gateway.parsing.desk import Desk
+        from pdmesh.services.gateway.parsing.parser_requests import ParserRequests
     except ImportError as exc:
         send(answers, ParsingFailed(str(exc)))
         return
     # vLLM's parsers log a traceback for each call that a model leaves unfinished. What they cannot
     # read becomes text of the answer, and the gateway logs what they raise.
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
-    desk = Desk(MAX_MODELS)
+    requests = ParserRequests(MAX_MODELS)
     send(answers, ParserDone())
     while (request := received(sys.stdin.buffer)) is not None:
-        reply = desk.handle(request)
+        reply = requests.handle(request)
         if reply is not None:
             send(answers, reply)
 

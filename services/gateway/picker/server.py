@@ -7,10 +7,10 @@ from typing import Final
 
 from grpc_health.v1 import health_pb2
 
-from pdmesh.lifecycle import StartupError
+from pdmesh.net.addresses import join
 from pdmesh.net.grpc import rpc
 from pdmesh.net.grpc.incoming import READ_AHEAD
-from pdmesh.net.loopback import join
+from pdmesh.service_process import StartupError
 from pdmesh.services.gateway.grpc.health import HealthServicer
 from pdmesh.services.gateway.picker.servicer import SERVICE, PickerServicer
 from pdmesh.telemetry import metrics, names

@@ -16,7 +16,7 @@ from pdmesh.core.model import PeerId, Tick
 from pdmesh.core.pooling import batch_life as life
 from pdmesh.core.request import events as leg_events
 from pdmesh.errors import EngineFailed, MeshError
-from pdmesh.net.pooling_facts import task_to_proto
+from pdmesh.net.convert.pooling_facts import task_to_proto
 from pdmesh.services.gateway.pooling.spec import PoolingSpec
 from pdmesh.services.gateway.request.generation import Collaborators
 from pdmesh.services.gateway.routing.sessions import InstanceSession

@@ -22,8 +22,8 @@ from pdmesh.core.placement.local_ranking import LocalInstance, LocalQuery, Local
 from pdmesh.core.placement.plan import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.request.events import Candidate
 from pdmesh.errors import InvalidRequest, ModelNotFound, NoInstance, shortened
-from pdmesh.net.excluded_sources import excluded_from
-from pdmesh.net.loopback import is_numeric
+from pdmesh.net.addresses import is_numeric
+from pdmesh.net.convert.source_exclusions import excluded_from
 from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel, AdapterNames
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares

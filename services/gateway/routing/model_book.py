@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from pdmesh.core.catalogue.model_catalogue import ModelCatalogue, Offer
 from pdmesh.core.images.prompt_image import ImageFacts
-from pdmesh.net.image_facts import images_from_proto
+from pdmesh.net.convert.image_facts import images_from_proto
 from pdmesh.v1.common_pb2 import InstanceRecord, ModelText
 
 

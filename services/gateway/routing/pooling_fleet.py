@@ -11,7 +11,7 @@ from pdmesh.core.placement.plan import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.pooling.facts import PoolingFacts
 from pdmesh.core.pooling.ranking import PoolingInstance, PoolingQuery, ranked
 from pdmesh.errors import InvalidRequest, ModelNotFound, NoInstance, shortened
-from pdmesh.net.pooling_facts import pooling_from_proto
+from pdmesh.net.convert.pooling_facts import pooling_from_proto
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
 from pdmesh.services.gateway.routing.model_book import ModelBook
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView

@@ -16,7 +16,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as HfTokenizer
 
 from pdmesh.core.kv.prefix.block_hash import token_array
-from pdmesh.core.pooling.cutting import Content, SpecialTokens, TextCut, content_of
+from pdmesh.core.pooling.truncation import Content, SpecialTokens, TextCut, content_of
 from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
 
 _INLINE_CHARS: Final = 2048

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import structlog
 
-from pdmesh.core.catalogue.residency import Residency
+from pdmesh.core.catalogue.tokenizer_memory import Residency
 from pdmesh.errors import MeshError, Overloaded, TokenizerUnavailable
 from pdmesh.net.tasks import end
 from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes

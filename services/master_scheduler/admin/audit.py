@@ -19,7 +19,7 @@ from pdmesh.errors import MeshError, shortened
 from pdmesh.events.v1.events_pb2 import AdminChange
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
-from pdmesh.services.master_scheduler.admin.access import AdminCaller
+from pdmesh.services.master_scheduler.admin.callers import AdminCaller
 from pdmesh.v1 import admin_service_pb2 as pb
 
 log = structlog.get_logger(__name__)

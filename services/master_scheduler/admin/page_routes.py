@@ -23,9 +23,9 @@ from starlette.routing import Route
 
 from pdmesh.desired_file import MAX_BYTES
 from pdmesh.errors import InvalidRequest, MeshError, NotAllowed
-from pdmesh.net.loopback import is_loopback
-from pdmesh.services.master_scheduler.admin.access import is_local
-from pdmesh.services.master_scheduler.admin.door import AdminDoor
+from pdmesh.net.addresses import is_loopback
+from pdmesh.services.master_scheduler.admin.callers import is_local
+from pdmesh.services.master_scheduler.admin.checked_calls import CheckedCalls
 from pdmesh.v1 import admin_service_pb2
 
 log = structlog.get_logger(__name__)
@@ -83,7 +83,9 @@ class _Caller:
         return f"ipv{6 if ':' in client.host else 4}:{host}:{client.port}"
 
 
-def page_routes(door: AdminDoor, *, has_token: bool, only_host: str | None = None) -> list[Route]:
+def page_routes(
+    calls: CheckedCalls, *, has_token: bool, only_host: str | None = None
+) -> list[Route]:
     """`only_host`: serve only callers on this machine, whose address is this one or a loopback one;
     None: serve all.
     """
@@ -98,12 +100,12 @@ def page_routes(door: AdminDoor, *, has_token: bool, only_host: str | None = Non
             caller: Any = _Caller(request)
             if only_host is not None and not _is_here(caller, only_host):
                 raise NotAllowed(_LOCAL_ONLY)
-            await door.check_access(method.name, caller)  # before anything is read
+            await calls.check_access(method.name, caller)  # before anything is read
             empty = GetMessageClass(method.input_type)()
             async with reading:
                 # Off the loop, both ways: protobuf's JSON takes seconds for the longest request.
                 message = await asyncio.to_thread(Parse, await _body(request), empty)
-            answer = await getattr(door, method.name)(message, caller)
+            answer = await getattr(calls, method.name)(message, caller)
             return await asyncio.to_thread(_answer, answer)
         except ParseError as exc:
             return _error(InvalidRequest(f"not a valid request: {exc}"))

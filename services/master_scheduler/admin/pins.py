@@ -17,13 +17,13 @@ import structlog
 from pdmesh.core.kv.prefix.block_hash import tokens_from_bytes
 from pdmesh.core.kv.prefix.pins import Cut, WantedPin, check_room
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
+from pdmesh.core.kv.tiers.owner import owner_of
 from pdmesh.errors import InvalidRequest, MeshError, ModelNotFound, NotLeader, Unavailable
 from pdmesh.events.v1.events_pb2 import PinChanged
 from pdmesh.kv.index.pinned import all_names
-from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.net import subjects
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import Board, BoardView
 from pdmesh.v1 import admin_service_pb2 as pb
 

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 import structlog
 from google.protobuf.message import Message
 
-from pdmesh.core.access.roles import NEEDED
+from pdmesh.core.access.operator_roles import NEEDED
 from pdmesh.core.groups.adjustments import CannotMove
 from pdmesh.core.groups.desired import (
     DEFAULT_NAME,
@@ -26,8 +26,8 @@ from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
 from pdmesh.instance.incarnation.assignment import ROLES
 from pdmesh.net.nats.desired_store import VERSIONS_KEPT
-from pdmesh.services.master_scheduler.admin.access import AdminCaller
 from pdmesh.services.master_scheduler.admin.audit import Changed, of_versions, state_of
+from pdmesh.services.master_scheduler.admin.callers import AdminCaller
 from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
 from pdmesh.services.master_scheduler.groups.desired_reader import TextWorker
 from pdmesh.services.master_scheduler.groups.group_state import group_states
@@ -44,7 +44,7 @@ A = TypeVar("A", bound=Message)
 
 
 class AdminServicer:
-    """Its callers are checked by `AdminDoor`. A method that changes something returns Changed.
+    """Its callers are checked by `CheckedCalls`. A method that changes something returns Changed.
 
     `page_url`: where operators find the page. `leadership` returns (whether this process leads, its
     epoch) now.

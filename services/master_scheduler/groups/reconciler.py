@@ -30,7 +30,7 @@ from pdmesh.core.groups.controller import (
 )
 from pdmesh.core.groups.desired import Desired
 from pdmesh.core.groups.round import Round
-from pdmesh.core.groups.steps import AnnounceStep
+from pdmesh.core.groups.step_announcements import AnnounceStep
 from pdmesh.errors import NotLeader, Unavailable, VersionConflict
 from pdmesh.events.v1.events_pb2 import GroupStep
 from pdmesh.net import subjects

@@ -13,7 +13,7 @@ from pdmesh.core.placement.plan import NoPlan, Plan, RankedInstance
 from pdmesh.core.placement.policies import Query
 from pdmesh.core.request.backpressure import Pressure, Queue
 from pdmesh.errors import InvalidRequest
-from pdmesh.net.excluded_sources import excluded_from
+from pdmesh.net.convert.source_exclusions import excluded_from
 from pdmesh.net.registry import takes_requests
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import (

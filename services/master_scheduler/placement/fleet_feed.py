@@ -29,7 +29,8 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.events.v1.events_pb2 import FaultReport, HealthChanged, InstanceLoad
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message
-from pdmesh.net.events import EventOrder, SequenceGate, decode_event
+from pdmesh.net.event_order import EventOrder, SequenceGate
+from pdmesh.net.events import decode_event
 from pdmesh.net.nats.board import Board
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.services.master_scheduler.placement.convert import identity_from

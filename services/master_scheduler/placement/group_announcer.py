@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pdmesh.core.groups.announcements import GroupTracker
+from pdmesh.core.groups.membership_changes import GroupTracker
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.events.v1.events_pb2 import GroupChanged
 from pdmesh.net import subjects

@@ -15,7 +15,6 @@ import structlog
 from pdmesh.core.history.ended_request import EndedRequest, InstanceLoss
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
-from pdmesh.core.ratio.model import Phi
 from pdmesh.core.ratio.scenario_stats import (
     RequestSample,
     RoleSlots,
@@ -24,6 +23,7 @@ from pdmesh.core.ratio.scenario_stats import (
     slots_by_role,
 )
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
+from pdmesh.core.ratio.throughput import Phi
 from pdmesh.errors import BY_REASON, InvalidRequest, MeshError
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message

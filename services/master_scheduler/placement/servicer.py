@@ -12,7 +12,7 @@ import grpc
 import structlog
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
-from pdmesh.core.groups.announcements import GroupChanged, GroupTracker
+from pdmesh.core.groups.membership_changes import GroupChanged, GroupTracker
 from pdmesh.core.identity import ProcessIdentity
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.fleet import Fleet

@@ -27,10 +27,10 @@ from pdmesh.core.moves.move import (
     MovePlan,
     Trigger,
     applied,
-    refusal,
     serving,
     serving_by_scenario,
 )
+from pdmesh.core.moves.move_refusal import refusal
 from pdmesh.core.moves.plan_runner import (
     Event,
     GroupsSeen,
@@ -54,9 +54,9 @@ from pdmesh.core.ratio.controller import (
     ScenarioProfiled,
     WindowSeen,
 )
-from pdmesh.core.ratio.model import Profile
 from pdmesh.core.ratio.role_loads import RoleLoads
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
+from pdmesh.core.ratio.throughput import Profile
 from pdmesh.errors import NotLeader, Unavailable, VersionConflict
 from pdmesh.services.master_scheduler.groups.desired_convert import (
     adjustments_to,

@@ -8,7 +8,7 @@ from typing import Final
 
 from pdmesh.core.moves.move import GroupShape, Move, MoveKind
 from pdmesh.core.ratio.controller import RatioDecided
-from pdmesh.core.ratio.model import Profile
+from pdmesh.core.ratio.throughput import Profile
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.master_scheduler.groups.desired_convert import move_from, move_to
 from pdmesh.v1 import admin_service_pb2 as pb

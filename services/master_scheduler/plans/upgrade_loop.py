@@ -15,7 +15,7 @@ import structlog
 from pdmesh.core.groups.adjustments import adjusted
 from pdmesh.core.groups.cluster_state import Observed
 from pdmesh.core.groups.revisions import Upgrade, shares
-from pdmesh.core.groups.steps import AnnounceStep
+from pdmesh.core.groups.step_announcements import AnnounceStep
 from pdmesh.core.model import Assignment, Role
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (

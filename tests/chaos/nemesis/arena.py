@@ -18,7 +18,7 @@ from typing import Final
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.tenancy.entry import TenantEntry
+from pdmesh.core.tenancy.tenant import TenantEntry
 from pdmesh.errors import InvalidRequest, VersionConflict
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec

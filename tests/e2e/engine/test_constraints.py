@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import LogitShaping
-from pdmesh.core.speculation.schedule import Speculation
+from pdmesh.core.speculation.proposal_length import Speculation
 from pdmesh.engine.base import (
     Failed,
     KvReceived,

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.core.sampling.logit_shaping import LogitShaping
-from pdmesh.core.speculation.schedule import PROBE_EVERY, Method, Speculation
+from pdmesh.core.speculation.proposal_length import PROBE_EVERY, Method, Speculation
 from pdmesh.engine.base import KvReceived, Sampling, Tokens
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import Reference, decode_config, plain_vllm, prefill_config

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from pdmesh.core.images.grid import GridRule
 from pdmesh.core.images.prompt_image import ImageFacts
+from pdmesh.core.images.token_grid import GridRule
 from tests.e2e.cases import Case, differences
 from tests.e2e.conftest import decode_config, plain_vllm, prefill_config
 from tests.e2e.images.test_encoder import answered, counts, encoder_config, encoding, grown

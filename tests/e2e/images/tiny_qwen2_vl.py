@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-from pdmesh.core.images.grid import GridRule
+from pdmesh.core.images.token_grid import GridRule
 from tests.e2e.images.tiny_llava import write_tokenizer
 
 PATCH_SIZE, MERGE_SIZE = 7, 2

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from pdmesh.core.speculation.schedule import Method, Speculation
+from pdmesh.core.speculation.proposal_length import Method, Speculation
 from tests.e2e.cases import Case, differences, generate_all
 from tests.e2e.conftest import engine_config
 from tests.e2e.engine.test_speculation import with_draft

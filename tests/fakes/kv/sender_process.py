@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator
 import structlog
 
 from pdmesh.core.instance.arena import ArenaRange
-from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.pull_parts import CHUNK_BYTES
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.arena_memory import host_memory
 from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, AgentTicketClosed

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pdmesh.core.kv.tiers.load_plan import Cost, CostBook, Tier
+from pdmesh.core.kv.tier import Tier
+from pdmesh.core.kv.tiers.load_plan import Cost, CostBook
 from pdmesh.kv.tiers.file_format import checksum_of, identity_of
 from pdmesh.kv.tiers.file_store import FileStore
 from pdmesh.kv.tiers.file_tier import FileTier

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 from nats.aio.client import Client
 
-from pdmesh.access.nats_accounts import Holder, nats_accounts
 from pdmesh.embedded.servers import NatsServer
 from pdmesh.net.nats.buckets import ALL_BUCKETS, IMPORTED_API, LEASED, inbox_of
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.kv_bucket import KvBucket
 from pdmesh.net.tls.contexts import client_context
-from pdmesh.net.tls.own import using_certificates
+from pdmesh.net.tls.own_certificate import using_certificates
+from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts
 from tests.support.sites.certificates import TestAuthority
 from tests.support.sites.servers import TestServer
 from tests.support.waiting import until

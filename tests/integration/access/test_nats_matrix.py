@@ -1,6 +1,6 @@
 """Every role tries every subject, bucket and command of NATS, and may do only what is written here.
 
-The lists are not made from `pdmesh.access`: what a role may do is decided twice.
+The lists are not made from `pdmesh.server_permissions`: what a role may do is decided twice.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from nats.errors import Error as NatsError
 from nats.js import api
 from nats.js.errors import APIError
 
-from pdmesh.access.nats_accounts import Holder
 from pdmesh.errors import Unavailable
 from pdmesh.net import subjects
 from pdmesh.net.nats.buckets import ALL_BUCKETS, INSTANCES
+from pdmesh.server_permissions.nats_accounts import Holder
 from tests.integration.access.sites import (
     PROCESSES,
     bucket,

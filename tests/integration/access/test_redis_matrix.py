@@ -12,10 +12,10 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
-from pdmesh.access.roles import REDIS_ROLES
 from pdmesh.core.kv.prefix.prefix_index import IndexDelta
 from pdmesh.embedded.servers import ValkeyServer
 from pdmesh.kv.index.redis_index import RedisIndex
+from pdmesh.server_permissions.role_permissions import REDIS_ROLES
 from pdmesh.services.gateway.http.responses.store import KeepBounds, KeepOutcome, ResponseStore
 from tests.support.sites.servers import TestServer
 

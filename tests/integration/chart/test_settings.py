@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pdmesh import lifecycle
+from pdmesh import service_process
 from pdmesh.config import SHARED_PREFIX, ServiceSettings, is_shared, unknown_variables
 from pdmesh.services.gateway.settings import Settings as GatewaySettings
 from tests.support.chart import helm
@@ -128,7 +128,7 @@ def test_every_service_takes_the_values_that_it_gets(
         assert settings.instance_id == pod.name
         assert settings.node == "ip-10-0-0-1-example-internal"
         assert settings.reachable_host == pod.ip
-        lifecycle._check_network(settings)
+        service_process._check_network(settings)
         assert settings.read_mesh_token()
         if isinstance(settings, GatewaySettings):
             assert settings.keys_file or settings.allow_anonymous

@@ -12,6 +12,7 @@ from pdmesh import desired_file
 from tests.support.chart.helm import ROOT, Refused, of_kind, pods, render
 
 OPEN: dict[str, Any] = {"gateway": {"allowAnonymous": True}}
+ISSUER = "https://id.example.org"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,11 @@ OPEN: dict[str, Any] = {"gateway": {"allowAnonymous": True}}
         ({"desiredState": {"group": {}}}, "group is not allowed"),
         # What no schema can say.
         ({"gateway": {"allowAnonymous": False}}, "gateway.keysSecret"),
+        ({"oidc": {"issuer": "http://id.example.org"}}, "oidc.issuer"),
+        ({"oidc": {"issuer": ISSUER, "audience": "a"}}, "networkPolicy.extraEgress"),
+        ({"oidc": {"issuer": ISSUER}, "networkPolicy": {"enabled": False}}, "oidc.audience"),
+        ({"oidc": {"audience": "a"}}, "oidc.issuer: audience and caSecret say nothing"),
+        ({"settings": {"OIDC_ISSUER": ISSUER}}, "OIDC_ISSUER is not allowed"),
         ({"tls": {"enabled": True}}, "tls.issuerName"),
         ({"settings": {"INSECURE_NETWORK": False}}, "INSECURE_NETWORK: without tls.enabled"),
         (

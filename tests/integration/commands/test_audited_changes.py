@@ -22,9 +22,9 @@ from google.protobuf.message import Message
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.access.roles import NEEDED, ROLES, AdminRole, changes
+from pdmesh.core.access.operator_roles import NEEDED, ROLES, AdminRole, changes
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
-from pdmesh.core.tenancy.entry import TenantEntry
+from pdmesh.core.tenancy.tenant import TenantEntry
 from pdmesh.errors import InvalidToken, MeshError, NotAllowed
 from pdmesh.events.v1.events_pb2 import AdminChange
 from pdmesh.launcher.mesh import Mesh

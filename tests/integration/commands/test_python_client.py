@@ -20,7 +20,7 @@ from pdmesh.errors import BadCertificates, InvalidRequest, MeshError, NotAllowed
 from pdmesh.events.v1.events_pb2 import GroupStep
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.net.tls.own import own_certificates, use_certificates, using_certificates
+from pdmesh.net.tls.own_certificate import own_certificates, use_certificates, using_certificates
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

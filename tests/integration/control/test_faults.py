@@ -12,7 +12,7 @@ from pdmesh.core.health.fault_judge import RESTARTED_IN_VAIN, JudgePolicy
 from pdmesh.events.v1.events_pb2 import FaultReport, FaultSignal, InstanceHealth, NodeReported
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import BoardView, fault_board, out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsLease, NatsRegistry

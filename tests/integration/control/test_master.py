@@ -21,19 +21,19 @@ from pdmesh.events.v1.events_pb2 import (
     LeaderChanged,
     RequestFinished,
 )
-from pdmesh.lifecycle import App
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
 from pdmesh.net.grpc import rpc
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.assignments import NatsAssignments
 from pdmesh.net.nats.board import fault_board, health_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
+from pdmesh.service_process import App
 from pdmesh.services.health_monitor.monitor import HealthMonitor
-from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.callers import AdminAccess
 from pdmesh.services.master_scheduler.master import Master
 from pdmesh.services.master_scheduler.settings import Settings
 from pdmesh.v1.common_pb2 import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.events.v1.events_pb2 import Header, RequestFinished
 from pdmesh.kv.index import redis_keys as keys
 from pdmesh.launcher.mesh import Mesh

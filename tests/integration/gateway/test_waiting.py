@@ -14,7 +14,7 @@ import pytest
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.tenancy.entry import TenantEntry
+from pdmesh.core.tenancy.tenant import TenantEntry
 from pdmesh.services.gateway.access.access_control import KeyedAccess
 from pdmesh.services.gateway.request import frontend
 from pdmesh.services.gateway.routing import sessions

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.access.nats_accounts import Holder, nats_accounts
-from pdmesh.access.roles import REDIS_ROLES
-from pdmesh.core.access.roles import AdminRole
+from pdmesh.core.access.operator_roles import AdminRole
 from pdmesh.core.identity import ProcessIdentity
 from pdmesh.embedded.members import (
     NatsMember,
@@ -28,7 +26,9 @@ from pdmesh.launcher.hosts.prepare import redis_users, sentinel_users
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.tls.authority import Authority
 from pdmesh.net.tls.folder import CertificateFolder
-from pdmesh.net.tls.own import using_certificates
+from pdmesh.net.tls.own_certificate import using_certificates
+from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts
+from pdmesh.server_permissions.role_permissions import REDIS_ROLES
 from tests.support.sites.certificates import TestAuthority
 from tests.support.sites.servers import TestServer
 

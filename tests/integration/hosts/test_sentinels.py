@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -11,10 +10,12 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from pdmesh.errors import Unavailable
 from pdmesh.kv.index.redis_index import RedisIndex, StoredInstance
+from pdmesh.kv.index.redis_keys import instance_version
 from pdmesh.net.redis_pool import pool_of
-from pdmesh.net.tls.own import using_certificates
+from pdmesh.net.tls.own_certificate import using_certificates
 from tests.integration.hosts.conftest import HOSTS, PRIMARY, RedisTrio
 from tests.support.sites.certificates import TestAuthority
+from tests.support.sites.servers import TestServer
 from tests.support.waiting import until
 
 STORED = StoredInstance(7, 1, frozenset({b"x"}), frozenset())
@@ -60,12 +61,18 @@ async def test_a_primary_that_returns_at_once_has_kept_what_it_had(
         index = RedisIndex(redis_trio.url("kv-cache-index"), 5.0)
         await until(lambda: _epoch(index))
         await index.replace("p", STORED)
-        await asyncio.sleep(1.1)  # the file is written every second
+        await until(lambda: _has_written(redis_trio.servers["a"], instance_version("p")))
         redis_trio.servers["a"].kill()
         await redis_trio.servers["a"].start()
         await until(lambda: _epoch(index))
         assert await index.load("p") == STORED
         await index.close()
+
+
+def _has_written(server: TestServer, key: str) -> bool:
+    """Whether the server's append-only file has this key."""
+    files = (server.directory / "appendonlydir").glob("*.aof")
+    return any(key.encode() in file.read_bytes() for file in files)
 
 
 async def test_a_service_may_only_look_for_the_primary_at_a_sentinel(

@@ -11,7 +11,7 @@ import pytest
 
 from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, KvSource, SourceFault
 from pdmesh.kv.tiers.holders import HolderDirectory
-from pdmesh.net.excluded_sources import excluded_to_proto
+from pdmesh.net.convert.source_exclusions import excluded_to_proto
 from pdmesh.net.grpc import rpc
 from pdmesh.v1 import kv_index_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord

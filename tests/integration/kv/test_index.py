@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from pdmesh.core.kv.prefix.prefix_index import IndexDelta, TierDelta
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.kv.index.redis_index import RedisIndex, StoredInstance

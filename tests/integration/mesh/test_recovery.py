@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.control.supervision import RestartPolicy
+from pdmesh.core.control.restart_policy import RestartPolicy
 from pdmesh.core.health.node_status import parse
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec

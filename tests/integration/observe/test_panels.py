@@ -25,7 +25,7 @@ import pytest
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.tenancy.entry import TenantEntry
+from pdmesh.core.tenancy.tenant import TenantEntry
 from tests.fakes.lora_adapters import write_adapter
 from tests.support.observe.prometheus import PrometheusServer, scraping
 from tests.support.observe.promql import plain

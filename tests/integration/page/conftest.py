@@ -16,7 +16,7 @@ from playwright.async_api import Browser, Page, expect
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.access.roles import ROLES
+from pdmesh.core.access.operator_roles import ROLES
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1.common_pb2 import ROLE_DECODE

@@ -28,7 +28,7 @@ from pdmesh.net.grpc import rpc
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tls.folder import CertificateFolder
-from pdmesh.net.tls.own import using_certificates
+from pdmesh.net.tls.own_certificate import using_certificates
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.instance_service_pb2 import Command, Hello, SessionRequest
 from pdmesh.v1.scheduler_service_pb2 import PlanRequest

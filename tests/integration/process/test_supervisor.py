@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.control.supervision import (
+from pdmesh.core.control.restart_policy import (
     GiveUp,
     ProcessPhase,
     RestartPolicy,

@@ -9,7 +9,7 @@ import pytest
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.tenancy.entry import TenantEntry
+from pdmesh.core.tenancy.tenant import TenantEntry
 from pdmesh.services.gateway.access.access_control import KeyedAccess
 from tests.fakes.gateway_mesh import gateway_mesh
 from tests.support.sites import servers

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.tenancy.entry import TenantEntry
+from pdmesh.core.tenancy.tenant import TenantEntry
 from pdmesh.net.grpc import rpc
 from pdmesh.services.gateway.access.access_control import KeyedAccess
 from pdmesh.services.gateway.access.client_tokens import client_tokens

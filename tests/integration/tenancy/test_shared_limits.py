@@ -14,7 +14,7 @@ import pytest
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.tenancy.entry import TenantEntry
+from pdmesh.core.tenancy.tenant import TenantEntry
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.services.gateway.access.access_control import (
     KeyedAccess,

@@ -18,9 +18,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.tenancy.entry import TenantEntry
-from pdmesh.lifecycle import StartupError
+from pdmesh.core.tenancy.tenant import TenantEntry
 from pdmesh.net.grpc import rpc
+from pdmesh.service_process import StartupError
 from pdmesh.services.gateway.access.access_control import KeyedAccess, OpenAccess, access_control
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from pdmesh.core.instance.admission import Work
-from pdmesh.core.kv.tiers.load_plan import Tier, prefix_length
+from pdmesh.core.kv.tier import Tier
+from pdmesh.core.kv.tiers.load_plan import prefix_length
 from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, KvSource, SourceFault
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.factory import sim_params

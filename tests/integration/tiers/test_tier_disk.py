@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.disk_health import DiskState
-from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.kv.tiers.report import TierEvent
 from tests.fakes.kv.tiers import (
     OWNER,

@@ -11,7 +11,7 @@ import signal
 import numpy as np
 import pytest
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.net.grpc import rpc

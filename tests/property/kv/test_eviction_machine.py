@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdmesh.core.kv.tiers.eviction import PoolBook
+from pdmesh.core.kv.tiers.pool_eviction import PoolBook
 
 NUM_SLOTS = 8
 names = st.integers(0, 15).map(lambda n: bytes([n]) * 16)

@@ -16,7 +16,7 @@ from pdmesh.core.kv.prefix.prefix_index import (
     PrefixIndex,
     TierDelta,
 )
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 
 BLOCKS = [bytes([i]) * 16 for i in range(8)]
 NAMES = ["p0", "p1", "p2"]

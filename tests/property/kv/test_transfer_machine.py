@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdmesh.core.deadlines import MAX_LEASES, SILENT_S, STOP_S
-from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.transfer import receiver_events as rx
 from pdmesh.core.kv.transfer import sender_events as tx
+from pdmesh.core.kv.transfer.pull_parts import KvPart
 from pdmesh.core.kv.transfer.receiver import PullBook
 from pdmesh.core.kv.transfer.sender import TicketBook
 from pdmesh.core.kv.transfer.ticket import CloseReason

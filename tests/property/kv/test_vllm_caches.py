@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 from pdmesh.core.kv.layout.buffer_layout import KvShape  # noqa: E402
 from pdmesh.core.kv.layout.cache_groups import NULL_BLOCK, CacheGroups  # noqa: E402
 from pdmesh.core.kv.layout.rank_heads import heads_of, pieces  # noqa: E402
+from pdmesh.core.kv.transfer.pull_parts import pull_parts  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.caches import PagedCaches, layout_of  # noqa: E402
@@ -171,7 +172,7 @@ def test_packed_heads_are_cut_for_other_numbers_of_ranks(
             layout, buffer = staged[piece.source_rank]
             heads = (piece.source_head, piece.count)
             landed = np.concatenate(
-                [buffer[s.offset : s.offset + s.length] for part in layout.parts(heads=heads)
+                [buffer[s.offset : s.offset + s.length] for part in pull_parts(layout, heads=heads)
                  for s in part.spans]
             )  # fmt: skip
             into.scatter_part(landed, 0, target_ids, (piece.head, piece.count))

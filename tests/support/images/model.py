@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.images.grid import GridRule
+from pdmesh.core.images.token_grid import GridRule
 from pdmesh.engine.vllm.images.processing import GRID
 
 Process = Callable[[int, tuple[int, int]], Sequence[int]]

@@ -11,15 +11,15 @@ from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.link import MeshLink
+from pdmesh.net.mesh_link import MeshLink
 from pdmesh.net.nats.board import Board
 from pdmesh.net.nats.desired_store import DesiredStore
 from pdmesh.net.nats.usage_store import UsageStore
-from pdmesh.services.master_scheduler.admin.access import AdminAccess
 from pdmesh.services.master_scheduler.admin.adapters import Adapters
 from pdmesh.services.master_scheduler.admin.audit import AuditTrail
+from pdmesh.services.master_scheduler.admin.callers import AdminAccess
+from pdmesh.services.master_scheduler.admin.checked_calls import CheckedCalls
 from pdmesh.services.master_scheduler.admin.control_loops import ControlLoops
-from pdmesh.services.master_scheduler.admin.door import AdminDoor
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.admin.servicer import AdminServicer
 from pdmesh.services.master_scheduler.groups.cluster_view import ClusterView
@@ -88,7 +88,7 @@ class Site:
         loops = ControlLoops(self.loop, self.plans, self.upgrades, usage, pins, adapters, overview)
         self.bus = MemoryBus()
         audit = AuditTrail(EventPublisher(self.bus, "master", 1), "master")
-        self.admin: Any = AdminDoor(AdminServicer(str, loops, leads), AdminAccess(""), audit)
+        self.admin: Any = CheckedCalls(AdminServicer(str, loops, leads), AdminAccess(""), audit)
         opening = asyncio.create_task(self.view.open())
         await asyncio.sleep(0)
         self.reopen()

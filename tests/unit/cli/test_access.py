@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.access.nats_accounts import Holder, nats_accounts
-from pdmesh.access.redis_acl import redis_acl
-from pdmesh.access.roles import NATS_ROLES
 from pdmesh.cli import app
+from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts
+from pdmesh.server_permissions.redis_acl import redis_acl
+from pdmesh.server_permissions.role_permissions import NATS_ROLES
 
 
 def access(*arguments: str) -> int:

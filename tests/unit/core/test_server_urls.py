@@ -6,7 +6,7 @@ import pytest
 
 from pdmesh.config import url_problem, without_password
 from pdmesh.core.server_urls import SentinelUrl, server_urls
-from pdmesh.net.loopback import is_exposed
+from pdmesh.net.addresses import is_exposed
 
 SENTINELS = "rediss-sentinel://gateway:s3cret@10.0.0.1:26379,10.0.0.2,[fd00::3]:7/2?primary=mesh"
 

@@ -88,7 +88,20 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
         HostFolder.read(tmp_path)
 
 
-@pytest.mark.parametrize("option", ["--prefill=2", "--nats-url=tls://x:1", "--regions=a,b"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--prefill=2",
+        "--nats-url=tls://x:1",
+        "--redis-url=rediss://x:1",
+        "--regions=a,b",
+        "--fusion",
+        "--blank=1",
+        "--gateways=2",
+        "--masters=2",
+        "--node-agent",
+    ],
+)
 def test_what_the_folder_says_is_no_option(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

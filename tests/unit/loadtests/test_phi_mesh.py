@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loadtests.placement.phi_mesh import exported, scenario_metrics, table
-from pdmesh.core.ratio.model import Profile, Split
+from pdmesh.core.ratio.throughput import Profile, Split
 
 PAGE = """\
 # TYPE pdmesh_scenario_t_p_seconds gauge

@@ -16,9 +16,7 @@ from pdmesh.net.events import (
     BINARY,
     CONTENT_TYPE,
     JSON,
-    EventOrder,
     EventPublisher,
-    SequenceGate,
     decode_event,
 )
 from pdmesh.v1.common_pb2 import Usage
@@ -123,21 +121,3 @@ def test_an_unknown_field_of_a_newer_version_is_accepted() -> None:
         b'{"header": {"publisherId": "p0", "sequence": "1"}, "fromTheFuture": 1, "isReady": true}'
     )
     assert decode_event(Message("s", data), events.InstanceHealth).is_ready
-
-
-@pytest.mark.fault("F22")
-def test_the_gate_separates_new_from_stale_events_and_detects_gaps() -> None:
-    gate = SequenceGate()
-    seen = [gate.admit(header(s)) for s in (1, 2, 2, 1, 5, 6, 4)]
-    new, stale, gap = EventOrder.NEW, EventOrder.STALE, EventOrder.GAP
-    assert seen == [new, new, stale, stale, gap, new, stale]
-    assert gate.admit(header(7, publisher="p1")) is gap
-
-
-@pytest.mark.fault("F5")
-def test_events_of_an_earlier_incarnation_stay_stale() -> None:
-    gate = SequenceGate()
-    gate.admit(header(1, incarnation=1))
-    assert gate.admit(header(1, incarnation=2)) is EventOrder.NEW
-    assert gate.admit(header(99, incarnation=1)) is EventOrder.STALE
-    assert gate.admit(header(2, incarnation=2)) is EventOrder.NEW

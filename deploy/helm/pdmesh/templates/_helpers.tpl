@@ -72,6 +72,45 @@ valueFrom: { secretKeyRef: { name: {{ include "pdmesh.secret" .root }}, key: {{ 
 {{- end }}
 {{- end }}
 
+{{/* By what a service knows its callers: API keys, and tokens of an OpenID provider. */}}
+{{- define "pdmesh.callersEnv" -}}
+{{- $oidc := .root.Values.oidc -}}
+{{- if .conf.keysSecret }}
+- name: {{ .prefix }}KEYS_FILE
+  value: /etc/pdmesh/keys/keys.json
+{{- end }}
+{{- if $oidc.issuer }}
+- name: PDMESH_OIDC_ISSUER
+  value: {{ $oidc.issuer | quote }}
+- name: PDMESH_OIDC_AUDIENCE
+  value: {{ required "oidc.audience: tokens for other services are tokens of the issuer, too" $oidc.audience | quote }}
+{{- if $oidc.caSecret }}
+- name: PDMESH_OIDC_CA_FILE
+  value: /etc/pdmesh/oidc/ca.crt
+{{- end }}
+{{- else if or $oidc.audience $oidc.caSecret }}
+{{- fail "oidc.issuer: audience and caSecret say nothing without it" }}
+{{- end }}
+{{- end }}
+{{- define "pdmesh.callersMounts" -}}
+{{- if .conf.keysSecret }}
+- { name: keys, mountPath: /etc/pdmesh/keys, readOnly: true }
+{{- end }}
+{{- if .root.Values.oidc.caSecret }}
+- { name: oidc, mountPath: /etc/pdmesh/oidc, readOnly: true }
+{{- end }}
+{{- end }}
+{{- define "pdmesh.callersVolumes" -}}
+{{- with .conf.keysSecret }}
+- name: keys
+  secret: { secretName: {{ . }}, defaultMode: 0440 }
+{{- end }}
+{{- with .root.Values.oidc.caSecret }}
+- name: oidc
+  secret: { secretName: {{ . }}, items: [{ key: ca.crt, path: ca.crt }], defaultMode: 0444 }
+{{- end }}
+{{- end }}
+
 {{- define "pdmesh.spread" -}}
 {{- $root := .root -}}
 {{- $selector := include "pdmesh.selector" . -}}

@@ -9,7 +9,7 @@ from pdmesh.cli import values
 from pdmesh.cli.arguments import options
 from pdmesh.cli.arguments.options import Commands
 from pdmesh.cli.parser import CommandParser
-from pdmesh.core.access.roles import ROLES
+from pdmesh.core.access.operator_roles import ROLES
 from pdmesh.core.identity import TRUST_DOMAIN
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pdmesh.access.nats_accounts import Holder, nats_accounts
-from pdmesh.access.redis_acl import redis_acl
-from pdmesh.access.roles import NATS_ROLES
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.core.identity import ProcessIdentity
+from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts
+from pdmesh.server_permissions.redis_acl import redis_acl
+from pdmesh.server_permissions.role_permissions import NATS_ROLES
 
 
 def run(options: argparse.Namespace) -> int:

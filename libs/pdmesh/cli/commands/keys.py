@@ -19,8 +19,8 @@ from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
 from pdmesh.cli.view.output import show
 from pdmesh.cli.view.table import table
-from pdmesh.core.access.roles import ROLES
-from pdmesh.core.tenancy.entry import NAME
+from pdmesh.core.access.operator_roles import ROLES
+from pdmesh.core.tenancy.tenant import NAME
 from pdmesh.launcher.state import make_private
 
 _DAY_S: Final = 86400

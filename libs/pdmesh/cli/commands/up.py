@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Final
 
@@ -35,9 +36,24 @@ from pdmesh.launcher.hosts.folder import HostFolder
 from pdmesh.launcher.mesh import Mesh, MeshFailed
 from pdmesh.launcher.spec import MeshSpec, asked_of
 from pdmesh.models import smollm2
-from pdmesh.net.loopback import is_exposed, is_loopback
+from pdmesh.net.addresses import is_exposed, is_loopback
 
 _POLL_S: Final = 0.1
+# What host.json says, by the option that says it for a mesh of one machine, with its default.
+_SAID_BY_A_HOST: Final[Mapping[str, object]] = {
+    "--regions": None,
+    "--nats-url": None,
+    "--redis-url": None,
+    "--prefill": None,
+    "--decode": None,
+    "--fusion": False,
+    "--encoder": 0,
+    "--pooling": 0,
+    "--blank": 0,
+    "--gateways": 1,
+    "--masters": 1,
+    "--node-agent": False,
+}
 _REGION: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 # Set for the detached launcher, which must not detach again.
 _DETACHED: Final = "PDMESH_DETACHED"
@@ -142,13 +158,8 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
 
 def _host(options: argparse.Namespace) -> HostFolder:
     """Raises CommandFailed: the folder says what these options would say."""
-    for option, given in (
-        ("--regions", options.regions),
-        ("--nats-url", options.nats_url),
-        ("--prefill", options.prefill),
-        ("--decode", options.decode),
-    ):
-        if given is not None:
+    for option, default in _SAID_BY_A_HOST.items():
+        if getattr(options, option[2:].replace("-", "_")) != default:
             raise CommandFailed(f"{option}: not with --host-folder, whose host.json says it", 2)
     return HostFolder.read(options.host_folder)
 

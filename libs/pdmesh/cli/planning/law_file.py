@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.sizing.problem import SizingProblem
 from pdmesh.core.suggestion import suggestion
-from pdmesh.engine.laws import LAWS
+from pdmesh.engine.step_time_laws import LAWS
 
 
 def read_law(text: str) -> Law:

@@ -1,3 +1,3 @@
-"""Decides who a caller is by the claims of its token, which role it has, and when the keys of
-tokens are fetched.
+"""Decides who a client or an operator is by the claims of its token, which calls an operator's role
+may make, and when the keys of tokens are fetched.
 """

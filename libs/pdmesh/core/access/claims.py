@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
-from pdmesh.core.access.roles import ROLES, AdminRole
-from pdmesh.core.tenancy.entry import NAME, TenantEntry
+from pdmesh.core.access.operator_roles import ROLES, AdminRole
 from pdmesh.core.tenancy.limits import Tenant
+from pdmesh.core.tenancy.tenant import NAME, TenantEntry
 
 Claims = Mapping[str, Any]
 MAX_WHO_CHARS: Final = 256

@@ -1,1 +1,1 @@
-"""Which replica leads, and when a process that died is started again."""
+"""Which replica leads, when a dead process is started again, and which silent one is killed."""

@@ -22,7 +22,7 @@ from pdmesh.core.model import (
     Role,
     RoleSpec,
 )
-from pdmesh.core.moves.move import MIN_PER_SCENARIO
+from pdmesh.core.moves.move_refusal import MIN_PER_SCENARIO
 
 NONE_LENT: Final[Mapping[str, int]] = MappingProxyType({})
 

@@ -39,7 +39,7 @@ from pdmesh.core.groups.leave import (
 )
 from pdmesh.core.groups.region import RegionWatch, placed
 from pdmesh.core.groups.round import GroupMember, Round
-from pdmesh.core.groups.steps import AnnounceStep, StepAnnouncer
+from pdmesh.core.groups.step_announcements import AnnounceStep, StepAnnouncer
 from pdmesh.core.groups.timeouts import StageClock
 from pdmesh.core.model import (
     Assignment,

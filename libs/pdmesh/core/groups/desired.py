@@ -16,7 +16,8 @@ from typing import Final
 
 from pdmesh.core.groups.kv_options import KV_OPTIONS, OptionText, kv_split
 from pdmesh.core.model import Role
-from pdmesh.core.moves.move import MIN_PER_SCENARIO, OFF_POOL, TRAINING_POOL
+from pdmesh.core.moves.move import OFF_POOL, TRAINING_POOL
+from pdmesh.core.moves.move_refusal import MIN_PER_SCENARIO
 from pdmesh.core.request.slo import ScenarioSlo
 
 DEFAULT_NAME: Final = "default"

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from pdmesh.core.instance.engine_args import kv_identity
-from pdmesh.core.speculation.schedule import Method
+from pdmesh.core.speculation.proposal_length import Method
 
 _METHODS: Final = {method.value: method for method in Method}
 

@@ -1,1 +1,1 @@
-"""Images in prompts: what is an image, where it may come from, and which tokens stand for it."""
+"""Images in prompts: how large they may be, where they come from, which tokens stand for them."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from pdmesh.core.images.grid import GridRule
+from pdmesh.core.images.token_grid import GridRule
 from pdmesh.errors import InvalidRequest
 
 DIGEST_BYTES: Final = hashlib.sha256().digest_size

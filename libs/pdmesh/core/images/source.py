@@ -2,6 +2,7 @@
 
 A fetch is a request that a client makes the gateway send. So only hosts that an operator named are
 asked, only at addresses that anybody can reach, and nothing that the host answers leads elsewhere.
+`image_bounds.py` says how large an image may be.
 """
 
 from __future__ import annotations
@@ -15,11 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from pdmesh.core.images.header import ImageHeader, NotAnImage, read_header
+from pdmesh.core.images.image_bounds import ImageRefused, ImageRules, too_large
 
-# Models enlarge the shorter side of an image to a length of theirs, and the longer side with it.
-MAX_RATIO: Final = 200  # of the sides of an image
-MAX_PIXELS: Final = 128 << 20  # the most that may be allowed; Pillow refuses little more
 MAX_URL_CHARS: Final = 2048  # of an address; the data of an image have a bound of their own
 _PIECE_CHARS: Final = 65_536  # a multiple of 4; decoding takes some 0.2 ms
 _DATA_URI: Final = re.compile(r"(?i:data):([A-Za-z0-9.+-]{1,64}/[A-Za-z0-9.+-]{1,64})?;base64,")
@@ -28,19 +26,6 @@ _HOST: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?")
 # What a request line may hold: no space, no control character, nothing beyond ASCII. The whole
 # address is checked, because the parser removes tabs, newlines and leading control characters.
 _PRINTABLE: Final = re.compile(r"[!-~]*")
-
-
-class ImageRefused(Exception):
-    """The message is for the client; it never quotes what the client sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageRules:
-    """What is accepted. No host is allowed unless it is named."""
-
-    max_bytes: int = 8 << 20  # of one image
-    max_pixels: int = 16 << 20  # of one image
-    hosts: frozenset[str] = frozenset()  # "example.org" or "example.org:8443"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,33 +70,6 @@ def decoded(text: str, rules: ImageRules) -> bytes:
     except (binascii.Error, ValueError):
         raise ImageRefused("the image is not valid base64") from None
     return bytes(found)
-
-
-def check_image(data: bytes, rules: ImageRules) -> ImageHeader:
-    """Raises ImageRefused."""
-    if len(data) > rules.max_bytes:
-        raise too_large(rules)
-    try:
-        header = read_header(data)
-    except NotAnImage as exc:
-        raise ImageRefused(str(exc)) from None
-    if why := misfit_of(header, rules.max_pixels):
-        raise ImageRefused(why)
-    return header
-
-
-def misfit_of(header: ImageHeader, max_pixels: int) -> str:
-    """Why an image of this size is refused; empty if it is not."""
-    size = f"{header.width} x {header.height}"
-    if header.num_pixels > max_pixels:
-        return f"the image has {size} pixels, and may have {max_pixels}"
-    if max(header.width, header.height) > MAX_RATIO * min(header.width, header.height):
-        return f"the image has {size} pixels; one side may be {MAX_RATIO} times the other"
-    return ""
-
-
-def too_large(rules: ImageRules) -> ImageRefused:
-    return ImageRefused(f"the image has more than {rules.max_bytes} bytes")
 
 
 def address_of(url: str, hosts: Collection[str]) -> ImageAddress:

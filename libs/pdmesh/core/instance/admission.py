@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pdmesh.core.adapters.turns import AdapterTurns
+from pdmesh.core.adapters.slot_turns import AdapterTurns
 from pdmesh.core.instance.arena import ArenaAllocator, ArenaRange
 from pdmesh.core.kv.layout import compatibility as kv_format
 from pdmesh.errors import shortened

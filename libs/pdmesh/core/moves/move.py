@@ -1,18 +1,13 @@
-"""Decides how a move of instances changes the groups, and whether the move must not be made.
+"""A move of instances, and the groups after it; a plan is several moves.
 
 Profiling, operators, the monitor and schedules all ask for changes with the same `MovePlan` (S27).
-
-A plan leaves at least one instance of each role in a group, and at least two in a scenario (S31),
-or one if the scenario allows a single one. It takes an instance away only if the others can carry
-its load: each of N - 1 survivors carries N/(N - 1) of what it carries now. If a load is unknown,
-the move is refused. Fusion instances count for both roles. A group of only fusion instances has no
-ratio and is lent as a whole.
+`move_refusal.py` decides whether a move must not be made.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -20,9 +15,6 @@ from pdmesh.core.model import Role
 
 TRAINING_POOL: Final = "training"
 OFF_POOL: Final = "off"  # of groups that are switched off: not lent, their instances are free
-MAX_BUSY: Final = 0.85  # the share of its capacity that a survivor may carry
-MIN_PER_GROUP: Final = 1
-MIN_PER_SCENARIO: Final = 2
 
 
 class Trigger(enum.StrEnum):
@@ -111,11 +103,6 @@ class GroupShape:
     def has_ratio(self) -> bool:
         return self.num_prefill > 0
 
-    @property
-    def least_in_scenario(self) -> int:
-        """Instances of each role that its scenario must keep."""
-        return MIN_PER_GROUP if self.allows_single else MIN_PER_SCENARIO
-
     def num(self, role: Role) -> int:
         match role:
             case Role.PREFILL:
@@ -175,9 +162,26 @@ def applied(groups: Groups, move: Move) -> dict[str, GroupShape]:
         pool = (move.to_group or TRAINING_POOL) if move.kind is MoveKind.LEND else ""
         after[move.group_id] = replace(group, pool=pool)
         return after
-    for group_id, role, by in _steps(move):
+    for group_id, role, by in count_changes(move):
         after[group_id] = after[group_id].changed(role, by)
     return after
+
+
+def count_changes(move: Move) -> list[tuple[str, Role, int]]:
+    """(group, role, change of count) for each group that a move of one instance changes."""
+    assert move.role is not None
+    match move.kind:
+        case MoveKind.ADD:
+            return [(move.group_id, move.role, 1)]
+        case MoveKind.REMOVE:
+            return [(move.group_id, move.role, -1)]
+        case MoveKind.CHANGE_ROLE:
+            return [(move.group_id, other(move.role), -1), (move.group_id, move.role, 1)]
+        case MoveKind.MOVE:
+            assert move.to_group is not None
+            return [(move.group_id, move.role, -1), (move.to_group, move.role, 1)]
+        case MoveKind.LEND | MoveKind.RECLAIM:
+            raise AssertionError("only whole groups are lent")
 
 
 def inverse(move: Move, reason: str) -> Move:
@@ -197,105 +201,3 @@ def inverse(move: Move, reason: str) -> Move:
             return replace(move, kind=MoveKind.RECLAIM, to_group=None, reason=reason)
         case MoveKind.RECLAIM:
             return replace(move, kind=MoveKind.LEND, to_group=TRAINING_POOL, reason=reason)
-
-
-def refusal(
-    move: Move, groups: Groups, max_busy: float, *, is_forced: bool = False, num_blank: int = 0
-) -> str | None:
-    """Why the move must not be made now; None if it may.
-
-    `is_forced` lifts all reasons, unless the move is impossible or would leave a group without a
-    role.
-    """
-    group = groups.get(move.group_id)
-    if group is None:
-        return f"there is no group {move.group_id}"
-    if move.role is None:
-        return _group_refusal(move, group, groups, max_busy, is_forced=is_forced)
-    if move.kind is MoveKind.ADD and (why := _no_blank(group, num_blank)):
-        return why
-    to_group = groups.get(move.to_group or "")
-    if to_group is not None and to_group.region != group.region:
-        return f"group {move.to_group} is in another region"
-    for group_id, role, by in _steps(move):
-        changed = groups.get(group_id)
-        if changed is None or changed.pool:
-            return f"group {group_id} does not serve"
-        if not changed.has_ratio:
-            return f"group {group_id} has no prefills and decodes"
-        if by < 0 and (why := _survivors_refusal(changed, role, groups, max_busy, is_forced)):
-            return why
-    return None
-
-
-def _no_blank(group: GroupShape, num_blank: int) -> str | None:
-    if (num_blank if group.num_blank is None else group.num_blank) > 0:
-        return None
-    return f"no blank instance in region {group.region}" if group.region else "no blank instance"
-
-
-def _steps(move: Move) -> list[tuple[str, Role, int]]:
-    """(group, role, change of count) for each group that a move of one instance changes."""
-    assert move.role is not None
-    match move.kind:
-        case MoveKind.ADD:
-            return [(move.group_id, move.role, 1)]
-        case MoveKind.REMOVE:
-            return [(move.group_id, move.role, -1)]
-        case MoveKind.CHANGE_ROLE:
-            return [(move.group_id, other(move.role), -1), (move.group_id, move.role, 1)]
-        case MoveKind.MOVE:
-            assert move.to_group is not None
-            return [(move.group_id, move.role, -1), (move.to_group, move.role, 1)]
-        case MoveKind.LEND | MoveKind.RECLAIM:
-            raise AssertionError("only whole groups are lent")
-
-
-def _survivors_refusal(
-    group: GroupShape, role: Role, groups: Groups, max_busy: float, is_forced: bool
-) -> str | None:
-    num_left = group.num(role) - 1
-    if num_left < MIN_PER_GROUP:
-        return f"group {group.group_id} would have no {role.value}"
-    if is_forced:
-        return None
-    own = serving(groups, group.scenario)
-    left_in_scenario = sum(g.num(role) + g.num_fusion for g in own) - 1
-    if left_in_scenario < group.least_in_scenario:
-        return f"scenario {group.scenario} would depend on a single {role.value}"
-    busy = group.busy(role)
-    if busy is None:
-        return f"the load of {group.group_id}'s {role.value}s is unknown"
-    if (carried := busy * group.num(role) / num_left) > max_busy:
-        return f"{num_left} {role.value} of {group.group_id} would be {carried:.0%} busy"
-    return None
-
-
-def _group_refusal(
-    move: Move, group: GroupShape, groups: Groups, max_busy: float, *, is_forced: bool
-) -> str | None:
-    """If a group is lent, the scenario's other groups must carry the traffic."""
-    if move.kind is MoveKind.RECLAIM:
-        return None if group.pool else f"group {group.group_id} is not lent"
-    if group.pool:
-        return f"group {group.group_id} does not serve"
-    others = [g for g in serving(groups, group.scenario) if g.group_id != group.group_id]
-    if not others:
-        return f"{group.group_id} is the last group of scenario {group.scenario}"
-    return None if is_forced else _others_refusal(group, others, max_busy)
-
-
-def _others_refusal(group: GroupShape, others: Iterable[GroupShape], max_busy: float) -> str | None:
-    for role in (Role.PREFILL, Role.DECODE):
-        left = sum(g.num(role) + g.num_fusion for g in others)
-        if left < group.least_in_scenario:
-            return f"scenario {group.scenario} would depend on a single {role.value}"
-        taken = 0.0
-        for each in (group, *others):
-            for able in (r for r in (role, Role.FUSION) if each.num(r)):
-                if (busy := each.busy(able)) is None:
-                    return f"the load of {each.group_id}'s {able.value}s is unknown"
-                taken += busy * each.num(able)
-        if taken / left > max_busy:
-            return f"the other groups' {role.value}s would be {taken / left:.0%} busy"
-    return None

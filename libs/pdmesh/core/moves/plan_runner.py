@@ -13,15 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from pdmesh.core.moves.move import (
-    MAX_BUSY,
-    Groups,
-    Move,
-    MoveKind,
-    MovePlan,
-    applied,
-    refusal,
-)
+from pdmesh.core.moves.move import Groups, Move, MoveKind, MovePlan, applied
+from pdmesh.core.moves.move_refusal import MAX_BUSY, refusal
 from pdmesh.core.story import Story, with_story
 
 MAX_PLANS: Final = 16  # waiting plans per scenario

@@ -30,8 +30,8 @@ from pdmesh.core.ratio.detector import (
     Finding,
     Window,
 )
-from pdmesh.core.ratio.model import Profile
 from pdmesh.core.ratio.planner import PlannerLimits, moves_to_best_split, next_move
+from pdmesh.core.ratio.throughput import Profile
 from pdmesh.core.ratio.verdict import Cooldown, MoveTrial, VerdictLimits
 from pdmesh.core.story import Story, with_story
 

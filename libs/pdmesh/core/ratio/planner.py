@@ -9,18 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pdmesh.core.model import Role
-from pdmesh.core.moves.move import (
-    MAX_BUSY,
-    MIN_PER_GROUP,
-    Groups,
-    GroupShape,
-    Move,
-    MoveKind,
-    other,
-    refusal,
-    serving,
-)
-from pdmesh.core.ratio.model import Profile, Split
+from pdmesh.core.moves.move import Groups, GroupShape, Move, MoveKind, other, serving
+from pdmesh.core.moves.move_refusal import MAX_BUSY, MIN_PER_GROUP, least_in_scenario, refusal
+from pdmesh.core.ratio.throughput import Profile, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,7 @@ def moves_to_best_split(
     profile: Profile, groups: Sequence[GroupShape], reason: str
 ) -> tuple[Move, ...]:
     """Role changes that give each group the profile's best split of its instances (formula (1))."""
-    least = groups[0].least_in_scenario if len(groups) == 1 else MIN_PER_GROUP
+    least = least_in_scenario(groups[0]) if len(groups) == 1 else MIN_PER_GROUP
     moves: list[Move] = []
     for group in groups:
         if group.size >= 2 * least:

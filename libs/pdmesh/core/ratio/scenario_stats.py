@@ -17,7 +17,7 @@ from typing import Final
 
 from pdmesh.core.model import Role
 from pdmesh.core.placement.instance import Instance
-from pdmesh.core.ratio.model import Phi
+from pdmesh.core.ratio.throughput import Phi
 
 MAX_SCENARIOS: Final = 256
 _WEIGHT: Final = 0.05  # of the newest request, once there have been twenty

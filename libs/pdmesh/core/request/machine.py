@@ -55,10 +55,10 @@ from pdmesh.core.request.events import (
     WaitForSlot,
     WaitRefused,
 )
-from pdmesh.core.request.holdings import Holdings
 from pdmesh.core.request.leg_silence import LegSilence
 from pdmesh.core.request.plan_exclusions import PlanExclusions
 from pdmesh.core.request.poison import Deaths, Victim
+from pdmesh.core.request.resource_release import Holdings
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.transitions import (
     BESIDE,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.sizing.queueing import above, quantile_of
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from pdmesh.core.moves.move_refusal import MIN_PER_SCENARIO
 from pdmesh.core.sizing.deployment import Deployment, PoolSize
 from pdmesh.core.sizing.traffic import BLOCK, Goals, Traffic
 
 NAME: Final = "planned"
 _SCENARIO: Final = "default"  # of requests that name none
 _MIB: Final = 2**20
-_LEAST_IN_SCENARIO: Final = 2
 _MARGIN: Final = 1.25  # of the longest planned request: a longer one is refused
 
 
@@ -29,7 +29,7 @@ def desired_state(
     if model_dir:
         service = {"model_dir": model_dir, **service}
     scenario: dict[str, Any] = {"service": NAME, "slo": {"ttft_s": goals.ttft_s}}
-    if any(pool.count < _LEAST_IN_SCENARIO for pool in deployment.pools):
+    if any(pool.count < MIN_PER_SCENARIO for pool in deployment.pools):
         scenario["allow_single"] = True
     return {
         "services": {NAME: service},

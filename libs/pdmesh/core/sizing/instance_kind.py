@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.sizing.accelerators import Accelerator
 from pdmesh.core.sizing.model_shape import ModelShape
 from pdmesh.core.sizing.problem import SizingProblem

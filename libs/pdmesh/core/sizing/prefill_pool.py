@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.sizing.queueing import QueueWait, erlang_c, quantile_of, waiting
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 

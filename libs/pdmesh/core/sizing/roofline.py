@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.sizing.accelerators import Accelerator
 from pdmesh.core.sizing.efficiency import DEFAULT_GPU, EFFICIENCIES, Efficiency, EfficiencyKey
 from pdmesh.core.sizing.model_shape import ModelShape

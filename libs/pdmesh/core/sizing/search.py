@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from pdmesh.core.moves.move_refusal import MAX_BUSY, MIN_PER_SCENARIO
 from pdmesh.core.sizing.deployment import (
     FUSION_CHUNKS,
     MAX_LINK,
@@ -30,7 +31,6 @@ from pdmesh.core.sizing.deployment import (
 from pdmesh.core.sizing.instance_kind import InstanceKind
 from pdmesh.core.sizing.traffic import Goals, Traffic
 
-MAX_BUSY: Final = 0.85  # as the ratio loop's limit: what survivors may carry
 MAX_COUNT: Final = 1024  # instances of a role
 _ALONE: Final = 1e-3  # of the rate: a deployment without a queue
 
@@ -49,7 +49,7 @@ class Workload:
     traffic: Traffic
     goals: Goals
     kinds: tuple[InstanceKind, ...]
-    least: int = 2
+    least: int = MIN_PER_SCENARIO
     max_busy: float = MAX_BUSY
     chunks: tuple[int, ...] = FUSION_CHUNKS
 

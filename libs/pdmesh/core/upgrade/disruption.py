@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from pdmesh.core.model import Role
-from pdmesh.core.moves.move import MAX_BUSY
+from pdmesh.core.moves.move_refusal import MAX_BUSY
 from pdmesh.core.upgrade.events import GroupSeen
 from pdmesh.core.upgrade.round import UpgradeRound
 

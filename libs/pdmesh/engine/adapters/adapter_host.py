@@ -1,4 +1,4 @@
-"""The shell of `AdapterShelf`: copies, verifies, loads and unloads adapters in the background.
+"""The shell of `AdapterSlots`: copies, verifies, loads and unloads adapters in the background.
 
 An adapter is loaded from a private copy, which is hashed while it is made. So the content that an
 engine computes with always matches the digest, even if the operator's folder changes later.
@@ -16,9 +16,8 @@ from typing import Any, Final, Protocol
 import structlog
 
 from pdmesh.core.adapters.adapter import Adapter
-from pdmesh.core.adapters.fit import AdapterFacts, Shapes, misfit
-from pdmesh.core.adapters.shelf import (
-    AdapterShelf,
+from pdmesh.core.adapters.adapter_slots import (
+    AdapterSlots,
     CannotUse,
     Discard,
     Effect,
@@ -27,6 +26,7 @@ from pdmesh.core.adapters.shelf import (
     Ready,
     Unload,
 )
+from pdmesh.core.adapters.fit import AdapterFacts, Shapes, misfit
 from pdmesh.engine.adapters.files import read_adapter
 from pdmesh.engine.base import AdaptersChanged
 from pdmesh.errors import AdapterMisfit, AdapterUnusable, InvalidRequest
@@ -79,7 +79,7 @@ class AdapterHost:
     ) -> None:
         self._limits, self._loader, self._folder = limits, loader, folder
         self._emit, self._die = emit, die
-        self._shelf = AdapterShelf(limits.num_slots)
+        self._slots = AdapterSlots(limits.num_slots)
         self._askers: dict[int, _Asker] = {}
         self._inspecting = asyncio.Semaphore(_INSPECTIONS)
         self._task: asyncio.Task[None] | None = None
@@ -90,13 +90,13 @@ class AdapterHost:
     @property
     def is_idle(self) -> bool:
         """Whether no leg uses an adapter or waits for one."""
-        self._shelf.check_invariants()
-        return not self._askers and not self._shelf.num_waiting
+        self._slots.check_invariants()
+        return not self._askers and not self._slots.num_waiting
 
     @property
     def num_waiting(self) -> int:
         """Legs whose adapter is not loaded yet."""
-        return self._shelf.num_waiting
+        return self._slots.num_waiting
 
     def acquire(
         self,
@@ -111,7 +111,7 @@ class AdapterHost:
         """
         self._askers[leg] = _Asker(on_ready, on_refused)
         now = asyncio.get_running_loop().time()
-        self._carry_out(self._shelf.wanted(leg, adapter, now))
+        self._carry_out(self._slots.wanted(leg, adapter, now))
 
     async def acquired(self, leg: int, adapter: Adapter) -> None:
         """As `acquire`, but wait until the adapter is ready. Raises AdapterUnusable."""
@@ -129,19 +129,19 @@ class AdapterHost:
     def release(self, leg: int) -> bool:
         """End a leg's use. Return False if the leg has no adapter."""
         asker = self._askers.pop(leg, None)
-        self._carry_out(self._shelf.left(leg))
+        self._carry_out(self._slots.left(leg))
         return asker is not None
 
     def keep(self, digests: Iterable[str]) -> None:
         """Keep the registered adapters. Others are unloaded when no leg uses them."""
-        self._carry_out(self._shelf.keep(digests))
+        self._carry_out(self._slots.keep(digests))
 
     async def inspect(self, path: str) -> AdapterFacts:
         """The facts of an adapter, for checks before it is registered. Raises AdapterUnusable."""
         async with self._inspecting:
             facts = await asyncio.to_thread(read_adapter, Path(path))
         self._check(facts)
-        self._shelf.was_found_good(facts.digest)
+        self._slots.was_found_good(facts.digest)
         return facts
 
     async def stop(self) -> None:
@@ -183,7 +183,7 @@ class AdapterHost:
         except (AdapterUnusable, InvalidRequest) as exc:
             await self._failed(adapter, exc)
             return
-        self._carry_out(self._shelf.was_fetched(adapter))
+        self._carry_out(self._slots.was_fetched(adapter))
 
     async def _load(self, adapter: Adapter) -> None:
         digest, facts = adapter.digest, self._fetched
@@ -202,29 +202,29 @@ class AdapterHost:
             rank=facts.rank,
             seconds=round(seconds, 3),
         )
-        effects = self._shelf.was_loaded(adapter)
-        self._emit(AdaptersChanged(self._shelf.loaded, "loaded", seconds))
+        effects = self._slots.was_loaded(adapter)
+        self._emit(AdaptersChanged(self._slots.loaded, "loaded", seconds))
         self._carry_out(effects)
 
     async def _failed(self, adapter: Adapter, error: AdapterUnusable | InvalidRequest) -> None:
         why, is_final = error.message, isinstance(error, AdapterMisfit)
         await asyncio.to_thread(self._forget_copy, adapter.digest)
         log.warning("adapter.refused", adapter=adapter.name, digest=adapter.digest, error=why)
-        self._emit(AdaptersChanged(self._shelf.loaded, "failed"))
+        self._emit(AdaptersChanged(self._slots.loaded, "failed"))
         now = asyncio.get_running_loop().time()
         why = f"adapter {adapter.name}: {why}"
-        self._carry_out(self._shelf.failed(adapter, why, now, is_final=is_final))
+        self._carry_out(self._slots.failed(adapter, why, now, is_final=is_final))
 
     async def _unload(self, digest: str) -> None:
         await self._loader.unload(digest)
         await asyncio.to_thread(self._forget_copy, digest)
         log.info("adapter.unloaded", digest=digest)
-        self._emit(AdaptersChanged(self._shelf.loaded, "unloaded"))
-        self._carry_out(self._shelf.was_unloaded(digest))
+        self._emit(AdaptersChanged(self._slots.loaded, "unloaded"))
+        self._carry_out(self._slots.was_unloaded(digest))
 
     async def _discard(self, digest: str) -> None:
         await asyncio.to_thread(self._forget_copy, digest)
-        self._carry_out(self._shelf.was_discarded(digest))
+        self._carry_out(self._slots.was_discarded(digest))
 
     def _copied(self, adapter: Adapter) -> AdapterFacts:
         """Runs in a thread. Raises AdapterUnusable."""

@@ -7,11 +7,11 @@ from typing import Final
 
 from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.images.prompt_image import ImageFacts
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
-from pdmesh.engine.laws import DEMO
 from pdmesh.engine.sim.model import SimParams
+from pdmesh.engine.step_time_laws import DEMO
 
 CHUNK_TOKENS: Final = 512
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdmesh import failpoints
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.pooling.facts import PoolingFacts, PoolingTask
 from pdmesh.engine.base import EngineInfo, EngineStats, Pooled, PoolJob
 from pdmesh.engine.serial_jobs import SerialJobs

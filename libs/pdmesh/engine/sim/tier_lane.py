@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
+from pdmesh.core.kv.tiers.owner import owner_of
 from pdmesh.engine.base import (
     BlocksChanged,
     Output,
@@ -21,14 +22,11 @@ from pdmesh.engine.base import (
 )
 from pdmesh.engine.sim.memory import SimKv
 from pdmesh.kv.device.scatter import gather, recv_scatter
-from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.kv.tiers.peers import FindHolders, PeerHolding
-from pdmesh.kv.tiers.report import TierEvent
+from pdmesh.kv.tiers.report import REPORT_EVERY_S, TierEvent
 from pdmesh.kv.tiers.stack import BlockLease, TierStack
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import watched
-
-REPORT_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
 from pdmesh.core.kv.transfer.kv_path import KvMemory
 from pdmesh.core.loading.weights_loader import LoaderChoice, WeightsLoader
 from pdmesh.core.model import DomainRank
-from pdmesh.core.speculation.schedule import NO_SPECULATION, Speculation
+from pdmesh.core.speculation.proposal_length import NO_SPECULATION, Speculation
 from pdmesh.engine.vllm.loading.choice import loader_arguments, loader_choice
 from pdmesh.engine.vllm.speculation.methods import speculative_config
 from pdmesh.kv.tiers.config import TierConfig

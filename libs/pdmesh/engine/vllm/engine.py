@@ -37,7 +37,7 @@ from pdmesh.engine.base import (
 )
 from pdmesh.engine.vllm.child.domain import domain_arguments
 from pdmesh.engine.vllm.child.extra_arguments import extra_arguments
-from pdmesh.engine.vllm.child.llm_process import LlmProcess
+from pdmesh.engine.vllm.child.llm_process import START_TIMEOUT_S, LlmProcess
 from pdmesh.engine.vllm.child.preflight import check_memory, check_processor
 from pdmesh.engine.vllm.child.private_dir import make_private_dir
 from pdmesh.engine.vllm.child.startup import PROGRESS_EVERY_S, vllm_version, with_progress
@@ -105,7 +105,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-START_TIMEOUT_S = 600.0
 STAND_IN = 0  # for token 1 of a decode that starts without it
 NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
 

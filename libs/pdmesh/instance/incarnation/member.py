@@ -38,7 +38,6 @@ from pdmesh.instance.incarnation.serving import Serving
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.kv.index.pinned import PinFollower, prefixes_for
-from pdmesh.lifecycle import App
 from pdmesh.net.assignments import Assignments
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
@@ -46,6 +45,7 @@ from pdmesh.net.nats.board import adapter_board, fault_board, pin_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.registry import Registry
 from pdmesh.net.tasks import end
+from pdmesh.service_process import App
 from pdmesh.telemetry import names
 from pdmesh.v1.admin_service_pb2 import Pin
 from pdmesh.v1.common_pb2 import InstanceRecord

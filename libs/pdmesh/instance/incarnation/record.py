@@ -12,11 +12,11 @@ from pdmesh.instance.incarnation.role_settings import tiers_of
 from pdmesh.instance.incarnation.self_check import device_names
 from pdmesh.instance.incarnation.serving import Serving
 from pdmesh.instance.settings import InstanceSettings
-from pdmesh.lifecycle import App
-from pdmesh.net.excluded_sources import excluded_to_proto
-from pdmesh.net.image_facts import images_to_proto
-from pdmesh.net.pooling_facts import pooling_to_proto
+from pdmesh.net.convert.image_facts import images_to_proto
+from pdmesh.net.convert.pooling_facts import pooling_to_proto
+from pdmesh.net.convert.source_exclusions import excluded_to_proto
 from pdmesh.net.registry import takes_requests
+from pdmesh.service_process import App
 from pdmesh.text_files import TextFiles
 from pdmesh.v1.common_pb2 import InstancePhase, InstanceRecord, ModelText, PeerRef
 

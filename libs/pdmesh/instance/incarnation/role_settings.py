@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from pdmesh.core.instance.admission import Capacity, Work
 from pdmesh.core.model import Role, RoleSpec
-from pdmesh.core.speculation.schedule import Speculation
+from pdmesh.core.speculation.proposal_length import Speculation
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.factory import BuiltEngine, EngineSettings
 from pdmesh.errors import EngineFailed

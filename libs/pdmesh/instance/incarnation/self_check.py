@@ -30,7 +30,7 @@ from pdmesh.core.model import Tick
 from pdmesh.errors import EngineFailed, InstanceLost
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth
 from pdmesh.instance.legs.host import ENGINE_DIED, InstanceHost
-from pdmesh.net.fault_signals import signal_to, vitals_to
+from pdmesh.net.convert.fault_signals import signal_to, vitals_to
 from pdmesh.net.nats.board import Board
 from pdmesh.net.tasks import end, together
 

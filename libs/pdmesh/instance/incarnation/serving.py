@@ -9,7 +9,7 @@ from typing import Final
 
 import grpc
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.engine.base import BlocksChanged
 from pdmesh.instance.incarnation.loading import LoadedEngine
 from pdmesh.instance.legs import gauges
@@ -18,12 +18,12 @@ from pdmesh.instance.legs.leg_life import PullLimits
 from pdmesh.instance.legs.publishing import ErrorPublisher, KvBlocksPublisher, LoadPublisher
 from pdmesh.instance.legs.servicer import InstanceServicer
 from pdmesh.instance.settings import InstanceSettings
-from pdmesh.lifecycle import StartupError
+from pdmesh.net.addresses import join
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.grpc import rpc
-from pdmesh.net.loopback import join
 from pdmesh.net.registry import Registry
 from pdmesh.net.tasks import end
+from pdmesh.service_process import StartupError
 from pdmesh.v1 import instance_service_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord
 

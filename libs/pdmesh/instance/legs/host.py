@@ -24,7 +24,7 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.instance.legs import convert, instruments
 from pdmesh.instance.legs.leg_life import LegLife, PullLimits
 from pdmesh.instance.legs.legs import Leg
-from pdmesh.instance.legs.load_book import LoadBook
+from pdmesh.instance.legs.load_report import LoadBook
 from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.instance.legs.outputs import Outputs
 from pdmesh.instance.legs.source_watch import OnError, SourceWatch

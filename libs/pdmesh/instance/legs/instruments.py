@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from pdmesh.core.instance.admission import RefusalReason
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.kv.tiers.report import FAULTS, TierReport
 from pdmesh.telemetry import metrics, names
 

@@ -47,7 +47,7 @@ from pdmesh.errors import (
 )
 from pdmesh.instance.legs import convert, instruments, spans
 from pdmesh.instance.legs.legs import Leg, LegTable
-from pdmesh.instance.legs.load_book import LoadBook
+from pdmesh.instance.legs.load_report import LoadBook
 from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.instance.legs.source_watch import SourceWatch
 from pdmesh.telemetry import names

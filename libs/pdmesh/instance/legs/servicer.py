@@ -11,7 +11,7 @@ import grpc
 import structlog
 
 from pdmesh.core.adapters.adapter import check_path
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.errors import InvalidRequest, WrongIncarnation
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.legs.host import InstanceHost

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from pdmesh.core.instance.arena import ArenaRange
-from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.transfer import sender_events as tx
+from pdmesh.core.kv.transfer.pull_parts import CHUNK_BYTES, layer_chunk_bytes
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.arena_memory import AgentMemory
@@ -136,7 +137,7 @@ class KvAgent:
         if the ticket is open already, the range is too short or the layout is not ours.
         """
         is_tapered = not chunk_bytes
-        chunk_bytes = chunk_bytes or layout.layer_chunk_bytes
+        chunk_bytes = chunk_bytes or layer_chunk_bytes(layout)
         self._sender.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes, is_tapered)
 
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:

@@ -1,6 +1,6 @@
 """Checksums of ranges of bytes: xxh3_128 in the host's memory, `kv.device.digest` in a GPU's.
 
-Each kind can be checked in the other memory, too, if only slower. More than INLINE_BYTES at once
+Each kind can be checked in the other memory, too, if only slower. More than HASH_HERE_BYTES at once
 are hashed beside the event loop (xxhash releases the GIL).
 """
 
@@ -15,7 +15,7 @@ from pdmesh.kv.device.digest import digest
 from pdmesh.kv.transport.base import KvBytes
 from pdmesh.kv.transport.device_bytes import DeviceBytes
 
-INLINE_BYTES = 8 << 20  # 0.1 ms in the best case
+HASH_HERE_BYTES = 8 << 20  # 0.1 ms in the best case
 
 
 class ChecksumKind(IntEnum):

@@ -24,7 +24,7 @@ from pdmesh.core.kv.transfer.receiver import PullBook
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import wire
-from pdmesh.kv.agent.checksums import INLINE_BYTES, ChecksumKind, are_intact
+from pdmesh.kv.agent.checksums import HASH_HERE_BYTES, ChecksumKind, are_intact
 from pdmesh.kv.agent.connections import Peers
 from pdmesh.kv.agent.pull_order import PullOrder
 from pdmesh.kv.agent.types import (
@@ -345,7 +345,7 @@ class ReceiverHalf:
         if self._hooks is not None:
             for buffer in part.buffers:
                 self._hooks.on_received(buffer)
-        if part.length <= INLINE_BYTES:
+        if part.length <= HASH_HERE_BYTES:
             try:
                 is_intact = are_intact(part.buffers, part.checksums, part.kind)
             except Exception as error:  # whatever failed, the pull must not wait forever

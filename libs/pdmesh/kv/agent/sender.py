@@ -16,9 +16,10 @@ import structlog
 
 from pdmesh import failpoints
 from pdmesh.core.instance.arena import ArenaRange
-from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, MAX_SPANS, KvLayout
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.transfer import sender as book
 from pdmesh.core.kv.transfer import sender_events as tx
+from pdmesh.core.kv.transfer.pull_parts import CHUNK_BYTES, MAX_SPANS, pull_parts
 from pdmesh.core.kv.transfer.ticket import (
     MAX_TICKET_ID,
     CloseReason,
@@ -29,7 +30,7 @@ from pdmesh.core.model import Tick
 from pdmesh.kv.agent import wire
 from pdmesh.kv.agent.arena_memory import AgentMemory
 from pdmesh.kv.agent.checksums import (
-    INLINE_BYTES,
+    HASH_HERE_BYTES,
     ChecksumKind,
     fingerprint_hash,
     group_hash,
@@ -115,7 +116,7 @@ class SenderHalf:
         self.handle(
             tx.OpenAsked(ticket_id, attempt, layout, lease_s, chunk_bytes, is_tapered=is_tapered)
         )
-        parts = layout.parts(chunk_bytes=chunk_bytes, is_tapered=is_tapered)
+        parts = pull_parts(layout, chunk_bytes=chunk_bytes, is_tapered=is_tapered)
         self._staged[ticket_id] = StagedRange(data, layout, parts if layout.total_bytes else ())
 
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
@@ -134,7 +135,7 @@ class SenderHalf:
         if staged.hashing is not None:
             return  # the task under way includes these
         todo = staged.parts[len(staged.checksums) :][: staged.num_to_hash]
-        if sum(part.length for part in todo) > INLINE_BYTES and not staged.has_failed:
+        if sum(part.length for part in todo) > HASH_HERE_BYTES and not staged.has_failed:
             self._start_hashing(ticket_id, staged)
             return
         try:

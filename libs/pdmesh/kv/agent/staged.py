@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.pull_parts import KvPart
 from pdmesh.kv.agent.checksums import ChecksumKind, checksum, kind_of
 from pdmesh.kv.agent.types import PinnedBlocks
 from pdmesh.kv.transport.base import KvBytes

@@ -18,7 +18,8 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from pdmesh.core.instance.arena import ArenaRange
-from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.pull_parts import CHUNK_BYTES
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent

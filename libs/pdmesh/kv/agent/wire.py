@@ -24,7 +24,7 @@ from enum import IntEnum
 
 import xxhash
 
-from pdmesh.core.kv.layout.buffer_layout import INLINE_BYTES, MAX_SPANS
+from pdmesh.core.kv.transfer.pull_parts import INLINE_BYTES, MAX_SPANS
 from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID, Refusal
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.checksums import ChecksumKind

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 
-from pdmesh.kv.tiers.owner import owner_of
+from pdmesh.core.kv.tiers.owner import owner_of
 
 
 def identifier_of(cache_salt: str, digest: bytes) -> str:

@@ -24,7 +24,7 @@ from pdmesh.core.kv.prefix.prefix_index import (
     TierDelta,
 )
 from pdmesh.core.kv.prefix.snapshot_order import Repairs
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.net import subjects

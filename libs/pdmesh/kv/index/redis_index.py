@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from pdmesh.core.kv.prefix.prefix_index import TIERS, IndexDelta
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.kv.index import redis_keys as keys
 from pdmesh.net.redis_pool import pool_of, primary_of

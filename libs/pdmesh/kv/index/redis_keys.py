@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 
 _PREFIX: Final = "pdmesh:v1"
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import grpc
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.kv.index.feed import Snapshot
 from pdmesh.net.grpc import rpc

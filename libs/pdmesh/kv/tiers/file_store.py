@@ -5,9 +5,8 @@ In production the directory is on a shared file system; elsewhere any folder wil
 The name is the path, `<root>/<identity>/<owner>/<two hex digits>/<name>.kv`, so there is no map to
 lose. A block is written under a temporary name and then renamed, so a named file is whole, whenever
 its writer dies. Any other damage (a torn disk, a flipped bit) fails the checksums when the file is
-read, and the file is removed. When the quota is reached, the least recently used files are evicted
-first. The modification time is the time of the last use. A time in the future keeps a file, as long
-as the kept files leave a quarter of the quota to the others.
+read, and the file is removed. The modification time is the time of the last use.
+`core.kv.tiers.file_eviction` decides which files are evicted when the quota is reached.
 
 All processes that write to the directory share the quota: they count the bytes in use in one small
 file, under a lock. A writer that dies may leave the count too high by one block; the files are
@@ -33,6 +32,13 @@ from pathlib import Path
 from typing import Final
 
 from pdmesh import failpoints
+from pdmesh.core.kv.tiers.file_eviction import (
+    StoredFile,
+    eviction_order,
+    first_use,
+    room_for,
+    room_on_full_disk,
+)
 from pdmesh.kv.tiers.file_format import (
     HEADER_BYTES,
     BadBlockFile,
@@ -46,30 +52,12 @@ from pdmesh.kv.transport.base import ByteArray
 _SUFFIX: Final = ".kv"
 _TEMPORARY: Final = ".writing-"
 _ABANDONED_S: Final = 300.0  # a temporary file older than this has lost its writer
-_AGE_STEP_S: Final = 0.05  # a block counts as this much older than its predecessor in the prompt
 _COUNT: Final = struct.Struct("<qq")  # bytes added, bytes removed
 _COUNT_FILE: Final = ".count"
 _LOCK_FILE: Final = ".evicting"
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FILE_MODE: Final = 0o600  # KV reveals what was asked
 _FOLDER_MODE: Final = 0o700
-LOW_WATER: Final = 0.9  # of the quota; eviction stops there
-KEPT_SHARE: Final = 0.75  # of the quota, for files that any instance keeps
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    path: Path
-    num_bytes: int
-    used_at: float  # by the wall clock, which hosts that share a directory also share
-
-    @property
-    def owner(self) -> str:
-        return self.path.parent.parent.name
-
-    @property
-    def name(self) -> bytes:
-        return bytes.fromhex(self.path.stem)
 
 
 @dataclass(slots=True)
@@ -189,7 +177,7 @@ class FileStore:
             if path.exists() or not self._reserve(size):
                 return False
             try:
-                self._write(path, header, data, self._clock() - position * _AGE_STEP_S)
+                self._write(path, header, data, first_use(self._clock(), position))
             except BaseException as error:
                 self._count(-size)
                 is_full = isinstance(error, OSError) and error.errno in _FULL
@@ -275,7 +263,7 @@ class FileStore:
             return True
         if size > self._quota:
             return False
-        self._evict(lambda _: int(LOW_WATER * self._quota) - size)
+        self._evict(lambda _: room_for(size, self._quota))
         return self._add_within_quota(size)
 
     def _add_within_quota(self, size: int) -> bool:
@@ -296,14 +284,14 @@ class FileStore:
         self._evicted_in_vain = True
         before = self.num_evicted
         with contextlib.suppress(OSError):
-            self._evict(lambda used: min(int(LOW_WATER * used), used - size))
+            self._evict(lambda used: room_on_full_disk(size, used))
         return self.num_evicted > before
 
     def _evict(self, target_of: Callable[[int], int]) -> None:
         """Evict down to `target_of(bytes in use)`.
 
-        Files of owners beyond their share go first, then the least recently used. Only one of the
-        processes that share the directory evicts at a time; its lock ends when the process does.
+        Only one of the processes that share the directory evicts at a time; its lock ends when the
+        process does.
         """
         lock = os.open(self._root / _LOCK_FILE, os.O_RDWR | os.O_CREAT, _FILE_MODE)
         try:
@@ -312,7 +300,8 @@ class FileStore:
             except BlockingIOError:
                 return
             target_bytes = target_of(self.recover())
-            for stored in self._victims():
+            files = self._scan(self._root)
+            for stored in eviction_order(files, self._clock(), self._quota, self._owner_share):
                 if self._bytes_used is None:
                     self.recover()
                 if self.bytes_used <= target_bytes:
@@ -320,36 +309,6 @@ class FileStore:
                 self.num_evicted += self._unlink(stored.path, stored.num_bytes)
         finally:
             os.close(lock)
-
-    def _victims(self) -> Iterator[StoredFile]:
-        now = self._clock()
-        files = sorted(self._scan(self._root), key=lambda f: (f.used_at, f.path))
-        of_owner: dict[str, int] = {}
-        for stored in files:
-            of_owner[stored.owner] = of_owner.get(stored.owner, 0) + stored.num_bytes
-        share = self._owner_share * self._quota
-        later: list[StoredFile] = []
-        kept = [stored for stored in files if stored.used_at > now]
-        for stored in files[: len(files) - len(kept)]:
-            if of_owner[stored.owner] > share:
-                of_owner[stored.owner] -= stored.num_bytes
-                yield stored
-            else:
-                later.append(stored)
-        yield from later
-        yield from self._kept_too_many(kept)
-
-    def _kept_too_many(self, kept: list[StoredFile]) -> Iterator[StoredFile]:
-        """Kept files beyond the share, the file with the latest time first.
-
-        That time may come from a wrong clock, or from a pin that has been removed since.
-        """
-        num_bytes = sum(stored.num_bytes for stored in kept)
-        for stored in reversed(kept):
-            if num_bytes <= KEPT_SHARE * self._quota:
-                return
-            num_bytes -= stored.num_bytes
-            yield stored
 
     def _touch(self, path: Path) -> None:
         """The file was used.

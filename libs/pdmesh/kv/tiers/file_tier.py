@@ -16,8 +16,8 @@ from typing import Final, TypeVar
 
 import structlog
 
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.disk_health import DiskHealth, DiskState
-from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.kv.tiers.disk_threads import DiskThreads, NotTried
 from pdmesh.kv.tiers.file_format import BadBlockFile
 from pdmesh.kv.tiers.file_store import FileStore

@@ -17,7 +17,7 @@ import structlog
 
 from pdmesh.core.kv.transfer.source_exclusions import KvSource, SourceFault
 from pdmesh.kv.tiers.peers import PeerHolding
-from pdmesh.net.excluded_sources import excluded_from
+from pdmesh.net.convert.source_exclusions import excluded_from
 from pdmesh.net.grpc import rpc
 from pdmesh.net.registry import Registry
 from pdmesh.v1.common_pb2 import InstanceRecord

@@ -1,7 +1,7 @@
 """Blocks in host memory: one arena mapped up front, one slot for all layers of a block (S68, S76).
 
 The step's thread saves and loads at memory speed; other threads fill slots from slower tiers.
-`core.kv.tiers.eviction` decides which block has which slot, under one lock. Bytes are copied
+`core.kv.tiers.pool_eviction` decides which block has which slot, under one lock. Bytes are copied
 without the lock, into a slot that no other thread has or out of a slot that is pinned.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdmesh.core.instance.arena import ArenaRange
-from pdmesh.core.kv.tiers.eviction import PoolBook
 from pdmesh.core.kv.tiers.holds import SessionState
+from pdmesh.core.kv.tiers.pool_eviction import PoolBook
 from pdmesh.kv.tiers.file_format import checksum_of
 from pdmesh.kv.tiers.pool_memory import PopulatedArena
 from pdmesh.kv.transport.base import ByteArray

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 import structlog
 
-from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan, Tier
+from pdmesh.core.kv.tier import Tier
+from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan
 from pdmesh.kv.tiers.file_tier import FileTier
 from pdmesh.kv.tiers.host_pool import HostPool
 from pdmesh.kv.tiers.peers import PeerHolding, PeerPools

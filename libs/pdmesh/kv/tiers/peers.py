@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.types import PinnedBlocks

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 
+REPORT_EVERY_S: Final = 0.05  # from where the bytes are to the instance's host
 MAX_FAULTS: Final = 64  # waiting to be reported; more are only counted
 
 

@@ -20,15 +20,11 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tier import Tier
+from pdmesh.core.kv.tiers.file_eviction import KEEP_FILES_S
 from pdmesh.core.kv.tiers.holds import MAX_HOLD_S, SessionState
-from pdmesh.core.kv.tiers.load_plan import (
-    CostBook,
-    LoadPlan,
-    Source,
-    Tier,
-    plan_load,
-    prefix_length,
-)
+from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan, Source, plan_load, prefix_length
+from pdmesh.core.kv.tiers.prefetch import most_prefetched
 from pdmesh.kv.tiers.file_tier import FileTier
 from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock, is_intact
 from pdmesh.kv.tiers.loads import Loads
@@ -39,8 +35,6 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 LOOKUP_S: Final = 0.05  # for all tiers together to answer what they hold
-MAX_PREFETCHING: Final = 256  # blocks under way at once beyond which nothing is prefetched
-KEEP_FILES_S: Final = 24 * 3600.0
 _CLOSE_S: Final = 2.0
 _CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed beside the loop
 
@@ -159,9 +153,9 @@ class TierStack:
     ) -> None:
         """Bring blocks of a peer here before a prompt needs them, if that is expected to save time.
 
-        `chance` is how likely a prompt needs them. Only as many are brought as arrive within
-        `timeout_s`, and as leave prompts enough of the pool and of the loads under way. Nothing is
-        brought from a peer for some time after a load from it has failed.
+        `chance` is how likely a prompt needs them. Only as many are brought as
+        `core.kv.tiers.prefetch` allows within `timeout_s`. Nothing is brought from a peer for some
+        time after a load from it has failed.
         """
         if self.peers is None or self._is_closing or self._loads.failed_lately(holder.instance_id):
             return
@@ -171,9 +165,8 @@ class TierStack:
         if not missing:
             return
         cost = self.costs.costs[Tier.PEER]
-        in_time = int((timeout_s / 2 - cost.latency_s) / cost.block_s)
-        at_once = min(MAX_PREFETCHING, self.pool.num_slots // 8) - self.num_loading
-        if (num_new := max(0, min(in_time, at_once))) < len(missing):
+        num_new = most_prefetched(cost, timeout_s, self.pool.num_slots, self.num_loading)
+        if num_new < len(missing):
             self.counts.add(Tier.PEER, TierEvent.DROPPED, len(missing) - num_new)
             names = names[: missing[num_new]]
         peer = holder.instance_id

@@ -35,7 +35,7 @@ from pdmesh.kv.transport.ucx_handshake import (
     read_hello,
     read_welcome,
 )
-from pdmesh.net.loopback import is_loopback
+from pdmesh.net.addresses import is_loopback
 
 log = structlog.get_logger(__name__)
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.access.roles import AdminRole
+from pdmesh.core.access.operator_roles import AdminRole
 from pdmesh.core.identity import ProcessIdentity, folder_of
 from pdmesh.errors import MeshError
 from pdmesh.launcher.hosts.layout import Host, Layout
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.net.loopback import join
+from pdmesh.net.addresses import join
 
 PRIMARY: Final = "pdmesh"  # the name under which sentinels watch it
 REPLICA_USER: Final = "replica"

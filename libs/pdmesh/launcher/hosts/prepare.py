@@ -13,11 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from pdmesh.access.nats_accounts import Holder, nats_accounts
-from pdmesh.access.redis_acl import redis_acl, server_user
-from pdmesh.access.roles import REDIS_ROLES
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.access.roles import AdminRole
+from pdmesh.core.access.operator_roles import AdminRole
 from pdmesh.core.identity import ProcessIdentity, folder_of
 from pdmesh.errors import BadCertificates
 from pdmesh.launcher.hosts.folder import (
@@ -33,6 +30,9 @@ from pdmesh.launcher.hosts.folder import (
 from pdmesh.launcher.hosts.layout import Layout
 from pdmesh.launcher.spec import MeshSpec, planned_services
 from pdmesh.net.tls.authority import Authority
+from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts
+from pdmesh.server_permissions.redis_acl import redis_acl, server_user
+from pdmesh.server_permissions.role_permissions import REDIS_ROLES
 
 AUTHORITY: Final = "authority"  # it stays with the operator, and is copied to no host
 ADMIN: Final = ProcessIdentity(str(AdminRole.ADMIN), "operator")

@@ -11,7 +11,7 @@ import grpc
 from pdmesh.errors import MeshError, NotLeader, Unavailable
 from pdmesh.net.grpc import rpc
 from pdmesh.net.nats.bus import NatsBus
-from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.net.nats.registry import WATCHER_LEASE_S, NatsRegistry
 from pdmesh.v1.admin_service_pb2_grpc import AdminServiceStub
 from pdmesh.v1.common_pb2 import InstanceRecord
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _MASTER: Final = "master-scheduler"
 _CALL_S: Final = 5.0
 _AGAIN_S: Final = 0.2
-_LEASE_S: Final = 3.0  # the registry is only watched: nothing is registered
 
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
@@ -62,7 +61,7 @@ async def _leader(bus: NatsBus) -> InstanceRecord | None:
 
     If two masters claim to lead, it is the one with the later epoch.
     """
-    view = await NatsRegistry(bus, _LEASE_S).watch()
+    view = await NatsRegistry(bus, WATCHER_LEASE_S).watch()
     try:
         leaders = [
             r

@@ -13,7 +13,7 @@ import grpc
 
 from pdmesh.core.identity import ProcessIdentity, callers_of
 from pdmesh.errors import WrongPeer
-from pdmesh.net.tls.own import own_certificates
+from pdmesh.net.tls.own_certificate import own_certificates
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

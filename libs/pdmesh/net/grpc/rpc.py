@@ -30,7 +30,7 @@ from pdmesh.net.grpc.mesh_token import TokenChannel, TokenCheck
 from pdmesh.net.grpc.peers import check_caller
 from pdmesh.net.grpc.proto_bounds import check_num_fields
 from pdmesh.net.grpc.secure_channel import SecureChannel
-from pdmesh.net.tls.own import own_certificates
+from pdmesh.net.tls.own_certificate import own_certificates
 from pdmesh.v1.common_pb2 import InstanceRecord
 
 if TYPE_CHECKING:

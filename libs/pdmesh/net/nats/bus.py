@@ -1,8 +1,8 @@
 """Events over NATS, configured to notice and survive a dead or frozen server within seconds.
 
 nats-py's defaults take minutes. Events published while the server is away are dropped and counted:
-late events would only mislead. Twice a second, an echo of our own shows whether the server answers
-now; `stable_since` tells since when it has answered without a break.
+late events would only mislead. `server_liveness` decides whether the server answers, by echoes that
+this module sends and hears.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -27,8 +27,9 @@ from pdmesh.errors import BadCertificates, InvalidRequest, Unavailable
 from pdmesh.net import tasks
 from pdmesh.net.bus import Handler, Message
 from pdmesh.net.nats.buckets import IMPORTED_API, MAKER, inbox_of
+from pdmesh.net.nats.server_liveness import ECHO_EVERY_S, ServerLiveness, ServerNews
 from pdmesh.net.nats.tls_client import TlsClient
-from pdmesh.net.tls.own import own_certificates, role_at_nats
+from pdmesh.net.tls.own_certificate import own_certificates, role_at_nats
 from pdmesh.telemetry import metrics, names
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 MIN_SERVER: Final = (2, 11)  # per-key expiry markers
-OUTAGE_S: Final = 1.5  # without an echo for this time, the server counts as away
-_ECHO_EVERY_S: Final = 0.5
 _MAX_PENDING_BYTES: Final = 4 * 1024 * 1024  # that the server has not taken yet
 _MAX_QUEUED_EVENTS: Final = 65_536  # per subscription, not yet handled
 _MAX_QUEUED_BYTES: Final = 32 * 1024 * 1024
@@ -92,9 +91,7 @@ class NatsBus:
         self._subscriptions: list[NatsSubscription] = []
         self._on_lost: list[Callable[[], None]] = []
         self._on_restored: list[Callable[[], None]] = []
-        self._is_up = False
-        self._last_echo = 0.0
-        self._stable_since = 0.0
+        self._server = ServerLiveness()
         self._complained_at = float("-inf")
         self._echo_task: asyncio.Task[None] | None = None
 
@@ -192,16 +189,12 @@ class NatsBus:
     @property
     def is_connected(self) -> bool:
         """True while the server answers, not merely while the socket is open."""
-        return bool(
-            self._is_up
-            and self._client.is_connected
-            and time.monotonic() - self._last_echo < OUTAGE_S
-        )
+        return bool(self._client.is_connected and self._server.answers(time.monotonic()))
 
     @property
     def stable_since(self) -> float:
         """Monotonic time since which the server answered without a break; valid while connected."""
-        return self._stable_since
+        return self._server.stable_since
 
     def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` when the server stops answering. Returns a function that unsubscribes."""
@@ -249,7 +242,7 @@ class NatsBus:
     async def close(self) -> None:
         if self._echo_task is not None:
             self._echo_task.cancel()
-        self._is_up = False  # closing does not count as a loss
+        self._server.end()
         # RuntimeError: uvloop raises it for a write to a broken connection.
         with contextlib.suppress(NatsError, OSError, TimeoutError, RuntimeError):
             async with asyncio.timeout(1.0):  # the last events still go out
@@ -271,12 +264,10 @@ class NatsBus:
 
     async def _start_echo(self) -> None:
         inbox = self._client.new_inbox()
-        self._last_echo = time.monotonic()
-        self._stable_since = self._last_echo
-        self._is_up = True
+        self._server.begin(time.monotonic())
 
         async def on_echo(_: Msg) -> None:
-            self._heard()
+            self._tell(self._server.echo(time.monotonic()))
 
         await self._client.subscribe(inbox, cb=on_echo)
         self._echo_task = asyncio.create_task(self._echo(inbox), name="bus-echo")
@@ -287,32 +278,24 @@ class NatsBus:
             if self._client.is_connected:
                 with contextlib.suppress(NatsError, OSError):
                     await self._client.publish(inbox, b"")
-            await asyncio.sleep(_ECHO_EVERY_S)
-            if time.monotonic() - self._last_echo >= OUTAGE_S:
-                if not self._is_up:  # nor was it last time: it is not our own loop that was late
+            await asyncio.sleep(ECHO_EVERY_S)
+            self._tell(self._server.look(time.monotonic()))
+
+    def _tell(self, news: Iterable[ServerNews]) -> None:
+        for each in news:
+            match each:
+                case ServerNews.LOST:
+                    log.warning("bus.lost", url=without_password(self._url))
+                    callbacks = self._on_lost
+                case ServerNews.RESTORED:
+                    _reconnects.add(1)
+                    log.info("bus.restored", url=without_password(self._url))
+                    callbacks = self._on_restored
+                case ServerNews.STILL_LOST:
                     self._try_the_next()
-                self._lost()
-
-    def _heard(self) -> None:
-        now = time.monotonic()
-        is_break = not self._is_up or now - self._last_echo >= OUTAGE_S
-        self._last_echo = now
-        if is_break:
-            self._lost()
-            self._is_up = True
-            self._stable_since = now
-            _reconnects.add(1)
-            log.info("bus.restored", url=without_password(self._url))
-            for callback in tuple(self._on_restored):
+                    continue
+            for callback in tuple(callbacks):
                 callback()
-
-    def _lost(self) -> None:
-        if not self._is_up:
-            return
-        self._is_up = False
-        log.warning("bus.lost", url=without_password(self._url))
-        for callback in tuple(self._on_lost):
-            callback()
 
     def _try_the_next(self) -> None:
         """Leave a silent server of several: nats-py would wait for its pings, then for the end of
@@ -323,15 +306,14 @@ class NatsBus:
             writer.transport.abort()
 
     async def _on_disconnected(self) -> None:
-        if self._is_up:
-            self._lost()
+        self._tell(self._server.disconnected())
 
     async def _on_reconnected(self) -> None:
         """Events were lost meanwhile, on every subscription."""
         self._subscriptions = [s for s in self._subscriptions if not s.inner._closed]
         for subscription in self._subscriptions:
             subscription.gap()
-        self._heard()
+        self._tell(self._server.echo(time.monotonic()))
 
     async def _on_error(self, exc: Exception) -> None:
         self._renew_certificate()

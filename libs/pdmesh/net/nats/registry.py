@@ -28,6 +28,7 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)
 
+WATCHER_LEASE_S: Final = 3.0  # of tools that only watch: they register nothing
 _MARGIN_S: Final = 0.5  # an owner needs this time to notice that the server is back
 _RETRY_S: Final = 0.25
 _TICK_S: Final = 0.1

@@ -14,7 +14,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from pdmesh.errors import shortened
-from pdmesh.net.loopback import is_loopback
+from pdmesh.net.addresses import is_loopback
 
 _DISCOVERY: Final = "/.well-known/openid-configuration"
 _TIMEOUT_S: Final = 5.0  # of each wait for the provider

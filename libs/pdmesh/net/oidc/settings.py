@@ -12,9 +12,9 @@ from pydantic_core import PydanticCustomError
 from pdmesh.config import JsonObject, ServiceSettings, shared
 from pdmesh.core.access.claims import ClaimNames
 from pdmesh.core.access.key_refresh import KeyRefresh
-from pdmesh.core.access.roles import ROLES
-from pdmesh.core.tenancy.entry import TenantEntry
-from pdmesh.net.loopback import is_loopback
+from pdmesh.core.access.operator_roles import ROLES
+from pdmesh.core.tenancy.tenant import TenantEntry
+from pdmesh.net.addresses import is_loopback
 from pdmesh.net.oidc.keys import ALGORITHMS
 from pdmesh.net.oidc.provider import KeySource
 from pdmesh.net.oidc.verifier import TokenRules, TokenVerifier

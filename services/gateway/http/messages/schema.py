@@ -13,9 +13,9 @@ import msgspec
 
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.json_body import decoded
-from pdmesh.services.gateway.openai.neutral import NeutralValues
 from pdmesh.services.gateway.openai.schema import ReasoningEffort, Session
 from pdmesh.services.gateway.openai.unknown_fields import Nested, Struct
+from pdmesh.services.gateway.openai.unsupported_fields import NeutralValues
 
 # Any: a client may send anything in these fields, which have no effect or are refused.
 _Anything = Any

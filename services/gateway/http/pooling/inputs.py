@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.core.pooling.batches import MAX_CALL_TOKENS
-from pdmesh.core.pooling.cutting import SpecialTokens, TextCut, one_text
+from pdmesh.core.pooling.truncation import SpecialTokens, TextCut, one_text
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.pooling.schema import MAX_INPUTS, PoolingRequest
 from pdmesh.services.gateway.openai.schema import checked_ids

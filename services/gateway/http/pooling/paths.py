@@ -40,7 +40,7 @@ from pdmesh.services.gateway.http.pooling.schema import (
 from pdmesh.services.gateway.http.pooling.scoring import scores_of, scoring_spec
 from pdmesh.services.gateway.http.routes import ASKING_ERRORS, HttpRoute, Operation
 from pdmesh.services.gateway.http.serving.intake import Intake
-from pdmesh.services.gateway.pooling.desk import CallerGone, PoolingDesk
+from pdmesh.services.gateway.pooling.call_runner import CallerGone, CallRunner
 from pdmesh.services.gateway.pooling.spec import PoolingAnswer, PoolingSpec
 from pdmesh.services.gateway.request.deltas import ClientDisconnected
 from pdmesh.services.gateway.request.frontend import Frontend
@@ -57,7 +57,7 @@ _encode: Final = msgspec.json.encode
 class PoolingPaths:
     def __init__(self, frontend: Frontend, intake: Intake) -> None:
         self._frontend, self._intake = frontend, intake
-        self._desk = PoolingDesk(frontend)
+        self._runner = CallRunner(frontend)
 
     def routes(self) -> list[HttpRoute]:
         embeddings = Operation(
@@ -195,7 +195,7 @@ class PoolingPaths:
     ) -> AsyncIterator[PoolingAnswer]:
         """Raises MeshError, ClientDisconnected."""
         try:
-            async with self._desk.answered(
+            async with self._runner.answered(
                 spec,
                 permit,
                 exchange.request_id,

@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.services.gateway.openai import told_bounds as told
+from pdmesh.services.gateway.openai import openapi_bounds as told
 from pdmesh.services.gateway.openai.json_body import decoded
-from pdmesh.services.gateway.openai.neutral import NeutralValues
+from pdmesh.services.gateway.openai.unsupported_fields import NeutralValues
 from pdmesh.services.gateway.request.bounds import MAX_TOKENS, check_names, in_range
 
 MAX_INPUTS: Final = 2048  # as OpenAI's

@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pdmesh.core.pooling.cutting import Pair, TextCut, input_length, one_text, two_texts
 from pdmesh.core.pooling.facts import PoolingTask
+from pdmesh.core.pooling.truncation import Pair, TextCut, input_length, one_text, two_texts
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.http.pooling.inputs import Reading, check_total, cut_of, tokens_of
 from pdmesh.services.gateway.http.pooling.schema import RerankRequest, ScoredTexts, ScoreRequest

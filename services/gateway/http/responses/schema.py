@@ -13,9 +13,9 @@ import msgspec
 
 from pdmesh.errors import InvalidRequest, shortened
 from pdmesh.services.gateway.openai.json_body import decoded
-from pdmesh.services.gateway.openai.neutral import NeutralValues
 from pdmesh.services.gateway.openai.schema import ReasoningEffort, Session
 from pdmesh.services.gateway.openai.unknown_fields import Nested
+from pdmesh.services.gateway.openai.unsupported_fields import NeutralValues
 from pdmesh.services.gateway.request.answer_form import StructuredOutputs
 from pdmesh.services.gateway.request.bounds import in_range
 

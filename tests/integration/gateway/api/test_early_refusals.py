@@ -82,11 +82,11 @@ async def test_a_refusal_waits_for_the_rest_of_its_request_and_keeps_the_connect
     length = b"content-length: %d\r\n\r\n" % len(body)
     async with keyed_mesh(tmp_path) as (mesh, key), connected(mesh) as client:
         await client.send(HEAD.replace(b"/v1/completions", refused) + length + body[:5])
-        await until(lambda: mesh.gateway.http_app._writing)
+        await until(lambda: mesh.gateway.http_app.writing)
         for byte in body[5:-1]:  # slowly: each in its own packet
             await client.send(bytes([byte]))
             await asyncio.sleep(0)
-        assert mesh.gateway.http_app._writing, "it answered before the end of the request"
+        assert mesh.gateway.http_app.writing, "it answered before the end of the request"
         await client.send(body[-1:])
         status, head, _ = await client.answer()
         assert status == {b"/v1/completions": 401, b"/v1/nope": 404}.get(refused, 405)

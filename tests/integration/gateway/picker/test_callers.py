@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from pdmesh.envoy.v3.external_processor_pb2_grpc import ExternalProcessorStub
-from pdmesh.net.tls.own import using_certificates
+from pdmesh.net.tls.own_certificate import using_certificates
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.proxies.asking import ENDPOINT, GET_MODELS, endpoints_of
 from tests.support.proxies.envoy import Config, cluster_of

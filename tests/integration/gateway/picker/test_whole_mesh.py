@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import pytest_asyncio
 
 from pdmesh.embedded.ports import PortReservation
@@ -60,12 +61,12 @@ async def picked_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Envoy]]:
 
 
 @pytest_asyncio.fixture
-async def site(tmp_path: Path) -> AsyncIterator[tuple[Mesh, httpx.AsyncClient]]:
+async def site(tmp_path: Path) -> AsyncIterator[tuple[Mesh, httpx.AsyncClient, Envoy]]:
     async with (
         picked_mesh(tmp_path) as (mesh, envoy),
         httpx.AsyncClient(base_url=envoy.url, timeout=120, trust_env=False) as client,
     ):
-        yield mesh, client
+        yield mesh, client, envoy
 
 
 def total(mesh: Mesh, process: str, name: str, **labels: str) -> float:
@@ -92,9 +93,9 @@ def prompts(kind: int, count: int) -> list[list[int]]:
 
 
 async def test_an_existing_gateway_uses_the_mesh_s_placement(
-    site: tuple[Mesh, httpx.AsyncClient],
+    site: tuple[Mesh, httpx.AsyncClient, Envoy],
 ) -> None:
-    mesh, client = site
+    mesh, client, _ = site
     # Kinds of prompts: after the first of a kind, all others find its KV, and one gateway gets all.
     for kind in range(4):
         first, *others = prompts(kind, 4)
@@ -123,22 +124,42 @@ async def test_an_existing_gateway_uses_the_mesh_s_placement(
     assert sum(picked) == num_requests
 
 
-@pytest.mark.nightly
+async def is_gone(pid: int) -> bool:
+    """Whether its last thread has ended, and with it its sockets; the first may end before."""
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if task.read_text().rpartition(")")[2].split()[0] != "Z":
+                return False
+    return True
+
+
 async def test_killed_processes_cost_no_request_that_comes_afterwards(
-    site: tuple[Mesh, httpx.AsyncClient],
+    site: tuple[Mesh, httpx.AsyncClient, Envoy],
 ) -> None:
-    """A gateway is an endpoint and a picker, and both are gone at once."""
-    mesh, client = site
+    """A gateway is an endpoint and a picker, and both are gone at once.
+
+    Until Envoy's health check has found a dead picker, Envoy may answer 500 (docs).
+    """
+
+    mesh, client, envoy = site
+
+    async def failed_checks() -> int:
+        return await envoy.counter("cluster.picker.health_check.failure")
+
+    async def is_known(victim: str, pid: int, failed_before: int) -> bool:
+        """Whether Envoy has found it dead, or it is back already."""
+        if await failed_checks() > failed_before:
+            return True
+        return mesh.supervisor.pid(victim) not in (None, pid) and not await mesh.health.missing(
+            victim
+        )
+
     for victim in ("gateway-0", "master-scheduler", "prefill-0"):
-        pid = mesh.pid(victim)
-        assert pid
+        pid, failed_before = mesh.pid(victim), await failed_checks()
         mesh.kill(victim)
-
-        async def is_gone(pid: int = pid) -> bool:  # with its sockets
-            stat = Path(f"/proc/{pid}/stat")
-            return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
-
-        await until(is_gone)
+        await until(partial(is_gone, pid))
+        if victim in GATEWAYS:
+            await until(partial(is_known, victim, pid, failed_before))
         answers = await asyncio.gather(*(ask(client, p) for p in prompts(7, 12)))
         assert len({a["choices"][0]["text"] for a in answers}) > 1
         await mesh.wait_ready(timeout_s=120)

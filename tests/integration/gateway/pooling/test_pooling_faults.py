@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.engine.sim.pooling import normalised, vector
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh

@@ -16,8 +16,8 @@ from pdmesh.core.access.claims import (
     tenant_of,
     who_of,
 )
-from pdmesh.core.access.roles import AdminRole
-from pdmesh.core.tenancy.entry import TenantEntry
+from pdmesh.core.access.operator_roles import AdminRole
+from pdmesh.core.tenancy.tenant import TenantEntry
 
 NAMES = ClaimNames(limits="pdmesh", role="realm_access.roles")
 

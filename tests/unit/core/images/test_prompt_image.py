@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.images.grid import GridRule
 from pdmesh.core.images.prompt_image import ImageFacts, expanded, least_length
+from pdmesh.core.images.token_grid import GridRule
 from pdmesh.errors import InvalidRequest
 
 FACTS = ImageFacts(9, (7, 9, 9, 8), 4)

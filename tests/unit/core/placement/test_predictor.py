@@ -8,9 +8,9 @@ import statistics
 import pytest
 
 from loadtests.placement.unknown_laws import tiled
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.placement.predictor import MAX_KINDS, LatencyPredictor, PrefillFit, PromptTokens
-from pdmesh.engine.laws import DEMO, MOCKER, SMOLLM2_CPU
+from pdmesh.engine.step_time_laws import DEMO, MOCKER, SMOLLM2_CPU
 
 
 def learn(fit: PrefillFit, law: Law, count: int, seed: int = 1, noise: float = 0.0) -> list[float]:

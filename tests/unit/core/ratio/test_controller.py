@@ -36,7 +36,7 @@ from pdmesh.core.ratio.controller import (
     WindowSeen,
 )
 from pdmesh.core.ratio.detector import Window
-from pdmesh.core.ratio.model import Profile
+from pdmesh.core.ratio.throughput import Profile
 
 P, D = Role.PREFILL, Role.DECODE
 GROUP = GroupShape("g0", "chat", 3, 5, 0.4, 0.6)

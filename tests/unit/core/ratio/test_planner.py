@@ -7,15 +7,10 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.model import Role
-from pdmesh.core.moves.move import (
-    GroupShape,
-    Move,
-    MoveKind,
-    applied,
-    refusal,
-)
-from pdmesh.core.ratio.model import Split
+from pdmesh.core.moves.move import GroupShape, Move, MoveKind, applied
+from pdmesh.core.moves.move_refusal import refusal
 from pdmesh.core.ratio.planner import MoveChoice, PlannerLimits, changes_to, next_move
+from pdmesh.core.ratio.throughput import Split
 
 P, D = Role.PREFILL, Role.DECODE
 

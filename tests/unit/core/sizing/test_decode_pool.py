@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.sizing.decode_pool import averaged, contexts, next_tokens, running
 from pdmesh.core.sizing.traffic import RequestLengths, mean, traffic_of
 

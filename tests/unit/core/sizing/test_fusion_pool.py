@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.sizing.decode_pool import contexts
 from pdmesh.core.sizing.fusion_pool import FusedTimes, FusionEngines, fused_times
 from pdmesh.core.sizing.traffic import traffic_of

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.sizing.prefill_pool import batch_size, first_tokens, prompt_s
 from pdmesh.core.sizing.traffic import RequestLengths, traffic_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
-from pdmesh.core.speculation.schedule import Speculation
+from pdmesh.core.speculation.proposal_length import Speculation
 from pdmesh.engine.base import (
     BlocksChanged,
     Failed,

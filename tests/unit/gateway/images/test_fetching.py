@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.images.source import ImageRefused, ImageRules
+from pdmesh.core.images.image_bounds import ImageRefused, ImageRules
 from pdmesh.errors import Overloaded
 from pdmesh.services.gateway.images.fetching import FetchBounds, Fetcher, FetchTime
 from tests.support.images.files import png

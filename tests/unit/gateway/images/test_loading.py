@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from pdmesh.core.images.image_bounds import ImageRefused, ImageRules
 from pdmesh.core.images.prompt_image import digest_of
-from pdmesh.core.images.source import ImageRefused, ImageRules
 from pdmesh.errors import InvalidRequest, Overloaded
 from pdmesh.services.gateway.images.fetching import FetchBounds, Fetcher, FetchTime
 from pdmesh.services.gateway.images.loading import AskedImage, Images

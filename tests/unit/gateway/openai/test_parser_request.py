@@ -15,8 +15,8 @@ from pdmesh.services.gateway.openai.calls import MAX_VARIABLES, template_variabl
 from pdmesh.services.gateway.openai.parser_request import asked_calls, parser_request, parsing_of
 from pdmesh.services.gateway.openai.schema import ChatCompletionRequest, parse_chat
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers
-from pdmesh.services.gateway.parsing.defaults import ParserNames
 from pdmesh.services.gateway.parsing.frames import PreparedAnswer
+from pdmesh.services.gateway.parsing.parser_choice import ParserNames
 from pdmesh.services.gateway.request.spec import ServedModel
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}

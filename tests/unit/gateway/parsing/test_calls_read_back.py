@@ -139,11 +139,11 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def desk() -> Any:
-    from pdmesh.services.gateway.parsing.desk import Desk
+def parsers() -> Any:
     from pdmesh.services.gateway.parsing.frames import LoadParsers, ParserDone
+    from pdmesh.services.gateway.parsing.parser_requests import ParserRequests
 
-    made = Desk(max_models=len(FAMILIES))
+    made = ParserRequests(max_models=len(FAMILIES))
     for name, family in FAMILIES.items():
         text = tokenizer_of(name).to_str()
         load = LoadParsers(name, text, {"eos_token": "<eos>"}, "", family.parser, "")
@@ -157,10 +157,10 @@ def request_of(offered: list[dict[str, Any]], choice: Any) -> bytes:
     return json.dumps(given).encode()
 
 
-def grammar_of(desk: Any, name: str, request: bytes) -> str:
+def grammar_of(parsers: Any, name: str, request: bytes) -> str:
     from pdmesh.services.gateway.parsing.frames import PrepareAnswer, PreparedAnswer
 
-    prepared = desk.handle(PrepareAnswer(name, request))
+    prepared = parsers.handle(PrepareAnswer(name, request))
     assert isinstance(prepared, PreparedAnswer), prepared
     tag = json.loads(json.loads(prepared.constraint)["structural_tag"])
     return call_grammar(tag, added_tokens(tokenizer_of(name).to_str()))
@@ -187,12 +187,14 @@ def answers(name: str, grammar: str, rng: random.Random, num: int) -> Iterator[l
             ids += drawn
 
 
-def calls_in(desk: Any, name: str, request: bytes, ids: list[int], *, is_whole: bool) -> list[Any]:
+def calls_in(
+    parsers: Any, name: str, request: bytes, ids: list[int], *, is_whole: bool
+) -> list[Any]:
     from pdmesh.services.gateway.parsing.frames import FeedAnswer, OpenAnswer, ParsedTokens
 
     prompt = array("I", tokenizer_of(name).encode("Weather?").ids).tobytes()
-    desk.handle(OpenAnswer(1, name, request, prompt, is_whole, (), 0, False, True, ids[-1:]))
-    reply = desk.handle(FeedAnswer(1, ids, True))
+    parsers.handle(OpenAnswer(1, name, request, prompt, is_whole, (), 0, False, True, ids[-1:]))
+    reply = parsers.handle(FeedAnswer(1, ids, True))
     assert isinstance(reply, ParsedTokens), reply
     found: dict[int, list[str]] = {}
     for piece in reply.pieces:
@@ -204,16 +206,16 @@ def calls_in(desk: Any, name: str, request: bytes, ids: list[int], *, is_whole: 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_calls_within_the_grammar_read_back_as_valid_calls(desk: Any, name: str) -> None:
+def test_calls_within_the_grammar_read_back_as_valid_calls(parsers: Any, name: str) -> None:
     rng, num_read, seen = random.Random(name), 0, set[str]()
     for _ in range(8):
         offered = tools(rng)
         schemas = {t["function"]["name"]: t["function"]["parameters"] for t in offered}
         request = request_of(offered, "required")
-        for ids in answers(name, grammar_of(desk, name, request), rng, 5):
+        for ids in answers(name, grammar_of(parsers, name, request), rng, 5):
             text = tokenizer_of(name).decode(ids)
             for is_whole in (False, True):
-                calls = calls_in(desk, name, request, ids, is_whole=is_whole)
+                calls = calls_in(parsers, name, request, ids, is_whole=is_whole)
                 assert calls, (text, ids, is_whole)
                 for called, arguments in calls:
                     jsonschema.validate(arguments, schemas[called])
@@ -224,14 +226,14 @@ def test_calls_within_the_grammar_read_back_as_valid_calls(desk: Any, name: str)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_named_tool_is_called_once_and_no_other(desk: Any, name: str) -> None:
+def test_a_named_tool_is_called_once_and_no_other(parsers: Any, name: str) -> None:
     rng = random.Random(name)
     offered = tools(rng)
     request = request_of(offered, {"type": "function", "function": {"name": "tool_1"}})
     num_read = 0
-    for ids in answers(name, grammar_of(desk, name, request), rng, 6):
+    for ids in answers(name, grammar_of(parsers, name, request), rng, 6):
         for is_whole in (False, True):
-            calls = calls_in(desk, name, request, ids, is_whole=is_whole)
+            calls = calls_in(parsers, name, request, ids, is_whole=is_whole)
             assert [called for called, _ in calls] == ["tool_1"]
             jsonschema.validate(calls[0][1], offered[2]["function"]["parameters"])
         num_read += 1
@@ -239,18 +241,18 @@ def test_a_named_tool_is_called_once_and_no_other(desk: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_text_may_come_before_calls_that_are_strict(desk: Any, name: str) -> None:
+def test_text_may_come_before_calls_that_are_strict(parsers: Any, name: str) -> None:
     """With `auto` the model may write anything, and its calls keep to the schema."""
     rng = random.Random(name)
     offered = [tool("few", {"few": PARAMETERS["few"]}, required=["few"])]
     request = request_of(offered, "auto")
-    inner, grammar = tokenizer_of(name), grammar_of(desk, name, request)
+    inner, grammar = tokenizer_of(name), grammar_of(parsers, name, request)
     eos = inner.get_vocab()["<eos>"]
     vocabulary = vocabulary_of(inner.to_str(), inner.get_vocab_size(), eos)
-    required = grammar_of(desk, name, request_of(offered, "required"))
+    required = grammar_of(parsers, name, request_of(offered, "required"))
     called = next(answers(name, required, rng, 50))
     free = inner.encode("Let me look. ").ids
     for ids in ([*free, eos], called, [*free, *called]):
         matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
         assert matcher.consume_tokens(ids), matcher.get_error()
-    assert calls_in(desk, name, request, [*free, *called], is_whole=False)
+    assert calls_in(parsers, name, request, [*free, *called], is_whole=False)

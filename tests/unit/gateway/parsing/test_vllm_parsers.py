@@ -156,11 +156,11 @@ def request_of(family: Family, **fields: Any) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def desk() -> Any:
-    from pdmesh.services.gateway.parsing.desk import Desk
+def parsers() -> Any:
     from pdmesh.services.gateway.parsing.frames import LoadParsers, ParserDone
+    from pdmesh.services.gateway.parsing.parser_requests import ParserRequests
 
-    made = Desk(max_models=2 * len(FAMILIES))
+    made = ParserRequests(max_models=2 * len(FAMILIES))
     for name, family in FAMILIES.items():
         told = made.handle(
             LoadParsers(
@@ -202,18 +202,18 @@ def ids_of(name: str) -> list[int]:
 
 
 class Choices:
-    def __init__(self, desk: Any, name: str) -> None:
-        self._desk, self._name, self._num = desk, name, 0
+    def __init__(self, parsers: Any, name: str) -> None:
+        self._parsers, self._name, self._num = parsers, name, 0
 
     def open(self, *, is_whole: bool = False, **fields: Any) -> int:
         from pdmesh.services.gateway.parsing.frames import OpenAnswer, ParserDone, PrepareAnswer
 
         inner, family = tokenizer_of(self._name), FAMILIES[self._name]
         request = request_of(family, **fields)
-        prepared = self._desk.handle(PrepareAnswer(self._name, request))
+        prepared = self._parsers.handle(PrepareAnswer(self._name, request))
         prompt = array("I", inner.encode(family.prompt).ids).tobytes()
         self._num += 1
-        told = self._desk.handle(
+        told = self._parsers.handle(
             OpenAnswer(
                 self._num, self._name, request, prompt, is_whole, (), 0, False,
                 prepared.are_special_shown, ids_of(self._name)[-1:],
@@ -225,7 +225,7 @@ class Choices:
     def feed(self, choice: int, ids: Sequence[int], *, is_last: bool = False) -> list[Any]:
         from pdmesh.services.gateway.parsing.frames import FeedAnswer, ParsedTokens
 
-        reply = self._desk.handle(FeedAnswer(choice, list(ids), is_last))
+        reply = self._parsers.handle(FeedAnswer(choice, list(ids), is_last))
         assert isinstance(reply, ParsedTokens), reply
         assert not reply.pieces or sum(piece.num_tokens for piece in reply.pieces) == len(ids)
         return reply.pieces
@@ -283,8 +283,8 @@ def cuts(ids: Sequence[int]) -> Iterator[list[Sequence[int]]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_reads_as_in_plain_vllm(desk: Any, name: str) -> None:
-    told = Choices(desk, name).told([ids_of(name)])
+def test_an_answer_reads_as_in_plain_vllm(parsers: Any, name: str) -> None:
+    told = Choices(parsers, name).told([ids_of(name)])
     assert told == in_vllm(name)
     assert [call for call, _ in told.calls.values()] == list(FAMILIES[name].names)
     for _, arguments in told.calls.values():
@@ -293,22 +293,24 @@ def test_an_answer_reads_as_in_plain_vllm(desk: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_cut_anywhere_gives_the_same_output(desk: Any, name: str) -> None:
+def test_an_answer_cut_anywhere_gives_the_same_output(parsers: Any, name: str) -> None:
     """Tokens come in parts like these: from prefill, decode, and the instances after a
     migration.
     """
-    choices, ids = Choices(desk, name), ids_of(name)
+    choices, ids = Choices(parsers, name), ids_of(name)
     uncut = choices.told([ids])
     for parts in cuts(ids):
         assert choices.told(parts) == uncut, list(map(len, parts))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_choice_whose_tokens_are_fed_again_continues_where_it_was(desk: Any, name: str) -> None:
+def test_a_choice_whose_tokens_are_fed_again_continues_where_it_was(
+    parsers: Any, name: str
+) -> None:
     """After its process has died, the parser gets the tokens again; here that happens at each
     token.
     """
-    choices, ids = Choices(desk, name), ids_of(name)
+    choices, ids = Choices(parsers, name), ids_of(name)
     uncut = choices.told([ids])
     for at in range(1, len(ids)):
         told = Told()
@@ -320,8 +322,10 @@ def test_a_choice_whose_tokens_are_fed_again_continues_where_it_was(desk: Any, n
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_whole_answer_has_the_calls_and_the_reasoning_of_the_stream(desk: Any, name: str) -> None:
-    choices, ids = Choices(desk, name), ids_of(name)
+def test_a_whole_answer_has_the_calls_and_the_reasoning_of_the_stream(
+    parsers: Any, name: str
+) -> None:
+    choices, ids = Choices(parsers, name), ids_of(name)
     whole, uncut = choices.told([ids], is_whole=True), choices.told([ids])
     assert whole.reasoning.strip() == uncut.reasoning.strip()
     assert whole.content.strip() == uncut.content.strip()
@@ -330,33 +334,33 @@ def test_a_whole_answer_has_the_calls_and_the_reasoning_of_the_stream(desk: Any,
     ]
 
 
-def test_unrequested_reasoning_is_not_reported(desk: Any) -> None:
-    choices, ids = Choices(desk, "qwen3"), ids_of("qwen3")
+def test_unrequested_reasoning_is_not_reported(parsers: Any) -> None:
+    choices, ids = Choices(parsers, "qwen3"), ids_of("qwen3")
     for is_whole in (False, True):
         told = choices.told([ids], is_whole=is_whole, include_reasoning=False)
         assert told.reasoning == ""
         assert told.calls
 
 
-def test_forbidden_tool_calls_are_not_reported(desk: Any) -> None:
-    choices, ids = Choices(desk, "qwen3"), ids_of("qwen3")
+def test_forbidden_tool_calls_are_not_reported(parsers: Any) -> None:
+    choices, ids = Choices(parsers, "qwen3"), ids_of("qwen3")
     for is_whole in (False, True):
         assert choices.told([ids], is_whole=is_whole, tool_choice="none").calls == {}
 
 
-def test_a_parser_that_does_not_fit_the_tokenizer_is_refused(desk: Any) -> None:
+def test_a_parser_that_does_not_fit_the_tokenizer_is_refused(parsers: Any) -> None:
     from pdmesh.services.gateway.parsing.frames import LoadParsers, ParsingFailed
 
     for tool, reasoning in (("mistral", ""), ("no_such", ""), ("", "deepseek_r1")):
         text = tokenizer_of("hermes").to_str()
-        reply = desk.handle(LoadParsers("bad", text, {}, "", tool, reasoning))
+        reply = parsers.handle(LoadParsers("bad", text, {}, "", tool, reasoning))
         assert isinstance(reply, ParsingFailed)
         assert reply.is_refusal
         assert len(reply.message) <= 500
 
 
 class _Child:
-    """The parser process itself. It has what a `Desk` has for `Choices`."""
+    """The parser process itself. It has what a `ParserRequests` has for `Choices`."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
@@ -398,7 +402,7 @@ def test_a_call_that_is_cut_off_leaves_no_traceback_in_the_log(is_whole: bool) -
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_constraint_begins_after_the_reasoning_unless_the_prompt_ends_it(
-    desk: Any, name: str
+    parsers: Any, name: str
 ) -> None:
     from pdmesh.services.gateway.parsing.frames import PrepareAnswer, PreparedAnswer
 
@@ -406,7 +410,7 @@ def test_a_constraint_begins_after_the_reasoning_unless_the_prompt_ends_it(
 
     def begins_after(prompt: str) -> list[int]:
         ids = array("I", inner.encode(prompt).ids).tobytes()
-        reply = desk.handle(PrepareAnswer(name, request_of(family, tool_choice="none"), ids))
+        reply = parsers.handle(PrepareAnswer(name, request_of(family, tool_choice="none"), ids))
         assert isinstance(reply, PreparedAnswer), reply
         return reply.begins_after
 
@@ -425,7 +429,7 @@ def test_a_constraint_begins_after_the_reasoning_unless_the_prompt_ends_it(
     ],
 )
 def test_tools_that_need_no_form_are_taken_whatever_ends_the_reasoning(
-    desk: Any, reasoning: str, variables: dict[str, bool], end: str | None
+    parsers: Any, reasoning: str, variables: dict[str, bool], end: str | None
 ) -> None:
     """Some parsers hold their end token under a name of their own, or in a parser within."""
     from pdmesh.services.gateway.parsing.frames import (
@@ -437,10 +441,10 @@ def test_tools_that_need_no_form_are_taken_whatever_ends_the_reasoning(
 
     inner, model = tokenizer_of("qwen3"), f"{reasoning} {variables}"
     load = LoadParsers(model, inner.to_str(), {"eos_token": "<eos>"}, "", "hermes", reasoning)
-    assert desk.handle(load) == ParserDone()
+    assert parsers.handle(load) == ParserDone()
     prompt = array("I", inner.encode("<user>Weather?<assistant>").ids).tobytes()
     request = request_of(FAMILIES["qwen3"], chat_template_kwargs=variables)
-    reply = desk.handle(PrepareAnswer(model, request, prompt))
+    reply = parsers.handle(PrepareAnswer(model, request, prompt))
     assert isinstance(reply, PreparedAnswer), reply
     assert reply.constraint == ""
     assert reply.lacks_end is (end is None)
@@ -450,7 +454,7 @@ def test_tools_that_need_no_form_are_taken_whatever_ends_the_reasoning(
 @pytest.mark.parametrize("begins_in_prompt", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "deepseek r1"])
 def test_reasoning_tokens_are_counted_between_their_marks_streamed_or_not(
-    desk: Any, name: str, begins_in_prompt: bool
+    parsers: Any, name: str, begins_in_prompt: bool
 ) -> None:
     """The tokens are random: many are parts of a character and add no text by themselves."""
     from pdmesh.services.gateway.parsing.frames import FeedAnswer, OpenAnswer
@@ -464,8 +468,8 @@ def test_reasoning_tokens_are_counted_between_their_marks_streamed_or_not(
     def num_reasoning_tokens(ids: Sequence[int], *, is_whole: bool) -> int:
         data = array("I", prompt).tobytes()
         request = request_of(family, tools=None, tool_choice="none")
-        desk.handle(OpenAnswer(1, name, request, data, is_whole, (), 0, False, False, [eos]))
-        return int(desk.handle(FeedAnswer(1, list(ids), True)).num_reasoning_tokens)
+        parsers.handle(OpenAnswer(1, name, request, data, is_whole, (), 0, False, False, [eos]))
+        return int(parsers.handle(FeedAnswer(1, list(ids), True)).num_reasoning_tokens)
 
     for is_cut in (False, True):
         for _ in range(20):
@@ -476,7 +480,7 @@ def test_reasoning_tokens_are_counted_between_their_marks_streamed_or_not(
             assert found == [len(thought)] * 2
 
 
-def test_a_thought_that_the_prompt_has_ended_has_no_tokens(desk: Any) -> None:
+def test_a_thought_that_the_prompt_has_ended_has_no_tokens(parsers: Any) -> None:
     from pdmesh.services.gateway.parsing.frames import FeedAnswer, OpenAnswer
 
     inner = tokenizer_of("qwen3")
@@ -484,7 +488,7 @@ def test_a_thought_that_the_prompt_has_ended_has_no_tokens(desk: Any) -> None:
     request = request_of(FAMILIES["qwen3"], chat_template_kwargs={"enable_thinking": False})
     ids = inner.encode("So it is.").ids
     for is_whole in (False, True):
-        desk.handle(OpenAnswer(1, "qwen3", request, prompt, is_whole, (), 0, False, False, []))
-        told = desk.handle(FeedAnswer(1, ids, True))
+        parsers.handle(OpenAnswer(1, "qwen3", request, prompt, is_whole, (), 0, False, False, []))
+        told = parsers.handle(FeedAnswer(1, ids, True))
         assert told.num_reasoning_tokens == 0
         assert "".join(piece.content for piece in told.pieces) == "So it is."

@@ -1,4 +1,4 @@
-"""What a pooling desk needs of a gateway, with instances that do what a test says."""
+"""What a pooling runner needs of a gateway, with instances that do what a test says."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Session:
 
 @dataclass
 class FakeShared:
-    """Collaborators, fleet, sessions and room of the desk in one."""
+    """Collaborators, fleet, sessions and room of the runner in one."""
 
     script: Script
     instance_ids: list[str] = field(default_factory=lambda: ["a", "b", "c"])

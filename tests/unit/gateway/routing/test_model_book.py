@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.core.images.prompt_image import ImageFacts
-from pdmesh.net.image_facts import images_to_proto
+from pdmesh.net.convert.image_facts import images_to_proto
 from pdmesh.services.gateway.routing.model_book import ModelBook
 from pdmesh.v1.common_pb2 import InstanceRecord
 

@@ -8,7 +8,7 @@ from pdmesh.core.groups.revisions import canary_of
 from pdmesh.core.model import PeerId
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.pooling.facts import PoolingFacts, PoolingTask
-from pdmesh.net.pooling_facts import pooling_to_proto
+from pdmesh.net.convert.pooling_facts import pooling_to_proto
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
 from pdmesh.services.gateway.routing.model_book import ModelBook
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import BertProcessing
 
-from pdmesh.core.pooling.cutting import SpecialTokens, TextCut
+from pdmesh.core.pooling.truncation import SpecialTokens, TextCut
 from pdmesh.errors import Overloaded
 from pdmesh.services.gateway.text.bulk_texts import BulkTexts
 from pdmesh.services.gateway.text.encoding_lanes import EncodingJob, EncodingLanes

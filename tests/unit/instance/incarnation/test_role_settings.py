@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import Role, RoleSpec
-from pdmesh.core.speculation.schedule import NO_SPECULATION, Method, Speculation
+from pdmesh.core.speculation.proposal_length import NO_SPECULATION, Method, Speculation
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.factory import BuiltEngine
 from pdmesh.instance.incarnation.role_settings import (

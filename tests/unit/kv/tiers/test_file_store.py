@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pdmesh.core.kv.tiers.file_eviction import StoredFile
 from pdmesh.kv.tiers.file_format import (
     HEADER_BYTES,
     BadBlockFile,
     checksum_of,
     identity_of,
 )
-from pdmesh.kv.tiers.file_store import FileStore, StoredFile
+from pdmesh.kv.tiers.file_store import FileStore
 from pdmesh.kv.transport.base import ByteArray
 
 BLOCK = 1000

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.disk_health import DiskState
-from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.kv.tiers.file_store import FileStore
 from pdmesh.kv.tiers.report import TierEvent
 from pdmesh.kv.transport.base import ByteArray

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tier import Tier
+from pdmesh.core.kv.tiers import prefetch as prefetch_bounds
 from pdmesh.core.kv.tiers.disk_health import DiskState
-from pdmesh.core.kv.tiers.load_plan import Tier
-from pdmesh.kv.tiers import stack
 from pdmesh.kv.tiers.loads import FAILED_S
 from pdmesh.kv.tiers.peers import PeerHolding
 from pdmesh.kv.tiers.report import TierEvent
@@ -227,7 +227,7 @@ async def test_of_too_many_blocks_the_first_are_prefetched(
     timeout_s: float,
 ) -> None:
     """Too many for the loads under way, for the pool, or for the time."""
-    monkeypatch.setattr(stack, "MAX_PREFETCHING", most)
+    monkeypatch.setattr(prefetch_bounds, "MAX_PREFETCHING", most)
     async with running(tmp_path, num_slots=num_slots, peers=FakePeer(CHAIN)) as r:
         prefetch(r, timeout_s=timeout_s)
         assert r.stack.num_loading == 4

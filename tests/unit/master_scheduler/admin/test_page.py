@@ -15,7 +15,7 @@ import pytest
 from starlette.applications import Starlette
 
 from pdmesh.services.master_scheduler.admin import page_routes as page_files
-from pdmesh.services.master_scheduler.admin.access import AdminAccess
+from pdmesh.services.master_scheduler.admin.callers import AdminAccess
 from pdmesh.services.master_scheduler.admin.page_routes import page_routes
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.support.sites.master_site import CHAT, Site

@@ -16,7 +16,7 @@ from pdmesh.core.moves.move import (
     MovePlan,
     Trigger,
 )
-from pdmesh.core.ratio.model import Profile
+from pdmesh.core.ratio.throughput import Profile
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import admin_service_pb2 as pb
 from tests.support.sites.master_site import Site as AdminSite

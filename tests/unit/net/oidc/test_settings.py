@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.config import BadSetting
-from pdmesh.core.access.roles import AdminRole
+from pdmesh.core.access.operator_roles import AdminRole
 from pdmesh.services.gateway.settings import Settings as GatewaySettings
 from pdmesh.services.master_scheduler.settings import Settings as MasterSettings
 

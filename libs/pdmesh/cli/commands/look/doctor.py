@@ -29,13 +29,12 @@ from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
 from pdmesh.net.nats.bus import NatsBus
-from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.net.nats.registry import WATCHER_LEASE_S, NatsRegistry
 
 if TYPE_CHECKING:
     from pdmesh.net.tls.folder import CertificateFolder
 
 _PORTS: Final = (("PDMESH_HTTP_PORT", "8000"), ("PDMESH_GRPC_PORT", "8001"))
-_LEASE_S: Final = 3.0  # each process sends three heartbeats in this time
 _NO_MESH: Final = "not checked, because no mesh runs here; start one with: pdmesh up"
 
 
@@ -97,7 +96,7 @@ async def _mesh(
             raise CommandFailed(seen.problem)
         async with connected(options) as bus:
             yield ok("NATS", "answers")
-            view = await NatsRegistry(bus, _LEASE_S).watch()
+            view = await NatsRegistry(bus, WATCHER_LEASE_S).watch()
             records = dict(view.records)
             await view.close()
             ahead_s = await _ahead_s(bus)
@@ -137,7 +136,7 @@ async def _ahead_s(bus: NatsBus) -> dict[str, float]:
         ahead[header.publisher_id] = header.occurred_at.ToMicroseconds() / 1e6 - time.time()
 
     await bus.subscribe(subjects.health_instance(), on_heartbeat, on_gap=lambda: None)
-    await asyncio.sleep(_LEASE_S / 2)
+    await asyncio.sleep(WATCHER_LEASE_S / 2)  # three heartbeats come in a lease
     return ahead
 
 

@@ -30,7 +30,7 @@ class PinnedPrefix:
     """
 
     names: tuple[bytes, ...]
-    owner: bytes  # of `kv.tiers.owner`
+    owner: bytes  # of `core.kv.tiers.owner`
     until: float
 
 

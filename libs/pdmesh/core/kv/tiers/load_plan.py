@@ -9,17 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-
-class Tier(StrEnum):
-    """Where KV is kept, from fast to slow (S76)."""
-
-    ENGINE = "engine"  # the engine's own paged blocks
-    HOST = "host"  # this instance's pool in host memory
-    PEER = "peer"  # another instance's pool, over the KV transport
-    FILE = "file"  # the shared file store
-
+from pdmesh.core.kv.tier import Tier
 
 _ORDER = {tier: rank for rank, tier in enumerate(Tier)}
 

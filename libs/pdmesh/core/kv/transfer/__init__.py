@@ -1,3 +1,3 @@
-"""Both ends of a KV transfer: which instance may pull what, in which order, until when, and which
-sources are excluded for a while.
+"""Both ends of a KV transfer: which instance may pull what, in which order, in parts of which size,
+until when, and which sources are excluded for a while.
 """

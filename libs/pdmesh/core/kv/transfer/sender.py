@@ -19,7 +19,8 @@ import math
 from dataclasses import dataclass, field
 
 from pdmesh.core.deadlines import MAX_LEASES
-from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.pull_parts import KvPart, pull_parts
 from pdmesh.core.kv.transfer.sender_events import (
     AbortPeer,
     CloseTicket,
@@ -204,8 +205,8 @@ class TicketBook:
         if refusal is not None or ticket is None:
             return [RefusePull(event.peer, event.pull_id, refusal or Refusal.UNKNOWN_TICKET)]
         try:
-            parts = ticket.layout.parts(
-                event.first_block, event.heads, ticket.chunk_bytes, ticket.is_tapered
+            parts = pull_parts(
+                ticket.layout, event.first_block, event.heads, ticket.chunk_bytes, ticket.is_tapered
             )
         except IndexError:
             return [RefusePull(event.peer, event.pull_id, Refusal.BAD_RANGE)]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout, KvPart
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.pull_parts import CHUNK_BYTES, KvPart
 from pdmesh.core.kv.transfer.ticket import CloseReason, Refusal
 from pdmesh.core.model import Tick
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from pdmesh import failpoints
 from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
-from pdmesh.core.instance.law import Law
+from pdmesh.core.instance.step_time_law import Law
 from pdmesh.engine.base import Encoded, EncodeJob, EngineInfo, EngineStats, Failed
 from pdmesh.engine.serial_jobs import SerialJobs
 from pdmesh.engine.sim.encoding.embeddings import sim_embedding

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdmesh.core.kv.layout.cache_groups import BlockLists
+from pdmesh.core.kv.tiers.step_copies import StepCopies, StepCopyPlanner
 from pdmesh.engine.vllm.connector.cache_specs import (
     group_of_layers,
     groups_of,
@@ -33,7 +34,6 @@ from pdmesh.engine.vllm.connector.scheduler.grammars import compile_with_drawn, 
 from pdmesh.engine.vllm.connector.scheduler.handoff import LOAD, HandoffPlanner, StepPlan
 from pdmesh.engine.vllm.connector.scheduler.request_images import images_at, num_without_image
 from pdmesh.engine.vllm.connector.scheduler.step_news import StepNews
-from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierPlan, TierPlanner
 from pdmesh.engine.vllm.connector.worker.draws.drawn_before import count_drawn_as_output
 from pdmesh.engine.vllm.connector.worker.draws.placeholders import keep_placeholders
 from pdmesh.engine.vllm.connector.worker.draws.seeded_draws import draw_by_position
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 class PlanMetadata(KVConnectorMetadata):
     """Carries one step's plan from the scheduler to the workers, over vLLM's own channel."""
 
-    def __init__(self, plan: StepPlan, tiers: TierPlan | None, num_tokens: int) -> None:
+    def __init__(self, plan: StepPlan, tiers: StepCopies | None, num_tokens: int) -> None:
         self.plan = plan
         self.tiers = tiers
         self.num_tokens = num_tokens  # that the step computes
@@ -80,13 +80,13 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             groups = groups_of(kv_cache_config, vllm_config.cache_config.block_size)
         self._planner: HandoffPlanner | None = None
         self._lost: set[str] = set()  # requests that wait to be failed
-        self._tiers: TierPlanner | None = None
+        self._tiers: StepCopyPlanner | None = None
         self._worker: HandoffWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             compile_with_drawn()
             self._planner = HandoffPlanner(groups)
             if told["tiers"]:
-                self._tiers = TierPlanner(vllm_config.cache_config.block_size)
+                self._tiers = StepCopyPlanner(vllm_config.cache_config.block_size)
             self._early = EarlyRequests(vllm_config.cache_config.block_size)
         else:
             count_drawn_as_output()
@@ -237,7 +237,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker.tiers is not None:
-            self.worker.tiers.load(self._tier_plan())
+            self.worker.tiers.load(self._step_copies())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before a step, never inside one."""
@@ -251,7 +251,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self.worker.stage(self._plan())
         if self.worker.tiers is not None:
-            self.worker.tiers.save(self._tier_plan())
+            self.worker.tiers.save(self._step_copies())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed = self.worker.take_results()
@@ -276,7 +276,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def _plan(self) -> StepPlan:
         return self._metadata().plan
 
-    def _tier_plan(self) -> TierPlan:
+    def _step_copies(self) -> StepCopies:
         tiers = self._metadata().tiers
         assert tiers is not None, "scheduler and workers read the same settings"
         return tiers

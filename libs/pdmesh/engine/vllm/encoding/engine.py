@@ -23,7 +23,7 @@ from pdmesh.core.images.prompt_image import ImageFacts, PromptImage
 from pdmesh.engine.base import Encoded, EncodeJob, EngineInfo, EngineStats, Failed, Output
 from pdmesh.engine.no_kv import NoKv
 from pdmesh.engine.vllm.child.extra_arguments import extra_arguments
-from pdmesh.engine.vllm.child.llm_process import LlmProcess
+from pdmesh.engine.vllm.child.llm_process import START_TIMEOUT_S, LlmProcess
 from pdmesh.engine.vllm.child.preflight import check_memory, check_processor
 from pdmesh.engine.vllm.child.private_dir import make_private_dir
 from pdmesh.engine.vllm.child.startup import PROGRESS_EVERY_S, vllm_version, with_progress
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-START_TIMEOUT_S: Final = 600.0
 _STORED_S: Final = 2.0  # from the end of a request until its worker's report is here
 
 

@@ -18,6 +18,7 @@ from pdmesh import failpoints
 from pdmesh.core.adapters.adapter import Adapter
 from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
+from pdmesh.core.kv.tiers.owner import owner_of
 from pdmesh.engine.awaited_embeddings import AwaitedEmbeddings
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.host.adapters import VllmAdapters
@@ -26,7 +27,6 @@ from pdmesh.engine.vllm.host.sampling import drawn, num_told, sampling_params
 from pdmesh.engine.vllm.host.tier_client import TierClient
 from pdmesh.engine.vllm.images.inputs import VllmImages
 from pdmesh.errors import AdapterUnusable, EngineFailed, ImageMisfit, ImageUnusable, MeshError
-from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.net.tasks import watched
 
 if TYPE_CHECKING:

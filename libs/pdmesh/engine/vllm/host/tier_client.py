@@ -10,7 +10,8 @@ from typing import Final
 import structlog
 
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
+from pdmesh.core.kv.tiers.owner import owner_of
 from pdmesh.engine.base import BlocksChanged, Output, Prefetch, SessionHint, TiersReported
 from pdmesh.engine.vllm.messages import (
     Fetched,
@@ -23,7 +24,6 @@ from pdmesh.engine.vllm.messages import (
     TierNews,
     TierOrder,
 )
-from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.kv.tiers.report import TierFault, TierReport
 from pdmesh.net.tasks import watched

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from pdmesh.core.images.grid import GridRule
 from pdmesh.core.images.prompt_image import MAX_EXPANSION, ImageFacts
+from pdmesh.core.images.token_grid import GridRule
 from pdmesh.engine.vllm.config import MAX_IMAGES
 from pdmesh.engine.vllm.images.processing import (
     ProcessedImage,

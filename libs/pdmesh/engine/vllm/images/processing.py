@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
 
 from pdmesh.core.images.header import NotAnImage, read_header
-from pdmesh.core.images.source import MAX_PIXELS, misfit_of
+from pdmesh.core.images.image_bounds import MAX_PIXELS, misfit_of
 from pdmesh.errors import ImageUnusable
 
 if TYPE_CHECKING:

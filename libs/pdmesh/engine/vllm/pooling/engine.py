@@ -21,7 +21,7 @@ from pdmesh.core.pooling.step_patience import StepPatience
 from pdmesh.engine.base import EngineInfo, EngineStats, Failed, Output, Pooled, PoolJob
 from pdmesh.engine.no_kv import NoKv
 from pdmesh.engine.vllm.child.extra_arguments import extra_arguments
-from pdmesh.engine.vllm.child.llm_process import LlmProcess
+from pdmesh.engine.vllm.child.llm_process import START_TIMEOUT_S, LlmProcess
 from pdmesh.engine.vllm.child.preflight import check_memory, check_processor
 from pdmesh.engine.vllm.child.startup import vllm_version, with_progress
 from pdmesh.engine.vllm.config import CPU_STEP_TOKENS, environment
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 log = structlog.get_logger(__name__)
-
-START_TIMEOUT_S = 600.0
 
 
 class VllmPoolingEngine(NoKv):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from pdmesh.core.speculation.schedule import Method, Speculation
+from pdmesh.core.speculation.proposal_length import Method, Speculation
 from pdmesh.errors import EngineMisconfigured
 
 PROMPT_LOOKUP_CLASS = "pdmesh.engine.vllm.speculation.prompt_lookup.PromptLookup"

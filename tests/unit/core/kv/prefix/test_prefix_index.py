@@ -17,7 +17,7 @@ from pdmesh.core.kv.prefix.prefix_index import (
     PrefixIndex,
     TierDelta,
 )
-from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.tier import Tier
 
 
 def block(i: int) -> bytes:

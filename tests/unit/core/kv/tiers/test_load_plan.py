@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.load_plan import (
     Cost,
     CostBook,
     LoadPlan,
     Run,
     Source,
-    Tier,
     plan_load,
     prefix_length,
 )

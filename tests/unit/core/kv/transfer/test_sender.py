@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.core.deadlines import MAX_LEASES
-from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart, KvSpan
+from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvSpan
 from pdmesh.core.kv.transfer import sender_events as tx
+from pdmesh.core.kv.transfer.pull_parts import KvPart, pull_parts
 from pdmesh.core.kv.transfer.sender import (
     MAX_DECODES,
     MAX_PULLS_PER_TICKET,
@@ -18,7 +19,7 @@ from pdmesh.core.model import Tick
 
 LAYOUT = KvLayout(num_layers=4, num_blocks=4, block_bytes=10)
 WHOLE = KvPart(0, 160, (KvSpan(0, 160),), 0, 4)
-LAYERS = LAYOUT.parts(chunk_bytes=40)  # one layer each
+LAYERS = pull_parts(LAYOUT, chunk_bytes=40)  # one layer each
 
 
 def book_with_ticket(

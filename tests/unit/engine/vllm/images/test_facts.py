@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.images.grid import GridRule
 from pdmesh.core.images.prompt_image import MAX_EXPANSION, ImageFacts
+from pdmesh.core.images.token_grid import GridRule
 from pdmesh.engine.vllm.config import MAX_IMAGES, VllmConfig
 from pdmesh.engine.vllm.images.facts import find_facts
 from tests.support.images.model import IMAGE_TOKEN, RULE, Process, by_rule, fixed, model

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.images.grid import GridRule
 from pdmesh.core.images.prompt_image import ImageFacts, PromptImage, digest_of
+from pdmesh.core.images.token_grid import GridRule
 from pdmesh.engine.vllm.images import inputs, processing
 from pdmesh.engine.vllm.images.inputs import VllmImages
 from pdmesh.engine.vllm.images.processing import GRID

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.speculation.schedule import NO_SPECULATION, Method, Speculation
+from pdmesh.core.speculation.proposal_length import NO_SPECULATION, Method, Speculation
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.engine.vllm.speculation.methods import check_speculation, speculative_config

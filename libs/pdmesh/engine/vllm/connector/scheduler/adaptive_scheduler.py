@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pdmesh.core.speculation.schedule import AdaptiveSpeculation, Speculation
+from pdmesh.core.speculation.proposal_length import AdaptiveSpeculation, Speculation
 from pdmesh.engine.vllm.connector.scheduler.timed_scheduler import TimedScheduler
 
 

@@ -20,9 +20,9 @@ import structlog
 
 from pdmesh import failpoints
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.holds import SessionState
-from pdmesh.core.kv.tiers.load_plan import Tier
-from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierLoad, TierPlan, TierSave
+from pdmesh.core.kv.tiers.step_copies import PoolLoad, PoolSave, StepCopies
 from pdmesh.engine.vllm.messages import (
     Fetched,
     FetchToPool,
@@ -38,7 +38,7 @@ from pdmesh.engine.vllm.messages import (
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
 from pdmesh.kv.tiers.peers import AgentPeers, PeerHolding, PoolSource
-from pdmesh.kv.tiers.report import TierEvent, TierReport
+from pdmesh.kv.tiers.report import REPORT_EVERY_S, TierEvent, TierReport
 from pdmesh.kv.tiers.stack import BlockLease, TierStack
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import end, watched
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-REPORT_EVERY_S: Final = 0.05
 NAMES_PER_MESSAGE: Final = 1024
 _CLOSE_S: Final = 5.0
 
@@ -121,7 +120,7 @@ class TierWorker:
         """The step begins: until `save`, the time counts as the model's."""
         self._step_began = self._clock()
 
-    def load(self, plan: TierPlan) -> None:
+    def load(self, plan: StepCopies) -> None:
         """Called before the forward, or after it if there are only leases to close."""
         for load in plan.loads:
             with self._lock:
@@ -130,7 +129,7 @@ class TierWorker:
         if any(load.block_ids for load in plan.loads):
             self._step_began = self._clock()
 
-    def _load(self, load: TierLoad, lease: BlockLease | None) -> None:
+    def _load(self, load: PoolLoad, lease: BlockLease | None) -> None:
         if lease is None:
             # This cannot happen as long as the host submits after `Fetched`, and forgets only
             # leases that it did not submit.
@@ -144,7 +143,7 @@ class TierWorker:
                 self._caches.scatter_block(data, block_ids)
         lease.close()
 
-    def save(self, plan: TierPlan) -> None:
+    def save(self, plan: StepCopies) -> None:
         """After the forward, while the requests hold their blocks."""
         if plan.saves and plan.num_tokens >= self._blocks.size:
             self._caches.wait_for_model()  # the first gather would wait for it, too
@@ -153,7 +152,7 @@ class TierWorker:
         for save in plan.saves:
             self._save(save)
 
-    def _save(self, save: TierSave) -> None:
+    def _save(self, save: PoolSave) -> None:
         pool = self.stack.pool
         first = len(save.names) - len(save.block_ids[0])
         fresh = save.names[first:]

@@ -1,0 +1,212 @@
+"""Decides when to start a process again after it died.
+
+The first restart is immediate. Later restarts wait longer each time, up to a limit. After a process
+was ready for a while, its next death counts as the first. Time before it is ready does not count:
+loading a model takes minutes and may fail at the end each time. A process that keeps dying is given
+up, with its last exit code. A process that exits for a bad setting, or one that no engine takes
+(code 2), is given up at once: another start cannot help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from pdmesh.core.model import Tick
+from pdmesh.core.story import Story, with_story
+
+BAD_SETTING: Final = 2
+DEATHS_WHILE_STARTING: Final = 3  # of one process; then the start of the whole mesh has failed
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Delays in seconds. The n-th death in a row waits 0, base, 2*base, ... up to max."""
+
+    base_delay_s: float = 0.25
+    max_delay_s: float = 5.0
+    stable_after_s: float = 10.0  # ready this long: the next death counts as the first
+    # The same for a process that waits for others, such as a gateway of blank instances.
+    stable_unready_after_s: float = 600.0
+    max_deaths: int = 10  # in a row; then it is given up
+
+    def delay_s(self, deaths: int) -> float:
+        """The delay before the restart after the `deaths`-th death in a row (1 is the first)."""
+        if deaths <= 1:
+            return 0.0
+        return min(self.max_delay_s, self.base_delay_s * 2.0 ** min(deaths - 2, 30))
+
+
+class ProcessPhase(Enum):
+    STOPPED = "stopped"
+    RUNNING = "running"
+    WAITING = "waiting"  # for its next start
+    STOPPING = "stopping"
+    FAILED = "failed"  # given up
+
+
+@dataclass(frozen=True, slots=True)
+class StartAsked:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The process ended; `code` is the operating system's, negative for a signal."""
+
+    name: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class BecameReady:
+    """The process that runs now reports that it is ready."""
+
+    name: str
+
+
+Event = StartAsked | StopAsked | Exited | BecameReady | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class StartProcess:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignalStop:
+    """Ask the process to end; kill it when its grace is over."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartScheduled:
+    name: str
+    code: int
+    deaths: int
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    name: str
+    code: int
+    deaths: int
+
+
+Effect = StartProcess | SignalStop | RestartScheduled | GiveUp
+
+
+@dataclass(slots=True)
+class _Child:
+    phase: ProcessPhase = ProcessPhase.STOPPED
+    deaths: int = 0
+    started_at: float = 0.0
+    ready_at: float | None = None  # of the process that runs now
+    start_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Supervision:
+    """The only way to change state is `handle`."""
+
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    _children: dict[str, _Child] = field(default_factory=dict)
+    story: Story = field(default_factory=Story, repr=False, compare=False)
+
+    @with_story
+    def handle(self, event: Event, now: float) -> Sequence[Effect]:
+        match event:
+            case StartAsked(name):
+                return self._on_start_asked(name, now)
+            case StopAsked(name):
+                return self._on_stop_asked(name)
+            case Exited(name, code):
+                return self._on_exited(name, code, now)
+            case BecameReady(name):
+                return self._on_ready(name, now)
+            case Tick():
+                return self._on_tick(now)
+
+    def phase(self, name: str) -> ProcessPhase:
+        child = self._children.get(name)
+        return child.phase if child else ProcessPhase.STOPPED
+
+    def deaths(self, name: str) -> int:
+        """How many times in a row it has died up to now."""
+        child = self._children.get(name)
+        return child.deaths if child else 0
+
+    def is_ready(self, name: str) -> bool:
+        """Whether the process that runs now was ever ready."""
+        child = self._children.get(name)
+        return child is not None and child.ready_at is not None
+
+    def next_start_at(self) -> float | None:
+        """When the next `Tick` has something to do; None if nothing waits."""
+        waiting = [c.start_at for c in self._children.values() if c.phase is ProcessPhase.WAITING]
+        return min(waiting, default=None)
+
+    def _on_start_asked(self, name: str, now: float) -> list[Effect]:
+        child = self._children.setdefault(name, _Child())
+        if child.phase in (ProcessPhase.RUNNING, ProcessPhase.STOPPING):
+            return []
+        child.deaths = 0
+        return [self._start(name, child, now)]
+
+    def _on_stop_asked(self, name: str) -> list[Effect]:
+        child = self._children.get(name)
+        if child is None or child.phase is ProcessPhase.STOPPING:
+            return []
+        if child.phase is ProcessPhase.RUNNING:
+            child.phase = ProcessPhase.STOPPING
+            return [SignalStop(name)]
+        child.phase = ProcessPhase.STOPPED
+        return []
+
+    def _on_exited(self, name: str, code: int, now: float) -> list[Effect]:
+        child = self._children.get(name)
+        if child is None or child.phase not in (ProcessPhase.RUNNING, ProcessPhase.STOPPING):
+            return []
+        if child.phase is ProcessPhase.STOPPING:
+            child.phase = ProcessPhase.STOPPED
+            return []
+        child.deaths = 1 if self._was_stable(child, now) else child.deaths + 1
+        if code == BAD_SETTING or child.deaths >= self.policy.max_deaths:
+            child.phase = ProcessPhase.FAILED
+            return [GiveUp(name, code, child.deaths)]
+        delay_s = self.policy.delay_s(child.deaths)
+        child.phase, child.start_at = ProcessPhase.WAITING, now + delay_s
+        scheduled = RestartScheduled(name, code, child.deaths, delay_s)
+        return [scheduled] if delay_s else [scheduled, self._start(name, child, now)]
+
+    def _on_ready(self, name: str, now: float) -> list[Effect]:
+        child = self._children.get(name)
+        if child is not None and child.phase is ProcessPhase.RUNNING and child.ready_at is None:
+            child.ready_at = now
+        return []
+
+    def _was_stable(self, child: _Child, now: float) -> bool:
+        if child.ready_at is None:
+            return now - child.started_at >= self.policy.stable_unready_after_s
+        return now - child.ready_at >= self.policy.stable_after_s
+
+    def _on_tick(self, now: float) -> list[Effect]:
+        due = [
+            (name, child)
+            for name, child in self._children.items()
+            if child.phase is ProcessPhase.WAITING and child.start_at <= now
+        ]
+        return [self._start(name, child, now) for name, child in due]
+
+    def _start(self, name: str, child: _Child, now: float) -> StartProcess:
+        child.phase, child.started_at, child.ready_at = ProcessPhase.RUNNING, now, None
+        return StartProcess(name)

@@ -1,0 +1,86 @@
+"""Decides which KV files of a shared directory are evicted, down to how many bytes (S105).
+
+Files of owners beyond their share go first, then the least recently used. A file whose time of last
+use is in the future is kept until then, as long as kept files leave a quarter of the quota to the
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+LOW_WATER: Final = 0.9  # of the quota; eviction stops there
+KEPT_SHARE: Final = 0.75  # of the quota, for files that any instance keeps
+KEEP_FILES_S: Final = 24 * 3600.0  # for a file whose block many requests ask for
+_AGE_STEP_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """`used_at`: when it was last used, by the wall clock, which the directory's hosts share."""
+
+    path: Path
+    num_bytes: int
+    used_at: float
+
+    @property
+    def owner(self) -> str:
+        return self.path.parent.parent.name
+
+    @property
+    def name(self) -> bytes:
+        return bytes.fromhex(self.path.stem)
+
+
+def first_use(now: float, position: int) -> float:
+    """The time of a new file's last use: a block counts as a little older than its predecessor in
+    the prompt, so the end of a prompt is evicted before its beginning.
+    """
+    return now - position * _AGE_STEP_S
+
+
+def room_for(size: int, quota: int) -> int:
+    """The bytes that may be left when a file of `size` bytes needs room within the quota."""
+    return int(LOW_WATER * quota) - size
+
+
+def room_on_full_disk(size: int, used: int) -> int:
+    """The bytes that may be left when the disk is full before the quota is."""
+    return min(int(LOW_WATER * used), used - size)
+
+
+def eviction_order(
+    files: Iterable[StoredFile], now: float, quota: int, owner_share: float
+) -> Iterator[StoredFile]:
+    """The files that may be evicted, the first one first. `owner_share`: of the quota, 0..1."""
+    by_use = sorted(files, key=lambda f: (f.used_at, f.path))
+    of_owner: dict[str, int] = {}
+    for stored in by_use:
+        of_owner[stored.owner] = of_owner.get(stored.owner, 0) + stored.num_bytes
+    share = owner_share * quota
+    later: list[StoredFile] = []
+    kept = [stored for stored in by_use if stored.used_at > now]
+    for stored in by_use[: len(by_use) - len(kept)]:
+        if of_owner[stored.owner] > share:
+            of_owner[stored.owner] -= stored.num_bytes
+            yield stored
+        else:
+            later.append(stored)
+    yield from later
+    yield from _kept_too_many(kept, quota)
+
+
+def _kept_too_many(kept: Sequence[StoredFile], quota: int) -> Iterator[StoredFile]:
+    """Kept files beyond the share, the file with the latest time first.
+
+    That time may come from a wrong clock, or from a pin that has been removed since.
+    """
+    num_bytes = sum(stored.num_bytes for stored in kept)
+    for stored in reversed(kept):
+        if num_bytes <= KEPT_SHARE * quota:
+            return
+        num_bytes -= stored.num_bytes
+        yield stored

@@ -1,0 +1,181 @@
+"""Decides which blocks a step of the engine loads from the host pool, and which it saves to it.
+
+A prompt comes with a lease: blocks of its chain that every rank has pinned in its pool. The blocks
+that the engine lacks are loaded at the start of the step that begins the prompt. Every block that a
+step completes is saved at the step's end, since vLLM does not report evictions in time. vLLM's
+scheduler reports what happens; the ranks (`tier_worker.py`) carry out the decisions. `load_plan.py`
+decided before which blocks of the prompt are worth loading into the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pdmesh.core.kv.layout.cache_groups import NULL_BLOCK, BlockIds, BlockLists
+from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, ImageAt, block_hashes
+from pdmesh.core.kv.tiers.owner import owner_of
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """Blocks `first`, `first + 1`, ... of a lease go into `block_ids`, by cache group.
+
+    A group that does not need a block has `NULL_BLOCK` for it. Without `block_ids`, the lease is
+    not needed.
+    """
+
+    leg: int
+    first: int = 0
+    block_ids: BlockIds = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSave:
+    """The chain `names` is complete; its last blocks are new, in `block_ids` by cache group."""
+
+    names: tuple[bytes, ...]
+    owner: bytes
+    block_ids: BlockIds
+
+
+@dataclass(slots=True)
+class StepCopies:
+    """Of one step: loads before the forward, saves after it."""
+
+    loads: list[PoolLoad] = field(default_factory=list)
+    saves: list[PoolSave] = field(default_factory=list)
+    num_tokens: int = 0  # that the step computes
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The blocks of one request that have names in the mesh."""
+
+    root: bytes
+    owner: bytes
+    tokens: Sequence[int]  # the request's own list, which grows
+    images: Sequence[ImageAt] = ()
+    names: list[bytes] = field(default_factory=list)
+    num_saved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    leg: int
+    first: int
+    count: int
+
+
+class StepCopyPlanner:
+    """Facts in, one `StepCopies` out per step. `key` is the engine's name of a request."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._chains: dict[str, _Chain] = {}
+        self._offers: dict[str, _Offer] = {}
+        self._plan = StepCopies()
+
+    def add(
+        self,
+        key: str,
+        cache_salt: str | None,
+        tokens: Sequence[int],
+        offer: Sequence[int] | None,
+        *,
+        is_pulled: bool = False,
+        images: Sequence[ImageAt] = (),
+    ) -> None:
+        """A request arrived.
+
+        `offer` is (leg, first, count) of its lease. Without a salt its blocks have no names.
+
+        If a prompt is pulled from a prefill, only the answer is saved: the prompt is in the
+        prefill's pool.
+        """
+        if offer is not None:
+            self._offers[key] = _Offer(*offer)
+        if cache_salt is None or len(cache_salt) != 2 * HASH_BYTES:
+            return
+        try:
+            root = bytes.fromhex(cache_salt)
+        except ValueError:
+            return
+        chain = self._chains[key] = _Chain(root, owner_of(cache_salt), tokens, images)
+        if is_pulled:
+            # The last of these tokens is token 1: the prefill never had its KV.
+            chain.num_saved = (len(tokens) - 1) // self._block_size
+
+    def num_external_tokens(self, key: str, num_local_tokens: int) -> int:
+        """Tokens that the lease adds to those in the engine; 0 if it does not continue them."""
+        offer = self._offers.get(key)
+        if offer is None or num_local_tokens % self._block_size:
+            return 0
+        num_local = num_local_tokens // self._block_size
+        if not offer.first <= num_local < offer.first + offer.count:
+            return 0
+        return (offer.first + offer.count - num_local) * self._block_size
+
+    def allocated(self, key: str, block_ids: BlockLists, num_external_tokens: int) -> None:
+        """The request has its blocks; the load follows in the same step.
+
+        The lease is used once: if vLLM asks again, there is no lease.
+        """
+        offer = self._offers.pop(key, None)
+        if offer is None:
+            return
+        count = num_external_tokens // self._block_size
+        end = offer.first + offer.count
+        ids = _from(block_ids, end - count, end, any)
+        self._plan.loads.append(PoolLoad(offer.leg, end - len(ids[0]), ids if ids[0] else ()))
+
+    def scheduled(
+        self,
+        key: str,
+        num_computed_tokens: int,
+        num_scheduled_tokens: int,
+        block_ids: Callable[[], BlockLists],
+    ) -> None:
+        """The request computes `num_scheduled_tokens` in this step, after `num_computed_tokens`."""
+        self._plan.num_tokens += num_scheduled_tokens
+        chain = self._chains.get(key)
+        if chain is None:
+            return
+        # Drafts are scheduled but not among the tokens: only known tokens have a name.
+        known = min(num_computed_tokens + num_scheduled_tokens, len(chain.tokens))
+        num_full = known // self._block_size
+        if num_full <= chain.num_saved:
+            return
+        named = len(chain.names) * self._block_size
+        fresh = list(chain.tokens[named : num_full * self._block_size])
+        parent = chain.names[-1] if chain.names else b""
+        images = [(at - named, digest) for at, digest in chain.images if at >= named]
+        chain.names += block_hashes(chain.root, fresh, self._block_size, parent, images)
+        ids = _from(block_ids(), chain.num_saved, num_full, all)
+        self._plan.saves.append(PoolSave(tuple(chain.names[:num_full]), chain.owner, ids))
+        chain.num_saved = num_full
+
+    def finished(self, key: str) -> None:
+        """The request is over, whatever the reason."""
+        self._chains.pop(key, None)
+        offer = self._offers.pop(key, None)
+        if offer is not None:
+            self._plan.loads.append(PoolLoad(offer.leg))
+
+    def take_plan(self) -> StepCopies:
+        plan, self._plan = self._plan, StepCopies()
+        return plan
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._chains or self._offers)
+
+
+def _from(
+    block_ids: BlockLists, first: int, end: int, who: Callable[[Iterable[bool]], bool]
+) -> BlockIds:
+    """The ids of the blocks below `end`, from the first one that any or all groups hold."""
+    rows = list(zip(*(ids[first:end] for ids in block_ids), strict=True))
+    held = [who(i != NULL_BLOCK for i in row) for row in rows]
+    start = first + (held.index(True) if True in held else len(held))
+    return tuple(tuple(ids[start:end]) for ids in block_ids)

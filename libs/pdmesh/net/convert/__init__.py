@@ -1,0 +1,1 @@
+"""Converts between messages of the contracts and the core, where several services need it."""

@@ -1,0 +1,392 @@
+"""The life of one service process: settings, telemetry, signals, ops endpoint, then its `main`.
+
+Exit codes: 0 stopped as asked, 1 failed (the last line says why), 2 a bad setting. SIGTERM or
+SIGINT asks for an orderly stop (`App.stopping`); a second one ends the process at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import atexit
+import contextlib
+import gc
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+
+import structlog
+from opentelemetry.sdk.resources import Resource
+from starlette.routing import Route
+
+from pdmesh import __version__
+from pdmesh.atomic_file import write_atomically
+from pdmesh.config import (
+    BadSetting,
+    ServiceSettings,
+    SettingLine,
+    describe,
+    unknown_variables,
+    without_password,
+)
+from pdmesh.core.control.restart_policy import BAD_SETTING
+from pdmesh.errors import EngineMisconfigured, MeshError
+from pdmesh.net.addresses import is_exposed, is_loopback, join
+from pdmesh.net.grpc import rpc
+from pdmesh.net.tasks import end
+from pdmesh.net.tls.own_certificate import own_certificates, use_certificates
+from pdmesh.telemetry import logs, metrics, names, traces
+from pdmesh.telemetry.loop_watch import LoopWatch
+from pdmesh.telemetry.ops_server import OpsServer
+
+if TYPE_CHECKING:
+    from pdmesh.net.tls.folder import CertificateFolder
+
+S = TypeVar("S", bound=ServiceSettings)
+T = TypeVar("T")
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+log = structlog.get_logger(__name__)
+
+_GC_NEW_OBJECTS: Final = 20_000
+_FLUSH_MS: Final = 2000
+_TELL_AGAIN_S: Final = 1.0
+_ALLOW_PLAIN_TEXT: Final = "set PDMESH_INSECURE_NETWORK=true on a network that you trust"
+
+
+class StoppedEarly(Exception):
+    """Asked to stop while still starting: there is nothing to drain."""
+
+
+class StartupError(Exception):
+    """The process cannot start or continue for a reason that an operator can fix.
+
+    It ends with one line and exit code 1.
+    """
+
+
+@dataclass
+class App:
+    """A service's view of its own process."""
+
+    service: str
+    instance_id: str
+    incarnation: int  # random, 63 bits, never 0
+    stopping: asyncio.Event
+    ops_address: str = ""  # host:port of /metrics, /health/live, /health/ready
+    pages: dict[str, Callable[[], object]] = field(default_factory=dict)  # JSON of /status/<page>
+    add_routes: Callable[[Sequence[Route]], None] = lambda routes: None  # to the ops endpoint
+    _checks: dict[str, Callable[[], bool]] = field(default_factory=dict)
+
+    def add_readiness(self, name: str, is_ready: Callable[[], bool]) -> None:
+        """/health/ready answers 200 while all of these hold."""
+        self._checks[name] = is_ready
+
+    def not_ready(self) -> list[str]:
+        missing = [name for name, is_ready in self._checks.items() if not is_ready()]
+        if not self._checks:
+            missing.append("started")  # main has not yet added its checks
+        return ["stopping", *missing] if self.stopping.is_set() else missing
+
+    async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which may wait without bound. If the process is asked to stop
+        before, raises StoppedEarly.
+        """
+        task = asyncio.create_task(work)
+        try:
+            await self.until_stopping(task)
+            if not task.done():
+                raise StoppedEarly
+            return task.result()
+        finally:
+            await end([task])
+
+    async def until_stopping(self, *works: asyncio.Future[Any]) -> None:
+        """Until asked to stop, or until all works are done; raises what one of them raised."""
+        stopping = asyncio.create_task(self.stopping.wait())
+        pending = set(works)
+        try:
+            while not stopping.done() and (pending or not works):
+                done, _ = await asyncio.wait(
+                    [stopping, *pending], return_when=asyncio.FIRST_COMPLETED
+                )
+                for work in done & pending:
+                    work.result()
+                pending -= done
+        finally:
+            stopping.cancel()
+
+
+def new_incarnation() -> int:
+    return secrets.randbelow(2**63 - 1) + 1
+
+
+def run(
+    service: str,
+    settings_type: type[S],
+    main: Callable[[S, App], Awaitable[None]],
+    *,
+    help_note: str = "",
+) -> None:
+    """Run `main` until it returns, then exit the process.
+
+    `main` should return soon after `app.stopping`.
+    """
+    _parse_arguments(service, settings_type, help_note)
+    os.umask(0o077)  # state, usage, tokens, KV on disk: for this user only
+    settings = _load(service, settings_type)
+    logs.configure(service, settings.instance_id, settings.log_format, settings.log_level)
+    logs.take_over_stderr()
+    if unknown := unknown_variables(settings_type, os.environ):
+        log.warning(
+            "service.settings_unknown", variables=unknown
+        )  # no error: versions are mixed during an upgrade
+    with asyncio.Runner(loop_factory=_loop_factory(settings.uvloop)) as runner:
+        # Not after the block: closing the loop waits for every task, and one that a stop cut short
+        # may not end.
+        _leave(runner.run(_serve(service, settings, main)))
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit without tearing the interpreter down.
+
+    That costs half a second, and native libraries may crash in it.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk
+            stream.flush()
+    os._exit(code)
+
+
+async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[None]]) -> int:
+    app = App(service, settings.instance_id, new_incarnation(), asyncio.Event())
+    _stop_on_signals(app.stopping)
+    try:
+        _join_mesh(service, settings)
+        async with _observed(settings, app):
+            await main(settings, app)
+    except StoppedEarly:
+        pass
+    except EngineMisconfigured as exc:  # as for a bad setting, another start cannot help
+        log.error("service.failed", reason=str(exc))
+        return BAD_SETTING
+    except (StartupError, MeshError) as exc:
+        log.error("service.failed", reason=str(exc))
+        return 1
+    except BadSetting as exc:  # found only when a file named by a setting was read
+        log.error("service.failed", reason=f"bad setting {exc}")
+        return BAD_SETTING
+    except Exception:
+        log.exception("service.crashed")
+        return 1
+    log.info("service.stopped")
+    return 0
+
+
+def _join_mesh(service: str, settings: ServiceSettings) -> None:
+    """Inner ports trust their callers.
+
+    So on an address that others reach, callers must show a certificate, or at least the mesh's
+    token. Raises StartupError, BadCertificates, BadSetting.
+    """
+    _check_network(settings)
+    token = settings.read_mesh_token()
+    if not token and settings.tls_dir is None and not is_loopback(settings.inner_host):
+        raise StartupError(
+            f"refusing to listen on {settings.inner_host} without a mesh token: set "
+            "PDMESH_MESH_TOKEN or "
+            "PDMESH_MESH_TOKEN_FILE, the same for all processes of the mesh"
+        )
+    rpc.use_mesh_token(token)
+    if settings.nats_roles and settings.tls_dir is None:
+        raise StartupError(
+            "PDMESH_NATS_ROLES needs PDMESH_TLS_DIR: NATS knows a process by its certificate"
+        )
+    use_certificates(_certificates(service, settings), nats_roles=settings.nats_roles)
+
+
+def _check_network(settings: ServiceSettings) -> None:
+    """Nothing leaves the machine in plain text, unless an operator says so. Raises StartupError."""
+    if settings.insecure_network:
+        return
+    if settings.tls_dir is None and not is_loopback(settings.inner_host):
+        raise StartupError(
+            f"refusing to listen on {settings.inner_host} without TLS: set PDMESH_TLS_DIR (pdmesh "
+            f"certs makes certificates), or {_ALLOW_PLAIN_TEXT}"
+        )
+    for field_name, scheme in (("nats_url", "tls"), ("redis_url", "rediss")):
+        url = getattr(settings, field_name, None)  # not every service has Redis
+        if url is not None and is_exposed(url):
+            raise StartupError(
+                f"refusing to use {without_password(url)} without TLS: begin "
+                f"PDMESH_{field_name.upper()} with {scheme}://, or "
+                f"{_ALLOW_PLAIN_TEXT}"
+            )
+
+
+def _certificates(service: str, settings: ServiceSettings) -> CertificateFolder | None:
+    """Raises BadCertificates, StartupError: a process is only what its certificate says."""
+    if settings.tls_dir is None:
+        return None
+    from pdmesh.net.tls.folder import CertificateFolder
+
+    found = CertificateFolder(settings.tls_dir)
+    named = found.identity
+    if (named.role, named.instance_id) != (service, settings.instance_id):
+        prefix = type(settings).model_config.get("env_prefix", "")
+        raise StartupError(
+            f"the certificate in {settings.tls_dir} is for {named}, but this process is "
+            f"{service}/{settings.instance_id}: set {prefix}TLS_DIR and {prefix}INSTANCE_ID"
+        )
+    return found
+
+
+@contextlib.asynccontextmanager
+async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
+    """Telemetry and the ops endpoint, for as long as `main` runs."""
+    resource = Resource.create(
+        {
+            "service.name": app.service,
+            "service.instance.id": app.instance_id,
+            "service.version": __version__,
+        }
+    )
+    meters = metrics.configure(
+        resource, settings.otlp_endpoint, has_vllm_names=settings.vllm_metric_names
+    )
+    tracers = traces.configure(resource, settings.otlp_endpoint)
+    ops = _open_ops(settings, app)
+    ops.start()
+    app.add_routes = ops.add_routes
+    app.ops_address = join(settings.reachable_host, ops.port)
+    telling = _told(settings.ops_file, app.ops_address)
+    log.info("service.started", version=__version__, pid=os.getpid(), ops_address=app.ops_address)
+    metrics.gauge(names.READY, "1 if /health/ready answers 200", lambda: not app.not_ready())
+    if (certificates := own_certificates()) is not None:
+        metrics.gauge(
+            names.CERTIFICATE_LEFT,
+            "Time until this process's certificate expires",
+            certificates.seconds_left,
+            "s",
+        )
+    watch = asyncio.create_task(LoopWatch(settings.loop_watch_s).run(), name="loop-watch")
+    calm_the_collector()
+    try:
+        yield
+    finally:
+        if telling is not None:
+            telling.cancel()
+        watch.cancel()
+        await ops.close()
+        # They block while a collector is away, for a bounded time.
+        await asyncio.to_thread(tracers.shutdown)
+        await asyncio.to_thread(meters.shutdown, _FLUSH_MS)
+
+
+def _told(ops_file: Path | None, address: str) -> asyncio.Task[None] | None:
+    """Write the file at once; if that fails, a task keeps trying.
+
+    A full disk keeps no service from its work.
+    """
+    if ops_file is None:
+        return None
+    try:
+        write_atomically(ops_file, address)
+    except OSError as exc:
+        log.warning("service.ops_file_not_written", path=str(ops_file), reason=exc.strerror)
+        return asyncio.create_task(_tell(ops_file, address), name="ops-file")
+    return None
+
+
+async def _tell(ops_file: Path, address: str) -> None:
+    while True:
+        await asyncio.sleep(_TELL_AGAIN_S)
+        with contextlib.suppress(OSError):
+            return write_atomically(ops_file, address)
+
+
+def calm_the_collector() -> None:
+    """Exclude what is loaded by now from garbage collection, and collect less often.
+
+    Most objects of a busy service live as long as a request and are freed without the collector.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_NEW_OBJECTS, 20, 20)
+
+
+def _open_ops(settings: ServiceSettings, app: App) -> OpsServer:
+    try:
+        return OpsServer(settings.inner_host, settings.ops_port, app.not_ready, app.pages)
+    except OSError as exc:
+        variable = f"{type(settings).model_config.get('env_prefix', '')}OPS_PORT"
+        raise StartupError(
+            f"cannot listen on {settings.inner_host}:{settings.ops_port} ({exc.strerror}); set "
+            f"{variable}"
+        ) from exc
+
+
+def _stop_on_signals(stopping: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stopping.is_set():
+            os._exit(128 + number)
+        log.info("service.stopping", signal=number.name)
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+
+
+def _loop_factory(use_uvloop: bool) -> LoopFactory:
+    if use_uvloop:
+        try:
+            import uvloop
+        except ImportError:
+            return asyncio.new_event_loop
+        return uvloop.new_event_loop
+    return asyncio.new_event_loop
+
+
+def _parse_arguments(service: str, settings_type: type[ServiceSettings], note: str) -> None:
+    """`--help` and `--print-config` answer and exit; there are no other arguments."""
+    parser = argparse.ArgumentParser(
+        prog=f"pdmesh-{service}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"The {service} of a pdmesh. It is configured by its environment.{note}",
+        epilog="\n".join(["settings:", *map(_help_line, describe(settings_type))]),
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument(
+        "--print-config", action="store_true", help="show the settings in effect and exit"
+    )
+    if parser.parse_args().print_config:
+        _print_config(service, settings_type)
+        sys.exit(0)
+
+
+def _print_config(service: str, settings_type: type[ServiceSettings]) -> None:
+    for line in describe(settings_type, _load(service, settings_type)):
+        print(f"{line.variable}={line.value}")
+
+
+def _load(service: str, settings_type: type[S]) -> S:
+    try:
+        return settings_type.load()
+    except BadSetting as exc:
+        print(f"pdmesh-{service}: bad setting {exc}", file=sys.stderr)
+        sys.exit(BAD_SETTING)
+
+
+def _help_line(line: SettingLine) -> str:
+    also = f" (or {line.shared_variable})" if line.shared_variable else ""
+    return (
+        f"  {line.variable}{also}\n      {line.help}; {line.type_name}, default: "
+        f"{line.default or 'none'}"
+    )

@@ -1,0 +1,69 @@
+"""What TLS between all processes costs: the CPU of a mesh without it and of one with it, in turn.
+
+Both run the same code all the time, as two gateways, a prefill and a decode on sim; the second with
+`--tls`: gRPC, NATS and Redis are encrypted, and both ends show certificates. Clients reach both
+meshes in plain text, and KV, which UCX moves, is not encrypted in either (docs/security.md).
+Connections stay open, so no handshake is part of a request.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+from loadtests.gateway.cost import ratios, running
+from loadtests.gateway.mesh_cost import NUM_GATEWAYS, Sides, in_turn, table
+from loadtests.harness.generator import ROOT
+from loadtests.harness.results import Spread, write
+from loadtests.peers.cases import CASES, LONE, ONE, STREAMS
+
+ABOUT: Final = (
+    "Milliseconds of CPU per request, medians over the rounds; the last column is with / without "
+    "TLS of each round, with median (lowest..highest). Both meshes run side by side."
+)
+
+
+def per_token_us(sides: Sides) -> list[float]:
+    """The CPU of a further token of a stream, round by round."""
+    pairs = zip(sides[STREAMS.name], sides[ONE.name], strict=True)
+    num_more = STREAMS.max_tokens - ONE.max_tokens
+    return [1e3 * (stream.total_ms - one.total_ms) / num_more for stream, one in pairs]
+
+
+def further_rows(without: Sides, with_tls: Sides) -> str:
+    ttft = [[w.ttft_p50_ms for w in sides[LONE.name]] for sides in (without, with_tls)]
+    rows: tuple[tuple[str, list[float], list[float]], ...] = (
+        ("a further token of a stream, us of CPU", per_token_us(without), per_token_us(with_tls)),
+        (f"first token of {LONE.name}, p50, ms", ttft[0], ttft[1]),
+    )
+    head = "| | without, median (lowest..highest) | with TLS | with / without |\n|---|---|---|---|"
+    lines = [
+        f"| {name} | {Spread.of(old).text('.2f')} | {Spread.of(new).text('.2f')} "
+        f"| {ratios(old, new).text('.2f')} |"
+        for name, old, new in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make bench NAME=tls-cost ARGS=", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each case")
+    parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
+    options = parser.parse_args()
+    with (
+        running(ROOT, num_gateways=NUM_GATEWAYS) as plain,
+        running(ROOT, num_gateways=NUM_GATEWAYS, tls=True) as encrypted,
+    ):
+        without, with_tls = in_turn((plain, encrypted), CASES, options.rounds, options.seconds)
+    names = ("without TLS", "with TLS", "with / without")
+    text = f"{table(names, without, with_tls)}\n\n{further_rows(without, with_tls)}"
+    print(text)
+    if options.out is not None:
+        title = "What TLS between all processes costs"
+        write(options.out, "loadtests.gateway.tls_cost", title, ABOUT, text)
+
+
+if __name__ == "__main__":
+    main()

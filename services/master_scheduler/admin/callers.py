@@ -1,0 +1,136 @@
+"""Decides who a caller of the admin API is, and which role it has.
+
+A caller shows the admin token, an API key of an operator, or a token of the OpenID provider. With
+mutual TLS its certificate counts if it shows none of them. If no admin token is set, callers on
+this machine are admins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+
+from pdmesh import api_keys
+from pdmesh.core.access.claims import ClaimNames, role_of, who_of
+from pdmesh.core.access.operator_roles import ROLES, AdminRole
+from pdmesh.errors import NotAllowed
+from pdmesh.followed_keys import FollowedKeys, OnKeysChanged
+from pdmesh.net.addresses import is_loopback_number
+from pdmesh.net.grpc.peers import caller_of
+from pdmesh.net.oidc.verifier import TokenVerifier
+from pdmesh.net.tasks import together
+
+_SCHEME: Final = "bearer "
+_WRONG: Final = (
+    "the admin token is missing or wrong: `authorization: Bearer TOKEN`; pdmesh takes it from "
+    "PDMESH_ADMIN_TOKEN, PDMESH_ADMIN_TOKEN_FILE or PDMESH_TOKEN"
+)
+_NOT_HERE: Final = "without an admin token only calls from this machine are served"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminCaller:
+    """`shown_by`: admin_token, api_key, token, certificate, or local: nothing but its address.
+
+    `role` None: it has none. `address`: as gRPC writes it.
+    """
+
+    who: str
+    shown_by: str
+    role: AdminRole | None
+    address: str = ""
+
+    @property
+    def name(self) -> str:
+        """Who it is, if that was shown; empty: many share what it showed."""
+        return "" if self.shown_by in ("admin_token", "local") else self.who
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSources:
+    """What operators may show beside the admin token; None: not that."""
+
+    keys: FollowedKeys | None = None
+    tokens: TokenVerifier | None = None
+    names: ClaimNames = field(default_factory=ClaimNames)
+
+
+class AdminAccess:
+    """An empty `token` means that none is set. `page_url`: where operators find the page."""
+
+    def __init__(
+        self,
+        token: str,
+        page_url: Callable[[], str] = str,
+        sources: OperatorSources | None = None,
+    ) -> None:
+        self._token, self.page_url = token.encode(), page_url
+        self._sources = sources or OperatorSources()
+
+    @property
+    def has_token(self) -> bool:
+        return bool(self._token)
+
+    async def run(self, on_keys_changed: OnKeysChanged) -> None:
+        """Follow the key file and the provider's keys. Runs until cancelled."""
+        works = []
+        if self._sources.keys is not None:
+            works.append(self._sources.keys.run(on_keys_changed))
+        if self._sources.tokens is not None:
+            works.append(self._sources.tokens.run())
+        await (together(*works) if works else asyncio.Event().wait())
+
+    async def caller(self, context: Context) -> AdminCaller:
+        """Raises NotAllowed, InvalidToken or Unavailable."""
+        metadata: Any = context.invocation_metadata() or ()  # pairs; its stubs say otherwise
+        peer = context.peer()
+        bearer = _bearer(metadata)
+        if bearer and (shown := await self._of_bearer(bearer, peer)) is not None:
+            return shown
+        if self._token:
+            raise NotAllowed(_WRONG)
+        if (certificate := caller_of(context)) is not None:
+            return AdminCaller(str(certificate), "certificate", ROLES.get(certificate.role), peer)
+        if is_local(peer):
+            return AdminCaller("local", "local", AdminRole.ADMIN, peer)
+        raise NotAllowed(_NOT_HERE)
+
+    async def _of_bearer(self, bearer: str, peer: str) -> AdminCaller | None:
+        """None: there is nothing that it could be. Raises NotAllowed, InvalidToken, Unavailable."""
+        if self._token and hmac.compare_digest(bearer.encode(), self._token):
+            return AdminCaller("admin-token", "admin_token", AdminRole.ADMIN, peer)
+        sources = self._sources
+        if sources.keys is not None and api_keys.is_key(bearer):
+            holder = sources.keys.keyring.holder(bearer, time.time())
+            if holder is None or holder.tenant.is_disabled:
+                raise NotAllowed("this API key is not valid")
+            who = f"{holder.tenant.name}/{holder.key_id}"
+            return AdminCaller(who, "api_key", holder.role, peer)
+        if sources.tokens is not None and bearer.count(".") == 2:
+            claims = await sources.tokens.claims(bearer)
+            return AdminCaller(who_of(claims), "token", role_of(claims, sources.names), peer)
+        if sources.tokens is not None or sources.keys is not None:
+            raise NotAllowed(_WRONG)
+        return None
+
+
+def is_local(peer: str) -> bool:
+    """`ipv4:127.0.0.1:4711`, `ipv6:[::1]:4711` (percent-encoded or not), `unix:...`."""
+    kind, _, rest = peer.partition(":")
+    if kind == "unix":
+        return True
+    return is_loopback_number(rest.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0])
+
+
+def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    for key, value in metadata:
+        if key == "authorization" and isinstance(value, str) and value.lower().startswith(_SCHEME):
+            return value[len(_SCHEME) :].strip()
+    return ""

@@ -1,0 +1,52 @@
+"""Long prompts beside running decodes on vLLM (S82).
+
+`make bench NAME=long-prompts` has the figures. Here, the reference is measured beside: the same
+prompts at another pair take from the machine what they must, and one engine shares its steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from loadtests.engine.long_prompts import (
+    ALONE,
+    BAR,
+    BESIDE,
+    ELSEWHERE,
+    MODEL,
+    measured,
+    pairs_of,
+    slower,
+)
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.nightly,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+NUM_ROUNDS: Final = 3
+DURATION_S: Final = 12.0
+
+
+@pytest.mark.req("S82")
+async def test_a_long_prompt_costs_the_decodes_of_its_pair_no_more_than_those_of_another_pair(
+    model_dir: Path,
+) -> None:
+    assert model_dir == MODEL
+    pair = await measured("pair", NUM_ROUNDS, DURATION_S)
+    engine = await measured("one engine", 1, DURATION_S)
+    assert not [turn["errors"] for turn in pair + engine if turn["errors"]]
+    beside = [turn for turn in pair + engine if turn["where"] != ALONE]
+    assert all(turn["num_long"] for turn in beside), "no long prompt was computed meanwhile"
+    own = statistics.median(slower("p99", two) for two in pairs_of(pair, "pair", BESIDE, ELSEWHERE))
+    assert own <= BAR
+    apart = statistics.median(slower("p50", two) for two in pairs_of(pair, "pair", BESIDE, ALONE))
+    shared = statistics.median(
+        slower("p50", two) for two in pairs_of(engine, "one engine", BESIDE, ALONE)
+    )
+    assert apart < shared / 4
