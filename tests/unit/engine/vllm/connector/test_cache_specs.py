@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM's specifications")
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
@@ -32,6 +33,9 @@ from pdmesh.engine.vllm.connector.cache_specs import (  # noqa: E402
     states_text,
     with_state_pages,
 )
+from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches  # noqa: E402
+from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout  # noqa: E402
+from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches  # noqa: E402
 
 SIZES: dict[str, Any] = {  # Any: numbers and a dtype
     "block_size": 16,
@@ -133,3 +137,31 @@ def test_states_of_another_shape_or_number_format_are_another_kind_of_kv() -> No
     }
     assert len(texts) == 3
     assert states_text(state_specs(config(FULL, WINDOW))) == ""
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("order", [("state", "full"), ("full", "state")])
+def test_blocks_beside_states_are_opaque_and_arrive_bit_for_bit(
+    order: tuple[str, str], is_packed: bool
+) -> None:
+    def made() -> dict[str, torch.Tensor]:
+        pages = torch.randint(0, 256, (8, PAGE_BYTES), dtype=torch.uint8)
+        full = torch.rand(8, 2, 16, 128)  # [blocks, heads, tokens, K and V]
+        return {name: {"state": pages, "full": full}[name] for name in order}
+
+    source, target = made(), made()
+    found = read_layout(source, 8, 2, is_packed=is_packed)
+    assert (found.is_opaque, found.where.block_bytes) == (True, PAGE_BYTES)
+    group_of = [("full", "state").index(name) for name in order]
+    out, into = (
+        GroupCaches(
+            paged_caches(caches, found, 8), CacheGroups(16, (0, STATE_WINDOW)), group_of, "fp"
+        )
+        for caches in (source, target)
+    )
+    buffer = np.zeros(out.layout(40).total_bytes, np.uint8)
+    assert buffer.size == (3 + 1) * PAGE_BYTES, "three blocks of KV, one state"
+    out.gather(((5, 1, 2), (7,)), buffer)
+    into.scatter(buffer, ((0, 4, 3), (6,)))
+    assert torch.equal(target["full"][[0, 4, 3]], source["full"][[5, 1, 2]])
+    assert torch.equal(target["state"][6], source["state"][7])
