@@ -54,7 +54,7 @@ def write_tiny_deepseek(directory: Path) -> Path:
         first_k_dense_replace=NUM_LAYERS,
         max_position_embeddings=2048,
         initializer_range=0.15,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
     )

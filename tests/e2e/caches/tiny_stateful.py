@@ -13,6 +13,7 @@ from tests.e2e.caches.tiny_windowed import VOCABULARY_SIZE
 
 NUM_LAYERS: Final = 4
 NUM_STATES: Final = 2  # of them, beside as many with attention
+SHARPNESS: Final = 16.0
 _SIZES: Final[dict[str, Any]] = {  # Any: numbers and flags of transformers
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 128,
@@ -91,9 +92,17 @@ def write_tiny_qwen3_next(directory: Path, seed: int = 0) -> Path:
 
 
 def _write(kind: Any, config: Any, directory: Path, seed: int) -> Path:  # Any: of transformers
-    """The same seed gives the same weights on every machine."""
+    """The same seed gives the same weights on every machine.
+
+    The last norm is stronger than the others, so that few tokens are nearly as likely as the
+    likeliest.
+    """
     import torch
 
     torch.manual_seed(seed)
-    kind(config).to(torch.bfloat16).save_pretrained(directory)
+    model = kind(config)
+    last_norm = getattr(model.model, "embedding_norm", None) or model.model.norm
+    with torch.no_grad():
+        last_norm.weight.fill_(SHARPNESS)
+    model.to(torch.bfloat16).save_pretrained(directory)
     return directory
