@@ -123,6 +123,11 @@ BENCHES = {
     "recovery": Bench("faults.recovery", "how long each step of replacing an instance takes"),
     "plan": Bench("placement.plan", "the cost of one placement decision, by the number of workers"),
     "index": Bench("placement.index", "match time and memory of the index, by blocks and workers"),
+    "scale": Bench(
+        "placement.scale",
+        "decisions, the index and the virtual clock at up to 10,000 instances",
+        record=True,
+    ),
     "staleness": Bench(
         "placement.staleness", "how old the master's knowledge is, with 10 to 1,000 instances"
     ),
@@ -137,6 +142,13 @@ BENCHES = {
     "placement-generalises": Bench(
         "placement.generalises",
         "whether placement is good on families of requests that did not choose its constants",
+        record=True,
+        traces=True,
+    ),
+    "predictor": Bench(
+        "placement.predictor",
+        "how well a mesh of vLLM predicts the times of prompts that it did not learn from",
+        needs_vllm=True,
         record=True,
         traces=True,
     ),

@@ -1,42 +1,56 @@
 """What TLS between all processes costs: the CPU of a mesh without it and of one with it, in turn.
 
 Both run the same code all the time, as two gateways, a prefill and a decode on sim; the second with
-`--tls`: gRPC, NATS and Redis are encrypted, and both ends show certificates. Clients reach both
-meshes in plain text, and KV, which UCX moves, is not encrypted in either (docs/security.md).
-Connections stay open, so no handshake is part of a request.
+`--tls`: gRPC and NATS are encrypted, both ends show certificates, and NATS and Redis tell roles
+apart. Clients reach both meshes in plain text, since the generator has no TLS. Neither encrypts KV,
+which UCX moves, or Redis, whose build in the wheel has no TLS (docs/security.md). Connections stay
+open, so no handshake is part of a request.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Final
 
 from loadtests.gateway.cost import ratios, running
-from loadtests.gateway.mesh_cost import NUM_GATEWAYS, Sides, in_turn, table
+from loadtests.gateway.mesh_cost import NUM_GATEWAYS, Sides, Window, in_turn, table
 from loadtests.harness.generator import ROOT
 from loadtests.harness.results import Spread, write
 from loadtests.peers.cases import CASES, LONE, ONE, STREAMS
 
 ABOUT: Final = (
     "Milliseconds of CPU per request, medians over the rounds; the last column is with / without "
-    "TLS of each round, with median (lowest..highest). Both meshes run side by side."
+    "TLS of each round, with median (lowest..highest). Both meshes run side by side: two gateways, "
+    "a prefill and a decode on sim.\n\n"
+    "The figures cover mutual TLS of gRPC between the processes and of NATS, and the roles at NATS "
+    "and Redis. They do not cover clients' connections (plain HTTP: the generator has no TLS), KV "
+    "over UCX and Redis (neither is encrypted by `--tls`), and handshakes: connections last."
 )
 
 
-def per_token_us(sides: Sides) -> list[float]:
-    """The CPU of a further token of a stream, round by round."""
+def per_token_us(sides: Sides, kind: str = "") -> list[float]:
+    """The CPU of a further token of a stream, round by round; of a kind of process, or of all."""
+
+    def cost(window: Window) -> float:
+        return window.cpu_ms[kind] if kind else window.total_ms
+
     pairs = zip(sides[STREAMS.name], sides[ONE.name], strict=True)
     num_more = STREAMS.max_tokens - ONE.max_tokens
-    return [1e3 * (stream.total_ms - one.total_ms) / num_more for stream, one in pairs]
+    return [1e3 * (cost(stream) - cost(one)) / num_more for stream, one in pairs]
 
 
 def further_rows(without: Sides, with_tls: Sides) -> str:
     ttft = [[w.ttft_p50_ms for w in sides[LONE.name]] for sides in (without, with_tls)]
-    rows: tuple[tuple[str, list[float], list[float]], ...] = (
+    rows: list[tuple[str, list[float], list[float]]] = [
         ("a further token of a stream, us of CPU", per_token_us(without), per_token_us(with_tls)),
+        *(
+            (f"of these, in {kind}", per_token_us(without, kind), per_token_us(with_tls, kind))
+            for kind in ("gateway", "decode")  # the others take next to nothing of a token
+        ),
         (f"first token of {LONE.name}, p50, ms", ttft[0], ttft[1]),
-    )
+    ]
     head = "| | without, median (lowest..highest) | with TLS | with / without |\n|---|---|---|---|"
     lines = [
         f"| {name} | {Spread.of(old).text('.2f')} | {Spread.of(new).text('.2f')} "
@@ -59,6 +73,7 @@ def main() -> None:
         without, with_tls = in_turn((plain, encrypted), CASES, options.rounds, options.seconds)
     names = ("without TLS", "with TLS", "with / without")
     text = f"{table(names, without, with_tls)}\n\n{further_rows(without, with_tls)}"
+    text += f"\n\nLoad average at the end: {os.getloadavg()[0]:.1f}, on {os.cpu_count()} cores."
     print(text)
     if options.out is not None:
         title = "What TLS between all processes costs"

@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -48,10 +48,10 @@ NUM_BLOCKS: Final = 128  # of 64 tokens each
 _PREFIXES: Final = 64  # prompts in use; three prefills hold each of them, up to half of its length
 
 
-def build(num_workers: int) -> tuple[Placement, PrefixIndex]:
-    """A fleet of half prefills, half decodes under load, with an index of what they hold."""
+def build(num_workers: int, prefill_share: float = 0.5) -> tuple[Placement, PrefixIndex]:
+    """A fleet of prefills and decodes under load, with an index of what they hold."""
     rng, fleet, index = random.Random(1), Fleet(), PrefixIndex()
-    prefills = [f"prefill-{i}" for i in range(num_workers // 2)]
+    prefills = [f"prefill-{i}" for i in range(round(num_workers * prefill_share))]
     for role, names in (
         (Role.PREFILL, prefills),
         (Role.DECODE, [f"decode-{i}" for i in range(num_workers - len(prefills))]),
@@ -92,12 +92,15 @@ class Cost:
     cpu_ms: float
 
 
-def in_process(num_workers: int, count: int) -> Cost:
+def in_process(num_workers: int, count: int, *, scores_all: bool = False) -> Cost:
     """Match and plan, with the reports that settle bookings.
 
-    Times are CPU time, so the machine's other work does not count.
+    Times are CPU time, so the machine's other work does not count. `scores_all`: without a
+    shortlist of the instances.
     """
     placement, index = build(num_workers)
+    if scores_all:
+        placement.policy = replace(placement.policy, most_scored=0)
     calm_the_collector()  # as in a service
     prompts = [prompt(i) for i in range(_PREFIXES)]
     times, now = [], 0.0
@@ -148,12 +151,14 @@ def _no_rate(scenario: str, now: float) -> float:
     return 0.0
 
 
-def _serve(num_workers: int, pipe: Connection) -> None:
+def _serve(num_workers: int, pipe: Connection, prefill_share: float, scores_all: bool) -> None:
     quiet = structlog.make_filtering_bound_logger(logging.INFO)  # as a master is by default
     structlog.configure(wrapper_class=quiet)
 
     async def serve() -> None:
-        placement, index = build(num_workers)
+        placement, index = build(num_workers, prefill_share)
+        if scores_all:
+            placement.policy = replace(placement.policy, most_scored=0)
         view: Any = None  # only ListGroups reads it
         cores = PlanningCores(placement, index, Backpressure(_no_rate))
         servicer = SchedulerServicer(cores, GroupTracker(), view, lambda: (True, 1))
@@ -169,14 +174,17 @@ def _serve(num_workers: int, pipe: Connection) -> None:
 
 
 @contextmanager
-def master(num_workers: int) -> Iterator[tuple[int, ProcessSet]]:
+def master(
+    num_workers: int, prefill_share: float = 0.5, *, scores_all: bool = False
+) -> Iterator[tuple[int, ProcessSet]]:
     """A master's gRPC service in its own process, over a fleet without reports: bookings expire.
 
     Yields its port and its cost.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(num_workers, there), daemon=True)
+    arguments = (num_workers, there, prefill_share, scores_all)
+    process = context.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     try:
         assert process.pid is not None
@@ -186,7 +194,7 @@ def master(num_workers: int) -> Iterator[tuple[int, ProcessSet]]:
         process.join()
 
 
-async def _ask(
+async def ask(
     port: int, processes: ProcessSet, num_workers: int, batch: int, num_streams: int, count: int
 ) -> Cost:
     """Each stream stands for a gateway and has one question of `batch` queries under way."""
@@ -236,7 +244,7 @@ def main() -> None:
         costs.append(in_process(num_workers, options.count))
         with master(num_workers) as (port, processes):
             for batch, streams in ((1, 1), (1, 4), (16, 2)):
-                asked = _ask(port, processes, num_workers, batch, streams, options.count)
+                asked = ask(port, processes, num_workers, batch, streams, options.count)
                 costs.append(asyncio.run(asked))
     lines = [
         "| where | workers | queries a message | decisions/s | p50 ms | p99 ms | CPU ms |",

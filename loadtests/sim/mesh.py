@@ -179,9 +179,14 @@ class VirtualMesh:
                 self.add(f"{role.value}-{number}", role)
 
     def add(
-        self, name: str, role: Role, group_id: str = "g0", scenario: str = DEFAULT_SCENARIO
+        self,
+        name: str,
+        role: Role,
+        group_id: str = "g0",
+        scenario: str = DEFAULT_SCENARIO,
+        region: str = "",
     ) -> None:
-        """An instance that serves from now on."""
+        """An instance that serves from now on. Its KV stays in its region, if it names one."""
         shape = self.shape
         work = {Role.FUSION: Work.LOCAL, Role.PREFILL: Work.PREFILL, Role.DECODE: Work.DECODE}[role]
         num_slots = shape.prefill_slots if role is Role.PREFILL else shape.decode_slots
@@ -224,6 +229,8 @@ class VirtualMesh:
             num_blocks,
             0,
             fetches_from_peers=bool(shape.host_blocks) and shape.shares_host,
+            region=region,
+            kv_region=region,
         )
         self.fleet.handle(InstanceRecorded(identity), self.clock.now)
 
@@ -241,6 +248,10 @@ class VirtualMesh:
     def scenario_of(self, arrival: Arrival) -> str:
         """The scenario whose instances a request may use; here all serve everything."""
         return DEFAULT_SCENARIO
+
+    def region_of(self, arrival: Arrival) -> str:
+        """The region in which a request comes in; here there are none."""
+        return ""
 
     # --- the gateway -----------------------------------------------------------------------------
 
@@ -335,6 +346,7 @@ class VirtualMesh:
             request_id=life.request_id,
             scenario=self.scenario_of(arrival),
             excluded=frozenset(ask.excluded),
+            region=self.region_of(arrival),
         )
         tier = None if self.shape.tells_host else Tier.ENGINE
         matches = self.index.match(arrival.blocks, tier)
@@ -361,7 +373,14 @@ class VirtualMesh:
         self._reporting.discard(name)
         admitted, ended = self._books[name].take()
         computed = [
-            PrefillComputed(p.request_id, p.num_tokens, p.num_cached_tokens, p.seconds, p.num_steps)
+            PrefillComputed(
+                p.request_id,
+                p.num_tokens,
+                p.num_cached_tokens,
+                p.seconds,
+                p.num_steps,
+                p.num_beside,
+            )
             for p in ended
         ]
         self._compare(name, computed)
@@ -388,7 +407,7 @@ class VirtualMesh:
             if each.num_tokens:
                 prompts.append(PromptTokens(each.num_tokens, each.num_cached_tokens))
             if each.seconds > 0 and prompts:
-                found = fit.span_s(prompts, each.num_steps, instance.num_beside)
+                found = fit.span_s(prompts, each.num_steps, each.num_beside or 0.0)
                 self.errors.append(abs(instance.slowness * found - each.seconds) / each.seconds)
                 prompts.clear()
 
@@ -411,6 +430,8 @@ class VirtualMesh:
     def _on_computed(self, worker: Worker, job: Job, seconds: float) -> None:
         book = self._books[worker.instance_id]
         book.computed(job.leg, job.num_cached, self.clock.now)
+        if worker.work is Work.LOCAL:
+            book.decodes(job.leg, self.clock.now)
         self._report_soon(worker)
 
     def _prefill(self, life: _Life, send: SendPrefill) -> None:
@@ -489,6 +510,7 @@ class VirtualMesh:
         decode, waiting = life.jobs[key]
         decode.admission.computed(key)
         decode.begin(waiting)
+        self._books[decode.instance_id].decodes(key, self.clock.now)
         self._later(life, LegKvReceived(key))
 
     def _release(self, worker: Worker, job: Job) -> None:
@@ -497,6 +519,7 @@ class VirtualMesh:
 
     def _on_end(self, life: _Life, key: int) -> None:
         worker, _ = life.jobs.pop(key)
+        self._books[worker.instance_id].ended(key, self.clock.now)
         num_left = life.request.num_remaining
         self._later(life, DecodeTokens(key, [0] * num_left))
         self._later(life, LegFinished(key, "length"))

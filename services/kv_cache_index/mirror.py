@@ -146,7 +146,7 @@ class RedisMirror:
         elif isinstance(work, list):
             for delta in work:
                 await self._store.apply(delta)
-        else:
+        elif not self._index.is_loading(instance_id):  # else `on_replaced` follows
             held = (self._index.blocks(instance_id, tier) for tier in TIERS)
             await self._store.replace(instance_id, StoredInstance(*version, *held))
 

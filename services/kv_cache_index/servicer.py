@@ -50,7 +50,8 @@ class KvIndexServicer:
         """Leaves out instances whose deltas are incomplete here: ask these instances."""
         for instance_id in list(request.instance_ids) or self._index.instance_ids():
             version = self._index.version(instance_id)
-            if version is None or not self._index.is_whole(instance_id):
+            is_known = self._index.is_whole(instance_id)
+            if version is None or not is_known or self._index.is_loading(instance_id):
                 continue
             # Copies: the index may change between the parts.
             held = {tier: list(self._index.blocks(instance_id, tier)) for tier in TIERS}

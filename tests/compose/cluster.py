@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 ROOT: Final = Path(__file__).parents[2]
-_START_TIMEOUT_S: Final = 180
+_START_TIMEOUT_S: Final = 600
 _POLL_S: Final = 0.25
+_FILES: Final = "docker-compose.yml:tests/compose/patient.yml"
+_METRICS: Final = (
+    "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+)
 
 
 def engine_answers() -> bool:
@@ -53,19 +57,21 @@ def engine(script: Path | None) -> Iterator[bool]:
 class Cluster:
     """A running dev cluster. The end of the block removes its containers, networks and volumes."""
 
-    def __init__(self, engine_kind: str = "sim") -> None:
+    def __init__(self, *services: str, timeout_s: int = _START_TIMEOUT_S, **settings: str) -> None:
+        """Without names, all services of the chosen profiles start. `settings` are those of
+        docker-compose.yml; `timeout_s` is the longest wait until services are healthy.
+        """
         self.http_port, self.grpc_port = _free_ports(2)
         self._project = f"pdmesh-test-{secrets.token_hex(3)}"
-        self._env = os.environ | {
-            "ENGINE": engine_kind,
-            "PDMESH_HTTP_PORT": str(self.http_port),
-            "PDMESH_GRPC_PORT": str(self.grpc_port),
-        }
+        self._to_start, self._timeout_s = services, timeout_s
+        self._env = os.environ | {"ENGINE": "sim", "COMPOSE_FILE": _FILES} | _wheels() | settings
+        self._env["PDMESH_HTTP_PORT"] = str(self.http_port)
+        self._env["PDMESH_GRPC_PORT"] = str(self.grpc_port)
 
     def __enter__(self) -> Self:
-        up = ["up", "--build", "--detach", "--wait", "--wait-timeout", str(_START_TIMEOUT_S)]
         try:
-            self.compose(*up)
+            self.compose("build", "gateway")  # all services have the same image
+            self.up(*self._to_start)
         except BaseException:
             print(self.logs())
             self.__exit__()
@@ -92,9 +98,33 @@ class Cluster:
         found: list[dict[str, Any]] = json.loads(done.stdout)
         return found[0]
 
+    def up(self, *services: str) -> None:
+        """Start these services, by default all, and wait until they are healthy."""
+        wait = ["--wait", "--wait-timeout", str(self._timeout_s)]
+        self.compose("up", "--no-build", "--detach", *wait, *services)
+
     def execute(self, service: str, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command in a service's container. Does not raise if the command fails."""
         return self._run("exec", "-T", service, *command)
+
+    def pdmesh(self, *words: str, stdin: str = "") -> str:
+        """Run a command of `pdmesh` in a running master's container, and return its stdout."""
+        master = next(name for name in self.services if name.startswith("master-"))
+        done = self._run("exec", "-T", master, "pdmesh", *words, stdin=stdin)
+        assert done.returncode == 0, f"pdmesh {' '.join(words)} in {master}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    def metric(self, service: str, name: str) -> float:
+        """The sum over the labels of a metric, from the container's own page; 0 if it has none."""
+        lines = self.execute(service, "python", "-c", _METRICS).stdout.splitlines()
+        return sum(float(x.split()[-1]) for x in lines if x.startswith((f"{name}{{", f"{name} ")))
+
+    def kill(self, service: str) -> None:
+        """SIGKILL the container. The engine takes it as intended, and does not restart it."""
+        self.compose("kill", service)
+
+    def start(self, service: str) -> None:
+        self.compose("start", service)
 
     def kill_process(self, service: str) -> None:
         """SIGKILL all processes in the container except its init, as the OOM killer would."""
@@ -122,11 +152,18 @@ class Cluster:
         assert done.returncode == 0, f"docker compose {' '.join(arguments)}\n{done.stderr[-4000:]}"
         return done.stdout
 
-    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def _run(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         command = ["docker", "compose", "--project-name", self._project, *arguments]
         return subprocess.run(
-            command, cwd=ROOT, env=self._env, capture_output=True, text=True, check=False
-        )
+            command, cwd=ROOT, env=self._env, input=stdin, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+
+
+def _wheels() -> dict[str, str]:
+    """The image's build gets the wheels that this machine's pip finds in a folder of its own."""
+    folder = os.environ.get("PIP_FIND_LINKS", "")
+    return {"PDMESH_WHEELS": folder} if Path(folder).is_absolute() else {}
 
 
 def _free_ports(count: int) -> list[int]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.cluster import Cluster, engine
+from tests.compose.cluster import engine
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+@pytest.fixture(scope="session", autouse=True)
+def container_engine() -> Iterator[None]:
     script = os.environ.get("COMPOSE_ENGINE")  # starts an engine if none runs
     with engine(Path(script).absolute() if script else None) as is_there:
         if not is_there:
@@ -21,5 +21,4 @@ def cluster() -> Iterator[Cluster]:
                 "no docker engine with compose answers, and COMPOSE_ENGINE names no script that "
                 "starts one"
             )
-        with Cluster() as running:
-            yield running
+        yield

@@ -4,17 +4,15 @@ ports.
 
 from __future__ import annotations
 
-import grpc
-import pytest
-from openai import OpenAI
+from collections.abc import Iterator
 
-from pdmesh.v1 import inference_service_pb2 as pb
-from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+import pytest
+
+from tests.compose.asking import ask, ask_grpc
 from tests.compose.cluster import Cluster
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
-QUESTION = "What is the capital of France?"
 SERVERS = ["nats", "redis"]
 SERVICES = [
     "decode-0", "decode-1", "gateway", "health-monitor", "kv-cache-index", "master-scheduler",
@@ -22,43 +20,10 @@ SERVICES = [
 ]  # fmt: skip
 
 
-def ask(cluster: Cluster) -> str:
-    """Ask with the official client, streamed and without retries: the first call must succeed."""
-    with OpenAI(
-        base_url=f"http://127.0.0.1:{cluster.http_port}/v1",
-        api_key="unused",
-        max_retries=0,
-        timeout=30,
-    ) as client:
-        chunks = client.chat.completions.create(
-            model="default",
-            messages=[{"role": "user", "content": QUESTION}],
-            max_tokens=24,
-            temperature=0,
-            stream=True,
-        )
-        return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-
-
-def ask_grpc(cluster: Cluster) -> str:
-    request = pb.ChatRequest(
-        messages=[pb.ChatMessage(role="user", content=QUESTION)],
-        params=pb.GenerationParams(max_tokens=24, temperature=0),
-    )
-    with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
-        return InferenceServiceStub(channel).Chat(request, timeout=30).message.content
-
-
-def kv_bytes_taken(cluster: Cluster, service: str) -> float:
-    """The KV bytes that a decode has pulled since its start, from its own metrics."""
-    script = (
-        "import urllib.request as r; "
-        "print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
-    )
-    lines = cluster.execute(service, "python", "-c", script).stdout.splitlines()
-    return sum(
-        float(x.split()[-1]) for x in lines if x.startswith("pdmesh_kv_transfer_bytes_total")
-    )
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +47,8 @@ def test_http_and_grpc_give_the_same_answer(cluster: Cluster, answer: str) -> No
 
 def test_kv_moves_between_containers(cluster: Cluster, answer: str) -> None:
     assert answer
-    assert sum(kv_bytes_taken(cluster, service) for service in ("decode-0", "decode-1")) > 0
+    pulled = [cluster.metric(s, "pdmesh_kv_transfer_bytes_total") for s in ("decode-0", "decode-1")]
+    assert sum(pulled) > 0
 
 
 def test_only_the_gateway_is_published_and_only_on_loopback(cluster: Cluster) -> None:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
+MAX_SIZES: Final = 8  # a plan tries each size of prefills with each of decodes
 _MAX_DURATION_S: Final = 1000 * 86_400  # a coarse bound: the leader decides what is allowed
 
 
@@ -68,8 +69,11 @@ def share_or_none(text: str) -> float:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Numbers that are separated by commas, the least first."""
-    return tuple(sorted({one_or_more(part) for part in text.split(",")}))
+    """At most `MAX_SIZES` different numbers that are separated by commas, the least first."""
+    found = {one_or_more(part) for part in text.split(",")}
+    if len(found) > MAX_SIZES:
+        raise argparse.ArgumentTypeError(f"{len(found)} numbers: give at most {MAX_SIZES}")
+    return tuple(sorted(found))
 
 
 def count(text: str) -> int:

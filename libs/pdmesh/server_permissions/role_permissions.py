@@ -148,6 +148,7 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
         NatsAccess(
             hears=(subjects.ALL,),
             follows=tuple(map(whole, buckets.ALL_BUCKETS)),
+            reads=(buckets.INSTANCES,),
             inspects=buckets.ALL_BUCKETS,
             has_record=False,
         ),

@@ -379,6 +379,7 @@ class PlanResult(_message.Message):
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
     PROMPT_COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     group_id: _builtins.str
     error_reason: _builtins.str
@@ -386,6 +387,8 @@ class PlanResult(_message.Message):
     error_message: _builtins.str
     prompt_compute_ms: _builtins.int
     """predicted, of the whole prompt with nothing cached; 0: not known"""
+    first_token_ms: _builtins.int
+    """from now to the first token, if the best prefill takes the request; 0: not known"""
     @_builtins.property
     def prefills(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """best first; a fusion instance is listed here, without a decode"""
@@ -402,10 +405,11 @@ class PlanResult(_message.Message):
         error_reason: _builtins.str = ...,
         error_message: _builtins.str = ...,
         prompt_compute_ms: _builtins.int = ...,
+        first_token_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "error_message", b"error_message", "error_reason", b"error_reason", "group_id", b"group_id", "prefills", b"prefills", "prompt_compute_ms", b"prompt_compute_ms", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "error_message", b"error_message", "error_reason", b"error_reason", "first_token_ms", b"first_token_ms", "group_id", b"group_id", "prefills", b"prefills", "prompt_compute_ms", b"prompt_compute_ms", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -181,6 +181,7 @@ class Placing:
             prefills=_protos(received.prefills[:most]),
             decodes=_protos(received.decodes[:most]),
             prompt_compute_ms=round(received.prompt_compute_s * 1000),
+            first_token_ms=round(received.first_token_s * 1000),
         )
 
     def _region(self, received: PlanReceived) -> str:

@@ -204,6 +204,8 @@ class Observer:
             kv_transfer_ms=times.kv_transfer_s * 1000,
             decode_queue_ms=times.decode_queue_s * 1000,
             losses=[_loss_to(loss) for loss in _losses(report)],
+            expected_ms=report.cores[0].expected_s * 1000,
+            planned_ms=times.plan_s * 1000,
         )
         self._add(event)
 

@@ -243,7 +243,13 @@ class Planner:
         decodes = self._resolve(ask.wanted, result.decodes)
         if not any(c.is_local for c in prefills) and not (prefills and decodes):
             return None
-        return PlanReceived(ask.plan, prefills, decodes, result.prompt_compute_ms / 1000)
+        return PlanReceived(
+            ask.plan,
+            prefills,
+            decodes,
+            result.prompt_compute_ms / 1000,
+            result.first_token_ms / 1000,
+        )
 
     def _resolve(self, wanted: Wanted, candidates: Sequence[CandidateProto]) -> list[Candidate]:
         find = self._fleet.candidate

@@ -124,6 +124,7 @@ def result_to(request_id: str, plan: Plan | NoPlan) -> pb.PlanResult:
         prefills=[_candidate_to(c) for c in plan.prefills],
         decodes=[_candidate_to(c) for c in plan.decodes],
         prompt_compute_ms=min(_MAX_UINT32, round(plan.prompt_compute_s * 1000)),
+        first_token_ms=min(_MAX_UINT32, max(1, round(plan.first_token_s * 1000))),
     )
 
 

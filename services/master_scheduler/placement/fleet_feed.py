@@ -126,24 +126,7 @@ class FleetFeed:
             return
         if self._gate.admit(event.header) is EventOrder.STALE:
             return  # a gap does no harm: each report has the whole load
-        self._fleet.handle(
-            LoadReported(
-                event.header.publisher_id,
-                event.header.incarnation,
-                event.num_slots,
-                event.num_slots_used,
-                event.num_kv_blocks_free,
-                event.is_draining,
-                event.admitted_request_ids,
-                [
-                    PrefillComputed(
-                        c.request_id, c.num_tokens, c.num_cached_tokens, c.seconds, c.num_steps
-                    )
-                    for c in event.computed
-                ],
-            ),
-            self._clock(),
-        )
+        self._fleet.handle(load_from(event), self._clock())
 
     async def _watch_the_monitor(self) -> None:
         """Notice a lost health-monitor: without one, no suspicion would ever be cleared."""
@@ -158,3 +141,26 @@ class FleetFeed:
                 self._fleet.handle(HealthMonitorLost(), now)
                 self._on_change()
             await asyncio.sleep(1.0)
+
+
+def load_from(event: InstanceLoad) -> LoadReported:
+    return LoadReported(
+        event.header.publisher_id,
+        event.header.incarnation,
+        event.num_slots,
+        event.num_slots_used,
+        event.num_kv_blocks_free,
+        event.is_draining,
+        event.admitted_request_ids,
+        [
+            PrefillComputed(
+                c.request_id,
+                c.num_tokens,
+                c.num_cached_tokens,
+                c.seconds,
+                c.num_steps,
+                c.num_beside if c.HasField("num_beside") else None,
+            )
+            for c in event.computed
+        ],
+    )

@@ -20,10 +20,12 @@ from nats.js.errors import APIError
 
 from pdmesh.errors import Unavailable
 from pdmesh.net import subjects
-from pdmesh.net.nats.buckets import ALL_BUCKETS, INSTANCES
+from pdmesh.net.nats.buckets import ALL_BUCKETS, INSTANCES, LEADER
 from pdmesh.server_permissions.nats_accounts import Holder
 from tests.integration.access.sites import (
+    LEASE_S,
     PROCESSES,
+    RoleClient,
     bucket,
     bus_of,
     connected,
@@ -89,6 +91,21 @@ FOLLOWS: Final = {
 READS: Final = {"gateway": "instances tenants", "master-scheduler": ALL.replace("/>", "")}
 KEYS: Final = (WHOLE, "current", "adjusted", "upgrades", "prefill-0", "prefill-1", "master-0", "x")
 
+# What a writer may tell NATS about its write, as far as it could touch another's entry.
+HEADERS: Final[tuple[dict[str, str], ...]] = (
+    {"Nats-Rollup": "all"},
+    {"Nats-Rollup": "sub"},
+    {"KV-Operation": "PURGE", "Nats-Rollup": "all"},
+    {"KV-Operation": "PURGE"},
+    {"KV-Operation": "DEL"},
+    {"Nats-Marker-Reason": "Purge"},
+    {"Nats-TTL": "1s"},
+    {"Nats-Expected-Last-Subject-Sequence": "0", "Nats-Expected-Last-Subject-Sequence-Subject": ""},
+    {"Nats-Incr": "1"},
+    {"Nats-Schedule": "@at 2020-01-01T00:00:00Z", "Nats-Schedule-Target": ""},
+    {"Nats-Batch-Id": "b", "Nats-Batch-Sequence": "1", "Nats-Batch-Commit": "1"},
+)
+
 STREAM_COMMANDS: Final = (
     "STREAM.CREATE.{s}", "STREAM.UPDATE.{s}", "STREAM.DELETE.{s}", "STREAM.PURGE.{s}",
     "STREAM.INFO.{s}", "STREAM.MSG.GET.{s}", "STREAM.MSG.DELETE.{s}", "STREAM.SNAPSHOT.{s}",
@@ -152,7 +169,7 @@ def expected_sends(role: str, me: str) -> set[str]:
         filters = {*ids, *KEYS} if key == WHOLE else {key}
         sends |= {f"{api_of}.CONSUMER.CREATE.{stream}.c.$KV.{name}.{each}" for each in filters}
         sends.add(f"{api_of}.CONSUMER.DELETE.{stream}.c")
-    reads = words(READS, role, me) or ({"instances"} if role != "operator" else set())
+    reads = words(READS, role, me) or {"instances"}
     sends |= {f"{api_of}.STREAM.MSG.GET.KV_pdmesh-{name}" for name in reads}
     if role == "operator":
         sends |= {f"{api_of}.STREAM.INFO.KV_{name}" for name in ALL_BUCKETS}
@@ -326,6 +343,71 @@ async def _deliver_to(caller: object, deliver_subject: str) -> None:
     await jetstream.add_consumer("KV_pdmesh-instances", config=config)
     await jetstream.publish("$KV.pdmesh-instances.prefill-0", b"{}")
     await jetstream.delete_consumer("KV_pdmesh-instances", "thrown")
+
+
+@pytest.mark.parametrize(("role", "me"), [p for p in PROCESSES if p[0] != "operator"])
+async def test_no_header_of_a_write_touches_another_entry(
+    nats: TestServer, ours: TestAuthority, role: str, me: str
+) -> None:
+    """`Nats-Rollup: all` removes all other entries of a stream that allows it, without a notice to
+    those who follow it. Of the buckets, only the lead allows it, which masters alone write.
+    """
+    another = ("decode", "decode-0") if role != "decode" else ("gateway", "gateway-0")
+    async with (
+        bus_of(nats, ours, "master-scheduler", "master-0") as master,
+        connected(nats, ours, *another) as other,
+        connected(nats, ours, role, me) as caller,
+    ):
+        for name, key in sorted(entries(WRITES, role, me)):
+            if name == LEADER:
+                continue
+            own, theirs = me if key == "*" else key, another[1]
+            writer = other if name == INSTANCES else caller
+            await writer.jetstream.publish(f"$KV.{name}.{theirs}", b"theirs")
+            held = await bucket(master, name).get(theirs)
+            assert held is not None
+            for headers in HEADERS:
+                sent = {h: value or f"$KV.{name}.{theirs}" for h, value in headers.items()}
+                taken = await _is_taken(caller, f"$KV.{name}.{own}", sent)
+                assert not (taken and "Nats-Rollup" in sent), f"{name} takes {sent}"
+                assert await bucket(master, name).get(theirs) == held, f"{name}: {sent}"
+
+
+async def _is_taken(caller: RoleClient, subject: str, headers: dict[str, str]) -> bool:
+    try:
+        await caller.jetstream.publish(subject, b"mine", headers=headers)
+    except APIError:
+        return False
+    return True
+
+
+async def test_a_bucket_of_an_older_pdmesh_loses_the_header_that_empties_it(
+    tmp_path: Path, ours: TestAuthority
+) -> None:
+    """Before, the server marked the ends of leases there, and so allowed `Nats-Rollup`."""
+    holders = [Holder("master-scheduler", "m"), Holder("prefill", "p"), Holder("decode", "d")]
+    async with (
+        nats_with(tmp_path, ours, holders) as server,
+        bus_of(server, ours, "master-scheduler", "m") as master,
+        connected(server, ours, "prefill", "p") as caller,
+        connected(server, ours, "decode", "d") as other,
+    ):
+        old = api.StreamConfig(
+            name=f"KV_{INSTANCES}", subjects=[f"$KV.{INSTANCES}.>"], max_msgs_per_subject=1,
+            max_age=LEASE_S, allow_msg_ttl=True, subject_delete_marker_ttl=LEASE_S,
+            deny_delete=True, allow_direct=True, discard=api.DiscardPolicy.NEW,
+        )  # fmt: skip
+        await master.jetstream(20).add_stream(old)
+        own, wipe = f"$KV.{INSTANCES}.p", {"Nats-Rollup": "all"}
+        await other.jetstream.publish(f"$KV.{INSTANCES}.d", b"theirs")
+        assert await _is_taken(caller, own, wipe)
+        assert await bucket(master, INSTANCES).get("d") is None, "the attack is real"
+
+        await other.jetstream.publish(f"$KV.{INSTANCES}.d", b"theirs")
+        master.num_replicas = 1  # as services know it
+        await bucket(master, INSTANCES).ensure()
+        assert not await _is_taken(caller, own, wipe)
+        assert await bucket(master, INSTANCES).get("d") is not None
 
 
 async def test_only_masters_make_buckets_and_others_wait_for_them(

@@ -9,7 +9,7 @@ import httpx
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.tenancy.entry import TenantEntry
+from pdmesh.core.tenancy.tenant import TenantEntry
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from tests.support.chart.helm import Manifest, pods, render
 from tests.support.chart.kubelet import Kubelet, image_environment

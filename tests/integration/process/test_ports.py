@@ -212,7 +212,8 @@ async def test_with_the_image_s_settings_everything_between_processes_refuses_st
 
 def test_compose_publishes_the_gateway_alone_and_gives_every_service_its_secrets() -> None:
     everything = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    services = {name: s for name, s in everything.items() if "profiles" not in s}
+    more = (None, ["blank"], ["standby"], ["node-agent"])
+    services = {name: s for name, s in everything.items() if s.get("profiles") in more}
     published = {name: s["ports"] for name, s in services.items() if s.get("ports")}
     assert list(published) == ["gateway"]
     assert all(port.startswith("127.0.0.1:") for port in published["gateway"])
@@ -228,5 +229,7 @@ def test_compose_publishes_the_gateway_alone_and_gives_every_service_its_secrets
             r"redis://:\$\{PDMESH_REDIS_PASSWORD:-.+\}@redis:6379/0",
             environment["PDMESH_REDIS_URL"],
         )
+    masters = {name for name, environment in own.items() if "PDMESH_ADMIN_TOKEN" in environment}
+    assert masters == {"master-scheduler", "master-standby"}
     assert "authorization" in (ROOT / "deploy/docker/nats.conf").read_text()
     assert "requirepass $$REDISCLI_AUTH" in services["redis"]["command"][-1]

@@ -14,6 +14,7 @@ from pdmesh.core.kv.prefix.prefix_index import (
     DeltaOutcome,
     IndexDelta,
     PrefixIndex,
+    SnapshotLoad,
     TierDelta,
 )
 from pdmesh.core.kv.tier import Tier
@@ -41,6 +42,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.bag: list[IndexDelta] = []
         self.snapshots: list[tuple[str, int, int, frozenset[bytes], frozenset[bytes]]] = []
         self.copy = PrefixIndex()
+        self.loads: list[SnapshotLoad] = []
 
     @rule(name=names, removed=some, stored=some, host=st.booleans(), clears=st.booleans())
     def worker_changes(
@@ -81,16 +83,36 @@ class IndexMachine(RuleBasedStateMachine):
         if self._is_present(name, incarnation):
             self.copy.load_snapshot(name, incarnation, *rest)  # type: ignore[arg-type]
 
+    @precondition(lambda self: self.snapshots)
+    @rule(which=st.integers(0, 1000))
+    def snapshot_begins(self, which: int) -> None:
+        """It is loaded in steps; other events come between them."""
+        name, incarnation, *rest = self.snapshots.pop(which % len(self.snapshots))
+        if self._is_present(name, incarnation):
+            load = self.copy.begin_snapshot(name, incarnation, *rest)  # type: ignore[arg-type]
+            self.loads += [load] if load is not None else []
+
+    @precondition(lambda self: self.loads)
+    @rule(which=st.integers(0, 1000), max_blocks=st.integers(1, 3))
+    def snapshot_steps(self, which: int, max_blocks: int) -> None:
+        load = self.loads[which % len(self.loads)]
+        if load.step(max_blocks) is not None:
+            self.loads.remove(load)
+
+    @rule(max_blocks=st.integers(1, 3))
+    def copy_sweeps(self, max_blocks: int) -> None:
+        self.copy.sweep(max_blocks)
+
     @rule(name=names)
     def worker_restarts(self, name: str) -> None:
         worker = self.workers[name] = Worker(name, self.workers[name].incarnation + 1)
         known = self.copy.version(name)
         if known is not None and known[0] != worker.incarnation:  # its record shows the restart
-            self.copy.remove_instance(name)
+            self.copy.retire_instance(name)
 
     @rule()
     def copy_restarts(self) -> None:
-        self.copy = PrefixIndex()
+        self.copy, self.loads = PrefixIndex(), []
 
     @invariant()
     def keeps_its_own_invariants(self) -> None:
@@ -106,7 +128,8 @@ class IndexMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """One snapshot of each outdated worker is enough, whatever happened before."""
         for name, worker in self.workers.items():
-            if self.copy.version(name) != (worker.incarnation, worker.sequence):
+            is_loading = self.copy.is_loading(name)
+            if is_loading or self.copy.version(name) != (worker.incarnation, worker.sequence):
                 held = (worker.held[tier] for tier in TIERS)
                 outcome = self.copy.load_snapshot(name, worker.incarnation, worker.sequence, *held)
                 assert outcome is DeltaOutcome.APPLIED

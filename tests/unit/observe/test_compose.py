@@ -33,6 +33,18 @@ def test_prometheus_scrapes_every_process_of_the_cluster() -> None:
     assert set(targets["targets"]) == {f"{name}:9100" for name in ours}
 
 
+def test_prometheus_finds_the_processes_of_other_profiles_by_name_while_they_run() -> None:
+    (job,) = read("prometheus/prometheus.yml")["scrape_configs"]
+    (found,) = job["dns_sd_configs"]
+    profiles = (["blank"], ["standby"], ["node-agent"])
+    ours = {n for n, s in COMPOSE["services"].items() if s.get("profiles") in profiles}
+    assert len(ours) == len(found["names"])
+    assert set(found["names"]) == ours
+    assert found["port"] == 9100
+    (label,) = [r for r in job["relabel_configs"] if r["source_labels"] == ["__meta_dns_name"]]
+    assert label["target_label"] == "instance"
+
+
 def test_what_watches_is_as_hardened_as_what_is_watched() -> None:
     assert set(WATCHING) == {"prometheus", "grafana", "collector", "jaeger"}
     for name, service in WATCHING.items():

@@ -46,7 +46,7 @@ def test_operators_may_write_nothing() -> None:
     verbs = {
         each for each in listed(block, "publish") if not each.startswith("_INBOX.operator.ann")
     }
-    reads = r"\$PDMESH\.API\.(CONSUMER\.(CREATE|DELETE)|STREAM\.INFO)\."
+    reads = r"\$PDMESH\.API\.(CONSUMER\.(CREATE|DELETE)|STREAM\.(INFO|MSG\.GET))\."
     assert all(re.match(reads, each) for each in verbs)
 
 

@@ -33,7 +33,7 @@ def add_plan(commands: Commands) -> None:
         type=values.sizes,
         default=(1, 2, 4, 8),
         metavar="N,M",
-        help="tensor-parallel ranks to choose from (default: 1,2,4,8)",
+        help="tensor-parallel ranks to choose from, at most 8 numbers (default: 1,2,4,8)",
     )
     add("--scenario", type=Path, metavar="FILE", help="YAML with the fields of the options below")
     add("--rate", type=values.positive, metavar="N", help="requests/s (rate_per_s)")

@@ -24,11 +24,14 @@ def read_law(text: str) -> Law:
         raise SizingProblem("law", f"{text} is no file; laws with names: {known}")
     try:
         read = yaml.safe_load(path.read_bytes())
-    except (OSError, yaml.YAMLError) as exc:
+    except (OSError, yaml.YAMLError, RecursionError) as exc:
         raise SizingProblem("law", f"cannot read {path}: {exc}") from exc
     if not isinstance(read, dict):
         raise SizingProblem("law", f"{path} is not a mapping of coefficients")
-    return Law(**{"name": path.stem, **{name: _value(name, v) for name, v in read.items()}})
+    law = Law(**{"name": path.stem, **{name: _value(name, v) for name, v in read.items()}})
+    if law.step_s(1, 1) <= 0:
+        raise SizingProblem("law", f"{path}: a decode step takes no time: give step_fixed_s")
+    return law
 
 
 def _value(name: str, value: Any) -> Any:

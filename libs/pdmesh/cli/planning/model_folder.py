@@ -56,17 +56,24 @@ def _snapshots(model: str) -> list[Path]:
 def _read(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _MAX_BYTES:
         raise SizingProblem("model", f"{path} is larger than 16 MiB")
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as exc:
-        raise SizingProblem("model", f"{path} is not JSON: {exc}") from exc
-    if not isinstance(config, dict):
-        raise SizingProblem("model", f"{path} is not a JSON object")
+    config = _object(path)
     quantised = path.with_name("hf_quant_config.json")
     if quantised.is_file() and "quantization_config" not in config:  # of NVIDIA's ModelOpt
-        own = json.loads(quantised.read_bytes()).get("quantization", {})
+        own = _object(quantised).get("quantization", {})
+        if not isinstance(own, dict):
+            raise SizingProblem("model", f"{quantised}: quantization is not a JSON object")
         config["quantization_config"] = {"quant_method": "modelopt", **own}
     return config
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as exc:
+        raise SizingProblem("model", f"{path} is not JSON: {exc}") from exc
+    if not isinstance(found, dict):
+        raise SizingProblem("model", f"{path} is not a JSON object")
+    return found
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -66,7 +66,7 @@ def _file(path: Path) -> dict[str, Any]:
         read = yaml.safe_load(text) if len(text) <= _MAX_BYTES else None
     except OSError as exc:
         raise SizingProblem("scenario", f"cannot read {path}: {exc.strerror}") from exc
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, RecursionError) as exc:
         raise SizingProblem("scenario", f"{path} is not YAML: {exc}") from exc
     if not isinstance(read, dict):
         raise SizingProblem("scenario", f"{path} is not a mapping of at most 1 MiB")

@@ -13,6 +13,7 @@ from typing import Final
 from pdmesh.core.placement.expected_completion import ExpectedCompletion, Prices
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.policies import (
+    MOST_SCORED,
     InTurn,
     Known,
     Policy,
@@ -116,6 +117,7 @@ def default(prices: Prices | None = None) -> Policy:
         best_first,
         free_capacity,
         weighted_random,
+        MOST_SCORED,
     )
 
 

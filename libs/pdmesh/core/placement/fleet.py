@@ -63,7 +63,8 @@ class PrefillComputed:
     """A prompt that is computed, or with 0 tokens one that was given up, or none.
 
     `seconds`, if not 0, is the time of its compute and of that of the prompts before it whose
-    seconds are 0, without the wait for others. They ended in `num_steps` steps.
+    seconds are 0, without the wait for others. They ended in `num_steps` steps, and `num_beside`
+    sequences decoded beside them on average (None: not known).
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class PrefillComputed:
     num_cached_tokens: int
     seconds: float
     num_steps: int = 1
+    num_beside: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,16 +242,17 @@ class Fleet:
             num_fetched = min(booking.num_fetched, prefill.num_cached_tokens) if booking else 0
             span.append(PromptTokens(prefill.num_tokens, prefill.num_cached_tokens, num_fetched))
         if prefill.seconds > 0 and span:
-            self._learn(instance, span, prefill.seconds, prefill.num_steps)
+            self._learn(instance, span, prefill)
             instance.add_computed(prefill.seconds, now)
             span.clear()
         elif len(span) >= _MAX_UNTIMED:
             span.clear()
 
     def _learn(
-        self, instance: Instance, prompts: Sequence[PromptTokens], seconds: float, num_steps: int
+        self, instance: Instance, prompts: Sequence[PromptTokens], last: PrefillComputed
     ) -> None:
-        num_steps, num_beside = max(1, num_steps), instance.num_beside
+        seconds, num_steps = last.seconds, max(1, last.num_steps)
+        num_beside = instance.num_beside if last.num_beside is None else last.num_beside
         fit = self.predictor.fit(instance.kind)
         expected_s = fit.span_s(prompts, num_steps, num_beside)
         fit.observe_span(prompts, seconds / instance.slowness, num_steps, num_beside)

@@ -32,6 +32,7 @@ from pdmesh.core.placement.policies import (
     Scored,
     Weights,
 )
+from pdmesh.core.placement.shortlist import shortlist
 
 DEFAULT_MODEL = "default"  # stands for whatever model the scenario serves
 DEFAULT_SCENARIO = "default"
@@ -58,6 +59,7 @@ class Plan:
     prefills: tuple[RankedInstance, ...]
     decodes: tuple[RankedInstance, ...]
     prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
+    first_token_s: float = 0.0  # from now to token 1 of the best prefill, as predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class NoPlan:
 
 CellKey = tuple[str, str, bool]  # group, model fingerprint, is fusion
 _MAX_CELL_SETS: Final = 256
+_ALL: Final = 1 << 60
+_OTHERS: Final = 4  # prefills scored for each further candidate of a plan
 _BY_ID: Final = attrgetter("id")
 
 
@@ -85,6 +89,12 @@ class _Cell:
     decodes: list[Instance] = field(default_factory=list)
     safe_tokens: float = math.inf
     safe_blocks: float = math.inf
+    _by_id: dict[str, Instance] = field(default_factory=dict)
+
+    def member(self, instance_id: str) -> Instance | None:
+        if len(self._by_id) != len(self.prefills) + len(self.decodes):
+            self._by_id = {i.id: i for i in (*self.prefills, *self.decodes)}
+        return self._by_id.get(instance_id)
 
     def add(self, instance: Instance) -> None:
         (self.decodes if instance.is_decode else self.prefills).append(instance)
@@ -217,6 +227,7 @@ class Placement:
             tuple(_candidate(s, matches, is_local=not decodes) for s in prefills),
             tuple(_candidate(s, matches) for s in decodes),
             predictor.whole_s(prefills[0].instance.kind, query.num_prompt_tokens),
+            prefills[0].instance.available_at - now,
         )
 
     def share_requests(self, shares: Mapping[str, float]) -> None:
@@ -283,9 +294,8 @@ class Placement:
 
         A prefill that all decodes avoid comes last.
         """
-        instances = [i for cell in cells for i in cell.prefills]
-        scores = self.policy.score_prefills(query, instances, known)
-        scored = [Scored(i, s) for i, s in zip(instances, scores, strict=True)]
+        instances = self._shortlisted(cells, known)
+        scored = self._score(query, instances, known)
         if len(cells) == 1 and not self._exchange:
             return self.policy.pick_prefill(scored, self.rng, self.max_candidates), cells[0]
         ranked = self.policy.pick_prefill(scored, self.rng, len(scored))
@@ -294,7 +304,42 @@ class Placement:
             ranked.sort(key=lambda s: self._best_fit(by_key[_key(s.instance)], s.instance))
         key = _key(ranked[0].instance)
         own = [s for s in ranked if _key(s.instance) == key]
-        return own[: self.max_candidates], next(c for c in cells if c.key == key)
+        cell = next(c for c in cells if c.key == key)
+        if len(own) < min(self.max_candidates, len(cell.prefills)):
+            own = self._with_others(query, own, cell, known)
+        return own[: self.max_candidates], cell
+
+    def _score(self, query: Query, instances: Sequence[Instance], known: Known) -> list[Scored]:
+        scores = self.policy.score_prefills(query, instances, known)
+        return [Scored(i, s) for i, s in zip(instances, scores, strict=True)]
+
+    def _shortlisted(self, cells: Sequence[_Cell], known: Known) -> list[Instance]:
+        """The prefills to be scored: all, unless there are too many."""
+        most = self.policy.most_scored or _ALL
+        by_key = {cell.key: cell for cell in cells}
+
+        def find(instance_id: str) -> Instance | None:
+            instance = self.fleet.instances.get(instance_id)
+            cell = by_key.get(_key(instance)) if instance is not None else None
+            found = cell.member(instance_id) if cell is not None else None
+            is_prefill = found is not None and not (found.is_decode and cell and cell.decodes)
+            return found if is_prefill else None
+
+        parts = [cell.prefills for cell in cells]
+        return shortlist(parts, most, self.rng, known.matches, find, known.affine)
+
+    def _with_others(
+        self, query: Query, own: list[Scored], cell: _Cell, known: Known
+    ) -> list[Scored]:
+        """Few of the cell's prefills were on the shortlist: rank others of the cell behind them."""
+        seen = {s.instance.id for s in own}
+        most = _OTHERS * self.max_candidates
+        drawn = shortlist([cell.prefills], most, self.rng, known.matches, cell.member)
+        others = [i for i in drawn if i.id not in seen and not (i.is_decode and cell.decodes)]
+        if not others:
+            return own
+        scored = self._score(query, others, known)
+        return own + self.policy.pick_prefill(scored, self.rng, self.max_candidates - len(own))
 
     def _best_fit(self, cell: _Cell, prefill: Instance) -> Fit:
         """How well the prefill goes with the best decode of its cell."""
@@ -310,21 +355,33 @@ class Placement:
         Decodes that avoid or eject it come last; other prefills of the plan may use them.
         """
         if not self._exchange:
-            return self._rank_alike(query, cell.decodes, affine)
+            return self._rank_alike(query, cell.decodes, affine, cell.member)
         ranked: list[Scored] = []
         for fit in Fit:
             alike = [d for d in cell.decodes if self._exchange.fit(d.id, prefill.id) is fit]
-            ranked += self._rank_alike(query, alike, affine)
+            ranked += self._rank_alike(query, alike, affine, {d.id: d for d in alike}.get)
         return ranked[: self.max_candidates]
 
     def _rank_alike(
-        self, query: Query, decodes: Sequence[Instance], affine: Sequence[str]
+        self,
+        query: Query,
+        decodes: Sequence[Instance],
+        affine: Sequence[str],
+        find: Callable[[str], Instance | None],
     ) -> list[Scored]:
         """Decodes with room now, or else all: one may have room by the time it is asked."""
         if not decodes:
             return []
         num_blocks = query.num_blocks(decodes[0])
-        with_room = [d for d in decodes if d.num_kv_blocks_free - d.num_booked_blocks >= num_blocks]
+
+        def has_room(decode: Instance) -> bool:
+            return decode.num_kv_blocks_free - decode.num_booked_blocks >= num_blocks
+
+        most = self.policy.most_scored
+        if most and len(decodes) > most:
+            own = [name for name in affine if (i := find(name)) is not None and i.is_decode]
+            decodes = shortlist([decodes], most, self.rng, {}, find, own, has_room)
+        with_room = [d for d in decodes if has_room(d)]
         asked = with_room or decodes
         scores = self.policy.score_decodes(query, asked)
         scored = [Scored(d, s) for d, s in zip(asked, scores, strict=True)]

@@ -23,6 +23,7 @@ from pdmesh.core.placement.predictor import LatencyPredictor
 _TIE: Final = 0.03
 _EPSILON: Final = 1e-9
 _TO_LOAD: Final = 8.0
+MOST_SCORED: Final = 96  # prefills, and decodes; of so few, all are scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +102,17 @@ Pick = Callable[[Sequence[Scored], random.Random, int], list[Scored]]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How prefills and decodes are scored and picked, in the order in which they are offered."""
+    """How prefills and decodes are scored and picked, in the order in which they are offered.
+
+    `most_scored`: of more prefills or decodes, only a shortlist is scored; 0: all are.
+    """
 
     name: str
     score_prefills: ScorePrefills
     pick_prefill: Pick
     score_decodes: ScoreDecodes
     pick_decode: Pick
+    most_scored: int = 0
 
 
 def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:

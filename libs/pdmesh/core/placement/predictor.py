@@ -78,7 +78,7 @@ class PrefillFit:
         num_reused: int,
         *,
         num_fetched: int = 0,
-        num_beside: int = 0,
+        num_beside: float = 0,
         is_queued: bool = False,
     ) -> float:
         """Seconds that the prompt adds to what its instance has to do; at least 0.1 ms.
@@ -107,7 +107,7 @@ class PrefillFit:
         prompts: Sequence[PromptTokens],
         seconds: float,
         num_steps: int = 1,
-        num_beside: int = 0,
+        num_beside: float = 0,
     ) -> float:
         """Learn from prompts that were computed together. Returns the relative error before."""
         x = _features(prompts, num_steps, num_beside)
@@ -118,13 +118,14 @@ class PrefillFit:
         weight = max(_ERROR_WEIGHT, 1 / self.num_observed)
         self.error += weight * (error - self.error)
         self.lead_share += _LEAD_WEIGHT * (min(1.0, num_steps / len(prompts)) - self.lead_share)
-        trust = min(1.0, usual / error) if self.num_observed > _MANY_OBSERVED else 1.0
+        is_unusual = self.num_observed > _MANY_OBSERVED and error > usual
+        trust = usual / error if is_unusual else 1.0
         scale = math.sqrt(seconds * min(2 * seconds, max(seconds / 2, predicted)))
         self._update(x, seconds, trust / max(scale, 1e-3))
         return error
 
     def span_s(
-        self, prompts: Sequence[PromptTokens], num_steps: int = 1, num_beside: int = 0
+        self, prompts: Sequence[PromptTokens], num_steps: int = 1, num_beside: float = 0
     ) -> float:
         """The time of prompts that are computed together."""
         return max(_MIN_S, self._of(_features(prompts, num_steps, num_beside)))
@@ -155,7 +156,7 @@ class PrefillFit:
 
 
 def _features(
-    prompts: Sequence[PromptTokens], num_steps: int, num_beside: int
+    prompts: Sequence[PromptTokens], num_steps: int, num_beside: float
 ) -> tuple[float, ...]:
     linear = square = cross = fetched = 0.0
     for prompt in prompts:

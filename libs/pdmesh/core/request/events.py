@@ -95,6 +95,7 @@ class PlanReceived:
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
     prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
+    first_token_s: float = 0.0  # from the plan to token 1, as predicted; 0: not known
     is_by_master: bool = True  # False: the gateway ranked the instances itself
 
 

@@ -113,6 +113,7 @@ class Request:
     prefill_id: str = field(default="", init=False)
     decode_id: str = field(default="", init=False)
     prompt_compute_s: float = field(default=0.0, init=False)  # as the last plan predicts
+    expected_s: float = field(default=0.0, init=False)  # from the first plan to token 1
     losses: list[Loss] = field(default_factory=list, init=False)  # one per attempt at most
 
     _plan: int = field(default=0, init=False)
@@ -275,6 +276,8 @@ class Request:
         if self._is_old(event):
             return []
         self.prompt_compute_s = event.prompt_compute_s
+        if self._plan == 1:
+            self.expected_s = event.first_token_s
         self._decodes = list(event.decodes[: self.limits.max_candidates])
         self._candidates = self._usable(event.prefills)[: self.limits.max_candidates]
         if not self._candidates:

@@ -10,7 +10,7 @@ be wrong without a warning.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -181,7 +181,11 @@ def _attention(config: Config, hidden: int) -> _Attention:
     if config.get("kv_lora_rank"):
         return _latent_attention(config, hidden, heads)
     kv_heads = _count(config, "num_key_value_heads", heads)
+    if not kv_heads:
+        raise SizingProblem("model", "num_key_value_heads: must be more than 0")
     dim = _count(config, "head_dim", 0) or hidden // heads
+    if not dim:
+        raise SizingProblem("model", f"hidden_size: {hidden} is less than {heads} heads")
     if heads % kv_heads:
         raise SizingProblem("model", f"num_key_value_heads: {kv_heads} does not divide {heads}")
     return _Attention(
@@ -229,14 +233,15 @@ def _mlp(config: Config, hidden: int, layers: int) -> _Mlp:
 def _num_dense_layers(config: Config, layers: int) -> int:
     if first := _count(config, "first_k_dense_replace", 0):
         return min(first, layers)
-    only = config.get("mlp_only_layers") or ()
-    step = _count(config, "decoder_sparse_step", 1)
+    only = _list(config, "mlp_only_layers")
+    if not (step := _count(config, "decoder_sparse_step", 1)):
+        raise SizingProblem("model", "decoder_sparse_step: must be more than 0")
     return sum(i in only or (i + 1) % step != 0 for i in range(layers))
 
 
 def _layer_kinds(config: Config, notes: list[str]) -> int:
     layers = _count(config, "num_hidden_layers")
-    kinds = config.get("layer_types") or ()
+    kinds = _list(config, "layer_types")
     for kind in sorted({str(kind) for kind in kinds} - _KNOWN_LAYERS):
         raise SizingProblem("model", f"layer_types: layers of {kind} are not planned for")
     if "sliding_attention" in kinds or "chunked_attention" in kinds:
@@ -250,7 +255,7 @@ def _refuse_other_kinds(config: Config) -> None:
             raise SizingProblem("model", f"{field}: state-space layers are not planned for")
     if config.get("is_encoder_decoder"):
         raise SizingProblem("model", "is_encoder_decoder: only decoders are planned for")
-    if (kind := config.get("model_type")) in _UNGATED:
+    if (kind := str(config.get("model_type"))) in _UNGATED:
         raise SizingProblem("model", f"model_type: {kind} has no gated MLP, and is not planned for")
 
 
@@ -330,4 +335,13 @@ def _count(config: Config, field: str, default: int | None = None) -> int:
         raise SizingProblem("model", f"{field}: must be a whole number, not {value!r}")
     if value == 0 and default is None:
         raise SizingProblem("model", f"{field}: must be more than 0")
+    return value
+
+
+def _list(config: Config, field: str) -> Sequence[Any]:
+    value = config.get(field)
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise SizingProblem("model", f"{field}: must be a list, not {value!r}")
     return value

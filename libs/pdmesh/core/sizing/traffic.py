@@ -18,6 +18,7 @@ from pdmesh.core.sizing.problem import SizingProblem
 NUM_SAMPLES: Final = 200
 BLOCK: Final = 64  # tokens of KV, as the setting BLOCK_SIZE
 _MAX_TOKENS: Final = 10**7
+_MAX_DIGITS: Final = 18  # far beyond that, Python refuses to read a number
 _LOGNORMAL_FIELDS: Final = ("mean", "p99")
 
 
@@ -131,7 +132,7 @@ def _lognormal(field: str, text: str, points: Sequence[float]) -> list[float]:
 
 
 def _number(field: str, text: str) -> int:
-    if not text.isdecimal():
+    if not (text.isdecimal() and len(text) <= _MAX_DIGITS):
         raise SizingProblem(field, f"{text!r} is not a number of tokens, MIN-MAX or mean=N,p99=M")
     return _tokens(field, int(text))
 

@@ -350,6 +350,7 @@ class InstanceLoad(_message.Message):
         NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
         SECONDS_FIELD_NUMBER: _builtins.int
         NUM_STEPS_FIELD_NUMBER: _builtins.int
+        NUM_BESIDE_FIELD_NUMBER: _builtins.int
         request_id: _builtins.str
         num_tokens: _builtins.int
         """0: it was given up"""
@@ -358,6 +359,8 @@ class InstanceLoad(_message.Message):
         """of compute, of this prompt and of those before it whose seconds are 0, without the wait for others"""
         num_steps: _builtins.int
         """in which these prompts ended; 0: as 1"""
+        num_beside: _builtins.float
+        """sequences that decoded beside these prompts, on average over `seconds`; absent: not known"""
         def __init__(
             self,
             *,
@@ -366,12 +369,15 @@ class InstanceLoad(_message.Message):
             num_cached_tokens: _builtins.int = ...,
             seconds: _builtins.float = ...,
             num_steps: _builtins.int = ...,
+            num_beside: _builtins.float | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_num_beside", b"_num_beside", "num_beside", b"num_beside"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "request_id", b"request_id", "seconds", b"seconds"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_beside", b"_num_beside", "num_beside", b"num_beside", "num_cached_tokens", b"num_cached_tokens", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "request_id", b"request_id", "seconds", b"seconds"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        _WhichOneofReturnType__num_beside: _TypeAlias = _typing.Literal["num_beside"]  # noqa: Y015
+        _WhichOneofArgType__num_beside: _TypeAlias = _typing.Literal["_num_beside", b"_num_beside"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__num_beside) -> _WhichOneofReturnType__num_beside | None: ...
 
     HEADER_FIELD_NUMBER: _builtins.int
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
@@ -742,6 +748,8 @@ class RequestFinished(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     POOLING_ID_FIELD_NUMBER: _builtins.int
     LOSSES_FIELD_NUMBER: _builtins.int
+    EXPECTED_MS_FIELD_NUMBER: _builtins.int
+    PLANNED_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     trace_id: _builtins.str
     model: _builtins.str
@@ -765,6 +773,10 @@ class RequestFinished(_message.Message):
     """chat, text_completion, embeddings, score, rerank"""
     pooling_id: _builtins.str
     """the instance that made the first vectors or scores of a pooling call"""
+    expected_ms: _builtins.float
+    """from the first plan to the first token, as that plan expected; 0: not known"""
+    planned_ms: _builtins.float
+    """until that plan was there"""
     @_builtins.property
     def header(self) -> Global___Header: ...
     @_builtins.property
@@ -796,10 +808,12 @@ class RequestFinished(_message.Message):
         operation: _builtins.str = ...,
         pooling_id: _builtins.str = ...,
         losses: _abc.Iterable[Global___RequestFinished.Loss] | None = ...,
+        expected_ms: _builtins.float = ...,
+        planned_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_id", b"decode_id", "decode_queue_ms", b"decode_queue_ms", "e2e_ms", b"e2e_ms", "header", b"header", "kv_transfer_ms", b"kv_transfer_ms", "losses", b"losses", "model", b"model", "num_migrations", b"num_migrations", "num_rejections", b"num_rejections", "operation", b"operation", "outcome", b"outcome", "pooling_id", b"pooling_id", "prefill_id", b"prefill_id", "queue_ms", b"queue_ms", "reason", b"reason", "request_id", b"request_id", "scenario", b"scenario", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_id", b"decode_id", "decode_queue_ms", b"decode_queue_ms", "e2e_ms", b"e2e_ms", "expected_ms", b"expected_ms", "header", b"header", "kv_transfer_ms", b"kv_transfer_ms", "losses", b"losses", "model", b"model", "num_migrations", b"num_migrations", "num_rejections", b"num_rejections", "operation", b"operation", "outcome", b"outcome", "planned_ms", b"planned_ms", "pooling_id", b"pooling_id", "prefill_id", b"prefill_id", "queue_ms", b"queue_ms", "reason", b"reason", "request_id", b"request_id", "scenario", b"scenario", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

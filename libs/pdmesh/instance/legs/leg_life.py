@@ -376,7 +376,7 @@ class LegLife:
 
     def forget(self, leg: Leg, outcome: str) -> None:
         """The gateway hears no more about this leg."""
-        self.book.ended(leg.number)
+        self.book.ended(leg.number, self._clock())
         failure = "" if outcome == "finished" else outcome
         spans.end(leg.transfer_span, failure)
         spans.end(leg.span, failure)

@@ -10,7 +10,7 @@ bounded: requests that do not fit are left out, and their bookings expire at the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 MAX_NAMED: Final = 4096
 _NOT_TIMED: Final = 0.0
@@ -23,8 +23,9 @@ _LEAST_S: Final = 1e-4
 class Computed:
     """`seconds` is the time of this prompt and of those before it whose `seconds` are 0.
 
-    They ended in `num_steps` steps. `num_tokens` is 0 if the prompt was given up; without a
-    request either, it only says the time of those before.
+    They ended in `num_steps` steps, and `num_beside` sequences decoded beside them on average.
+    `num_tokens` is 0 if the prompt was given up; without a request either, it only says the time of
+    those before.
     """
 
     request_id: str
@@ -32,51 +33,82 @@ class Computed:
     num_cached_tokens: int
     seconds: float
     num_steps: int = 1
+    num_beside: float = 0.0
+
+
+class _Open(NamedTuple):
+    """A prompt that is not computed yet. `beside_s` is the book's when it came."""
+
+    request_id: str
+    num_tokens: int
+    since: float
+    beside_s: float
+
+
+@dataclass(slots=True)
+class _Span:
+    """Prompts that are timed together, since `began`."""
+
+    began: float = 0.0
+    beside_s: float = 0.0  # the book's, when it began
+    num_prompts: int = 0
+    num_steps: int = 0
 
 
 @dataclass(slots=True)
 class LoadBook:
     _admitted: list[str] = field(default_factory=list)
     _computed: list[Computed] = field(default_factory=list)
-    _open: dict[int, tuple[str, int, float]] = field(default_factory=dict)  # by leg
+    _open: dict[int, _Open] = field(default_factory=dict)  # by leg
+    _span: _Span = field(default_factory=_Span)
     _last_end: float = float("-inf")
-    _span_began: float = 0.0
-    _span_prompts: int = 0
-    _span_steps: int = 0
+    _last_beside_s: float = 0.0  # at the last end
+    _decoding: set[int] = field(default_factory=set)  # legs
+    _beside_s: float = 0.0  # seconds of decoding of all sequences, until `_counted_at`
+    _counted_at: float = 0.0
 
     def admitted(self, leg: int, request_id: str, num_prompt_tokens: int, now: float) -> None:
         """`num_prompt_tokens` is 0 for decode, which computes no prompt."""
         if len(self._admitted) < MAX_NAMED:
             self._admitted.append(request_id)
         if num_prompt_tokens:
-            self._open[leg] = (request_id, num_prompt_tokens, now)
+            self._open[leg] = _Open(request_id, num_prompt_tokens, now, self._count(now))
 
     def computed(self, leg: int, num_cached_tokens: int, now: float) -> None:
         opened = self._open.pop(leg, None)
         if opened is None:
             return
-        request_id, num_tokens, since = opened
         is_new_step = now - self._last_end >= _SAME_STEP_S
-        if is_new_step and self._span_prompts >= _SPAN_PROMPTS:
+        if is_new_step and self._span.num_prompts >= _SPAN_PROMPTS:
             self._end_span()
-        if not self._span_prompts:
-            self._span_began, self._span_steps = max(since, self._last_end), 0
-        self._span_prompts += 1
-        self._span_steps += is_new_step or not self._span_steps
-        self._last_end = now
+        span = self._span
+        if not span.num_prompts:
+            span.began, span.beside_s = max(
+                (opened.since, opened.beside_s), (self._last_end, self._last_beside_s)
+            )
+            span.num_steps = 0
+        span.num_prompts += 1
+        span.num_steps += is_new_step or not span.num_steps
+        self._last_end, self._last_beside_s = now, self._count(now)
+        request_id, num_tokens = opened.request_id, opened.num_tokens
         if self._open:
             self._name(Computed(request_id, num_tokens, num_cached_tokens, _NOT_TIMED))
-            return
-        seconds = max(_LEAST_S, now - self._span_began)
-        self._name(Computed(request_id, num_tokens, num_cached_tokens, seconds, self._span_steps))
-        self._span_prompts = 0
+        else:
+            self._end_span(request_id, num_tokens, num_cached_tokens)
 
-    def ended(self, leg: int) -> None:
+    def decodes(self, leg: int, now: float) -> None:
+        """From now on the leg's sequence decodes, until it ends."""
+        self._count(now)
+        self._decoding.add(leg)
+
+    def ended(self, leg: int, now: float) -> None:
         """The leg ended, in whatever way. No effect if its prompt was computed."""
+        self._count(now)
+        self._decoding.discard(leg)
         opened = self._open.pop(leg, None)
         if opened is not None:
-            self._name(Computed(opened[0], 0, 0, _NOT_TIMED))
-            if self._span_prompts and not self._open:
+            self._name(Computed(opened.request_id, 0, 0, _NOT_TIMED))
+            if self._span.num_prompts and not self._open:
                 self._end_span()
 
     def take(self) -> tuple[list[str], list[Computed]]:
@@ -85,11 +117,23 @@ class LoadBook:
         self._admitted, self._computed = [], []
         return taken
 
-    def _end_span(self) -> None:
-        """Tell the time of the prompts that ended, without that of a further prompt."""
-        seconds = max(_LEAST_S, self._last_end - self._span_began)
-        self._name(Computed("", 0, 0, seconds, self._span_steps))
-        self._span_prompts = 0
+    def _count(self, now: float) -> float:
+        """The seconds of decoding of all sequences so far."""
+        self._beside_s += len(self._decoding) * max(0.0, now - self._counted_at)
+        self._counted_at = max(now, self._counted_at)
+        return self._beside_s
+
+    def _end_span(
+        self, request_id: str = "", num_tokens: int = 0, num_cached_tokens: int = 0
+    ) -> None:
+        """Tell the time of the prompts that ended, of which this is the last, or was named."""
+        span = self._span
+        seconds = max(_LEAST_S, self._last_end - span.began)
+        num_beside = (self._last_beside_s - span.beside_s) / seconds
+        self._name(
+            Computed(request_id, num_tokens, num_cached_tokens, seconds, span.num_steps, num_beside)
+        )
+        span.num_prompts = 0
 
     def _name(self, computed: Computed) -> None:
         if len(self._computed) < MAX_NAMED:

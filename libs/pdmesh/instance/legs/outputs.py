@@ -91,6 +91,8 @@ class Outputs:
         if output.finish_reason is not None:
             life.close(leg, "finished")
             return
+        if leg.work is Work.LOCAL:
+            life.book.decodes(leg.number, self._clock())
         life.admission.computed(leg.number)
         if leg.is_per_layer and not self._legs.is_ticket_open(leg.ticket_id):
             life.forget(leg, "finished")  # its KV was taken before token 1 was read
@@ -115,6 +117,7 @@ class Outputs:
         leg.outbox.add_event(event, is_urgent=False)
         leg.has_first = True
         life = self._life
+        life.book.decodes(leg.number, self._clock())
         if output.kv_bytes:  # if 0, all KV was here already, which says nothing about the source
             compute_s = leg.compute_s_per_byte * output.kv_bytes
             life.sources.succeeded(leg.source, output.waited_s, compute_s, leg.request_id)

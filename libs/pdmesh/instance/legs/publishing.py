@@ -149,6 +149,7 @@ class LoadPublisher:
                             num_cached_tokens=prompt.num_cached_tokens,
                             seconds=prompt.seconds,
                             num_steps=prompt.num_steps,
+                            num_beside=prompt.num_beside,
                         )
                         for prompt in computed
                     ],

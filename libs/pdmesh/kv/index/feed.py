@@ -39,6 +39,7 @@ log = structlog.get_logger(__name__)
 
 _ROLES: Final = (ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION)
 _FETCH_S: Final = 5.0
+_STEP_BLOCKS: Final = 4096  # of a snapshot or a removal, in one turn of the event loop
 
 _gaps = metrics.counter(names.INDEX_GAPS, "How often deltas from an instance were missing")
 _snapshots = metrics.counter(names.INDEX_SNAPSHOTS, "Snapshot requests, by outcome")
@@ -90,6 +91,7 @@ class IndexFeed:
         self._repairs = Repairs()
         self._fetching: dict[str, asyncio.Task[bool]] = {}
         self._wake = asyncio.Event()
+        self._has_gone = asyncio.Event()
         self._subscription: Subscription | None = None
         self._turn = ""
 
@@ -123,7 +125,7 @@ class IndexFeed:
         healthy.
         """
         try:
-            await together(self._repair(), self._resync())
+            await together(self._repair(), self._resync(), self._sweep())
         finally:
             await end(self._fetching.values())
 
@@ -184,7 +186,8 @@ class IndexFeed:
     def _on_record(self, change: RecordChanged) -> None:
         instance_id, record = change.instance_id, change.record
         if record is None:
-            num_blocks = self.index.remove_instance(instance_id)
+            num_blocks = self.index.retire_instance(instance_id)
+            self._has_gone.set()
             log.debug("index.instance_removed", instance_id=instance_id, num_blocks=num_blocks)
             if change.is_lease_end:
                 self.index.forget_history(instance_id)  # it may be alive and register again
@@ -193,7 +196,8 @@ class IndexFeed:
         elif _has_blocks(record):
             version = self.index.version(instance_id)
             if version is not None and version[0] != record.incarnation:
-                self.index.remove_instance(instance_id)
+                self.index.retire_instance(instance_id)
+                self._has_gone.set()
                 if self._follower is not None:
                     self._follower.on_removed(instance_id)
             if self.index.version(instance_id) is None:
@@ -246,9 +250,7 @@ class IndexFeed:
             return False
         if self.index.version(instance_id) is None:
             self.index.forget_history(instance_id)
-        outcome = self.index.load_snapshot(
-            instance_id, snapshot.incarnation, snapshot.sequence, snapshot.blocks, snapshot.host
-        )
+        outcome = await self._replace(instance_id, snapshot)
         _snapshots.add(1, {names.ATTR_OUTCOME: outcome.value})
         if outcome is not DeltaOutcome.STALE and self._follower is not None:
             self._follower.on_replaced(instance_id)
@@ -256,6 +258,27 @@ class IndexFeed:
         # A stale snapshot is older than deltas that came meanwhile. Unless there is a gap, these
         # deltas are complete.
         return self.index.is_whole(instance_id)
+
+    async def _replace(self, instance_id: str, snapshot: Snapshot) -> DeltaOutcome:
+        """Load it in steps, so that the loop does other work in between."""
+        load = self.index.begin_snapshot(
+            instance_id, snapshot.incarnation, snapshot.sequence, snapshot.blocks, snapshot.host
+        )
+        if load is None:
+            return DeltaOutcome.STALE
+        while (outcome := load.step(_STEP_BLOCKS)) is None:
+            self._pass_on_forgotten()
+            await asyncio.sleep(0)
+        return outcome
+
+    async def _sweep(self) -> None:
+        """Drop the blocks of instances that are gone, in steps."""
+        while True:
+            await self._has_gone.wait()
+            self._has_gone.clear()
+            if self.index.sweep(_STEP_BLOCKS):  # more is left
+                self._has_gone.set()
+                await asyncio.sleep(0)
 
     async def _resync(self) -> None:
         while True:

@@ -26,6 +26,8 @@ ALL_BUCKETS: Final = (
 )  # fmt: skip
 # Their entries end with the lease of their writer; those of the others stay.
 LEASED: Final = frozenset({INSTANCES, LEADER})
+# Leased ones in which each process writes an entry of its own.
+SHARED: Final = frozenset({INSTANCES})
 
 MAKER: Final = "master-scheduler"  # the role that makes buckets, where roles are told apart
 IMPORTED_API: Final = "$PDMESH.API"  # JetStream's, as other accounts import it

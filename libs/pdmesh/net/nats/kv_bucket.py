@@ -22,6 +22,7 @@ from nats.js import api
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
 from pdmesh.errors import Unavailable
+from pdmesh.net.nats.buckets import SHARED
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.tasks import end
 
@@ -60,7 +61,9 @@ class WrongRevision(Exception):
 class KvBucket:
     """One bucket on file storage, history 1. `ttl_s` 0: values do not expire.
 
-    Every method raises Unavailable within about a second if the server does not answer.
+    The server tells watchers when a value expires, except in a bucket that several roles write: see
+    `lease_ends`. Every method raises Unavailable within about a second if the server does not
+    answer.
     """
 
     def __init__(self, bus: NatsBus, name: str, ttl_s: float = 0.0) -> None:
@@ -70,6 +73,7 @@ class KvBucket:
         self.stream = f"KV_{name}"
         self._prefix = f"$KV.{name}."
         self._ttl_s = ttl_s
+        self._tells_ends = ttl_s > 0 and name not in SHARED
 
     async def ensure(self) -> None:
         """Make the bucket if it is absent; update its settings if they differ.
@@ -89,9 +93,9 @@ class KvBucket:
             max_msgs_per_subject=1,
             max_age=self._ttl_s,
             allow_msg_ttl=True,
-            subject_delete_marker_ttl=max(1.0, self._ttl_s) if self._ttl_s else None,
-            # A writer of one key could empty the bucket. NATS allows it all the same where entries
-            # expire with a marker.
+            subject_delete_marker_ttl=max(1.0, self._ttl_s) if self._tells_ends else None,
+            # With it, a writer of one key could empty the bucket. NATS sets it all the same for a
+            # stream with markers.
             allow_rollup_hdrs=False,
             deny_delete=True,
             allow_direct=True,

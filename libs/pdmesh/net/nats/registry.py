@@ -5,6 +5,9 @@ learns that it was replaced. After any outage of the server, a view judges no pr
 and a margin: the owners could not renew, either (F18). In a cluster, the bucket may be away for
 seconds though every server answers, while its replicas elect a leader, which then reports all
 records as expired. A process notices that by the renewals of its own record.
+
+The server does not tell when a record expires (`lease_ends`). A view asks for a record that nobody
+has renewed for a lease; one that is opened anew may so show a dead process for one lease longer.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from pdmesh.errors import Unavailable
 from pdmesh.net.nats.buckets import INSTANCES
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.kv_bucket import KvBucket, KvEntry, WrongRevision
+from pdmesh.net.nats.lease_ends import LeaseEnds
 from pdmesh.net.registry import RecordChanged
 from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -191,8 +195,9 @@ class NatsRegistryView:
     """The adapter of `RegistryView`."""
 
     def __init__(self, store: _Store, bucket: KvBucket, lease_s: float) -> None:
-        self._store = store
+        self._store, self._bucket = store, bucket
         self._grace_s = lease_s + _MARGIN_S
+        self._ends = LeaseEnds(lease_s, _RETRY_S)
         self._records: dict[str, InstanceRecord] = {}
         self._missing: dict[str, None] = {}  # gone from the store and not yet judged
         self._unseen: set[str] = set()  # known ids that the reopened watch has not shown yet
@@ -218,9 +223,14 @@ class NatsRegistryView:
 
     def _on_reset(self) -> None:
         self._unseen = set(self._records)
+        self._ends.clear()
 
     def _on_entry(self, entry: KvEntry) -> None:
         self._unseen.discard(entry.key)
+        if entry.value is None:
+            self._ends.ended(entry.key)
+        else:
+            self._ends.renewed(entry.key, entry.revision, time.monotonic())
         record = _parse(entry)
         if record is not None:
             self._appeared(entry.key, record)
@@ -254,8 +264,22 @@ class NatsRegistryView:
     async def _judge_often(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
+            await self._ask_for_ended()
             if self._missing:
                 self._judge()
+
+    async def _ask_for_ended(self) -> None:
+        """While the watch is not live, nothing is asked: it will show again what is there."""
+        if not self._watch.is_live:
+            return
+        for key, revision in self._ends.due(time.monotonic()).items():
+            try:
+                found = await self._bucket.get(key)
+            except Unavailable:
+                return  # they are due again soon
+            if found is None and self._ends.is_last(key, revision):
+                self._ends.ended(key)
+                self._expired(key)
 
     def _judge(self) -> None:
         """Missing records are dead, unless the store was away within the last lease."""

@@ -134,6 +134,9 @@ def test_a_measured_law_takes_the_place_of_the_roofline(
     law.write_text("prefill_tokens_s: 1\n")
     assert plan(model, *words, "--law", str(law), "--tp", "1") == 2
     assert "did you mean prefill_token_s" in capsys.readouterr().err
+    law.write_text("prefill_token_s: 0.0001\n")
+    assert plan(model, *words, "--law", str(law), "--tp", "1") == 2
+    assert f"law: {law}: a decode step takes no time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -148,6 +151,7 @@ def test_a_measured_law_takes_the_place_of_the_roofline(
         (("--rate", "1", "--prompt", "9", "--answer", "1", *GOALS), "answer: of one token"),
         (("--scenario", "none.yaml"), "scenario: cannot read none.yaml"),
         (("--rate", "1", *LENGTHS, *GOALS, "--law", "none"), "tp: a law is of one number"),
+        (("--rate", "1", "--prompt", "9" * 5000, "--answer", "9", *GOALS), "prompt: '999"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -188,6 +192,26 @@ def test_a_broken_model_folder_is_named(model: Path, capsys: pytest.CaptureFixtu
     assert "prompt: prompt and answer have up to 500 tokens; the model takes 256" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"quantization": 5}'])
+def test_a_broken_file_beside_the_config_is_named(
+    model: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (model / "hf_quant_config.json").write_text(text)
+    assert plan(model, "--rate", "1", *LENGTHS, *GOALS) == 2
+    error = capsys.readouterr().err
+    assert "pdmesh: model: " in error
+    assert "hf_quant_config.json" in error
+
+
+def test_a_long_list_of_ranks_is_refused_before_the_search(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--rate", "1", *LENGTHS, *GOALS, "--tp")
+    assert plan(model, *words, ",".join(map(str, range(1, 65)))) == 2
+    assert "--tp: 64 numbers: give at most 8" in capsys.readouterr().err
+    assert plan(model, *words, "1,2,2,1") == 0
 
 
 def test_goals_that_nothing_holds_give_no_desired_state(

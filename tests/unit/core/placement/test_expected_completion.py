@@ -214,3 +214,27 @@ def test_a_decode_beside_the_prompt_is_part_of_its_time() -> None:
     placement.fleet.handle(load("fusion-0", used=4), now=0.0)
     found = scores(placement)
     assert found == pytest.approx({"fusion-0": -0.15, "fusion-1": -0.1}, abs=0.01)
+
+
+@pytest.mark.req("S93", "S107")
+def test_who_decoded_beside_a_prompt_is_what_its_instance_says() -> None:
+    """After a prompt its own sequence decodes, which was taken for one beside it."""
+    placement = make(identity("fusion-0", Role.FUSION))
+    fleet = placement.fleet
+    for number in range(300):
+        num_beside, num_tokens = number % 3 * 2, 200 + number * 97 % 1000
+        seconds = 0.02 + 1e-3 * num_tokens + (0.05 + 0.01 * num_beside) * (num_beside > 0)
+        done = PrefillComputed(f"r{number}", num_tokens, 0, seconds, 1, float(num_beside))
+        used = num_beside + 1
+        fleet.handle(LoadReported("fusion-0", 1, 64, used, 1000, False, (), [done]), float(number))
+    fit = fleet.predictor.fit("f/fusion")
+    assert fit.predict_s(640, 0, num_beside=0) == pytest.approx(0.66, rel=0.02)
+    assert fit.predict_s(640, 0, num_beside=4) == pytest.approx(0.75, rel=0.02)
+
+
+@pytest.mark.req("S93")
+def test_a_plan_says_when_it_expects_the_first_token() -> None:
+    placement = taught()
+    first = [planned(placement, replace(QUERY, request_id=f"r{n}")).first_token_s for n in range(4)]
+    assert first == pytest.approx([0.64, 0.64, 1.28, 1.28], abs=0.02), "two prefills, two waits"
+    assert planned(placement, replace(QUERY, request_id="late"), now=1.0).first_token_s < 1.0

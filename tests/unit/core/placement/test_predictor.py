@@ -133,3 +133,13 @@ def test_a_token_that_is_computed_always_costs_something() -> None:
         num_reused = 64 * (number % 8)
         fit.observe(640, num_reused, 0.001 + 1e-6 * num_reused)  # noise: reuse seems to cost
     assert fit.predict_s(640, 576) < fit.predict_s(640, 0)
+
+
+def test_a_prediction_that_is_exact_teaches_nothing_and_breaks_nothing() -> None:
+    """A simulated law without noise is met exactly sooner or later."""
+    fit = PrefillFit()
+    for _ in range(4000):
+        for i in range(1, 6):
+            fit.observe(1000 * i, 0, 0.02 * i)
+    assert fit.error < 1e-3
+    fit.check_invariants()

@@ -93,3 +93,14 @@ def test_cached_tokens_are_those_of_the_first_prefill_that_answered() -> None:
     driven.feed(LegAccepted(driven.key))
     driven.feed(FirstToken(driven.key, 7, num_cached_tokens=512))
     assert driven.request.num_cached_tokens == 448, "the later prompt holds the answer, too"
+
+
+@pytest.mark.req("S93")
+def test_what_was_expected_is_what_the_first_plan_said() -> None:
+    driven = Driven(ttft_s=10.0)
+    driven.feed(PlanReceived(driven.plan, FUSIONS[:1], [], first_token_s=0.5))
+    driven.feed(LegRejected(driven.key))
+    driven.now = driven.request.wake_at
+    driven.feed(Tick())
+    driven.feed(PlanReceived(driven.plan, FUSIONS[:1], [], first_token_s=9.0))
+    assert driven.request.expected_s == 0.5

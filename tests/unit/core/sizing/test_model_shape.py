@@ -85,6 +85,11 @@ def test_the_files_size_wins_and_a_difference_is_told() -> None:
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"model_type": "gpt2"}, "model_type"),
         ({"num_experts": 4, "num_experts_per_tok": 8}, "num_experts_per_tok"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"hidden_size": 8}, "hidden_size"),
+        ({"layer_types": 5}, "layer_types"),
+        ({"mlp_only_layers": 5, "num_experts": 8, "num_experts_per_tok": 2}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 0, "num_experts": 8, "num_experts_per_tok": 2}, "sparse_step"),
     ],
 )
 def test_what_is_not_planned_for_is_refused_by_its_field(

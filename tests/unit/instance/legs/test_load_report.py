@@ -57,8 +57,8 @@ def test_a_prompt_that_was_given_up_has_no_tokens_and_no_time() -> None:
     book.admitted(1, "a", 100, now=0.0)
     book.admitted(2, "b", 100, now=0.0)
     book.computed(1, 0, now=1.0)
-    book.ended(2)
-    book.ended(1)  # this adds nothing, since leg 1 was reported already
+    book.ended(2, now=1.0)
+    book.ended(1, now=1.0)  # this adds nothing, since leg 1 was reported already
     assert book.take()[1] == [
         Computed("a", 100, 0, 0.0),
         Computed("b", 0, 0, 0.0),
@@ -69,7 +69,7 @@ def test_a_prompt_that_was_given_up_has_no_tokens_and_no_time() -> None:
 def test_a_decode_is_admitted_and_computes_nothing() -> None:
     book = LoadBook()
     book.admitted(1, "a", 0, now=0.0)
-    book.ended(1)
+    book.ended(1, now=0.0)
     assert book.take() == (["a"], [])
 
 
@@ -77,6 +77,42 @@ def test_reports_are_bounded() -> None:
     book = LoadBook()
     for leg in range(MAX_NAMED + 100):
         book.admitted(leg, "r", 1, now=0.0)
-        book.ended(leg)
+        book.ended(leg, now=0.0)
     admitted, computed = book.take()
     assert (len(admitted), len(computed)) == (MAX_NAMED, MAX_NAMED)
+
+
+@pytest.mark.req("S93", "S107")
+def test_who_decodes_beside_a_prompt_is_counted_over_its_time_without_itself() -> None:
+    """The master saw only who decodes after a span, the prompt itself among them."""
+    book = LoadBook()
+    book.admitted(1, "a", 100, now=0.0)
+    book.computed(1, 0, now=1.0)
+    book.decodes(1, now=1.0)
+    book.admitted(2, "b", 0, now=1.5)
+    book.decodes(2, now=2.0)
+    book.admitted(3, "c", 100, now=3.0)
+    book.ended(2, now=4.0)
+    book.computed(3, 0, now=5.0)
+    book.decodes(3, now=5.0)
+    book.ended(1, now=6.0)
+    book.admitted(4, "d", 100, now=7.0)
+    book.computed(4, 0, now=9.0)
+    told = [(c.request_id, c.seconds, c.num_beside) for c in book.take()[1]]
+    assert told == [("a", 1.0, 0.0), ("c", 2.0, 1.5), ("d", 2.0, 1.0)]
+
+
+@pytest.mark.req("S93", "S107")
+def test_a_span_that_ends_while_prompts_are_open_has_its_own_count() -> None:
+    book = LoadBook()
+    for leg in range(17):
+        book.admitted(leg, f"r{leg}", 100, now=0.0)
+    book.decodes(99, now=0.0)
+    for leg in range(16):
+        book.computed(leg, 0, now=2.0)
+    book.decodes(98, now=2.0)
+    book.computed(16, 0, now=3.0)
+    assert [(c.seconds, c.num_steps, c.num_beside) for c in book.take()[1] if c.seconds] == [
+        (2.0, 1, 1.0),
+        (1.0, 1, 2.0),
+    ]

@@ -35,19 +35,24 @@ class Bucket:
         self.num_refused = 0
         self._revision = 0
         self.on_entry: Callable[[KvEntry], None] = lambda _: None
+        self.kept: dict[str, KvEntry] = {}
+        self.asked: list[str] = []
+        self.is_live = True
 
     async def ensure(self) -> None:
         pass
 
     async def get(self, key: str) -> KvEntry | None:
-        return None
+        self.asked.append(key)
+        return self.kept.get(key)
 
     async def put(self, key: str, value: bytes, last: int | None = None) -> int:
         if not self.has_leader:
             self.num_refused += 1
             raise Unavailable("no leader")
         self._revision += 1
-        self.on_entry(KvEntry(key, value, self._revision))
+        self.kept[key] = KvEntry(key, value, self._revision)
+        self.on_entry(self.kept[key])
         return self._revision
 
     async def delete(self, key: str, last: int | None = None) -> int:
@@ -90,3 +95,44 @@ async def test_expired_records_are_judged_only_a_lease_after_writes_are_taken_ag
     await lease.release()
     await view.close()
     await asyncio.sleep(0)
+
+
+async def test_a_record_that_nobody_renews_is_asked_for_and_gone_once_the_server_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server does not tell of the end of a lease."""
+    bucket = Bucket()
+    monkeypatch.setattr(registry, "KvBucket", lambda *_, **__: bucket)
+    view = await NatsRegistry(Bus(), LEASE_S).watch()  # type: ignore[arg-type]
+    gone: list[str] = []
+    view.on_change(lambda change: None if change.record else gone.append(change.instance_id))
+    for name in ("dead", "slow"):
+        await bucket.put(name, b'{"instanceId": "%s", "incarnation": "7"}' % name.encode())
+
+    await until(lambda: bucket.asked.count("dead") >= 2)
+    assert set(view.records) == {"dead", "slow"}, "the server still has them"
+
+    del bucket.kept["dead"]
+    await until(lambda: gone == ["dead"])
+    assert set(view.records) == {"slow"}
+    seen = bucket.asked.count("dead")
+    await until(lambda: bucket.asked.count("slow") >= 5)
+    assert bucket.asked.count("dead") == seen, "once judged, it is not asked for again"
+    await view.close()
+
+
+async def test_nothing_is_asked_while_the_watch_is_not_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It will show again what is there."""
+    bucket = Bucket()
+    monkeypatch.setattr(registry, "KvBucket", lambda *_, **__: bucket)
+    view = await NatsRegistry(Bus(), LEASE_S).watch()  # type: ignore[arg-type]
+    bucket.is_live = False
+    await bucket.put("other", b'{"instanceId": "other", "incarnation": "7"}')
+    bucket.kept.clear()
+    await asyncio.sleep(3 * LEASE_S)  # that nothing happens has no condition to wait for
+    assert bucket.asked == []
+    bucket.is_live = True
+    await until(lambda: not view.records)
+    await view.close()

@@ -9,12 +9,17 @@ instance lacks is of no use to it.
 An instance has two neighbouring bits, engine and host, so that a shift of the whole mask finds the
 blocks in either tier. A block's name is kept once, under a row number. Equal masks are one object,
 so each block of a run costs a pointer comparison.
+
+Snapshots and removals of instances with very many blocks are cut into steps (`begin_snapshot`,
+`SnapshotLoad.step`, `retire_instance`, `sweep`), so that an event loop can do other work between
+two of them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,12 +31,17 @@ _MAX_RETIRED = 4  # incarnations remembered as over, per instance
 _MAX_INTERNED = 16_384
 _FEW = 8
 _MAX_REMEMBERED = 1024  # answers of a thousand names each
+_ALL: Final = 1 << 60
+_MANY: Final = 65_536
+_GONE = "\0"  # in place of the id of an instance whose blocks are not swept yet
+_SWEPT_WITH_A_DELTA = 256  # rows of instances that are gone
 
 
 class DeltaOutcome(enum.Enum):
     APPLIED = "applied"
     STALE = "stale"  # repeated, late, or of an incarnation that is over
     GAP = "gap"  # earlier deltas are missing: load a snapshot
+    WAITS = "waits"  # for the end of the snapshot that is being loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,9 @@ class _Holder:
     incarnation: int
     sequence: int = 0
     rows: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))  # as TIERS
+    # While a snapshot is loaded: what was held before it, and was not found in it so far.
+    before: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
+    load: SnapshotLoad | None = None
     waiting: dict[int, IndexDelta] = field(default_factory=dict)
     is_whole: bool = True  # no delta is known to be missing
     bits: tuple[int, int] = (0, 0)
@@ -92,7 +105,45 @@ class _Holder:
 
     @property
     def num_blocks(self) -> int:
-        return len(self.rows[0]) + len(self.rows[1])
+        return sum(map(len, (*self.rows, *self.before)))
+
+    def forget(self, rank: int, row: int) -> None:
+        """The row is held no longer, whether it was before the snapshot or since."""
+        own, before = self.rows[rank], self.before[rank]
+        (own if row in own else before).remove(row)
+
+
+@dataclass(slots=True)
+class SnapshotLoad:
+    """A snapshot on its way into the index. Call `step` until it returns an outcome.
+
+    Until then the instance is known partly as before and partly as in the snapshot, at its former
+    version, and its deltas wait.
+    """
+
+    instance_id: str
+    sequence: int
+    _index: PrefixIndex
+    holder: _Holder
+    names: tuple[Iterator[bytes], Iterator[bytes]]  # as TIERS
+    rank: int = 0
+
+    def step(self, max_blocks: int) -> DeltaOutcome | None:
+        """Do a part of the work, of at most `max_blocks` blocks; None: there is more to do.
+
+        STALE: the instance is gone, or another snapshot took this one's place. GAP: deltas after
+        the snapshot are still missing.
+        """
+        if self.holder.load is not self:
+            return DeltaOutcome.STALE
+        while self.rank < len(TIERS):
+            max_blocks -= self._index.take_names(self, max_blocks)
+            if max_blocks <= 0:
+                return None
+            self.rank += 1
+        if self._index.drop_unnamed(self.holder, max_blocks) >= max_blocks:
+            return None
+        return self._index.end_snapshot(self)
 
 
 @dataclass(slots=True)
@@ -118,6 +169,8 @@ class PrefixIndex:
     _interned: dict[int, int] = field(default_factory=dict)
     _instances: dict[str, _Holder] = field(default_factory=dict)
     _ids: list[str] = field(default_factory=list)  # by slot, "" if free
+    _by_slot: list[_Holder | None] = field(default_factory=list)
+    _gone: list[_Holder] = field(default_factory=list)  # to be swept
     _ids_of: dict[int, tuple[str, ...]] = field(default_factory=dict)  # of engine bits
     _everyone: int = 0  # the engine bit of each instance
     _retired: dict[str, list[int]] = field(default_factory=dict)
@@ -131,6 +184,11 @@ class PrefixIndex:
         holder = self._instances.get(instance_id)
         return (holder.incarnation, holder.sequence) if holder else None
 
+    def is_loading(self, instance_id: str) -> bool:
+        """True while a snapshot of the instance is being loaded, so its blocks are of two times."""
+        holder = self._instances.get(instance_id)
+        return holder is not None and holder.load is not None
+
     def is_whole(self, instance_id: str) -> bool:
         """False while deltas of the instance are missing."""
         holder = self._instances.get(instance_id)
@@ -138,8 +196,11 @@ class PrefixIndex:
 
     def blocks(self, instance_id: str, tier: Tier = Tier.ENGINE) -> frozenset[bytes]:
         holder = self._instances.get(instance_id)
-        rows = holder.rows[TIERS.index(tier)] if holder else ()
-        return frozenset(self._name(row) for row in rows)
+        if holder is None:
+            return frozenset()
+        rank = TIERS.index(tier)
+        names = map(self._name, (*holder.rows[rank], *holder.before[rank]))
+        return frozenset(names)
 
     def num_blocks_of(self, instance_id: str) -> int:
         holder = self._instances.get(instance_id)
@@ -147,9 +208,15 @@ class PrefixIndex:
 
     def apply(self, delta: IndexDelta) -> DeltaOutcome:
         """After GAP, the delta waits until others fill the gap or a snapshot covers it."""
+        self.sweep(_SWEPT_WITH_A_DELTA)
         holder = self._holder_for(delta.instance_id, delta.incarnation)
         if holder is None or delta.sequence <= holder.sequence:
             return DeltaOutcome.STALE
+        if holder.load is not None:
+            if delta.sequence <= holder.load.sequence:
+                return DeltaOutcome.STALE
+            self._wait(holder, delta)
+            return DeltaOutcome.WAITS
         if delta.sequence > holder.sequence + 1:
             self._wait(holder, delta)
             return DeltaOutcome.GAP
@@ -166,37 +233,69 @@ class PrefixIndex:
     ) -> DeltaOutcome:
         """Replace what is known of the instance; its engine and host pool held this at `sequence`.
 
-        GAP: deltas after the snapshot are still missing.
+        It takes about a second for a million blocks: see `begin_snapshot`. GAP: deltas after the
+        snapshot are still missing.
         """
+        load = self.begin_snapshot(instance_id, incarnation, sequence, blocks, host)
+        outcome: DeltaOutcome | None = DeltaOutcome.STALE
+        while load is not None and (outcome := load.step(_MANY)) is None:
+            pass
+        assert outcome is not None
+        return outcome
+
+    def begin_snapshot(
+        self,
+        instance_id: str,
+        incarnation: int,
+        sequence: int,
+        blocks: Iterable[bytes],
+        host: Iterable[bytes] = (),
+    ) -> SnapshotLoad | None:
+        """As `load_snapshot`, but in steps; None: the snapshot is stale."""
         holder = self._holder_for(instance_id, incarnation)
         if holder is None or sequence < holder.sequence:
-            return DeltaOutcome.STALE
-        for rank, held in enumerate((set(blocks), set(host))):
-            gone = [name for row in holder.rows[rank] if (name := self._name(row)) not in held]
-            self._remove(holder, rank, gone)
-            self._store(holder, rank, held)
-        holder.sequence = sequence
-        for waiting in [s for s in holder.waiting if s <= sequence]:
-            del holder.waiting[waiting]
-        return self._drain(holder)
+            return None
+        if holder.load is not None:  # given up on the way
+            for own, before in zip(holder.rows, holder.before, strict=True):
+                own.update(before)
+                before.clear()
+        holder.rows, holder.before = holder.before, holder.rows
+        holder.load = SnapshotLoad(instance_id, sequence, self, holder, (iter(blocks), iter(host)))
+        return holder.load
 
     def remove_instance(self, instance_id: str) -> int:
         """Forget an instance that is gone, and its incarnation for good.
 
         Returns how many blocks it had, which is the cost of the call.
         """
+        num_blocks = self.retire_instance(instance_id)
+        self.sweep(_ALL)
+        return num_blocks
+
+    def retire_instance(self, instance_id: str) -> int:
+        """As `remove_instance`, at once, but its blocks take room until `sweep` has met them."""
         holder = self._instances.pop(instance_id, None)
         if holder is None:
             return 0
-        num_blocks = holder.num_blocks
-        self._clear(holder, 0)
-        self._clear(holder, 1)
-        self._ids[holder.slot] = ""
+        holder.load = None
         self._everyone &= ~holder.bits[0]
+        self._ids[holder.slot] = _GONE
         self._ids_of.clear()
+        self._gone.append(holder)
         self._forgotten.pop(instance_id, None)
         self._retire(instance_id, holder.incarnation)
-        return num_blocks
+        return holder.num_blocks
+
+    def sweep(self, max_blocks: int) -> bool:
+        """Drop blocks of instances that are gone, at most so many. True: some are left."""
+        while self._gone and max_blocks > 0:
+            holder = self._gone[-1]
+            max_blocks -= self._drop_some(holder, (*holder.rows, *holder.before), max_blocks)
+            if not holder.num_blocks:
+                self._gone.pop()
+                self._ids[holder.slot] = ""
+                self._by_slot[holder.slot] = None
+        return bool(self._gone)
 
     def forget_history(self, instance_id: str) -> None:
         """Let a removed incarnation come back: its lease had ended, but it is alive."""
@@ -270,22 +369,25 @@ class PrefixIndex:
 
     def check_invariants(self) -> None:
         union: dict[int, int] = {}
-        for holder in self._instances.values():
+        holders = (*self._instances.values(), *self._gone)
+        for holder in holders:
             assert len(holder.waiting) <= MAX_WAITING
             assert all(s > holder.sequence for s in holder.waiting)
             assert holder.is_whole or holder.waiting or holder.sequence == 0
-            for own, bit in zip(holder.rows, holder.bits, strict=True):
-                for row in own:
+            assert holder.load is not None or holder in self._gone or not any(holder.before)
+            for own, old, bit in zip(holder.rows, holder.before, holder.bits, strict=True):
+                assert not own & old
+                for row in own | old:
                     union[row] = union.get(row, 0) | bit
         assert union == {row: mask for row, mask in enumerate(self._masks) if mask}
         assert {name: row for row, name in enumerate(self._names) if name is not None} == self._rows
         assert sorted(self._rows.values()) == sorted(union)
         assert sorted((*self._free, *union)) == list(range(len(self._names)))
-        assert self.num_blocks == sum(h.num_blocks for h in self._instances.values())
+        assert self.num_blocks == sum(h.num_blocks for h in holders)
         assert self.num_blocks <= self.max_blocks
-        assert self.num_host_blocks == sum(len(h.rows[1]) for h in self._instances.values())
+        assert self.num_host_blocks == sum(len(h.rows[1]) + len(h.before[1]) for h in holders)
         assert {i: h.slot for i, h in self._instances.items()} == {
-            i: slot for slot, i in enumerate(self._ids) if i
+            i: slot for slot, i in enumerate(self._ids) if i not in ("", _GONE)
         }
         assert self._everyone == sum(h.bits[0] for h in self._instances.values())
 
@@ -326,17 +428,54 @@ class PrefixIndex:
                 return holder
             if incarnation in self._retired.get(instance_id, ()):
                 return None
-            self.remove_instance(instance_id)
+            self.retire_instance(instance_id)
         elif incarnation in self._retired.get(instance_id, ()):
             return None
         if "" not in self._ids:
             self._ids.append("")
+            self._by_slot.append(None)
         slot = self._ids.index("")
-        holder = self._instances[instance_id] = _Holder(slot, incarnation)
+        holder = self._instances[instance_id] = self._by_slot[slot] = _Holder(slot, incarnation)
         self._ids[slot] = instance_id
         self._everyone |= holder.bits[0]
         self._ids_of.clear()
         return holder
+
+    def take_names(self, load: SnapshotLoad, max_blocks: int) -> int:
+        """For `SnapshotLoad` only. Returns how many names were taken; fewer: there are no more."""
+        holder, rank = load.holder, load.rank
+        names = list(itertools.islice(load.names[rank], max_blocks))
+        before, own = holder.before[rank], holder.rows[rank]
+        known = list(map(self._rows.get, names))
+        if before:
+            kept = before.intersection(known)
+            before -= kept
+            own |= kept
+        self._store(holder, rank, names)
+        return len(names)
+
+    def drop_unnamed(self, holder: _Holder, max_blocks: int) -> int:
+        """For `SnapshotLoad` only: drop what the snapshot did not name. Returns how many."""
+        return self._drop_some(holder, holder.before, max_blocks)
+
+    def end_snapshot(self, load: SnapshotLoad) -> DeltaOutcome:
+        """For `SnapshotLoad` only."""
+        holder = load.holder
+        assert not any(holder.before)
+        holder.load, holder.sequence = None, load.sequence
+        for waiting in [s for s in holder.waiting if s <= load.sequence]:
+            del holder.waiting[waiting]
+        return self._drain(holder)
+
+    def _drop_some(self, holder: _Holder, parts: Sequence[set[int]], max_blocks: int) -> int:
+        """`parts` alternate as TIERS. Returns how many blocks were dropped."""
+        num_dropped = 0
+        for number, rows in enumerate(parts):
+            rank = number % len(TIERS)
+            while rows and num_dropped < max_blocks:
+                self._drop(rows.pop(), holder.bits[rank], rank)
+                num_dropped += 1
+        return num_dropped
 
     def _wait(self, holder: _Holder, delta: IndexDelta) -> None:
         holder.is_whole = False
@@ -413,9 +552,11 @@ class PrefixIndex:
             bit = mask.bit_length() - 1
             mask ^= 1 << bit
             slot, rank = divmod(bit, 2)
-            holder = self._instances[self._ids[slot]]
-            holder.rows[rank].remove(row)
-            self._forgotten.setdefault(self._ids[slot], ([], []))[rank].append(name)
+            holder = self._by_slot[slot]
+            assert holder is not None
+            holder.forget(rank, row)
+            if self._ids[slot] != _GONE:
+                self._forgotten.setdefault(self._ids[slot], ([], []))[rank].append(name)
             self.num_evicted += 1
             self._drop(row, holder.bits[rank], rank)
 

@@ -18,13 +18,7 @@ def check_cache_kinds(model: Any, *, reuses_prefixes: bool, has_tiers: bool = Fa
     type.
     """
     name = model.served_model_name
-    if not reuses_prefixes and model.use_mla:  # on a CPU without AMX: its kernel is at fault
-        if has_tiers:
-            raise _unsupported(
-                f"{name} has latent attention (MLA), whose prefixes vLLM does not cache on a CPU "
-                "without AMX: set kv_host_pool_bytes to 0 and no kv_file_store_dir"
-            )
-    elif not reuses_prefixes:  # pools, files and migrations would reuse what vLLM itself does not
+    if not reuses_prefixes:  # pools, files and migrations would reuse what vLLM itself does not
         raise _unsupported(
             f"{name} has KV that depends on more than the tokens before it: vLLM caches no "
             "prefixes of it, and the mesh moves none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -49,6 +49,64 @@ def test_a_reordered_delta_waits_for_the_one_before_it() -> None:
     assert index.is_whole("p0")
     assert index.match(chain(2)) == {"p0": 1}
     assert index.apply(IndexDelta("p0", 1, 3, stored=[block(5)])) is DeltaOutcome.STALE
+    index.check_invariants()
+
+
+def test_a_large_snapshot_is_loaded_in_bounded_steps_and_deltas_wait_for_its_end() -> None:
+    index, taken = PrefixIndex(), list[int]()
+
+    def told() -> Iterator[bytes]:
+        for number in range(5_000, 20_000):
+            taken.append(number)
+            yield block(number)
+
+    index.apply(IndexDelta("p0", 1, 1, stored=chain(10_000)))
+    load = index.begin_snapshot("p0", 1, 4, told())
+    assert load is not None
+    num_steps = before = 0
+    while (outcome := load.step(1_000)) is None:
+        assert len(taken) - before <= 1_000
+        before, num_steps = len(taken), num_steps + 1
+        assert index.is_loading("p0")
+        assert index.version("p0") == (1, 1)
+        if num_steps == 3:
+            index.check_invariants()
+            assert index.apply(IndexDelta("p0", 1, 3, stored=[block(1)])) is DeltaOutcome.STALE
+            assert index.apply(IndexDelta("p0", 1, 5, stored=[block(7)])) is DeltaOutcome.WAITS
+    assert num_steps == 20  # 15,000 that it names, and 5,000 that it does not
+    assert outcome is DeltaOutcome.APPLIED
+    assert index.version("p0") == (1, 5)
+    assert index.blocks("p0") == {*chain(15_000, start=5_000), block(7)}
+    index.check_invariants()
+
+
+def test_a_snapshot_takes_the_place_of_one_on_its_way() -> None:
+    index = PrefixIndex()
+    index.apply(IndexDelta("p0", 1, 1, stored=chain(6)))
+    first = index.begin_snapshot("p0", 1, 2, chain(4, start=3))
+    assert first is not None
+    assert first.step(2) is None
+    assert index.load_snapshot("p0", 1, 3, chain(2, start=2)) is DeltaOutcome.APPLIED
+    assert first.step(2) is DeltaOutcome.STALE
+    assert index.blocks("p0") == set(chain(2, start=2))
+    index.check_invariants()
+
+
+def test_an_instance_that_is_gone_is_swept_in_bounded_steps_and_never_matched() -> None:
+    index = PrefixIndex()
+    index.apply(IndexDelta("p0", 1, 1, stored=chain(10)))
+    index.apply(IndexDelta("p1", 1, 1, stored=chain(5)))
+    assert index.retire_instance("p0") == 10
+    assert index.match(chain(10)) == {"p1": 5}
+    left = [index.num_blocks]
+    while index.sweep(4):
+        index.check_invariants()
+        left.append(index.num_blocks)
+        index.apply(IndexDelta("p2", 1, len(left), stored=()))
+    assert left[0] == 15
+    assert index.num_blocks == 5
+    index.apply(IndexDelta("p0", 2, 1, stored=chain(10)))
+    assert index.match(chain(10)) == {"p1": 5, "p0": 10}
     index.check_invariants()
 
 

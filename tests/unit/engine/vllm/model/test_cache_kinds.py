@@ -17,7 +17,6 @@ def model(**facts: object) -> Any:  # Any: it stands for vLLM's ModelConfig
         "has_inner_state": False,
         "is_attention_free": False,
         "is_encoder_decoder": False,
-        "use_mla": False,
         "hf_text_config": SimpleNamespace(),
     }
     return SimpleNamespace(**(usual | facts))
@@ -99,11 +98,3 @@ def test_kv_that_depends_on_more_than_the_tokens_before_it_is_not_moved() -> Non
     ) as caught:
         check_cache_kinds(model(), reuses_prefixes=False)
     assert caught.value.reason == "MODEL_UNSUPPORTED"
-
-
-def test_latents_move_where_vllm_caches_no_prefixes_of_them_but_tiers_keep_none() -> None:
-    """vLLM turns its prefix cache off for MLA on a CPU without AMX."""
-    check_cache_kinds(model(use_mla=True), reuses_prefixes=False)
-    check_cache_kinds(model(use_mla=True), reuses_prefixes=True, has_tiers=True)
-    with pytest.raises(EngineMisconfigured, match=r"^m has latent attention \(MLA\).*AMX: set kv_"):
-        check_cache_kinds(model(use_mla=True), reuses_prefixes=False, has_tiers=True)

@@ -1,0 +1,85 @@
+"""Decides which instances are scored for one query, where there are too many to score all of them.
+
+A decision must not cost more in a larger mesh. So at most `most` instances are scored: those that
+hold most of the prompt, those that served the chat's last turn, and a random sample of the others.
+Among `d` random ones, the least busy is nearly the least busy of all, and gateways or decisions
+that follow each other do not all choose the same one (the power of d choices; Mitzenmacher 2001).
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Final
+
+from pdmesh.core.placement.instance import Instance
+
+_HOLDERS: Final = 0.25  # of the places
+_TRIES: Final = 4  # holders looked at for each of these places, as many may be of other groups
+_WIDER: Final = 4  # so many times as many are sampled, where none of the first has a free slot
+
+
+def shortlist(
+    parts: Sequence[Sequence[Instance]],
+    most: int,
+    rng: random.Random,
+    matches: Mapping[str, int],
+    find: Callable[[str], Instance | None],
+    kept: Sequence[str] = (),
+    can_serve: Callable[[Instance], bool] = lambda i: i.used_slots() < i.num_slots,
+) -> list[Instance]:
+    """At most `most` instances of all `parts`, or four times as many if no sampled one can serve.
+
+    `matches`: blocks by instance, in ascending order, as `PrefixIndex.match` gives them. `find`:
+    the instance of this name, if it is in one of the parts. `kept` are among the result if found.
+    """
+    ends = list(accumulate(map(len, parts)))
+    total = ends[-1] if ends else 0
+    if total <= most:
+        return [instance for part in parts for instance in part]
+    chosen: dict[str, Instance] = {}
+    for name in kept:
+        if (instance := find(name)) is not None:
+            chosen[name] = instance
+    for instance in _holders(matches, max(1, int(most * _HOLDERS)), rng, find):
+        chosen[instance.id] = instance
+    for instance in _sampled(parts, ends, max(1, most - len(chosen)), rng):
+        chosen[instance.id] = instance
+    if not any(map(can_serve, chosen.values())):
+        for instance in _sampled(parts, ends, _WIDER * most, rng):
+            chosen[instance.id] = instance
+    return list(chosen.values())
+
+
+def _holders(
+    matches: Mapping[str, int],
+    count: int,
+    rng: random.Random,
+    find: Callable[[str], Instance | None],
+) -> Iterator[Instance]:
+    """The longest matches; of equal ones, random ones."""
+    names = list(matches)
+    end, tries = len(names), _TRIES * count
+    while end and count > 0 and tries > 0:
+        first = bisect_left(names, matches[names[end - 1]], 0, end, key=matches.__getitem__)
+        for at in rng.sample(range(first, end), min(end - first, tries)):
+            tries -= 1
+            if count > 0 and (instance := find(names[at])) is not None:
+                count -= 1
+                yield instance
+        end = first
+
+
+def _sampled(
+    parts: Sequence[Sequence[Instance]], ends: Sequence[int], count: int, rng: random.Random
+) -> Iterator[Instance]:
+    """Each instance with equal probability; fewer than `count` if one was drawn twice."""
+    total, draw = ends[-1], rng.random
+    part = first = 0
+    for number in sorted({int(draw() * total) for _ in range(count)}):
+        while number >= ends[part]:
+            first = ends[part]
+            part += 1
+        yield parts[part][number - first]

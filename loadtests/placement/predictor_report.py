@@ -1,0 +1,281 @@
+"""Judges the predictor by what instances reported: the master's own core gets the reports again.
+
+Beside it stand a mean rate (seconds per token that was computed, of all spans so far) and the noise
+floor: how well the median of the other prompts of the same tokens tells a prompt's time. No
+predictor by tokens can be better than that for long.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from pdmesh.core.model import Role
+from pdmesh.core.placement.fleet import Fleet, InstanceRecorded, LoadReported, PrefillComputed
+from pdmesh.core.placement.instance import Identity
+from pdmesh.core.placement.predictor import PromptTokens
+
+T = TypeVar("T", "Span", "_First")
+
+LEARN: Final = "learn"
+_FEW: Final = 3  # prompts of the same tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """One load report. `computed`: tokens, cached tokens, seconds, steps, and sequences beside."""
+
+    site: str
+    trace: str
+    instance_id: str
+    at: float
+    num_slots_used: int
+    computed: Sequence[tuple[int, int, float, int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One request, in seconds since it came, but `expected_s` since the plan (0: not known)."""
+
+    site: str
+    trace: str
+    outcome: str
+    num_tokens: int
+    num_cached_tokens: int
+    num_rejections: int
+    planned_s: float
+    ttft_s: float
+    expected_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What was measured with one mesh per site, in order. `conditions`: when, and the load then."""
+
+    reported: list[Reported]
+    ended: list[Ended]
+    conditions: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Prompts that were timed together, with what was predicted before that."""
+
+    site: str
+    trace: str
+    prompts: tuple[PromptTokens, ...]
+    seconds: float
+    num_beside: float
+    predicted_s: float
+    by_rate_s: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted_s - self.seconds) / self.seconds
+
+    @property
+    def rate_error(self) -> float:
+        return abs(self.by_rate_s - self.seconds) / self.seconds
+
+    @property
+    def num_computed(self) -> int:
+        return sum(p.num_tokens - p.num_reused for p in self.prompts)
+
+
+def judged(reported: Sequence[Reported]) -> list[Span]:
+    """All spans, in order. Each site has a fleet that has seen nothing before."""
+    spans: list[Span] = []
+    for site in dict.fromkeys(r.site for r in reported):
+        spans += _judged_site([r for r in reported if r.site == site])
+    return spans
+
+
+def _judged_site(reported: Sequence[Reported]) -> Iterator[Span]:
+    fleet, rate = Fleet(), _Rate()
+    for report in reported:
+        name = report.instance_id
+        if name not in fleet.instances:
+            fleet.handle(InstanceRecorded(_identity(name)), report.at)
+        instance = fleet.instances[name]
+        fit, prompts = fleet.predictor.fit(instance.kind), list(instance.untimed)
+        for each in report.computed:
+            computed = PrefillComputed("", *each)
+            if computed.num_tokens:
+                prompts.append(PromptTokens(computed.num_tokens, computed.num_cached_tokens))
+            if computed.seconds > 0 and prompts:
+                found = fit.span_s(prompts, max(1, computed.num_steps), computed.num_beside or 0.0)
+                span = Span(
+                    report.site,
+                    report.trace,
+                    tuple(prompts),
+                    computed.seconds,
+                    computed.num_beside or 0.0,
+                    found * instance.slowness,
+                    rate.of(prompts),
+                )
+                yield span
+                rate.add(span)
+                prompts.clear()
+            load = LoadReported(name, 1, 8, report.num_slots_used, 0, False, (), (computed,))
+            fleet.handle(load, report.at)
+
+
+def _identity(name: str) -> Identity:
+    role = Role(name.rpartition("-")[0])
+    return Identity(name, 1, role, "g", "default", "m", "f", 64, 8, 0, 0)
+
+
+@dataclass(slots=True)
+class _Rate:
+    seconds: float = 0.0
+    num_tokens: int = 0
+
+    def add(self, span: Span) -> None:
+        self.seconds += span.seconds
+        self.num_tokens += span.num_computed
+
+    def of(self, prompts: Sequence[PromptTokens]) -> float:
+        return self.of_tokens(sum(p.num_tokens - p.num_reused for p in prompts))
+
+    def of_tokens(self, num_tokens: int) -> float:
+        return self.seconds / max(1, self.num_tokens) * num_tokens
+
+
+def noise_floor(spans: Sequence[Span]) -> list[tuple[Span, float]]:
+    """The spans of one prompt whose tokens were computed a few times, with the relative error of
+    the median of the others.
+    """
+    alike: dict[tuple[str, str, PromptTokens], list[Span]] = {}
+    for span in spans:
+        if len(span.prompts) == 1:
+            alike.setdefault((span.site, span.trace, span.prompts[0]), []).append(span)
+    found = []
+    for group in alike.values():
+        if len(group) >= _FEW:
+            for place, span in enumerate(group):
+                others = [s.seconds for s in (*group[:place], *group[place + 1 :])]
+                error = abs(statistics.median(others) - span.seconds) / span.seconds
+                found.append((span, error))
+    return found
+
+
+def report(rounds: Sequence[Round]) -> str:
+    by_round = [judged(each.reported) for each in rounds]
+    floor = [
+        pair
+        for spans in by_round
+        for pair in noise_floor([s for s in spans if s.trace.startswith("repeats")])
+    ]
+    firsts = [first for each in rounds for first in _first_tokens(each.ended)]
+    parts = [
+        "\n".join(f"- {each.conditions}" for each in rounds),
+        _spans_table([span for spans in by_round for span in spans]),
+        _floor_table(floor),
+        _first_tokens_table(firsts),
+    ]
+    return "\n\n".join(parts)
+
+
+def _spans_table(spans: Sequence[Span]) -> str:
+    lines = [
+        "## Time of compute\n",
+        "Of a span of prompts, predicted from what was learnt before it.\n",
+        "| computed by | requests | spans | median ms | MAPE | its median | mean rate |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for site, trace, own in _rows(spans):
+        lines.append(
+            f"| {site} | {trace} | {len(own)} | {1e3 * _median(s.seconds for s in own):.0f} "
+            f"| {_percent(s.error for s in own)} | {100 * _median(s.error for s in own):.1f} "
+            f"| {_percent(s.rate_error for s in own)} |"
+        )
+    return "\n".join(lines)
+
+
+def _floor_table(floor: Sequence[tuple[Span, float]]) -> str:
+    lines = [
+        "## Noise floor\n",
+        (
+            "The same prompts again: `floor` is the MAPE of the median of the others of the same "
+            "tokens, which knows their times, also the later ones.\n"
+        ),
+        "| computed by | requests | prompts | MAPE | its median | floor | its median |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for site, trace in dict.fromkeys((s.site, s.trace) for s, _ in floor):
+        own = [(s, e) for s, e in floor if (s.site, s.trace) == (site, trace)]
+        lines.append(
+            f"| {site} | {trace} | {len(own)} | {_percent(s.error for s, _ in own)} "
+            f"| {100 * _median(s.error for s, _ in own):.1f} "
+            f"| {_percent(e for _, e in own)} | {100 * _median(e for _, e in own):.1f} |"
+        )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """From the plan to a first token, with what was expected."""
+
+    site: str
+    trace: str
+    seconds: float
+    error: float
+    rate_error: float
+
+
+def _first_tokens(ended: Sequence[Ended]) -> Iterator[_First]:
+    rates: dict[str, _Rate] = {}
+    for e in ended:
+        seconds, num_computed = e.ttft_s - e.planned_s, e.num_tokens - e.num_cached_tokens
+        if e.outcome != "completed" or e.expected_s <= 0 or seconds <= 0 or e.num_rejections:
+            continue
+        rate = rates.setdefault(e.site, _Rate())
+        by_rate_s = rate.of_tokens(num_computed)
+        yield _First(
+            e.site,
+            e.trace,
+            seconds,
+            abs(e.expected_s / seconds - 1),
+            abs(by_rate_s / seconds - 1),
+        )
+        rate.seconds += seconds
+        rate.num_tokens += num_computed
+
+
+def _first_tokens_table(firsts: Sequence[_First]) -> str:
+    lines = [
+        "## From the plan to the first token\n",
+        (
+            "As the master expected it with the plan, from the prompts that wait there and "
+            "from the compute. The mean rate knows the tokens that were reused in the end, and no "
+            "wait.\n"
+        ),
+        "| computed by | requests | number | median ms | MAPE | its median | mean rate |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for site, trace, own in _rows(firsts):
+        lines.append(
+            f"| {site} | {trace} | {len(own)} | {1e3 * _median(e.seconds for e in own):.0f} "
+            f"| {_percent(e.error for e in own)} | {100 * _median(e.error for e in own):.1f} "
+            f"| {_percent(e.rate_error for e in own)} |"
+        )
+    return "\n".join(lines)
+
+
+def _rows(items: Sequence[T]) -> Iterator[tuple[str, str, list[T]]]:
+    """By site: each trace, and in the end all but what it learnt from."""
+    for site in dict.fromkeys(i.site for i in items):
+        own = [i for i in items if i.site == site]
+        for trace in dict.fromkeys(i.trace for i in own):
+            yield site, trace, [i for i in own if i.trace == trace]
+        yield site, "**all judged**", [i for i in own if i.trace != LEARN]
+
+
+def _percent(values: Iterable[float]) -> str:
+    return f"{100 * statistics.mean(values):.1f}"
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)

@@ -1,0 +1,54 @@
+"""What the leading master of a cluster says of its groups and instances."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tests.compose.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`members` are those that serve: their names by role (`prefill`, `decode`), in order.
+
+    `out` is why instances are out of service, by name.
+    """
+
+    state: str
+    members: dict[str, list[str]]
+    blank: list[str]
+    out: dict[str, str]
+
+    def is_whole(self, prefill: int, decode: int) -> bool:
+        counts = {role: len(names) for role, names in self.members.items()}
+        return self.state == "serving" and counts == {"prefill": prefill, "decode": decode}
+
+    @property
+    def all_members(self) -> list[str]:
+        return sorted(name for names in self.members.values() for name in names)
+
+
+def groups(cluster: Cluster, group_id: str = "chat") -> Groups:
+    """Fails while no master leads."""
+    told: dict[str, Any] = json.loads(cluster.pdmesh("groups", "--json"))
+    shown: list[dict[str, Any]] = told.get("groups", [])
+    group = next((g for g in shown if g["group_id"] == group_id), dict[str, Any]())
+    members: dict[str, list[str]] = {}
+    for member in group.get("members", []):
+        if member["phase"] == "INSTANCE_PHASE_READY":
+            role = member["role"].removeprefix("ROLE_").lower()
+            members.setdefault(role, []).append(member["instance_id"])
+    return Groups(
+        group.get("state", ""),
+        {role: sorted(names) for role, names in members.items()},
+        sorted(told.get("blank_instance_ids", [])),
+        {o["instance_id"]: o["reason"] for o in told.get("out_of_service", [])},
+    )
+
+
+def faults(cluster: Cluster) -> dict[str, str]:
+    """The reasons of the faults of instances, by name; those without a fault are left out."""
+    told = json.loads(cluster.pdmesh("status", "--json"))
+    return {row["id"]: row["fault"] for row in told["rows"] if row["fault"]}

@@ -1,0 +1,41 @@
+"""Which entries a reader asks for, since nobody renewed them for a lease."""
+
+from __future__ import annotations
+
+from pdmesh.net.nats.lease_ends import LeaseEnds
+
+
+def test_an_entry_is_due_a_lease_after_its_last_renewal_and_then_at_each_retry() -> None:
+    ends = LeaseEnds(lease_s=3.0, retry_s=0.5)
+    ends.renewed("a", 1, now=0.0)
+    ends.renewed("b", 2, now=1.0)
+    ends.renewed("a", 3, now=2.0)
+    assert ends.due(3.9) == {}
+    assert ends.due(4.0) == {"b": 2}
+    assert ends.due(4.4) == {}
+    assert ends.due(4.5) == {"b": 2}
+    assert ends.due(5.0) == {"a": 3, "b": 2}
+
+
+def test_a_renewal_puts_off_and_what_has_ended_is_never_due() -> None:
+    ends = LeaseEnds(lease_s=3.0, retry_s=0.5)
+    ends.renewed("a", 1, now=0.0)
+    ends.renewed("b", 2, now=0.0)
+    assert ends.due(3.0) == {"a": 1, "b": 2}
+    ends.renewed("a", 4, now=3.1)
+    ends.ended("b")
+    ends.ended("unknown")
+    assert ends.due(6.0) == {}
+    assert ends.due(6.1) == {"a": 4}
+    ends.clear()
+    assert ends.due(60.0) == {}
+
+
+def test_an_answer_counts_only_if_nothing_came_of_the_key_since_it_was_asked_for() -> None:
+    ends = LeaseEnds(lease_s=3.0, retry_s=0.5)
+    ends.renewed("a", 1, now=0.0)
+    assert ends.is_last("a", 1)
+    ends.renewed("a", 2, now=1.0)
+    assert not ends.is_last("a", 1)
+    ends.ended("a")
+    assert not ends.is_last("a", 2)
