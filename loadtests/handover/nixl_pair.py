@@ -24,7 +24,7 @@ class _Engine:
         reader, writer = os.pipe()
         with PortReservation("127.0.0.1", 0) as free:
             side_channel = str(free.port)
-        libraries = nixl_dir / "nvidia" / "cuda_runtime" / "lib"  # nixl always links to it
+        libraries = nixl_dir / "nvidia" / "cu13" / "lib"  # nixl always links to it
         path = os.pathsep.join([*(p for p in sys.path if p), str(nixl_dir)])
         self._process = subprocess.Popen(
             [

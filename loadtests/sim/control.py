@@ -36,6 +36,7 @@ from pdmesh.core.moves.plan_runner import (
     StartMove,
 )
 from pdmesh.core.moves.schedule import Schedule
+from pdmesh.core.ratio.bottleneck import Window
 from pdmesh.core.ratio.controller import (
     AskMoves,
     OperatorAsked,
@@ -47,7 +48,6 @@ from pdmesh.core.ratio.controller import (
     WindowSeen,
 )
 from pdmesh.core.ratio.controller import Event as RatioEvent
-from pdmesh.core.ratio.detector import Window
 from pdmesh.core.ratio.throughput import Profile
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (

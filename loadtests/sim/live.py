@@ -26,7 +26,7 @@ from pdmesh.core.moves.move import (
 )
 from pdmesh.core.placement.fleet import InstanceRecorded, InstanceUnrecorded
 from pdmesh.core.placement.policies import Weights
-from pdmesh.core.ratio.detector import Window
+from pdmesh.core.ratio.bottleneck import Window
 from pdmesh.core.request.events import (
     AbortLeg,
     Effect,

@@ -30,6 +30,7 @@ from pdmesh.core.health.fault_judge import (
     SignalsRestored,
 )
 from pdmesh.core.health.fault_levels import EJECTS_FROM, Level
+from pdmesh.core.health.node_status import VOID_AFTER_PERIODS
 from pdmesh.core.health.vitals import VitalsBook
 from pdmesh.core.model import Tick
 from pdmesh.errors import InvalidRequest, Unavailable
@@ -59,7 +60,6 @@ _JUDGED_ROLES: Final = frozenset(
     {ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION, ROLE_POOLING, ROLE_ENCODER}
 )
 _TICKS_PER_LEASE: Final = 6
-_VOID_AFTER_PERIODS: Final = 3
 _VITALS: Final = "vitals"
 
 
@@ -185,7 +185,7 @@ class FaultWatch:
         except InvalidRequest as exc:
             log.warning("faults.bad_event", error=exc.message)
             return
-        ttl_s = _VOID_AFTER_PERIODS * event.period_s
+        ttl_s = VOID_AFTER_PERIODS * event.period_s
         for said in event.instances:
             signals = tuple(map(signal_from, said.signals))
             teller = f"node/{event.node_id}"

@@ -34,7 +34,7 @@ def interpreter_of(where: Path) -> tuple[str, dict[str, str]]:
     if not where.is_dir():
         return str(where), {}
     where = where.resolve()
-    libraries = where / "nvidia" / "cuda_runtime" / "lib"  # nixl always links to it
+    libraries = where / "nvidia" / "cu13" / "lib"  # nixl always links to it
     return sys.executable, {"PYTHONPATH": str(where), "LD_LIBRARY_PATH": str(libraries)}
 
 

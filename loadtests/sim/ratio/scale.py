@@ -20,8 +20,8 @@ from pdmesh.core.placement.fleet import Fleet, InstanceRecorded, LoadReported
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement
 from pdmesh.core.placement.policies import Query
+from pdmesh.core.ratio.bottleneck import Window
 from pdmesh.core.ratio.controller import RatioController, WindowSeen
-from pdmesh.core.ratio.detector import Window
 
 NUM_SCENARIOS: Final = 100
 _SPLIT: Final = (4, 6)

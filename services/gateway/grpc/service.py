@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from pdmesh.errors import MeshError
 from pdmesh.net.addresses import join
 from pdmesh.net.grpc import rpc
-from pdmesh.net.grpc.incoming import READ_AHEAD, Incoming, IncomingGuard
+from pdmesh.net.grpc.slow_senders import READ_AHEAD, Incoming, IncomingGuard
 from pdmesh.service_process import StartupError
 from pdmesh.services.gateway.access.access_control import AccessControl, Permit, charged
 from pdmesh.services.gateway.grpc.answers import (

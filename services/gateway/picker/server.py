@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2
 
 from pdmesh.net.addresses import join
 from pdmesh.net.grpc import rpc
-from pdmesh.net.grpc.incoming import READ_AHEAD
+from pdmesh.net.grpc.slow_senders import READ_AHEAD
 from pdmesh.service_process import StartupError
 from pdmesh.services.gateway.grpc.health import HealthServicer
 from pdmesh.services.gateway.picker.servicer import SERVICE, PickerServicer

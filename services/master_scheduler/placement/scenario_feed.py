@@ -15,6 +15,7 @@ import structlog
 from pdmesh.core.history.ended_request import EndedRequest, InstanceLoss
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
+from pdmesh.core.ratio.counted_failures import is_by_client
 from pdmesh.core.ratio.scenario_stats import (
     RequestSample,
     RoleSlots,
@@ -24,7 +25,6 @@ from pdmesh.core.ratio.scenario_stats import (
 )
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.core.ratio.throughput import Phi
-from pdmesh.errors import BY_REASON, InvalidRequest, MeshError
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message
 from pdmesh.telemetry import metrics, names
@@ -79,11 +79,6 @@ class RequestFinishedJson(msgspec.Struct, rename="camel"):
 
 _decoder = msgspec.json.Decoder(RequestFinishedJson)
 _POOLING: Final = frozenset({"embeddings", "score", "rerank"})
-
-
-def is_by_client(reason: str) -> bool:
-    """Whether a request failed for what its client wrote: no other ratio would have answered it."""
-    return BY_REASON.get(reason, MeshError).http_status == InvalidRequest.http_status
 
 
 OnRequest = Callable[[RequestFinishedJson], None]

@@ -73,6 +73,7 @@ class NoPlan:
 CellKey = tuple[str, str, bool]  # group, model fingerprint, is fusion
 _MAX_CELL_SETS: Final = 256
 _ALL: Final = 1 << 60
+_ADAPTER_PART: Final = 4  # one in so many places is for prefills that have loaded the adapter
 _OTHERS: Final = 4  # prefills scored for each further candidate of a plan
 _BY_ID: Final = attrgetter("id")
 
@@ -294,7 +295,7 @@ class Placement:
 
         A prefill that all decodes avoid comes last.
         """
-        instances = self._shortlisted(cells, known)
+        instances = self._shortlisted(query, cells, known)
         scored = self._score(query, instances, known)
         if len(cells) == 1 and not self._exchange:
             return self.policy.pick_prefill(scored, self.rng, self.max_candidates), cells[0]
@@ -313,7 +314,7 @@ class Placement:
         scores = self.policy.score_prefills(query, instances, known)
         return [Scored(i, s) for i, s in zip(instances, scores, strict=True)]
 
-    def _shortlisted(self, cells: Sequence[_Cell], known: Known) -> list[Instance]:
+    def _shortlisted(self, query: Query, cells: Sequence[_Cell], known: Known) -> list[Instance]:
         """The prefills to be scored: all, unless there are too many."""
         most = self.policy.most_scored or _ALL
         by_key = {cell.key: cell for cell in cells}
@@ -326,7 +327,17 @@ class Placement:
             return found if is_prefill else None
 
         parts = [cell.prefills for cell in cells]
-        return shortlist(parts, most, self.rng, known.matches, find, known.affine)
+        kept = [*known.affine, *self._with_adapter(query, parts, most // _ADAPTER_PART)]
+        return shortlist(parts, most, self.rng, known.matches, find, kept)
+
+    def _with_adapter(
+        self, query: Query, parts: Sequence[Sequence[Instance]], count: int
+    ) -> list[str]:
+        """Some of those that have loaded the query's adapter; the others would have to load it."""
+        if not query.adapter:
+            return []
+        loaded = [i.id for part in parts for i in part if query.adapter in i.identity.adapters]
+        return self.rng.sample(loaded, min(count, len(loaded)))
 
     def _with_others(
         self, query: Query, own: list[Scored], cell: _Cell, known: Known
@@ -339,7 +350,10 @@ class Placement:
         if not others:
             return own
         scored = self._score(query, others, known)
-        return own + self.policy.pick_prefill(scored, self.rng, self.max_candidates - len(own))
+        ranked = own + self.policy.pick_prefill(scored, self.rng, len(scored))
+        if self._exchange:
+            ranked.sort(key=lambda s: self._best_fit(cell, s.instance))
+        return ranked
 
     def _best_fit(self, cell: _Cell, prefill: Instance) -> Fit:
         """How well the prefill goes with the best decode of its cell."""
@@ -377,10 +391,13 @@ class Placement:
         def has_room(decode: Instance) -> bool:
             return decode.num_kv_blocks_free - decode.num_booked_blocks >= num_blocks
 
+        def can_serve(decode: Instance) -> bool:
+            return has_room(decode) and decode.used_slots() < decode.num_slots
+
         most = self.policy.most_scored
         if most and len(decodes) > most:
             own = [name for name in affine if (i := find(name)) is not None and i.is_decode]
-            decodes = shortlist([decodes], most, self.rng, {}, find, own, has_room)
+            decodes = shortlist([decodes], most, self.rng, {}, find, own, can_serve)
         with_room = [d for d in decodes if has_room(d)]
         asked = with_room or decodes
         scores = self.policy.score_decodes(query, asked)

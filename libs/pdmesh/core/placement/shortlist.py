@@ -11,13 +11,13 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Final
 
 from pdmesh.core.placement.instance import Instance
 
 _HOLDERS: Final = 0.25  # of the places
-_TRIES: Final = 4  # holders looked at for each of these places, as many may be of other groups
+_TRIES: Final = 1024  # holders looked at, as most may be decodes, or of other groups
 _WIDER: Final = 4  # so many times as many are sampled, where none of the first has a free slot
 
 
@@ -30,7 +30,9 @@ def shortlist(
     kept: Sequence[str] = (),
     can_serve: Callable[[Instance], bool] = lambda i: i.used_slots() < i.num_slots,
 ) -> list[Instance]:
-    """At most `most` instances of all `parts`, or four times as many if no sampled one can serve.
+    """At most `most` instances of all `parts`, or more if no sampled one can serve.
+
+    Then four times as many are sampled; if none of these can serve either, all are looked at.
 
     `matches`: blocks by instance, in ascending order, as `PrefixIndex.match` gives them. `find`:
     the instance of this name, if it is in one of the parts. `kept` are among the result if found.
@@ -50,6 +52,10 @@ def shortlist(
     if not any(map(can_serve, chosen.values())):
         for instance in _sampled(parts, ends, _WIDER * most, rng):
             chosen[instance.id] = instance
+        if not any(map(can_serve, chosen.values())):
+            able = [instance for part in parts for instance in part if can_serve(instance)]
+            for instance in rng.sample(able, min(most, len(able))):
+                chosen[instance.id] = instance
     return list(chosen.values())
 
 
@@ -61,15 +67,27 @@ def _holders(
 ) -> Iterator[Instance]:
     """The longest matches; of equal ones, random ones."""
     names = list(matches)
-    end, tries = len(names), _TRIES * count
-    while end and count > 0 and tries > 0:
+    end, tries = len(names), _TRIES
+    while end and tries > 0:
         first = bisect_left(names, matches[names[end - 1]], 0, end, key=matches.__getitem__)
-        for at in rng.sample(range(first, end), min(end - first, tries)):
+        for at in islice(_shuffled(first, end, rng), tries):
             tries -= 1
-            if count > 0 and (instance := find(names[at])) is not None:
-                count -= 1
+            if (instance := find(names[at])) is not None:
                 yield instance
+                count -= 1
+                if not count:
+                    return
         end = first
+
+
+def _shuffled(first: int, end: int, rng: random.Random) -> Iterator[int]:
+    """The numbers of the range in random order; only those that are taken cost time."""
+    moved: dict[int, int] = {}
+    for at in range(first, end):
+        other = at + int(rng.random() * (end - at))
+        yield moved.pop(other, other)
+        if other != at:
+            moved[other] = moved.pop(at, at)
 
 
 def _sampled(

@@ -24,7 +24,7 @@ from pdmesh.core.moves.move import (
     serving,
 )
 from pdmesh.core.moves.plan_runner import MoveOutcome, PlanEnded
-from pdmesh.core.ratio.detector import (
+from pdmesh.core.ratio.bottleneck import (
     BottleneckDetector,
     DetectorLimits,
     Finding,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdmesh.core.ratio.detector import Window
+from pdmesh.core.ratio.bottleneck import Window
 from pdmesh.core.ratio.scenario_stats import RequestSample
 
 

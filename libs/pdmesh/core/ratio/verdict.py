@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import Move, other
-from pdmesh.core.ratio.detector import Window
+from pdmesh.core.ratio.bottleneck import Window
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -53,6 +54,9 @@ T = TypeVar("T")
 
 _TICK_S: Final = 0.01  # the loop's timers may be early by less than this
 _QUICK_BYTES: Final = 1 << 20  # of KV; less is read at once, since a thread would cost more
+# A verified range is scattered in slices of this size, one in each turn of the loop: a step that is
+# due meanwhile waits for one slice, not for the range (S52).
+_SLICE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,9 @@ class _Retrieval:
     has_landing: bool = True  # the range is ours: the pull has not begun, or has ended well
     digest: int | None = None  # of its KV, once that was read
     is_complete: bool = False
+    # Slices to scatter, as (offset, bytes); None: none is on its way.
+    slices: deque[tuple[int, ByteArray]] = field(default_factory=deque)
+    scattered: asyncio.Future[None] | None = None
 
 
 class Retriever:
@@ -191,11 +198,15 @@ class Retriever:
                 deadline_s=job.deadline_s,
                 stall_s=math.inf if awaits_prefill else job.stall_s,
                 on_silent=lambda: self._tell(PullFellSilent(job.leg)),
-                on_range=lambda offset, data: self._land(job.leg, offset, in_host(data), blocks),
+                on_range=lambda offset, data: self._land(retrieval, offset, in_host(data), blocks),
             )
+            retrieval.has_landing = True
+            if retrieval.scattered is not None:
+                await retrieval.scattered
         except KvTransferFailed as exc:
             return LoadFailure(exc.reason, exc.message)
-        retrieval.has_landing = True
+        finally:
+            retrieval.slices.clear()  # after a failure the range is the agent's
         if failpoints.hit("decode.pulled") == "zero-kv":
             for cache in self._memory.caches:
                 cache[blocks] = 0
@@ -212,14 +223,40 @@ class Retriever:
         landings = (job.landing.offset,) if retrieval.has_landing else ()
         self._tell(PullEnded(job.leg, failure, landings))
 
-    def _land(self, leg: int, offset: int, data: ByteArray, blocks: list[int]) -> None:
-        """Scatter a verified range while the next ones are on their way."""
+    def _land(self, retrieval: _Retrieval, offset: int, data: ByteArray, blocks: list[int]) -> None:
+        """Scatter a verified range, slice by slice, while the next ones are on their way."""
+        block_bytes = self._memory.model.params.block_bytes
+        step = max(1, _SLICE_BYTES // block_bytes) * block_bytes
+        for at in range(0, data.size, step):
+            retrieval.slices.append((offset + at, data[at : at + step]))
+        if retrieval.scattered is None or retrieval.scattered.done():
+            retrieval.scattered = asyncio.get_running_loop().create_future()
+            self._scatter_next(retrieval, retrieval.scattered, blocks)
+        failpoints.hit("decode.range")
+
+    def _scatter_next(
+        self, retrieval: _Retrieval, done: asyncio.Future[None], blocks: list[int]
+    ) -> None:
+        """Scatter one slice now, and the others in the next turns of the loop."""
+        try:
+            if retrieval.slices:
+                self._scatter(retrieval.job.leg, *retrieval.slices.popleft(), blocks)
+        except Exception as error:  # noqa: BLE001  the pull reports it, which ends the engine
+            retrieval.slices.clear()
+            if not done.done():
+                done.set_exception(error)
+        if retrieval.slices:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._scatter_next, retrieval, done, blocks)
+        elif not done.done():
+            done.set_result(None)
+
+    def _scatter(self, leg: int, offset: int, data: ByteArray, blocks: list[int]) -> None:
         for _ in self._loads.handle(RangeVerified(leg), time.monotonic()):
             try:
                 self._memory.blocks.scatter_part(data, offset, blocks)
             finally:
                 self._tell(RangeScattered(leg))
-        failpoints.hit("decode.range")
 
     async def _keep(self, job: DecodeJob) -> None:
         """Renew the lease during the wait for a turn; if that fails, the pull reports why."""

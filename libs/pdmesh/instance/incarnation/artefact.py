@@ -15,11 +15,13 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
+import structlog
 from pydantic import Field, ValidationError
 
 from pdmesh.atomic_file import write_atomically
@@ -28,6 +30,9 @@ from pdmesh.core.model import Role
 from pdmesh.instance.incarnation.role_settings import OPTIONS, RoleRefused
 from pdmesh.kv.agent.wire import VERSION as KV_WIRE_VERSION
 
+log = structlog.get_logger(__name__)
+
+Measure = Callable[[str], AbstractContextManager[None]]
 MANIFEST: Final = "manifest.json"
 _FILES: Final = "files"
 _MAX_MANIFEST: Final = 4 << 20  # bytes
@@ -134,6 +139,26 @@ def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
             ):
                 target.rename(Path(aside) / _FILES)
         return fetch(artefact, cache_dir)
+
+
+def checked_copy(source: Artefact, cache_dir: Path, measure: Measure) -> Artefact:
+    """The checked copy in the cache. Raises RoleRefused.
+
+    A damaged copy is fetched once more, since every later load would find it again. `measure`
+    times the parts `fetch` and `verify`.
+    """
+    with measure("fetch"):
+        copy = fetch(source, cache_dir)
+    try:
+        with measure("verify"):
+            verify(copy)
+    except RoleRefused as exc:
+        log.warning("artefact.damaged", folder=str(copy.folder), error=exc.message)
+        with measure("fetch"):
+            copy = fetch_again(source, cache_dir)
+        with measure("verify"):
+            verify(copy)
+    return copy
 
 
 def verify(artefact: Artefact) -> None:

@@ -21,7 +21,6 @@ from pdmesh.engine.factory import BuiltEngine, build_engine
 from pdmesh.instance.incarnation import artefact, role_settings
 from pdmesh.instance.incarnation.artefact import Artefact
 from pdmesh.instance.incarnation.model_text import LoadedText, text_of
-from pdmesh.instance.incarnation.role_settings import RoleRefused
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.kv.tiers.holders import HolderDirectory
@@ -115,29 +114,12 @@ async def with_artefact(
     found = await asyncio.to_thread(artefact.read, Path(role_spec.manifest))
     artefact.check_role(found, role_spec.role)
     if settings.model_cache_dir is not None:
-        found = await _from_cache(found, settings.model_cache_dir, timings)
+        found = await asyncio.to_thread(
+            artefact.checked_copy, found, settings.model_cache_dir, timings.measure
+        )
     else:
         with timings.measure("verify"):
             await asyncio.to_thread(artefact.verify, found)
     manifest = found.manifest
     changed = settings.model_copy(update={"model": manifest.model, "model_dir": found.folder})
     return role_settings.settings_for(changed, role_spec, manifest.config), found
-
-
-async def _from_cache(source: Artefact, cache_dir: Path, timings: PartTimes) -> Artefact:
-    """The checked copy in the cache.
-
-    A damaged copy is fetched once more, since every later load would find it again.
-    """
-    with timings.measure("fetch"):
-        copy = await asyncio.to_thread(artefact.fetch, source, cache_dir)
-    try:
-        with timings.measure("verify"):
-            await asyncio.to_thread(artefact.verify, copy)
-    except RoleRefused as exc:
-        log.warning("artefact.damaged", folder=str(copy.folder), error=exc.message)
-        with timings.measure("fetch"):
-            copy = await asyncio.to_thread(artefact.fetch_again, source, cache_dir)
-        with timings.measure("verify"):
-            await asyncio.to_thread(artefact.verify, copy)
-    return copy

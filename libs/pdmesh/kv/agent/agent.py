@@ -85,6 +85,7 @@ class KvAgent:
         self._is_closed = False
         self.address = ""  # the transport's address, once started
         self._posted: deque[Callable[[], None]] = deque()
+        self._is_woken = False  # a call of `_do_posted` is on its way
 
     @property
     def num_tickets(self) -> int:
@@ -337,12 +338,19 @@ class KvAgent:
     # -- both -------------------------------------------------------------------------------------
 
     def post(self, what: Callable[[], None]) -> None:
-        """Thread-safe: call `what` on the loop, before any message that arrives from now on."""
+        """Thread-safe: call `what` on the loop, before any message that arrives from now on.
+
+        Several calls before the loop runs again wake it once.
+        """
         self._posted.append(what)
+        if self._is_woken:  # `_do_posted` clears this first, so it still finds `what`
+            return
+        self._is_woken = True
         with contextlib.suppress(RuntimeError):  # the loop is closed, and so are all tickets
             self._loop.call_soon_threadsafe(self._do_posted)
 
     def _do_posted(self) -> None:
+        self._is_woken = False
         while self._posted:
             what = self._posted.popleft()
             try:

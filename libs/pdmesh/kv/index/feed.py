@@ -165,6 +165,8 @@ class IndexFeed:
         was_whole = self.index.is_whole(delta.instance_id)
         version = self.index.version(delta.instance_id)
         outcome = self.index.apply(delta)
+        if version is not None and version[0] != delta.incarnation:
+            self._has_gone.set()  # the delta has retired the incarnation before
         if outcome is DeltaOutcome.GAP:
             if was_whole or version is None:
                 _gaps.add(1)

@@ -65,9 +65,9 @@ _ENVIRONMENT = {
 MESSAGE_TAG = 0  # of frames, which all connections receive in one inbox; payloads have other tags
 # Some transports' events do not reach the fd (ucxx guards against this, too): poll now and then.
 _GUARD_S = 0.5
-# A large payload must not keep the loop to itself. This time is not measured by `loop.time()`,
-# which stands still within a callback under uvloop.
-_TURN_S = 0.002
+# A large payload must not keep the loop to itself: a decode's next step may be due (S52). This time
+# is not measured by `loop.time()`, which stands still within a callback under uvloop.
+_TURN_S = 0.0005
 MAX_REFUSING = 64  # peers that are being turned away
 _REFUSE_S = 5.0
 MAX_GIVEN_UP = 256  # connections that ended before their welcome, and are remembered

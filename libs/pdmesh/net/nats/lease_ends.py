@@ -15,15 +15,17 @@ class LeaseEnds:
     """Times are those of the caller's clock, in seconds.
 
     The server decides when a lease ends. So an entry that is due may still be there, and is due
-    again a little later.
+    again a little later, and then after twice that time, up to a lease: an entry may also have been
+    written so that it never ends.
     """
 
     lease_s: float
     retry_s: float
-    _entries: dict[str, tuple[int, float]] = field(default_factory=dict)  # key: revision, due at
+    # By key: revision, when it is due, and how much later again.
+    _entries: dict[str, tuple[int, float, float]] = field(default_factory=dict)
 
     def renewed(self, key: str, revision: int, now: float) -> None:
-        self._entries[key] = (revision, now + self.lease_s)
+        self._entries[key] = (revision, now + self.lease_s, self.retry_s)
 
     def ended(self, key: str) -> None:
         self._entries.pop(key, None)
@@ -33,9 +35,10 @@ class LeaseEnds:
 
     def due(self, now: float) -> dict[str, int]:
         """Keys to ask for, with the revision that was last seen of each."""
-        found = {key: revision for key, (revision, at) in self._entries.items() if at <= now}
+        found = {key: revision for key, (revision, at, _) in self._entries.items() if at <= now}
         for key, revision in found.items():
-            self._entries[key] = (revision, now + self.retry_s)
+            pause = self._entries[key][2]
+            self._entries[key] = (revision, now + pause, min(2 * pause, self.lease_s))
         return found
 
     def is_last(self, key: str, revision: int) -> bool:

@@ -264,9 +264,12 @@ class NatsRegistryView:
     async def _judge_often(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            await self._ask_for_ended()
-            if self._missing:
-                self._judge()
+            try:
+                await self._ask_for_ended()
+                if self._missing:
+                    self._judge()
+            except Exception:  # of a listener: the next death must be told, too
+                log.exception("registry.listener_failed")
 
     async def _ask_for_ended(self) -> None:
         """While the watch is not live, nothing is asked: it will show again what is there."""
@@ -277,9 +280,13 @@ class NatsRegistryView:
                 found = await self._bucket.get(key)
             except Unavailable:
                 return  # they are due again soon
-            if found is None and self._ends.is_last(key, revision):
+            if not self._ends.is_last(key, revision):
+                continue
+            if found is None:
                 self._ends.ended(key)
                 self._expired(key)
+            elif found.revision > revision:  # renewed: the watch is behind
+                self._ends.renewed(key, revision, time.monotonic())
 
     def _judge(self) -> None:
         """Missing records are dead, unless the store was away within the last lease."""
@@ -289,8 +296,15 @@ class NatsRegistryView:
                 self._vanished(instance_id, is_lease_end=True)
 
     def _notify(self, change: RecordChanged) -> None:
+        """Tell every listener, then raise the first error of one."""
+        failed: Exception | None = None
         for callback in self._callbacks:
-            callback(change)
+            try:
+                callback(change)
+            except Exception as exc:  # noqa: BLE001 -- raised below, after the others are told
+                failed = failed or exc
+        if failed is not None:
+            raise failed
 
 
 def _parse(entry: KvEntry) -> InstanceRecord | None:

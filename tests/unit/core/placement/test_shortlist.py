@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,52 @@ def test_where_all_sampled_are_full_more_are_looked_at() -> None:
     assert len(found) <= 5 * 20
 
 
+def test_a_small_cell_that_alone_can_serve_is_always_found() -> None:
+    full, idle = instances(1000, num_slots_used=8), instances(4)
+    for seed in range(50):
+        found = shortlist([full, idle], 20, random.Random(seed), {}, lambda name: None)
+        assert [i for i in found if i in idle]
+
+
+def test_few_holders_are_found_among_many_that_are_not_asked_for() -> None:
+    fleet = instances(750)
+    by_id = {i.id: i for i in fleet}
+    matches = {f"d{i}": 9 for i in range(500)} | {f"p{i}": 9 for i in range(3)}
+    for seed in range(50):
+        found = shortlist([fleet], 40, random.Random(seed), matches, by_id.get)
+        assert {"p0", "p1", "p2"} <= {i.id for i in found}
+
+
+def test_a_decode_with_a_free_slot_comes_first_however_few_have_one() -> None:
+    placement, _ = build(1000)
+    decodes = [i for i in placement.fleet.instances.values() if i.identity.role is Role.DECODE]
+    for decode in decodes:
+        decode.num_slots_used = 64
+    for decode in decodes[:3]:
+        decode.num_slots_used = 0
+    for number in range(30):
+        first = planned(placement, {}, number).decodes[0].instance_id
+        assert first in {d.id for d in decodes[:3]}
+
+
+def test_prefills_that_have_loaded_the_adapter_are_scored_however_few_have() -> None:
+    placement, _ = build(1000)
+    prefills = [i for i in placement.fleet.instances.values() if i.identity.role is Role.PREFILL]
+    for number, prefill in enumerate(prefills):
+        loaded = frozenset({"a"}) if number < 2 else frozenset[str]()
+        prefill.identity = replace(prefill.identity, adapters=loaded, takes_adapters=True)
+    own = POLICIES["default"]()
+
+    def prefill_scores(query: Query, asked: Sequence[Instance], known: Known) -> list[float]:
+        assert {"prefill-0", "prefill-1"} <= {i.id for i in asked}
+        return list(own.score_prefills(query, asked, known))
+
+    placement.policy = replace(own, score_prefills=prefill_scores)
+    for number in range(20):
+        query = replace(query_of(number), adapter="a")
+        assert isinstance(placement.plan(query, {}, 0.001 * number), Plan)
+
+
 def test_every_instance_is_sampled_sooner_or_later() -> None:
     parts, rng = [instances(30), instances(50)], random.Random(5)
     seen = set()
@@ -87,11 +134,14 @@ def test_a_decision_scores_as_many_instances_in_a_large_mesh_as_in_a_small_one(
     assert held >= 20  # three prefills of hundreds hold a half of each prompt, and are found
 
 
-def planned(placement: Placement, matches: dict[str, int], number: int) -> Plan:
-    query = Query(
+def query_of(number: int) -> Query:
+    return Query(
         block_hashes=prompt(number), num_prompt_tokens=NUM_BLOCKS * 64, max_tokens=256,
         request_id=f"r{number}",
     )  # fmt: skip
-    plan = placement.plan(query, matches, 0.001 * number)
+
+
+def planned(placement: Placement, matches: dict[str, int], number: int) -> Plan:
+    plan = placement.plan(query_of(number), matches, 0.001 * number)
     assert isinstance(plan, Plan)
     return plan

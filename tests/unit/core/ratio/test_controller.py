@@ -26,6 +26,7 @@ from pdmesh.core.moves.plan_runner import (
     PlanRunner,
     StartMove,
 )
+from pdmesh.core.ratio.bottleneck import Window
 from pdmesh.core.ratio.controller import (
     AskMoves,
     OperatorAsked,
@@ -35,7 +36,6 @@ from pdmesh.core.ratio.controller import (
     ScenarioProfiled,
     WindowSeen,
 )
-from pdmesh.core.ratio.detector import Window
 from pdmesh.core.ratio.throughput import Profile
 
 P, D = Role.PREFILL, Role.DECODE

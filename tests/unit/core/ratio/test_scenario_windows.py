@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.ratio.detector import Window
+from pdmesh.core.ratio.bottleneck import Window
 from pdmesh.core.ratio.scenario_stats import RequestSample
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 

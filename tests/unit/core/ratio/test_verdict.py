@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import Move, MoveKind
-from pdmesh.core.ratio.detector import Window
+from pdmesh.core.ratio.bottleneck import Window
 from pdmesh.core.ratio.verdict import Cooldown, MoveTrial, Verdict, VerdictLimits
 
 P, D = Role.PREFILL, Role.DECODE

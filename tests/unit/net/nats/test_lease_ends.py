@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from pdmesh.net.nats.lease_ends import LeaseEnds
 
 
-def test_an_entry_is_due_a_lease_after_its_last_renewal_and_then_at_each_retry() -> None:
+def test_an_entry_is_due_a_lease_after_its_last_renewal_and_then_after_longer_pauses() -> None:
     ends = LeaseEnds(lease_s=3.0, retry_s=0.5)
     ends.renewed("a", 1, now=0.0)
     ends.renewed("b", 2, now=1.0)
@@ -14,7 +16,12 @@ def test_an_entry_is_due_a_lease_after_its_last_renewal_and_then_at_each_retry()
     assert ends.due(4.0) == {"b": 2}
     assert ends.due(4.4) == {}
     assert ends.due(4.5) == {"b": 2}
-    assert ends.due(5.0) == {"a": 3, "b": 2}
+    assert ends.due(5.0) == {"a": 3}
+    assert ends.due(5.5) == {"a": 3, "b": 2}
+    dues = [second for second in range(60, 100) if "b" in ends.due(float(second))]
+    assert {later - earlier for earlier, later in pairwise(dues)} == {3}  # a lease
+    ends.renewed("b", 9, now=100.0)
+    assert [at for at in (103.0, 103.4, 103.5) if "b" in ends.due(at)] == [103.0, 103.5]
 
 
 def test_a_renewal_puts_off_and_what_has_ended_is_never_due() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from pdmesh.errors import Unavailable
 from pdmesh.net.nats import registry
 from pdmesh.net.nats.kv_bucket import KvEntry
 from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.net.registry import RecordChanged
 from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.support.waiting import until
 
@@ -67,18 +69,28 @@ class Bucket:
         pass
 
 
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """In place of the bucket of every registry."""
+    made = Bucket()
+    monkeypatch.setattr(registry, "KvBucket", lambda *_, **__: made)
+    return made
+
+
+def record_of(name: str) -> bytes:
+    return b'{"instanceId": "%s", "incarnation": "7"}' % name.encode()
+
+
 @pytest.mark.fault("F18")
 async def test_expired_records_are_judged_only_a_lease_after_writes_are_taken_again(
-    monkeypatch: pytest.MonkeyPatch,
+    bucket: Bucket,
 ) -> None:
-    bucket = Bucket()
-    monkeypatch.setattr(registry, "KvBucket", lambda *_, **__: bucket)
     mesh = NatsRegistry(Bus(), LEASE_S)  # type: ignore[arg-type]
     view = await mesh.watch()
     gone: list[str] = []
     view.on_change(lambda change: None if change.record else gone.append(change.instance_id))
     lease = await mesh.register(InstanceRecord(instance_id="me", incarnation=1))
-    bucket.on_entry(KvEntry("other", b'{"instanceId": "other", "incarnation": "7"}', 100))
+    bucket.on_entry(KvEntry("other", record_of("other"), 100))
 
     bucket.has_leader = False
     await until(lambda: bucket.num_refused >= 2)
@@ -98,16 +110,14 @@ async def test_expired_records_are_judged_only_a_lease_after_writes_are_taken_ag
 
 
 async def test_a_record_that_nobody_renews_is_asked_for_and_gone_once_the_server_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+    bucket: Bucket,
 ) -> None:
     """The server does not tell of the end of a lease."""
-    bucket = Bucket()
-    monkeypatch.setattr(registry, "KvBucket", lambda *_, **__: bucket)
     view = await NatsRegistry(Bus(), LEASE_S).watch()  # type: ignore[arg-type]
     gone: list[str] = []
     view.on_change(lambda change: None if change.record else gone.append(change.instance_id))
     for name in ("dead", "slow"):
-        await bucket.put(name, b'{"instanceId": "%s", "incarnation": "7"}' % name.encode())
+        await bucket.put(name, record_of(name))
 
     await until(lambda: bucket.asked.count("dead") >= 2)
     assert set(view.records) == {"dead", "slow"}, "the server still has them"
@@ -122,17 +132,48 @@ async def test_a_record_that_nobody_renews_is_asked_for_and_gone_once_the_server
 
 
 async def test_nothing_is_asked_while_the_watch_is_not_live(
-    monkeypatch: pytest.MonkeyPatch,
+    bucket: Bucket,
 ) -> None:
     """It will show again what is there."""
-    bucket = Bucket()
-    monkeypatch.setattr(registry, "KvBucket", lambda *_, **__: bucket)
     view = await NatsRegistry(Bus(), LEASE_S).watch()  # type: ignore[arg-type]
     bucket.is_live = False
-    await bucket.put("other", b'{"instanceId": "other", "incarnation": "7"}')
+    await bucket.put("other", record_of("other"))
     bucket.kept.clear()
     await asyncio.sleep(3 * LEASE_S)  # that nothing happens has no condition to wait for
     assert bucket.asked == []
     bucket.is_live = True
     await until(lambda: not view.records)
+    await view.close()
+
+
+async def test_a_listener_that_fails_keeps_no_death_from_the_others(
+    bucket: Bucket,
+) -> None:
+    view = await NatsRegistry(Bus(), LEASE_S).watch()  # type: ignore[arg-type]
+    gone: list[str] = []
+
+    def fail(change: RecordChanged) -> None:
+        if change.record is None:
+            raise ValueError(change.instance_id)
+
+    view.on_change(fail)
+    view.on_change(lambda change: None if change.record else gone.append(change.instance_id))
+    for name in "ab":
+        await bucket.put(name, record_of(name))
+    for name in "ab":  # they die, one after the other
+        del bucket.kept[name]
+        await until(lambda: name in gone)  # noqa: B023
+    await view.close()
+
+
+async def test_a_view_behind_its_watch_does_not_ask_over_and_over_for_what_is_renewed(
+    bucket: Bucket,
+) -> None:
+    view = await NatsRegistry(Bus(), 2.0).watch()  # type: ignore[arg-type]
+    for name in ("same", "renewed"):
+        await bucket.put(name, record_of(name))
+    bucket.kept["renewed"] = replace(bucket.kept["renewed"], revision=99)  # the watch is behind
+    await until(lambda: bucket.asked.count("same") >= 4)  # at 2.0, 2.25, 2.75 and 3.75 s
+    assert bucket.asked.count("renewed") <= 2  # at 2.0, and perhaps at 4.0 s
+    assert set(view.records) == {"same", "renewed"}
     await view.close()

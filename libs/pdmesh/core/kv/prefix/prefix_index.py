@@ -215,7 +215,9 @@ class PrefixIndex:
         if holder.load is not None:
             if delta.sequence <= holder.load.sequence:
                 return DeltaOutcome.STALE
+            was_whole = holder.is_whole  # and still is: it waits only for the rest of the snapshot
             self._wait(holder, delta)
+            holder.is_whole = was_whole
             return DeltaOutcome.WAITS
         if delta.sequence > holder.sequence + 1:
             self._wait(holder, delta)
@@ -506,8 +508,8 @@ class PrefixIndex:
             if row in own:
                 continue
             if self.num_blocks >= self.max_blocks:
-                self._evict_one()
-                row = self._rows.get(block)  # this very block may have been evicted
+                self._make_room()
+                row = self._rows.get(block)  # this very block may have been dropped
             if row is None:
                 row = self._new_row(block)
                 self._masks[row] = bit
@@ -543,6 +545,12 @@ class PrefixIndex:
         del self._rows[self._name(row)]
         self._names[row] = None
         self._free.append(row)
+
+    def _make_room(self) -> None:
+        """What instances that are gone held goes before what others hold."""
+        self.sweep(1)
+        if self.num_blocks >= self.max_blocks:
+            self._evict_one()
 
     def _evict_one(self) -> None:
         """Forget the next row that no match touched since the hand passed, for all its holders."""

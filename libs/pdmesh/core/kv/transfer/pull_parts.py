@@ -20,6 +20,9 @@ MAX_SPANS: Final = 512  # per part: the most that one message can name
 CHUNK_BYTES: Final = 4 << 20  # when the whole prompt is staged
 LAYER_CHUNK_BYTES: Final = 2 << 20  # when layers are staged while later ones are computed
 INLINE_BYTES: Final = 64 << 10  # a part of this size or less travels in its announcement
+# Parts that are in place are sent as one, up to this size: a part costs both sides a round trip and
+# 0.1 to 0.2 ms, more than the checksum of the joined bytes.
+JOINED_BYTES: Final = 1 << 20
 _FEW_INLINE: Final = 4  # a prompt that fits this many inline parts has no other parts
 
 
@@ -60,6 +63,14 @@ def pull_parts(
         asked = f"{num_heads} heads from head {first_head} on"
         raise IndexError(f"{asked} exceed {layout.num_heads} heads")
     return _parts(layout, first_block, first_head, num_heads, chunk_bytes, is_tapered)
+
+
+def joined(parts: Sequence[KvPart]) -> KvPart:
+    """Consecutive parts of a pull as one."""
+    first, last = parts[0], parts[-1]
+    spans = _merged([span for part in parts for span in part.spans])
+    length = last.offset + last.length - first.offset
+    return KvPart(first.offset, length, tuple(spans), first.first_layer, last.end_layer)
 
 
 @lru_cache(maxsize=256)  # prompts of one length have one plan

@@ -16,11 +16,18 @@ lease, or the ticket's last possible lease has ended.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.core.deadlines import MAX_LEASES
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
-from pdmesh.core.kv.transfer.pull_parts import KvPart, pull_parts
+from pdmesh.core.kv.transfer.pull_parts import (
+    JOINED_BYTES,
+    MAX_SPANS,
+    KvPart,
+    joined,
+    pull_parts,
+)
 from pdmesh.core.kv.transfer.sender_events import (
     AbortPeer,
     CloseTicket,
@@ -245,10 +252,11 @@ class TicketBook:
         pull = ticket.pulls[key]
         effects: list[SenderEffect] = []
         while not (pull.is_stopped or pull.is_announced) and pull.num_in_flight < WINDOW:
-            part = pull.parts[pull.num_announced]
-            if part.end_layer > ticket.num_ready:
+            next_parts = _next_parts(pull, ticket)
+            if not next_parts:
                 break
-            pull.num_announced += 1
+            part = next_parts[0] if len(next_parts) == 1 else joined(next_parts)
+            pull.num_announced += len(next_parts)
             pull.num_in_flight += 1
             effects.append(SendPart(*key, ticket_id, part, pull.num_bytes, pull.question))
         return effects
@@ -370,3 +378,17 @@ class TicketBook:
 
     def _forget(self, key: _Key) -> None:
         del self._tickets[self._tickets_by_pull.pop(key)].pulls[key]
+
+
+def _next_parts(pull: _Pull, ticket: _Ticket) -> Sequence[KvPart]:
+    """The parts to announce next as one: the first that is in place, and short ones after it."""
+    most = min(ticket.chunk_bytes, JOINED_BYTES)
+    first = end = pull.num_announced
+    num_bytes = num_spans = 0
+    while end < len(pull.parts) and pull.parts[end].end_layer <= ticket.num_ready:
+        num_bytes += pull.parts[end].length
+        num_spans += len(pull.parts[end].spans)
+        if end > first and (num_bytes > most or num_spans > MAX_SPANS):
+            break
+        end += 1
+    return pull.parts[first:end]

@@ -110,6 +110,25 @@ def test_an_instance_that_is_gone_is_swept_in_bounded_steps_and_never_matched() 
     index.check_invariants()
 
 
+def test_blocks_of_an_instance_that_is_gone_make_room_before_those_of_others() -> None:
+    index = PrefixIndex(max_blocks=40)
+    index.load_snapshot("alive", 1, 1, chain(20))
+    index.load_snapshot("gone", 1, 1, chain(20, start=100))
+    index.retire_instance("gone")
+    index.load_snapshot("new", 1, 1, chain(20, start=200))
+    assert index.num_blocks_of("alive") == index.num_blocks_of("new") == 20
+    assert not index.take_forgotten()
+    index.check_invariants()
+
+
+def test_a_delta_that_waits_for_the_rest_of_a_snapshot_is_not_missing() -> None:
+    index = PrefixIndex()
+    index.load_snapshot("a", 1, 1, chain(5))
+    assert index.begin_snapshot("a", 1, 2, chain(9)) is not None
+    assert index.apply(IndexDelta("a", 1, 3, stored=chain(1, start=50))) is DeltaOutcome.WAITS
+    assert index.is_whole("a")
+
+
 def test_an_instance_first_heard_of_in_mid_stream_has_a_gap_until_its_snapshot() -> None:
     index = PrefixIndex()
     assert index.apply(IndexDelta("p0", 1, 8, stored=[block(9)])) is DeltaOutcome.GAP

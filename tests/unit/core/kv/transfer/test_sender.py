@@ -7,7 +7,7 @@ import pytest
 from pdmesh.core.deadlines import MAX_LEASES
 from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvSpan
 from pdmesh.core.kv.transfer import sender_events as tx
-from pdmesh.core.kv.transfer.pull_parts import KvPart, pull_parts
+from pdmesh.core.kv.transfer.pull_parts import JOINED_BYTES, MAX_SPANS, KvPart, pull_parts
 from pdmesh.core.kv.transfer.sender import (
     MAX_DECODES,
     MAX_PULLS_PER_TICKET,
@@ -137,6 +137,58 @@ def test_a_window_of_parts_is_on_its_way_at_once() -> None:
     book = book_with_ticket(chunk_bytes=40)
     assert book.handle(ask(), now=1.0) == [send(part) for part in LAYERS[:WINDOW]]
     assert book.handle(tx.PartSent(1, 1), now=1.0) == [send(LAYERS[WINDOW])]
+
+
+def tapered(layout: KvLayout) -> TicketBook:
+    book = TicketBook(incarnation=7, fingerprint_hash=11, group_hash=13)
+    chunk_bytes = 2 * JOINED_BYTES
+    book.handle(tx.OpenAsked("t", 1, layout, 10.0, chunk_bytes, is_tapered=True), now=0.0)
+    return book
+
+
+@pytest.mark.req("S48")
+def test_short_parts_that_are_in_place_are_sent_as_one() -> None:
+    layer, layout = 32 << 10, KvLayout(num_layers=32, num_blocks=1, block_bytes=32 << 10)
+    book = tapered(layout)
+    book.handle(tx.LayersReady("t", 15), now=0.0)
+
+    def sent(first: int, end: int) -> list[tx.SendPart]:
+        span = KvSpan(first * layer, (end - first) * layer)
+        part = KvPart(span.offset, span.length, (span,), first, end)
+        return [tx.SendPart(1, 1, "t", part, layout.total_bytes)]
+
+    assert book.handle(ask(), now=1.0) == sent(0, 15)
+    assert book.handle(tx.LayersReady("t", 32), now=1.0) == sent(15, 32), "three parts are left"
+    assert [book.handle(tx.PartSent(1, 1), now=1.1) for _ in range(2)] == [[], []]
+    taken = book.handle(tx.PullAcked(1, 1, True), now=1.2)
+    assert taken == [tx.CloseTicket("t", CloseReason.TAKEN)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "first_block", "num_parts", "num_uncut"),
+    [
+        (KvLayout(num_layers=32, num_blocks=2, block_bytes=32 << 10), 1, 1, 4),
+        (KvLayout(num_layers=64, num_blocks=2, block_bytes=40_000), 0, 4, 5),
+        (KvLayout(num_layers=3000, num_blocks=2, block_bytes=64), 1, 6, 6),  # in spans
+    ],
+)
+def test_joined_parts_keep_the_bounds_of_a_part(
+    layout: KvLayout, first_block: int, num_parts: int, num_uncut: int
+) -> None:
+    book = tapered(layout)
+    book.handle(tx.LayersReady("t", layout.num_layers), now=0.0)
+    found = book.handle(ask(first_block=first_block), now=1.0)
+    while sends := book.handle(tx.PartSent(1, 1), now=1.0):
+        found += sends
+    parts = [effect.part for effect in found if isinstance(effect, tx.SendPart)]
+    uncut = pull_parts(layout, first_block, None, 2 * JOINED_BYTES, True)
+    assert (len(parts), len(uncut)) == (num_parts, num_uncut)
+    longest = max(part.length for part in uncut)
+    assert all(part.length <= max(JOINED_BYTES, longest) for part in parts)
+    assert all(len(part.spans) <= MAX_SPANS for part in parts)
+    ends = [part.offset + part.length for part in parts]
+    assert [part.offset for part in parts] == [0, *ends[:-1]]
+    assert ends[-1] == layout.num_layers * (2 - first_block) * layout.block_bytes
 
 
 @pytest.mark.fault("F35")

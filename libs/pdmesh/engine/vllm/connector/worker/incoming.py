@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -65,6 +66,11 @@ from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.transport.base import KvBytes
 
+# While all requests wait for their KV, vLLM runs empty steps, a millisecond apart. They hold the
+# GIL that the agent's thread needs, so each waits this long for news. A request that comes
+# meanwhile is seen after at most this time.
+_EMPTY_STEP_S: Final = 0.003
+
 
 @dataclass(slots=True)
 class _Loading:
@@ -90,6 +96,7 @@ class IncomingKv:
         self._share, self._rank = share, share.rank
         self._caches, self._agent, self._send = caches, agent, send
         self._lock = threading.RLock()  # reentrant, since an effect may cause the next event
+        self._has_news = threading.Condition(self._lock)
         self._blocks = IncomingBlocks(max_pulls)
         self._loading: dict[int, _Loading] = {}  # by leg, until its blocks are done
         self._over: dict[int, tuple[KvLoad, bool]] = {}  # by leg: the load, is it complete
@@ -128,10 +135,15 @@ class IncomingKv:
         """The request ended before its load began."""
         self._tell(LoadCancelled(leg))
 
-    def take_results(self) -> tuple[set[str], set[str]]:
-        """The keys of loads that are complete, and of those that failed, since the last call."""
+    def take_results(self, is_empty_step: bool = False) -> tuple[set[str], set[str]]:
+        """The keys of loads that are complete, and of those that failed, since the last call.
+
+        After a step that computed nothing, it waits a moment for the first of the loads under way.
+        """
         with self._lock:
             self._tell(Tick())
+            if is_empty_step and self._loading and not (self._over or self._first_tokens):
+                self._has_news.wait(_EMPTY_STEP_S)
             over, self._over = list(self._over.values()), {}
         for load, is_complete in over:
             if is_complete:
@@ -166,6 +178,7 @@ class IncomingKv:
     def join(self, leg: int, token_id: int) -> None:
         with self._lock:
             self._first_tokens[leg] = token_id
+            self._has_news.notify()
             self._tell(FirstTokenKnown(leg))
 
     def landing_freed(self, offset: int) -> None:
@@ -199,6 +212,7 @@ class IncomingKv:
             case CompleteLoad(leg) | ReleaseBlocks(leg):
                 load = self._loading.pop(leg).load
                 self._over[leg] = (load, isinstance(effect, CompleteLoad))
+                self._has_news.notify()
             case FreeLanding(leg):
                 self._send(RankLandingFreed(self._rank, leg))
 

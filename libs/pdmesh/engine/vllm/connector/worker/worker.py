@@ -84,6 +84,7 @@ class HandoffWorker:
         self._path: KvPath | None = None  # None: no KV leaves or arrives
         self.outgoing: Outgoing | None = None
         self._lost: set[str] = set()  # requests that fail with the next results
+        self._is_empty_step = False  # the step computes nothing
         self.incoming: IncomingKv | None = None
         self.tiers: TierWorker | None = None
         self._prober: PeerProber | None = None
@@ -231,6 +232,7 @@ class HandoffWorker:
     def begin(self, plan: StepPlan, num_tokens: int) -> None:
         """Before the forward of `num_tokens`: carry out the plan's drops, pulls and entries."""
         self.signs.step(num_tokens)
+        self._is_empty_step = num_tokens == 0
         self._lost.update(plan.lost)
         if self.tiers is not None:
             self.tiers.begin()
@@ -266,7 +268,7 @@ class HandoffWorker:
         lost, self._lost = self._lost, set()
         if self.incoming is None:
             return set(), lost
-        received, failed = self.incoming.take_results()
+        received, failed = self.incoming.take_results(self._is_empty_step and not lost)
         return received, failed | lost
 
     def take_first_tokens(self) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from pdmesh.errors import KvTransferFailed
 
 pytest.importorskip("torch")
 
+from pdmesh.engine.vllm.connector.worker import incoming
 from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches
 from pdmesh.engine.vllm.connector.worker.incoming import IncomingKv
 from pdmesh.engine.vllm.connector.worker.outgoing import Outgoing
@@ -183,6 +184,28 @@ def test_ranges_are_scattered_as_they_land_and_the_last_one_completes_the_load()
     assert (pulling, arrived, freed) == (Pulling(0, 1), Arrived(0, 1), RankLandingFreed(0, 1))
     assert isinstance(received, Received)
     assert received.kv_bytes == 2 * NUM_LAYERS * WIDTH
+
+
+@pytest.mark.req("S53")
+def test_an_empty_step_waits_for_the_first_load_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incoming, "_EMPTY_STEP_S", 600.0)
+    rank = Rank()
+    with ThreadPoolExecutor() as steps:
+        assert steps.submit(rank.incoming.take_results, True).result(60.0) == (set(), set())
+        rank.incoming.pull(load(1))
+        assert steps.submit(rank.incoming.take_results).result(60.0) == (set(), set())
+        step = steps.submit(rank.incoming.take_results, True)
+        rank.agent.pulls["t1"].set_result(ALL_CAME)
+        assert step.result(60.0) == ({"k1"}, set())
+        rank.incoming.pull(load(2, is_early=True))
+        rank.agent.pulls["t2"].set_result(ALL_CAME)
+        step = steps.submit(rank.incoming.take_results, True)
+        rank.incoming.join(2, 77)
+        assert step.result(60.0) == ({"k2"}, set())
+        rank.incoming.pull(load(3))
+        step = steps.submit(rank.incoming.take_results, True)
+        rank.agent.pulls["t3"].set_exception(KvTransferFailed("x", reason="KV_PEER_LOST"))
+        assert step.result(60.0) == (set(), {"k3"})
 
 
 @pytest.mark.req("S53")

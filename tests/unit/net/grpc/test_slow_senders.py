@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdmesh.errors import DeadlineExceeded, Overloaded
-from pdmesh.net.grpc.incoming import Incoming
+from pdmesh.net.grpc.slow_senders import Incoming
 from tests.support.waiting import until
 
 

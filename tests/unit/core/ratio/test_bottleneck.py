@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.model import Role
-from pdmesh.core.ratio.detector import (
+from pdmesh.core.ratio.bottleneck import (
     BottleneckDetector,
     DetectorLimits,
     Finding,
