@@ -73,7 +73,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         # vLLM finds non-causal layers, whose prefixes may not be reused, only in its own process.
-        if not vllm_config.cache_config.enable_prefix_caching:
+        caches_prefixes = vllm_config.cache_config.enable_prefix_caching
+        if not (caches_prefixes or vllm_config.model_config.use_mla):  # see `check_cache_kinds`
             raise ValueError("pdmesh moves no KV of a model whose prefixes vLLM does not cache")
         told = self._kv_transfer_config.kv_connector_extra_config
         with told_to_host(told["control_path"]):

@@ -18,7 +18,9 @@ def check_cache_kinds(model: Any, *, reuses_prefixes: bool, has_tiers: bool = Fa
     type.
     """
     name = model.served_model_name
-    if not reuses_prefixes:  # pools, files and migrations would reuse what vLLM itself does not
+    # Of latent attention, vLLM caches none with its reference kernel for CPUs: not that the KV would
+    # depend on more, and the kernel does compute tokens after a prefix.
+    if not (reuses_prefixes or model.use_mla):  # pools, files and migrations would reuse what vLLM itself does not
         raise _unsupported(
             f"{name} has KV that depends on more than the tokens before it: vLLM caches no "
             "prefixes of it, and the mesh moves none"

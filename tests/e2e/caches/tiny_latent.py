@@ -1,0 +1,57 @@
+"""A model with random weights and latent attention (MLA), as DeepSeek V2 and V3 have it: a few MB.
+
+The latents have the only sizes that vLLM's kernels for CPUs take. Its output layer is its own:
+vLLM's DeepSeek ignores `tie_word_embeddings` and would leave the layer as the memory was.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from tests.e2e.caches.tiny_windowed import VOCABULARY_SIZE
+
+LATENT: Final = 512  # numbers of a token in a layer, and
+ROTATED: Final = 64  # those that are turned by its position
+NUM_LAYERS: Final = 3
+_LONGEST: Final = 4096
+_YARN: Final[dict[str, Any]] = {  # Any: numbers and a name of transformers
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": _LONGEST // 4,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+
+
+def write_tiny_deepseek(directory: Path, seed: int = 0) -> Path:
+    """DeepSeek V2 without experts, which keep no KV. The same seed gives the same weights."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=LATENT,
+        q_lora_rank=64,
+        qk_rope_head_dim=ROTATED,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=NUM_LAYERS,
+        max_position_embeddings=_LONGEST,
+        rope_parameters=_YARN,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(seed)
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
