@@ -54,7 +54,9 @@ class Plain:
         found = self._answers()["told"]
         return [[[(i, value) for i, value in step] for step in answer] for answer in found]
 
-    def decided(self, asked: Sequence[Case]) -> tuple[list[Case], list[list[int]]]:
+    def decided(
+        self, asked: Sequence[Case], near_tie: float = NEAR_TIE
+    ) -> tuple[list[Case], list[list[int]]]:
         """The cases, each cut at its first near-tie, and the drawn tokens.
 
         A near-tie depends on the shape of the batch, so it cannot be compared.
@@ -64,7 +66,7 @@ class Plain:
         for case, tokens, margins in zip(
             asked, answers["tokens"], answers["margins"], strict=False
         ):
-            clear = list(takewhile(lambda margin: margin > NEAR_TIE, margins))
+            clear = list(takewhile(lambda margin: margin > near_tie, margins))
             todo.append(replace(case, max_tokens=max(1, len(clear))))
             drawn.append(tokens[: len(clear)])
         assert all(drawn), "a first token is a near-tie: choose another seed"

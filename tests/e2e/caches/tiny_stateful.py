@@ -13,7 +13,7 @@ from tests.e2e.caches.tiny_windowed import VOCABULARY_SIZE
 
 NUM_LAYERS: Final = 4
 NUM_STATES: Final = 2  # of them, beside as many with attention
-SHARPNESS: Final = 16.0
+WORDS: Final = slice(1000, 1016)  # that a model in bfloat16 draws
 _SIZES: Final[dict[str, Any]] = {  # Any: numbers and flags of transformers
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 128,
@@ -71,12 +71,13 @@ def write_tiny_granite(directory: Path, seed: int = 0) -> Path:
 def write_tiny_qwen3_next(directory: Path, seed: int = 0) -> Path:
     """The gated delta rule beside attention, as Qwen3-Next has them, and experts.
 
-    vLLM's CPU kernel for it takes heads of 128 in bfloat16 only.
+    vLLM's CPU kernel for it takes heads of 128 in bfloat16 only. So it has few words to draw, of
+    which rarely two are nearly as likely.
     """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
-        **_SIZES,
+        **_SIZES | {"tie_word_embeddings": False},
         head_dim=32,
         layer_types=["linear_attention", "full_attention"] * 2,
         linear_num_key_heads=1,
@@ -88,21 +89,20 @@ def write_tiny_qwen3_next(directory: Path, seed: int = 0) -> Path:
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     )
-    return _write(Qwen3NextForCausalLM, config, directory, seed)
+    return _write(Qwen3NextForCausalLM, config, directory, seed, WORDS)
 
 
-def _write(kind: Any, config: Any, directory: Path, seed: int) -> Path:  # Any: of transformers
-    """The same seed gives the same weights on every machine.
-
-    The last norm is stronger than the others, so that few tokens are nearly as likely as the
-    likeliest.
-    """
+def _write(  # Any: of transformers
+    kind: Any, config: Any, directory: Path, seed: int, words: slice | None = None
+) -> Path:
+    """The same seed gives the same weights on every machine. `words`: the only ones to draw."""
     import torch
 
     torch.manual_seed(seed)
     model = kind(config)
-    last_norm = getattr(model.model, "embedding_norm", None) or model.model.norm
-    with torch.no_grad():
-        last_norm.weight.fill_(SHARPNESS)
+    if words is not None:
+        with torch.no_grad():
+            model.lm_head.weight[: words.start] = 0
+            model.lm_head.weight[words.stop :] = 0
     model.to(torch.bfloat16).save_pretrained(directory)
     return directory

@@ -1,4 +1,4 @@
-"""Which models vLLM's rotation for CPUs computes wrongly, and the operation to use for them instead.
+"""Which models vLLM's rotation for CPUs computes wrongly, and what they use instead.
 
 vLLM 0.32's CPU kernel takes queries of [tokens, heads * size] and turns row i by position i. Models
 that hand it [tokens, heads, size] have tokens * heads rows: the first `tokens` of them are turned
