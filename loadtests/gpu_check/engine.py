@@ -1,5 +1,5 @@
-"""vLLM on this GPU through prefill and decode: the end-to-end tests of equality, and of steps that
-are scheduled ahead.
+"""vLLM on this GPU through prefill and decode: the end-to-end tests of equality, of steps that are
+scheduled ahead, and of latent attention (MLA), whose kernels for GPUs are not those for CPUs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ TESTS = (
     "tests/e2e/engine/test_equality.py",
     "tests/e2e/engine/test_per_layer.py",
     "tests/e2e/steps/test_async_scheduling.py",
+    "tests/e2e/caches/test_latent.py",
 )
 WITHIN_S = 420
 TITLE = "vLLM through prefill and decode"

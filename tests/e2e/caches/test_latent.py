@@ -202,3 +202,48 @@ async def test_the_comparison_fails_when_the_latents_are_zeroed_on_arrival(
         got = await generate_all(run.generate, [todo[i] for i in picked], NUM_CONCURRENT)
     assert len(differences([expected[i] for i in picked], got)) > len(picked) // 2
     await idle(served.prefill)
+
+
+@pytest.mark.nightly
+@pytest.mark.req("S77")
+async def test_the_comparison_fails_when_the_latents_from_the_pool_are_zeroed(
+    served: Served,
+) -> None:
+    todo, expected = served.decided()
+    picked = [i for i, case in enumerate(todo) if len(case.prompt) > 2 * BLOCK_SIZE]
+    todo, expected = [todo[i] for i in picked], [expected[i] for i in picked]
+    small = config(served.model_dir, "spoilt", 4, tiers=POOL, failpoints="tier.loaded=zero-kv")
+    if HAS_GPU:
+        small = replace(small, kv_cache_bytes=6 << 20)  # vLLM's own prefixes are evicted
+    async with running(small) as prefill:
+        run = Pair(prefill, served.decode, salt="spoilt")
+        assert differences(expected, await generate_all(run.generate, todo, 1)) == []
+        again = await generate_all(run.generate, todo, 1)
+    assert len(differences(expected, again)) > len(todo) // 2
+    await idle(served.decode)
+
+
+@pytest.mark.nightly
+@pytest.mark.req("S57", "S119")
+@pytest.mark.parametrize(("at_prefill", "at_decode"), [(1, 2), (2, 1)])
+async def test_any_numbers_of_ranks_meet_because_each_has_a_copy(
+    model_dir: Path, plain: Plain, at_prefill: int, at_decode: int
+) -> None:
+    if HAS_GPU:
+        pytest.skip("one GPU")
+    todo, expected = plain.decided(latent_cases())
+    first, second = (
+        replace(config(model_dir, name, number), tensor_parallel_size=num_ranks)
+        for name, number, num_ranks in (
+            (f"prefill-of-{at_prefill}", 5, at_prefill),
+            (f"decode-of-{at_decode}", 6, at_decode),
+        )
+    )
+    async with running(first) as prefill, running(second) as decode:
+        assert prefill.info.num_ranks != decode.info.num_ranks
+        assert prefill.info.model_fingerprint == decode.info.model_fingerprint
+        for generate in ((run := Pair(prefill, decode)).generate, run.generate_per_layer):
+            assert differences(expected, await generate_all(generate, todo, 4)) == []
+            run.salt = "per-layer"
+        assert (run.num_handed_over, run.num_computed_at_decode) == (2 * len(todo), 0)
+        await idle(prefill, decode)

@@ -1,7 +1,8 @@
 """A model with random weights and latent attention (MLA), as DeepSeek V2 and V3 have it: a few MB.
 
-The latents have the only sizes that vLLM's kernels for CPUs take. Its output layer is its own:
-vLLM's DeepSeek ignores `tie_word_embeddings` and would leave the layer as the memory was.
+Its latents and heads have DeepSeek's own sizes, which are the only ones of some of vLLM's kernels. It
+has an output layer of its own: vLLM's DeepSeek ignores `tie_word_embeddings`, and would draw with
+whatever lies in the memory of that layer.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def write_tiny_deepseek(directory: Path, seed: int = 0) -> Path:
         kv_lora_rank=LATENT,
         q_lora_rank=64,
         qk_rope_head_dim=ROTATED,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
         first_k_dense_replace=NUM_LAYERS,
         max_position_embeddings=_LONGEST,
         rope_parameters=_YARN,

@@ -17,6 +17,7 @@ def model(**facts: object) -> Any:  # Any: it stands for vLLM's ModelConfig
         "has_inner_state": False,
         "is_attention_free": False,
         "is_encoder_decoder": False,
+        "use_mla": False,
         "hf_text_config": SimpleNamespace(),
     }
     return SimpleNamespace(**(usual | facts))
@@ -98,3 +99,10 @@ def test_kv_that_depends_on_more_than_the_tokens_before_it_is_not_moved() -> Non
     ) as caught:
         check_cache_kinds(model(), reuses_prefixes=False)
     assert caught.value.reason == "MODEL_UNSUPPORTED"
+
+
+@pytest.mark.parametrize("reuses_prefixes", [True, False])
+def test_latents_move_also_where_vllm_caches_no_prefixes_of_them(reuses_prefixes: bool) -> None:
+    """vLLM does not with its reference kernel for CPUs, although the kernel could go on from one."""
+    latent = model(use_mla=True)
+    check_cache_kinds(latent, reuses_prefixes=reuses_prefixes, has_tiers=True)
