@@ -1,4 +1,4 @@
-"""A model with random weights and latent attention (MLA), as DeepSeek V2 and V3 have it: a few MB.
+"""A model with random weights and latent attention (MLA), as DeepSeek V3 has it: a few MB.
 
 Its latents and heads have DeepSeek's own sizes, which are the only ones of some of vLLM's kernels. It
 has an output layer of its own: vLLM's DeepSeek ignores `tie_word_embeddings`, and would draw with
@@ -15,6 +15,7 @@ from tests.e2e.caches.tiny_windowed import VOCABULARY_SIZE
 LATENT: Final = 512  # numbers of a token in a layer, and
 ROTATED: Final = 64  # those that are turned by its position
 NUM_LAYERS: Final = 3
+_SHARPNESS: Final = 16.0  # of the last norm, so that few tokens are nearly as likely as the likeliest
 _LONGEST: Final = 4096
 _YARN: Final[dict[str, Any]] = {  # Any: numbers and a name of transformers
     "rope_type": "yarn",
@@ -29,11 +30,11 @@ _YARN: Final[dict[str, Any]] = {  # Any: numbers and a name of transformers
 
 
 def write_tiny_deepseek(directory: Path, seed: int = 0) -> Path:
-    """DeepSeek V2 without experts, which keep no KV. The same seed gives the same weights."""
+    """DeepSeek V3 without experts, which keep no KV. The same seed gives the same weights."""
     import torch
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    config = DeepseekV2Config(
+    config = DeepseekV3Config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=128,
         intermediate_size=256,
@@ -54,5 +55,8 @@ def write_tiny_deepseek(directory: Path, seed: int = 0) -> Path:
         eos_token_id=2,
     )
     torch.manual_seed(seed)
-    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    model = DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(_SHARPNESS)
+    model.to(torch.bfloat16).save_pretrained(directory)
     return directory
