@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.config import VllmConfig, installed_device
+from pdmesh.errors import EngineMisconfigured
 from pdmesh.kv.tiers.config import TierConfig
 from tests.e2e.caches.tiny_latent import LATENT, NUM_LAYERS, ROTATED, write_tiny_deepseek
 from tests.e2e.caches.transformers_answers import num_unlike_transformers
@@ -261,3 +262,14 @@ async def test_any_numbers_of_ranks_meet_because_each_has_a_copy(
             run.salt = "per-layer"
         assert (run.num_handed_over, run.num_computed_at_decode) == (2 * len(todo), 0)
         await idle(prefill, decode)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(HAS_GPU, reason="its kernels take other blocks")
+async def test_another_size_of_blocks_than_the_kernel_s_ends_the_start_with_one_line(
+    model_dir: Path,
+) -> None:
+    with pytest.raises(EngineMisconfigured, match="a block size of 16 tokens, not 64;") as caught:
+        async with running(replace(config(model_dir, "refuses", 7), block_size=64)):
+            pytest.fail("it started")
+    assert "\n" not in caught.value.message

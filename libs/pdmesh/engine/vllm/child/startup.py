@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from pdmesh.engine.vllm.child import child_main
 from pdmesh.engine.vllm.host.stats import SchedulerView
-from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds
+from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds, may_reuse_prefixes
 from pdmesh.engine.vllm.model.rotation import rotate_rightly
 from pdmesh.errors import EngineFailed, EngineMisconfigured
 
@@ -67,10 +67,11 @@ def build(
     try:
         config = engine_config(AsyncEngineArgs, arguments)
         if config.kv_transfer_config is not None:  # pooling and encoding move no KV
-            reuses = bool(config.cache_config.enable_prefix_caching)
             told = config.kv_transfer_config.kv_connector_extra_config
             check_cache_kinds(
-                config.model_config, reuses_prefixes=reuses, has_tiers=bool(told.get("tiers"))
+                config.model_config,
+                reuses_prefixes=may_reuse_prefixes(config),
+                has_tiers=bool(told.get("tiers")),
             )
         rotate_rightly(config)
         # vLLM's platform for CPUs ignores the argument, after vLLM has checked that it may be set.

@@ -43,6 +43,7 @@ from pdmesh.engine.vllm.connector.worker.step_clock import StepClock, time_steps
 from pdmesh.engine.vllm.connector.worker.work_signs import sign_adapter_loads
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
 from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED
+from pdmesh.engine.vllm.model.cache_kinds import may_reuse_prefixes
 from pdmesh.engine.vllm.speculation.bonus_token import count_proposed_tokens
 from pdmesh.engine.vllm.speculation.cpu_sampling import mend_drawing_on_cpu
 
@@ -73,8 +74,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         # vLLM finds non-causal layers, whose prefixes may not be reused, only in its own process.
-        caches_prefixes = vllm_config.cache_config.enable_prefix_caching
-        if not (caches_prefixes or vllm_config.model_config.use_mla):  # see `check_cache_kinds`
+        if not may_reuse_prefixes(vllm_config):
             raise ValueError("pdmesh moves no KV of a model whose prefixes vLLM does not cache")
         told = self._kv_transfer_config.kv_connector_extra_config
         with told_to_host(told["control_path"]):

@@ -13,14 +13,12 @@ _CONVOLUTION: Final = "conv"
 def check_cache_kinds(model: Any, *, reuses_prefixes: bool, has_tiers: bool = False) -> None:
     """Raises EngineMisconfigured that names what of the model cannot be moved or kept.
 
-    `reuses_prefixes`: whether vLLM, which was asked to cache prefixes, does so for this model.
+    `reuses_prefixes`: whether the KV of a prefix may be used again (`may_reuse_prefixes`).
     `has_tiers`: blocks are to be kept outside vLLM. Any: vLLM's `ModelConfig`, which is no stable
     type.
     """
     name = model.served_model_name
-    # Of latent attention, vLLM caches none with its reference kernel for CPUs: not that the KV would
-    # depend on more, and the kernel does compute tokens after a prefix.
-    if not (reuses_prefixes or model.use_mla):  # pools, files and migrations would reuse what vLLM itself does not
+    if not reuses_prefixes:  # pools, files and migrations would reuse what vLLM itself does not
         raise _unsupported(
             f"{name} has KV that depends on more than the tokens before it: vLLM caches no "
             "prefixes of it, and the mesh moves none"
@@ -37,6 +35,17 @@ def check_cache_kinds(model: Any, *, reuses_prefixes: bool, has_tiers: bool = Fa
             f"{name} has {feature}, and tiers keep no states: set kv_host_pool_bytes to 0 and no "
             "kv_file_store_dir"
         )
+
+
+def may_reuse_prefixes(config: Any) -> bool:
+    """Whether vLLM, which was asked to cache prefixes, does so, or fails to for its kernel alone.
+
+    With its reference kernel of latent attention for CPUs, vLLM caches none. But the KV depends on
+    the tokens before it alone, and the kernel does compute tokens after a prefix. Any: vLLM's
+    `VllmConfig`, which is no stable type.
+    """
+    has_reference_kernel = config.model_config.use_mla and config.device_config.device_type == "cpu"
+    return bool(config.cache_config.enable_prefix_caching or has_reference_kernel)
 
 
 def without_kv(model: Any) -> str | None:

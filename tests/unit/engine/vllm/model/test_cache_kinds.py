@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds, without_kv
+from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds, may_reuse_prefixes, without_kv
 from pdmesh.errors import EngineMisconfigured
 
 
@@ -17,7 +17,6 @@ def model(**facts: object) -> Any:  # Any: it stands for vLLM's ModelConfig
         "has_inner_state": False,
         "is_attention_free": False,
         "is_encoder_decoder": False,
-        "use_mla": False,
         "hf_text_config": SimpleNamespace(),
     }
     return SimpleNamespace(**(usual | facts))
@@ -101,8 +100,21 @@ def test_kv_that_depends_on_more_than_the_tokens_before_it_is_not_moved() -> Non
     assert caught.value.reason == "MODEL_UNSUPPORTED"
 
 
-@pytest.mark.parametrize("reuses_prefixes", [True, False])
-def test_latents_move_also_where_vllm_caches_no_prefixes_of_them(reuses_prefixes: bool) -> None:
-    """vLLM does not with its reference kernel for CPUs, although the kernel could go on from one."""
-    latent = model(use_mla=True)
-    check_cache_kinds(latent, reuses_prefixes=reuses_prefixes, has_tiers=True)
+@pytest.mark.parametrize(
+    ("use_mla", "device", "caches", "may"),
+    [
+        (False, "cpu", True, True),
+        (False, "cpu", False, False),
+        (True, "cpu", False, True),  # its kernel is the reason, not the model
+        (True, "cuda", False, False),
+    ],
+)
+def test_prefixes_of_latents_may_be_used_again_where_only_the_kernel_for_cpus_forbids_it(
+    use_mla: bool, device: str, caches: bool, may: bool
+) -> None:
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=use_mla),
+        device_config=SimpleNamespace(device_type=device),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches),
+    )
+    assert may_reuse_prefixes(config) is may
