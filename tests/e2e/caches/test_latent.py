@@ -225,7 +225,9 @@ async def test_the_comparison_fails_when_the_latents_from_the_pool_are_zeroed(
     served: Served,
 ) -> None:
     todo, expected = served.decided()
-    picked = [i for i, case in enumerate(todo) if len(case.prompt) > 2 * BLOCK_SIZE]
+    long = [i for i, case in enumerate(todo) if len(case.prompt) > 2 * BLOCK_SIZE]
+    # Of each first block one: in the first round, nothing comes from the pool.
+    picked = list({todo[i].prompt[:BLOCK_SIZE]: i for i in long}.values())
     todo, expected = [todo[i] for i in picked], [expected[i] for i in picked]
     small = config(served.model_dir, "spoilt", 4, tiers=POOL, failpoints="tier.loaded=zero-kv")
     if HAS_GPU:
