@@ -34,9 +34,10 @@ from pdmesh.config import (
     unknown_variables,
     without_password,
 )
+from pdmesh.core.access.exposure import is_exposed, lacks_mesh_token, lacks_tls
 from pdmesh.core.control.restart_policy import BAD_SETTING
 from pdmesh.errors import EngineMisconfigured, MeshError
-from pdmesh.net.addresses import is_exposed, is_loopback, join
+from pdmesh.net.addresses import join
 from pdmesh.net.grpc import rpc
 from pdmesh.net.tasks import end
 from pdmesh.net.tls.own_certificate import own_certificates, use_certificates
@@ -196,14 +197,15 @@ def _join_mesh(service: str, settings: ServiceSettings) -> None:
     """
     _check_network(settings)
     token = settings.read_mesh_token()
-    if not token and settings.tls_dir is None and not is_loopback(settings.inner_host):
+    has_tls = settings.tls_dir is not None
+    if lacks_mesh_token(settings.inner_host, has_token=bool(token), has_tls=has_tls):
         raise StartupError(
             f"refusing to listen on {settings.inner_host} without a mesh token: set "
             "PDMESH_MESH_TOKEN or "
             "PDMESH_MESH_TOKEN_FILE, the same for all processes of the mesh"
         )
     rpc.use_mesh_token(token)
-    if settings.nats_roles and settings.tls_dir is None:
+    if settings.nats_roles and not has_tls:
         raise StartupError(
             "PDMESH_NATS_ROLES needs PDMESH_TLS_DIR: NATS knows a process by its certificate"
         )
@@ -212,16 +214,15 @@ def _join_mesh(service: str, settings: ServiceSettings) -> None:
 
 def _check_network(settings: ServiceSettings) -> None:
     """Nothing leaves the machine in plain text, unless an operator says so. Raises StartupError."""
-    if settings.insecure_network:
-        return
-    if settings.tls_dir is None and not is_loopback(settings.inner_host):
+    is_trusted, has_tls = settings.insecure_network, settings.tls_dir is not None
+    if lacks_tls(settings.inner_host, has_tls=has_tls, is_trusted=is_trusted):
         raise StartupError(
             f"refusing to listen on {settings.inner_host} without TLS: set PDMESH_TLS_DIR (pdmesh "
             f"certs makes certificates), or {_ALLOW_PLAIN_TEXT}"
         )
     for field_name, scheme in (("nats_url", "tls"), ("redis_url", "rediss")):
         url = getattr(settings, field_name, None)  # not every service has Redis
-        if url is not None and is_exposed(url):
+        if url is not None and not is_trusted and is_exposed(url):
             raise StartupError(
                 f"refusing to use {without_password(url)} without TLS: begin "
                 f"PDMESH_{field_name.upper()} with {scheme}://, or "

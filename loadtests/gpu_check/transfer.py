@@ -22,7 +22,7 @@ from loadtests.gpu_check.finding import Finding, Row
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.layout.head_blocks import head_blocks
-from pdmesh.core.kv.transfer.kv_path import KvMemory, NoSuchPath, decide_path
+from pdmesh.core.kv.transfer.gpu_or_host import KvMemory, NoSuchPath, decide_path
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.engine.vllm.connector.worker.device_caches import DeviceCaches
 from pdmesh.kv.agent.agent import KvAgent

@@ -20,7 +20,7 @@ from loadtests.traffic.workloads import (
     scaled,
     short_chats,
 )
-from pdmesh.core.kv.tiers.holds import SessionState
+from pdmesh.core.kv.tiers.session_holds import SessionState
 
 BLOCK: Final = 512
 _TICK_S: Final = 3.0

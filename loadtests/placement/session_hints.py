@@ -21,7 +21,7 @@ from loadtests.harness.results import Spread, quantile, write
 from loadtests.placement import families
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.traffic.workloads import Arrival
-from pdmesh.core.kv.tiers.holds import SessionState
+from pdmesh.core.kv.tiers.session_holds import SessionState
 from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.step_time_laws import MOCKER
 

@@ -24,9 +24,9 @@ from pdmesh.core.moves.move import (
     MoveKind,
     MovePlan,
 )
-from pdmesh.core.moves.plan_runner import Effect as RunnerEffect
-from pdmesh.core.moves.plan_runner import Event as RunnerEvent
-from pdmesh.core.moves.plan_runner import (
+from pdmesh.core.moves.next_move import Effect as RunnerEffect
+from pdmesh.core.moves.next_move import Event as RunnerEvent
+from pdmesh.core.moves.next_move import (
     GroupsSeen,
     MoveEnded,
     MoveMade,

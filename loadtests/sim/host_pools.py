@@ -15,9 +15,9 @@ from typing import Final
 
 from pdmesh.core.kv.prefix.prefix_index import TierDelta
 from pdmesh.core.kv.tier import Tier
-from pdmesh.core.kv.tiers.holds import SessionState
 from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan, Source, plan_load
 from pdmesh.core.kv.tiers.pool_eviction import PoolBook
+from pdmesh.core.kv.tiers.session_holds import SessionState
 
 _OWNER: Final = b""  # all requests are of one tenant
 

@@ -72,7 +72,7 @@ from pdmesh.core.request.events import (
     WaitForSlot,
     WaitRefused,
 )
-from pdmesh.core.request.length_window import MAX_PASSED, LengthWindow
+from pdmesh.core.request.length_batching import MAX_PASSED, LengthWindow
 from pdmesh.core.request.machine import Request
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.waiting_room import WaitingRoom

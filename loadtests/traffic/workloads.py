@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from pdmesh.core.kv.tiers.holds import SessionState
+from pdmesh.core.kv.tiers.session_holds import SessionState
 
 _TRACE_BLOCK: Final = 512  # tokens of a Mooncake hash id
 _TICK_S: Final = 3.0  # the Mooncake trace's arrivals are rounded to it

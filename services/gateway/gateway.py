@@ -190,7 +190,7 @@ class Gateway:
             self.sessions.forget_gone(lambda i, inc: self.fleet.record(i, inc) is not None)
 
     def _make_gauges(self) -> None:
-        lanes = self.frontend.shared.tokenizers.lanes
+        queues = self.frontend.shared.tokenizers.queues
 
         def sessions() -> float:
             return self.sessions.counts()[0]
@@ -222,7 +222,7 @@ class Gateway:
         metrics.gauge(
             names.GATEWAY_ENCODING,
             "Characters that wait to be tokenized",
-            lambda: lanes.num_pending_chars + lanes.num_bulk_chars,
+            lambda: queues.num_pending_chars + queues.num_bulk_chars,
         )
         metrics.gauge(
             names.GATEWAY_INCOMING,

@@ -10,14 +10,14 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_val
 from pydantic_core import PydanticCustomError
 
 from pdmesh.config import JsonObject, ServerUrl, settings_config, shared
+from pdmesh.core.access.exposure import lacks_secret
 from pdmesh.core.deadlines import ANSWER_S, LEG_STALL_S
 from pdmesh.core.images.image_bounds import MAX_PIXELS, ImageRules
-from pdmesh.core.kv.tiers.holds import MAX_HOLD_S
+from pdmesh.core.kv.tiers.session_holds import MAX_HOLD_S
 from pdmesh.core.request import retry_budget
 from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.scenario_rules import ScenarioRule
 from pdmesh.core.request.slo import ScenarioSlo, Slos
-from pdmesh.net.addresses import is_loopback
 from pdmesh.net.oidc.settings import OidcSettings
 from pdmesh.services.gateway.text.tokenizer_pool import TokenizerRules
 from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_PER_LAYER, KV_TRANSFER_WHOLE, KvTransfer
@@ -311,7 +311,8 @@ class Settings(OidcSettings):
     @property
     def why_no_picker(self) -> str:
         """Why no endpoint picker may start; empty if one may. Plans are signed with the secret."""
-        if self.hash_secret.get_secret_value() != DEFAULT_SECRET or is_loopback(self.host):
+        is_own = self.hash_secret.get_secret_value() != DEFAULT_SECRET
+        if not lacks_secret(self.host, has_own_secret=is_own):
             return ""
         return (
             "PDMESH_GATEWAY_PICKER_PORT needs a PDMESH_HASH_SECRET of your own: with the default, "

@@ -20,7 +20,7 @@ from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end, together
 from pdmesh.service_process import App, run
 from pdmesh.services.health_monitor import node_main
-from pdmesh.services.health_monitor.canary import CanaryRunner
+from pdmesh.services.health_monitor.canary_probes import CanaryRunner
 from pdmesh.services.health_monitor.faults import FaultWatch, observe
 from pdmesh.services.health_monitor.monitor import HealthMonitor
 from pdmesh.services.health_monitor.settings import NodeSettings, Settings

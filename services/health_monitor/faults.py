@@ -31,7 +31,7 @@ from pdmesh.core.health.fault_judge import (
 )
 from pdmesh.core.health.fault_levels import EJECTS_FROM, Level
 from pdmesh.core.health.node_status import VOID_AFTER_PERIODS
-from pdmesh.core.health.vitals import VitalsBook
+from pdmesh.core.health.outlier_detection import OutlierDetector
 from pdmesh.core.model import Tick
 from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth, NodeReported
@@ -77,7 +77,7 @@ class FaultWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.judge = FaultJudge(policy or JudgePolicy())
-        self._vitals = VitalsBook()
+        self._outliers = OutlierDetector()
         self._bus, self._view, self._publisher = link.bus, link.view, link.publisher
         self._board = board
         self._out_of_service = out_of_service
@@ -123,7 +123,7 @@ class FaultWatch:
 
     def is_idle(self, record: InstanceRecord) -> bool:
         """Whether the instance was idle at its last heartbeat."""
-        return self._vitals.is_idle(record.instance_id, record.incarnation)
+        return self._outliers.is_idle(record.instance_id, record.incarnation)
 
     def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
         """Instances with a fault, by level and by the reason why nothing is done."""
@@ -143,7 +143,7 @@ class FaultWatch:
     def _on_record(self, change: RecordChanged) -> None:
         record = change.record
         if record is None:
-            self._vitals.forget(change.instance_id)
+            self._outliers.forget(change.instance_id)
             self._feed(InstanceGone(change.instance_id, change.is_lease_end))
             self._forget(change.instance_id)
         elif record.role in _JUDGED_ROLES:
@@ -175,8 +175,8 @@ class FaultWatch:
         self._hear(instance_id, instance_id, incarnation, own, self._lease_s)
         peers = f"{record.group_id}/{Role.Name(record.role)}"
         now = self._clock()
-        self._vitals.heard(instance_id, incarnation, peers, vitals_from(event.vitals), now)
-        counted = self._vitals.signals(instance_id, now)
+        self._outliers.heard(instance_id, incarnation, peers, vitals_from(event.vitals), now)
+        counted = self._outliers.signals(instance_id, now)
         self._hear(_VITALS, instance_id, incarnation, counted, self._lease_s)
 
     async def _on_node(self, message: Message) -> None:

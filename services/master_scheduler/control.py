@@ -31,7 +31,7 @@ from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
 from pdmesh.services.master_scheduler.overview.history_feed import HistoryFeed
 from pdmesh.services.master_scheduler.overview.overview import Overview
 from pdmesh.services.master_scheduler.placement.servicer import PlanningCores
-from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
+from pdmesh.services.master_scheduler.plans.move_loop import MoveLoop
 from pdmesh.services.master_scheduler.plans.upgrade_feed import UpgradeFeed
 from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 from pdmesh.services.master_scheduler.settings import Settings
@@ -58,7 +58,7 @@ class Control:
         secret = settings.hash_secret.get_secret_value().encode()
         groups = GroupReconciler(view, link.publisher, leadership)
         self.windows = ScenarioWindows()
-        plans = PlanLoop(groups, self.windows, leadership, window_s=settings.ratio_window_s)
+        plans = MoveLoop(groups, self.windows, leadership, window_s=settings.ratio_window_s)
         upgrades = UpgradeLoop(groups, plans, link.publisher, leadership, placement.share_requests)
         usage = UsageLoop(groups, usage_store(bus), leadership)
         pins = Pins(pin_board(bus), index, link, secret, leadership)

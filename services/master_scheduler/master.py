@@ -11,10 +11,11 @@ import grpc
 import structlog
 
 import pdmesh
+from pdmesh.core.access.exposure import is_page_local
 from pdmesh.core.groups.membership_changes import GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
-from pdmesh.core.placement.affinity import ChatAffinity
 from pdmesh.core.placement.baselines import POLICIES, default
+from pdmesh.core.placement.chat_affinity import ChatAffinity
 from pdmesh.core.placement.expected_completion import Prices
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.plan import Placement
@@ -128,12 +129,14 @@ class Master:
             cores,
             self._leadership,
         )
-        is_secure = settings.tls_dir is not None and not settings.insecure_network
+        is_local = is_page_local(
+            has_tls=settings.tls_dir is not None, is_trusted=settings.insecure_network
+        )
         app.add_routes(
             page_routes(
                 self._control.calls,
                 has_token=access.has_token,
-                only_host=settings.inner_host if is_secure else None,
+                only_host=settings.inner_host if is_local else None,
             )
         )
         self._scenario_feed = ScenarioFeed(

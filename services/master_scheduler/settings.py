@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from pdmesh.config import settings_config, shared
-from pdmesh.core.placement import affinity
+from pdmesh.core.placement.chat_affinity import MAX_CHATS, TTL_S
 from pdmesh.net.oidc.settings import OidcSettings
 
 
@@ -78,9 +78,9 @@ class Settings(OidcSettings):
         "windows change it",
     )
     chat_ttl_s: float = Field(
-        affinity.TTL_S, gt=0, description="How long to remember which prefill served a chat"
+        TTL_S, gt=0, description="How long to remember which prefill served a chat"
     )
-    max_chats: int = Field(affinity.MAX_CHATS, ge=1, description="Most chats that are remembered")
+    max_chats: int = Field(MAX_CHATS, ge=1, description="Most chats that are remembered")
     max_blocks: int = Field(
         8_000_000, ge=1, description="Most index entries in memory, over all instances"
     )

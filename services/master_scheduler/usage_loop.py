@@ -12,13 +12,9 @@ from typing import Final
 
 import structlog
 
+from pdmesh.core.billing.accounts import Account, accounts_of
+from pdmesh.core.billing.instance_usage import UsageBook, Used
 from pdmesh.core.groups.cluster_state import Observed
-from pdmesh.core.tenancy.usage import (
-    Account,
-    UsageBook,
-    Used,
-    accounts_of,
-)
 from pdmesh.errors import InvalidRequest, Unavailable, VersionConflict
 from pdmesh.net.nats.usage_store import UsageStore
 from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler

@@ -15,7 +15,7 @@ import pytest
 
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.engine.base import FinishReason, Sampling
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind, grammar_of
 from pdmesh.launcher.mesh import Mesh
 from tests.support.schemas import SCHEMAS
 from tests.support.sim_reference import sim_reference

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.engine.base import Sampling
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind, grammar_of
 
 Generate = Callable[[Sequence[int], Sampling], Awaitable[list[int]]]
 VOCABULARY = range(1000, 40000)  # ordinary words of SmolLM2's tokenizer, no special tokens

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind, grammar_of
 from pdmesh.engine.vllm.config import thread_binding, usable_cores
 
 

@@ -14,9 +14,9 @@ _PARTS = (EarlyDecode, Holdings, LegSilence, PlanExclusions, Deaths, Request)
 
 
 def state_of(value: object) -> object:
-    """The state without the story, which also records events that change nothing."""
+    """The state without the recorder, which also records events that change nothing."""
     if isinstance(value, _PARTS):
-        return {n: state_of(getattr(value, n)) for n in value.__slots__ if n != "story"}
+        return {n: state_of(getattr(value, n)) for n in value.__slots__ if n != "recorder"}
     if isinstance(value, RetryBudget):
         return value._balance
     return list(value) if isinstance(value, list | set | dict) else value

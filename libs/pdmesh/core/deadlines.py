@@ -53,5 +53,5 @@ MAX_LEASES: Final = 30  # a ticket is renewed to at most this many leases after 
 # work meanwhile, so this is shorter than LEG_STALL_S: engine/awaited_embeddings.py.
 ENCODE_WAIT_S: Final = 4.0
 OUTBOX_STALL_S: Final = 10.0  # a gateway that reads nothing is cut: instance/legs/outbox.py
-ENGINE_SLOW_S: Final = 5.0  # no answer to a ping and no layer: core/instance/engine_watch.py
+ENGINE_SLOW_S: Final = 5.0  # no answer to a ping and no layer: core/instance/engine_watchdog.py
 ENGINE_HUNG_S: Final = 30.0  # then the instance ends

@@ -25,7 +25,7 @@ from pdmesh.core.instance.arena import ArenaRange as ArenaRange  # noqa: PLC0414
 from pdmesh.core.instance.urgency import DEFAULT_PRIORITY
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tier import Tier
-from pdmesh.core.kv.tiers.holds import SessionState
+from pdmesh.core.kv.tiers.session_holds import SessionState
 from pdmesh.core.kv.transfer.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
 from pdmesh.core.model import PeerId
 from pdmesh.core.pooling.facts import PoolingFacts, PoolingTask

@@ -14,8 +14,8 @@ from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.instance.urgency import SchedulingPolicy
 from pdmesh.core.kv.tiers.load_plan import CostBook
+from pdmesh.core.kv.transfer.gpu_or_host import KvMemory, NoSuchPath, decide_path
 from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
-from pdmesh.core.kv.transfer.kv_path import KvMemory, NoSuchPath, decide_path
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import DomainRank
 from pdmesh.core.speculation.proposal_length import NO_SPECULATION, Speculation

@@ -18,8 +18,8 @@ from pdmesh.core.deadlines import (
 )
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.instance.urgency import SchedulingPolicy
+from pdmesh.core.kv.transfer.gpu_or_host import KvMemory
 from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
-from pdmesh.core.kv.transfer.kv_path import KvMemory
 from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.instance.json_option import EngineArgsOption
 from pdmesh.instance.speculation_settings import SpeculationOption, SpeculationSettings

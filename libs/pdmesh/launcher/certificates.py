@@ -12,7 +12,7 @@ from typing import Final
 
 from pdmesh.atomic_file import write_atomically
 from pdmesh.core.access.operator_roles import AdminRole
-from pdmesh.core.identity import ProcessIdentity, folder_of
+from pdmesh.core.access.process_identity import ProcessIdentity, folder_of
 from pdmesh.launcher.spec import ProcessSpec
 from pdmesh.net.tls.authority import CERTIFICATE_DAYS, Authority
 from pdmesh.net.tls.folder import CERTIFICATE, CertificateFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from pdmesh.core.control.silent_processes import SILENCE_S, SilentProcesses
+from pdmesh.core.control.hung_processes import SILENCE_S, HungProcesses
 from pdmesh.embedded.servers import Server
 from pdmesh.launcher import probe
 from pdmesh.launcher.supervisor import Supervisor
@@ -22,7 +22,7 @@ class ProcessHealth:
     ) -> None:
         self._supervisor, self._servers = supervisor, servers
         self._report = report
-        self._silent = SilentProcesses()
+        self._hung = HungProcesses()
 
     def ops_address(self, name: str) -> str:
         """host:port of /metrics and /health; empty for servers, and until a service has written
@@ -60,7 +60,7 @@ class ProcessHealth:
             if self._supervisor.pid(name) is None:
                 continue
             is_live = await self._is_live(name)
-            if self._silent.probed(name, time.monotonic(), is_live=is_live):
+            if self._hung.probed(name, time.monotonic(), is_live=is_live):
                 self._report(f"{name} has not answered for {SILENCE_S:g} s; killing it")
                 self._supervisor.kill(name)
 

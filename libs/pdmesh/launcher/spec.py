@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from pdmesh.config import SHARED_PREFIX, without_password
+from pdmesh.core.access.process_identity import ProcessIdentity, folder_of
 from pdmesh.core.groups.kv_options import KV_OPTIONS, OptionText, kv_split
-from pdmesh.core.identity import ProcessIdentity, folder_of
 
 EngineKind = Literal["vllm", "sim"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from pdmesh.core.identity import TRUST_DOMAIN, ProcessIdentity
+from pdmesh.core.access.process_identity import TRUST_DOMAIN, ProcessIdentity
 from pdmesh.net import subjects
 from pdmesh.net.nats.buckets import IMPORTED_API, INSTANCES, inbox_of
 from pdmesh.server_permissions.role_permissions import ANY, NATS_ROLES, NatsAccess

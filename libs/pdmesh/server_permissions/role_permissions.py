@@ -1,9 +1,9 @@
 """What each role may do at NATS and Redis, as data. What is not here, nobody may do.
 
-A role is a service's name as certificates have it (`core.identity`). People's roles (viewer,
-operator, admin) only read here: people change the mesh through the master. A process writes its own
-record, and speaks only about itself, as far as the subject of an event names the process: the
-subject of a node agent's report names its machine.
+A role is a service's name as certificates have it (`core.access.process_identity`). People's roles
+(viewer, operator, admin) only read here: people change the mesh through the master. A process
+writes its own record, and speaks only about itself, as far as the subject of an event names the
+process: the subject of a node agent's report names its machine.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pdmesh.core.groups.membership_changes import GroupTracker
 from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import GroupShape
-from pdmesh.core.moves.plan_runner import GroupsSeen, PlanRunner
+from pdmesh.core.moves.next_move import GroupsSeen, PlanRunner
 from pdmesh.core.moves.schedule import Schedule, ScheduleAction, ScheduleEntry
 from pdmesh.core.placement.fleet import Fleet, InstanceRecorded, LoadReported
 from pdmesh.core.placement.instance import Identity

@@ -17,6 +17,7 @@ from typing import Final, Protocol, TypeVar
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
+from pdmesh.core.access.exposure import lacks_keys
 from pdmesh.core.tenancy.limits import (
     ANYONE,
     Charge,
@@ -28,7 +29,6 @@ from pdmesh.core.tenancy.limits import (
 from pdmesh.core.tenancy.shared_limits import num_parts
 from pdmesh.errors import MeshError, Overloaded
 from pdmesh.followed_keys import FollowedKeys
-from pdmesh.net.addresses import is_loopback
 from pdmesh.net.tasks import together
 from pdmesh.service_process import StartupError
 from pdmesh.services.gateway.access.client_tokens import ClientTokens
@@ -317,7 +317,7 @@ def access_control(
     *,
     allow_anonymous: bool,
 ) -> AccessControl:
-    """An address that other machines can reach needs keys, tokens, or `allow_anonymous`.
+    """How this gateway admits clients: `core.access.exposure` says if it may without keys.
 
     Raises StartupError with one line.
     """
@@ -327,7 +327,7 @@ def access_control(
         except api_keys.BadKeyFile as exc:
             message = f"{exc}; make one with: pdmesh keys add TENANT --file {keys_file}"
             raise StartupError(message) from exc
-    if not allow_anonymous and not is_loopback(host):
+    if lacks_keys(host, has_keys=False, is_anonymous_allowed=allow_anonymous):
         raise StartupError(
             f"refusing to listen on {host} without API keys: set PDMESH_GATEWAY_KEYS_FILE "
             "(pdmesh keys add makes one) or PDMESH_OIDC_ISSUER, or "

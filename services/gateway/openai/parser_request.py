@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.chat_messages import ChatMessage
 from pdmesh.services.gateway.openai.schema import ChatCompletionRequest

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from pdmesh.core.kv.tiers.holds import SessionState
+from pdmesh.core.kv.tiers.session_holds import SessionState
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai import openapi_bounds as told
 from pdmesh.services.gateway.openai.chat_messages import (

@@ -8,7 +8,7 @@ import msgspec
 
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.tenancy.limits import Tenant
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.schema import ChatCompletionRequest
 from pdmesh.services.gateway.openai.tools import NamedTool

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.core.sampling.thinking_budget import ThinkingMarks
-from pdmesh.engine.grammars.asked import AskedGrammar
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.services.gateway.parsing.frames import (
     AskMarks,

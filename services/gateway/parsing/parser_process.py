@@ -21,9 +21,11 @@ from typing import Final
 
 import structlog
 
+from pdmesh.core.control.hung_parser import HungParser
 from pdmesh.errors import Unavailable
 from pdmesh.net.tasks import end
 from pdmesh.services.gateway.parsing.child import MAX_MODELS
+from pdmesh.services.gateway.parsing.cpu_time import cpu_seconds
 from pdmesh.services.gateway.parsing.frames import (
     LENGTH,
     CloseAnswer,
@@ -35,7 +37,6 @@ from pdmesh.services.gateway.parsing.frames import (
     framed,
     replies,
 )
-from pdmesh.services.gateway.parsing.work_meter import WorkMeter, cpu_seconds
 from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
@@ -47,7 +48,7 @@ _STARTED: Final = {names.ATTR_OUTCOME: "started"}
 _FAILED: Final = {names.ATTR_OUTCOME: "failed"}
 
 _COMMAND: Final = (sys.executable, "-m", "pdmesh.services.gateway.parsing.child")
-# Limits of work, or of time without any (`work_meter`).
+# Limits of work, or of time without any (`core.control.hung_parser`).
 _START_S: Final = 180.0  # vLLM's import
 _LOAD_S: Final = 120.0  # to load a model's parsers and import their modules
 _END_S: Final = 5.0  # from the end of its output to the end of the process
@@ -133,7 +134,7 @@ class ParserLife:
         self._answer_s = answer_s
         self._stdin, self._stdout = process.stdin, process.stdout
         self._waiting: deque[_Asked] = deque()
-        self._work = WorkMeter()  # on the oldest request
+        self._hung = HungParser()  # on the oldest request
         # In the order in which the process keeps them.
         self._models: OrderedDict[str, None] = OrderedDict()
         self._loading = asyncio.Lock()
@@ -218,12 +219,12 @@ class ParserLife:
         return await asked.reply
 
     def _begin_next(self) -> None:
-        self._work.begin(time.monotonic(), cpu_seconds(self.pid))
+        self._hung.begin(time.monotonic(), cpu_seconds(self.pid))
 
     def _check_oldest(self) -> None:
         """Kill the process if it hangs over its oldest request, whose caller may have left."""
         limit_s = self._waiting[0].limit_s
-        if self._work.is_spent(limit_s, time.monotonic(), cpu_seconds(self.pid)):
+        if self._hung.is_hung(limit_s, time.monotonic(), cpu_seconds(self.pid)):
             log.warning("parser.silent", pid=self.pid, silent_s=limit_s)
             self._kill()
 

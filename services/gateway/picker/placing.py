@@ -8,8 +8,6 @@ be planned without its images or its kept responses goes to a gateway without a 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from pdmesh.core.placement.chat_key import key_of, key_of_beginning, num_in_beginning
 from pdmesh.core.request.events import AskPlan, Candidate, Event, PlanFailed, PlanReceived
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import NoInstance, Overloaded
@@ -193,17 +192,13 @@ class Placing:
 
     def _key_of(self, prepared: PreparedCall, beginning: bytes) -> bytes:
         spec, prompt = prepared.spec, prepared.prompts[0]
-        if spec.chat_id:
-            return prompt.chat_key(spec.chat_id).encode()
-        if beginning:
-            return self._key(spec.tenant, beginning)
+        by_beginning = self._key(spec.tenant, beginning) if beginning else b""
         reference = self._shared.fleet.reference(spec.base_model)
         blocks = prompt.hashes(reference) if reference is not None else ()
-        return blocks[0] if blocks else b""
+        return key_of(prompt.chat_key(spec.chat_id), by_beginning, blocks)
 
     def _key(self, tenant: Tenant, beginning: bytes) -> bytes:
-        secret = hmac.digest(self._shared.hash_secret, tenant.name.encode(), "sha256")
-        return hashlib.blake2b(beginning, digest_size=16, key=secret).digest()
+        return key_of_beginning(self._shared.hash_secret, tenant.name, beginning)
 
 
 class _Asker:
@@ -251,9 +246,7 @@ def _spec(
 
 
 def _beginning(messages: Sequence[ChatMessage]) -> bytes:
-    """The messages up to the first of the user, which all turns of a chat have."""
-    first = next((i for i, m in enumerate(messages) if m.role == "user"), len(messages))
-    return msgspec.json.encode(messages[: first + 1])
+    return msgspec.json.encode(messages[: num_in_beginning([m.role for m in messages])])
 
 
 def _protos(candidates: Sequence[Candidate]) -> list[CandidateProto]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import structlog
 
-from pdmesh.core.identity import PROXIES
+from pdmesh.core.access.process_identity import PROXIES
 from pdmesh.core.placement.gateway_ranking import GatewayQuery
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.envoy.v3 import external_processor_pb2 as pb

@@ -14,6 +14,7 @@ from typing import Final
 from pdmesh.core.kv.prefix.block_hash import tenant_root, tokens_to_bytes
 from pdmesh.core.pooling.batch_life import ModelReplaced
 from pdmesh.core.pooling.batches import batches
+from pdmesh.core.tenancy.charged_tokens import tokens_of_inputs
 from pdmesh.errors import InvalidRequest, MeshError, Overloaded, PoisonRequest, ScenarioNotFound
 from pdmesh.net.tasks import end
 from pdmesh.services.gateway.access.access_control import Permit, charged
@@ -203,14 +204,8 @@ class CallRunner:
 
 
 def _num_used_tokens(report: PoolingReport, done: Sequence[PoolingBatch]) -> int:
-    """What the tenant is charged for; a client that leaves pays for what instances had begun."""
-    spec = report.spec
-    if report.outcome == "completed":
-        return spec.num_tokens
-    if report.outcome == "failed":
-        return 0
-    begun = {place for batch in done if batch.accepted_at for place in batch.places}
-    return sum(len(spec.inputs[place]) for place in begun)
+    begun = (place for batch in done if batch.accepted_at for place in batch.places)
+    return tokens_of_inputs(report.outcome, [len(tokens) for tokens in report.spec.inputs], begun)
 
 
 async def _results(

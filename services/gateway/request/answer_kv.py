@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.kv.tiers.continuations import Continuations
+from pdmesh.core.kv.tiers.answer_reuse import AnswerReuse
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.routing.fleet import FleetView, pair_of
 from pdmesh.services.gateway.routing.sessions import SessionPool
@@ -36,15 +36,15 @@ class AnswerKv:
 
     def __init__(self, fleet: FleetView, sessions: SessionPool, *, is_on: bool) -> None:
         self._fleet, self._sessions, self._is_on = fleet, sessions, is_on
-        self.continuations = Continuations()
+        self.reuse = AnswerReuse()
 
     def prompted(self, spec: CallSpec, prompt: Prompt) -> None:
         """A chat is being placed: it may be the next turn of one whose answer is known here."""
-        if not (len(self.continuations) and spec.operation == _CHAT):
+        if not (len(self.reuse) and spec.operation == _CHAT):
             return
         reference = self._fleet.reference(spec.base_model)
         if reference is not None:
-            self.continuations.prompted(prompt.hashes(reference))
+            self.reuse.prompted(prompt.hashes(reference))
 
     def answered(
         self,
@@ -77,8 +77,8 @@ class AnswerKv:
         if not (known_as := prompt.answer_hashes(reference, answer)):
             return
         scope = spec.base_model, spec.scenario
-        chance = self.continuations.chance(scope)
-        self.continuations.answered(scope, known_as[-1], time.monotonic())
+        chance = self.reuse.chance(scope)
+        self.reuse.answered(scope, known_as[-1], time.monotonic())
         if chance < _MIN_CHANCE:
             return
         command = Command(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,9 @@ from opentelemetry.trace import Span
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.pooling.facts import PoolingFacts
 from pdmesh.core.request.events import Complete, Fail
-from pdmesh.core.request.slo import Slos
+from pdmesh.core.request.slo import Slos, is_ttft_met
+from pdmesh.core.sampling.answer_length import max_answer_tokens
+from pdmesh.core.tenancy.charged_tokens import ChoiceUse, tokens_of_answers
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import (
     Draining,
@@ -41,7 +42,7 @@ from pdmesh.services.gateway.request.bounds import (
 from pdmesh.services.gateway.request.generation import Collaborators, Generation, unheard
 from pdmesh.services.gateway.request.leg_commands import ChoiceIdentity
 from pdmesh.services.gateway.request.observer import CallReport, Observer
-from pdmesh.services.gateway.request.pacer import Pacer
+from pdmesh.services.gateway.request.pacer import PacedWaiter, Pacer
 from pdmesh.services.gateway.request.spec import (
     UNBOUNDED,
     CallSpec,
@@ -70,8 +71,8 @@ _MAX_TAKEN: Final = (
 )
 
 
-class Call:
-    """Wakes the task that waits for output: at once for the first token and the end, else paced."""
+class Call(PacedWaiter):
+    """A client's call and its choices; a task may wait for their output."""
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class Call:
         pacer: Pacer,
         permit: Permit = ANYONES_PERMIT,
     ) -> None:
+        super().__init__(pacer)
         self.request_id = request_id
         self.spec = spec
         self.span = span
@@ -91,43 +93,6 @@ class Call:
         self.generations: list[Generation] = []
         self.is_void = False  # the client got nothing but an error
         self.num_reasoning_tokens = 0  # sum over the choices that have ended
-        self._pacer = pacer
-        self._woken_at = -math.inf
-        self._is_paced = False  # the pacer will wake it
-        self._is_dirty = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def on_tokens(self) -> None:
-        """The hot path: called once for each token."""
-        if self._is_paced:
-            return
-        if time.monotonic() - self._woken_at < self._pacer.interval_s:
-            self._is_paced = True
-            self._pacer.later(self._on_pace)
-        else:
-            self.on_news()
-
-    def _on_pace(self) -> None:
-        self._is_paced = False
-        self.on_news()
-
-    def on_news(self) -> None:
-        waiter = self._waiter
-        if waiter is None:
-            self._is_dirty = True
-        elif not waiter.done():
-            waiter.set_result(None)
-
-    async def changed(self) -> None:
-        """Return when there is something to take. Only one task may wait."""
-        if not self._is_dirty:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._is_dirty = False
-        self._woken_at = time.monotonic()
 
     def take(self) -> list[TextDelta]:
         """The new output of each choice.
@@ -153,16 +118,14 @@ class Call:
 
     @property
     def num_used_tokens(self) -> int:
-        """The number of tokens to charge to the call's tenant.
-
-        It is 0 if no instance took the call, or if the client got only an error. A call that fails
-        later is charged for the tokens that its client got.
-        """
-        if self.is_void or not any(g.timings.accepted for g in self.generations):
-            return 0
-        if any(g.is_failed for g in self.generations):
-            return self.num_prompt_tokens + sum(g.num_taken_tokens for g in self.generations)
-        return self.num_prompt_tokens + self.num_completion_tokens
+        """The number of tokens to charge to the call's tenant."""
+        choices = [
+            ChoiceUse(
+                g.num_completion_tokens, g.num_taken_tokens, bool(g.timings.accepted), g.is_failed
+            )
+            for g in self.generations
+        ]
+        return tokens_of_answers(self.num_prompt_tokens, choices, is_void=self.is_void)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -245,8 +208,8 @@ class Frontend:
         check_model(tenant, model.name)
         tokenizer = await self.shared.tokenizers.get(
             model.name,
-            fleet.book.text_of(model.name),
-            lambda: fleet.book.text_sources(model.name),
+            fleet.served.text_of(model.name),
+            lambda: fleet.served.text_sources(model.name),
         )
         return model, ServedModel(model.name, tokenizer, model.max_model_len)
 
@@ -457,13 +420,13 @@ class Frontend:
         asked = spec.sampling.max_tokens
         if room < 1:
             raise context_exceeded(f"{num_prompt_tokens} tokens", context, spec.field_of_prompt)
-        if asked is not None and asked > room:
+        default = spec.sampling.default_max_tokens or self._default_max_tokens
+        found = max_answer_tokens(asked, default, room)
+        if found is None:
             field = spec.field_of_max_tokens
             message = f"{field} is {asked}, but the context leaves {room} after this prompt"
             raise InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field=field)
-        if asked is not None:
-            return asked
-        return min(spec.sampling.default_max_tokens or self._default_max_tokens, room)
+        return found
 
 
 def handed_for(prepared: PreparedCall) -> HandedPlan:
@@ -489,18 +452,18 @@ def _count_scenario(prepared: PreparedCall) -> None:
 
 
 def _count_slo(call: Call, slos: Slos) -> None:
-    """Count whether the first token came in time (S9).
-
-    A call does not count if its client left before the objective's time had passed.
-    """
+    """Count whether the first token came in time (S9)."""
     first = call.generations[0]
-    if not first.timings.first_token and not isinstance(first.core.outcome, Fail):
-        return
+    at = first.timings.first_token
     limit_s = slos.limits_for(call.spec.scenario, len(first.prompt.tokens)).ttft_s
-    took_s = first.timings.first_token - call.started_at
-    outcome = "met" if first.timings.first_token and took_s <= limit_s else "missed"
-    label = slos.label(call.spec.scenario)
-    _ttft_slo.add(1, {names.ATTR_SCENARIO: label, names.ATTR_OUTCOME: outcome})
+    has_failed = isinstance(first.core.outcome, Fail)
+    is_met = is_ttft_met(at - call.started_at if at else None, limit_s, has_failed=has_failed)
+    if is_met is not None:
+        labels = {
+            names.ATTR_SCENARIO: slos.label(call.spec.scenario),
+            names.ATTR_OUTCOME: "met" if is_met else "missed",
+        }
+        _ttft_slo.add(1, labels)
 
 
 _ABSENT: Final = object()

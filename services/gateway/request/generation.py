@@ -288,8 +288,8 @@ class Generation:
                 self.timings.note(event, now)
                 self._effects.extend(self.core.handle(event, now))
         except Exception:
-            request_id, story = self._identity.request_id, str(self.core.story)
-            log.exception("generation.bug", request_id=request_id, story=story)
+            request_id, last = self._identity.request_id, str(self.core.recorder)
+            log.exception("generation.bug", request_id=request_id, last_events=last)
             self._end_by_bug()
         finally:
             self._is_running = False

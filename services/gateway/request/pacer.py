@@ -1,13 +1,16 @@
-"""Bounds how often streams are written when their tokens come faster than people read.
+"""Decides when a stream is written: at once, or with the tokens that come soon after.
 
-A writer that has just written is woken again only after the interval. One timer wakes all writers
-that wait. A token that comes after the interval is sent at once, so pacing never delays a stream
-that is slower than the interval.
+A writer is woken at once for the first token, for the end, and for a token that comes after the
+interval since it was last woken. So pacing never delays a stream that is slower than the interval.
+Tokens that come faster than people read are written together, once per interval. One timer wakes
+all writers that wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 
 
@@ -27,3 +30,47 @@ class Pacer:
         waiting, self._waiting = self._waiting, []
         for wake in waiting:
             wake()
+
+
+class PacedWaiter:
+    """One task may wait here until there is something to write."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+        self._woken_at = -math.inf
+        self._is_paced = False  # the pacer will wake it
+        self._is_dirty = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def on_tokens(self) -> None:
+        """The hot path: called once for each token."""
+        if self._is_paced:
+            return
+        if time.monotonic() - self._woken_at < self._pacer.interval_s:
+            self._is_paced = True
+            self._pacer.later(self._on_pace)
+        else:
+            self.on_news()
+
+    def _on_pace(self) -> None:
+        self._is_paced = False
+        self.on_news()
+
+    def on_news(self) -> None:
+        """Something that is not to wait: an end, an error, or text that is there already."""
+        waiter = self._waiter
+        if waiter is None:
+            self._is_dirty = True
+        elif not waiter.done():
+            waiter.set_result(None)
+
+    async def changed(self) -> None:
+        """Return when there is something to take. Only one task may wait."""
+        if not self._is_dirty:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_dirty = False
+        self._woken_at = time.monotonic()

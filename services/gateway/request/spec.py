@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from pdmesh.core.images.prompt_image import PromptImage
-from pdmesh.core.kv.tiers.holds import SessionState
+from pdmesh.core.kv.tiers.session_holds import SessionState
 from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.core.sampling.repetition import RepeatedEnd, RepetitionRule

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from pdmesh.core.request.length_window import LengthWindow
+from pdmesh.core.request.length_batching import LengthWindow
 from pdmesh.core.request.waiting_room import Claim, WaitingRoom
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.telemetry import metrics, names

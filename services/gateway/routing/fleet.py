@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.health.gateway_readiness import probed_paths
 from pdmesh.core.images.prompt_image import ImageFacts
 from pdmesh.core.kv.transfer.source_exclusions import NO_EXCLUSIONS, KvExchange
 from pdmesh.core.model import Role
@@ -27,9 +28,9 @@ from pdmesh.net.convert.source_exclusions import excluded_from
 from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
 from pdmesh.services.gateway.routing.adapter_names import AdaptedModel, AdapterNames
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
-from pdmesh.services.gateway.routing.model_book import ModelBook
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.services.gateway.routing.pooling_fleet import PoolingFleet
+from pdmesh.services.gateway.routing.served_models import ServedModels
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_ENCODER,
@@ -163,9 +164,9 @@ class FleetView:
         self._gateways = GatewayRanking()
         self._mesh, self._view = mesh, mesh.records
         self._clock = clock
-        self._book = ModelBook(model)
+        self._served = ServedModels(model)
         self.pooling = PoolingFleet(
-            mesh.out_of_service, mesh.canaries, self._book, clock, region, gateway_id
+            mesh.out_of_service, mesh.canaries, self._served, clock, region, gateway_id
         )
         self._connected_at = clock()
         self._records: dict[str, InstanceRecord] = {}
@@ -188,7 +189,7 @@ class FleetView:
         serving = (*self._prefills, *self._decodes, *self._fusions)
         self._ranking.see(_local(r) for r in serving if not r.is_draining)
         self._gateways.see(_endpoint(r) for r in self._records.values() if _takes_calls(r))
-        self._book.see((*self._prefills, *self._fusions, *self._decodes), self._clock())
+        self._served.see((*self._prefills, *self._fusions, *self._decodes), self._clock())
         self.pooling.see(self._with_role(ROLE_POOLING))
         self._encoders = [r for r in self._with_role(ROLE_ENCODER) if not r.is_draining]
 
@@ -262,9 +263,9 @@ class FleetView:
     def adapted(self, name: str) -> AdaptedModel | None:
         """The adapter that a name stands for now; None for a model's own name and unknown names."""
         found = self._mesh.adapters.find(name)
-        if found is None or self._book.catalogue.since(name) is not None:
+        if found is None or self._served.catalogue.since(name) is not None:
             return None
-        return found if self._book.catalogue.since(found.model) is not None else None
+        return found if self._served.catalogue.since(found.model) is not None else None
 
     def base_model(self, name: str) -> str:
         """The model that instances serve under this name."""
@@ -274,8 +275,9 @@ class FleetView:
     def known_model(self, model: str) -> KnownModel | None:
         """The model as it is, or was before its instances were lost; None if it is not known."""
         base = self.base_model(model)
-        book = self._book if self._book.catalogue.since(base) is not None else self.pooling.book
-        since, reference = book.catalogue.since(base), book.reference(base)
+        is_answering = self._served.catalogue.since(base) is not None
+        served = self._served if is_answering else self.pooling.served
+        since, reference = served.catalogue.since(base), served.reference(base)
         if since is None or reference is None:
             return None
         parent = None if base == model else base
@@ -283,7 +285,7 @@ class FleetView:
 
     def is_pooling_model(self, name: str) -> bool:
         """Whether the name is that of a pooling model, and of no model that makes answers."""
-        is_other = self._book.catalogue.since(name) is not None or self.adapted(name) is not None
+        is_other = self._served.catalogue.since(name) is not None or self.adapted(name) is not None
         return self.pooling.has(name) and not is_other
 
     def model_name(self, asked: str, scenario: str = "") -> str:
@@ -291,7 +293,7 @@ class FleetView:
 
         Raises ModelNotFound, NoInstance, and InvalidRequest for a pooling model.
         """
-        found = self._book.catalogue.resolve(asked, scenario, self._clock())
+        found = self._served.catalogue.resolve(asked, scenario, self._clock())
         if found is not None:
             return found
         if self.adapted(asked) is not None:
@@ -309,47 +311,47 @@ class FleetView:
 
         During an upgrade instances may differ: then the files of the most common vocabulary.
         """
-        return self._book.text_of(model)
+        return self._served.text_of(model)
 
     def text_sources(self, model: str) -> list[InstanceRecord]:
         """The instances with the files that `text_of` returns."""
-        return self._book.text_sources(model)
+        return self._served.text_sources(model)
 
     def served_texts(self) -> list[tuple[str, str]]:
         """The models that have instances, by name, each with the digest of its tokenizer files."""
-        return self._book.texts()
+        return self._served.texts()
 
     def reference(self, model: str) -> InstanceRecord | None:
         """An instance that represents the model, with its context length and block size.
 
         If all instances are gone, it is the last one that was seen.
         """
-        found = self._book.reference(model)
-        return found if found is not None else self._book.reference(self.base_model(model))
+        found = self._served.reference(model)
+        return found if found is not None else self._served.reference(self.base_model(model))
 
     def unsupported_shaping(self, model: str) -> frozenset[str]:
         """The fields of `LogitShaping` that not every instance of the model supports."""
-        return self._book.unsupported_shaping(self.base_model(model))
+        return self._served.unsupported_shaping(self.base_model(model))
 
     def supports_constraints(self, model: str) -> bool:
         """Whether all instances of the model support constraints."""
-        return self._book.supports_constraints(self.base_model(model))
+        return self._served.supports_constraints(self.base_model(model))
 
     def images_of(self, model: str) -> ImageFacts | None:
-        """See `ModelBook.images_of`."""
-        return self._book.images_of(self.base_model(model))
+        """See `ServedModels.images_of`."""
+        return self._served.images_of(self.base_model(model))
 
     def has_served(self, model: str, scenario: str) -> bool:
         """Whether an instance serves the model for this scenario, or did so lately."""
-        return self._book.catalogue.knows(model, scenario, self._clock())
+        return self._served.catalogue.knows(model, scenario, self._clock())
 
     def is_served_elsewhere(self, model: str, scenario: str) -> bool:
         """Whether instances serve the model, but none does or lately did for this scenario."""
-        return bool(self._book.serving(model)) and not self.has_served(model, scenario)
+        return bool(self._served.serving(model)) and not self.has_served(model, scenario)
 
     def scenario_of(self, model: str) -> str:
         """The scenario of a request that names this model and no scenario."""
-        return self._book.catalogue.scenario_of(model, self._clock())
+        return self._served.catalogue.scenario_of(model, self._clock())
 
     def can_serve(self) -> bool:
         """Whether there is any instance of any role."""
@@ -360,23 +362,17 @@ class FleetView:
         return bool(self._fusions or self._prefills or self._decodes)
 
     def paths(self) -> list[tuple[InstanceRecord, InstanceRecord | None]]:
-        """All paths of a request: a prefill and a decode, or one instance for both phases.
+        """All paths of a request, in the order of `core.health.gateway_readiness`.
 
-        Paths that are neighbours in the list have as few instances in common as possible.
+        The second instance is None if the first does both phases.
         """
         prefills, decodes, fusions = (
-            [r for r in records if not r.is_draining]
+            {r.instance_id: pair_of(r) for r in records if not r.is_draining}
             for records in (self._prefills, self._decodes, self._fusions)
         )
-        partners = [(p, [d for d in decodes if pair_of(d) == pair_of(p)]) for p in prefills]
-        pairs = [
-            (prefill, able[(number + turn) % len(able)])
-            for turn in range(len(decodes))
-            for number, (prefill, able) in enumerate(partners)
-            if turn < len(able)
-        ]
-        alone = fusions or ([] if pairs else [*prefills, *decodes])
-        return [*pairs, *((record, None) for record in alone)]
+        records = self._records
+        found = probed_paths(prefills, decodes, list(fusions))
+        return [(records[first], records[second] if second else None) for first, second in found]
 
     # --- candidates ------------------------------------------------------------------------------
 

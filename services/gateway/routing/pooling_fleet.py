@@ -13,8 +13,8 @@ from pdmesh.core.pooling.ranking import PoolingInstance, PoolingQuery, ranked
 from pdmesh.errors import InvalidRequest, ModelNotFound, NoInstance, shortened
 from pdmesh.net.convert.pooling_facts import pooling_from_proto
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
-from pdmesh.services.gateway.routing.model_book import ModelBook
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
+from pdmesh.services.gateway.routing.served_models import ServedModels
 from pdmesh.v1.common_pb2 import InstanceRecord
 
 
@@ -57,12 +57,12 @@ class PoolingFleet:
         self,
         out_of_service: OutOfServiceView,
         canaries: CanaryShares,
-        answers: ModelBook,
+        answers: ServedModels,
         clock: Callable[[], float],
         region: str = "",
         gateway_id: str = "",
     ) -> None:
-        self.book = ModelBook()
+        self.served = ServedModels()
         self._out, self._canaries = out_of_service, canaries
         self._answers, self._clock = answers, clock
         self._region, self._gateway_id = region, gateway_id
@@ -72,7 +72,7 @@ class PoolingFleet:
     def see(self, records: Iterable[InstanceRecord]) -> None:
         """All pooling instances that take requests now."""
         self._records = list(records)
-        self.book.see(self._records, self._clock())
+        self.served.see(self._records, self._clock())
         known = [self._known(r) for r in self._records if not r.is_draining]
         self._instances = {each.instance.id: each for each in known}
 
@@ -87,7 +87,7 @@ class PoolingFleet:
 
     def has(self, asked: str) -> bool:
         """Whether a model has this name, or had it lately."""
-        return self.book.catalogue.since(asked) is not None
+        return self.served.catalogue.since(asked) is not None
 
     def model(
         self, asked: str, scenario: str = "", fits: Callable[[PoolingFacts], bool] = bool
@@ -98,8 +98,8 @@ class PoolingFleet:
         """
         name = self._default(asked, scenario, fits)
         if name is None:
-            name = self.book.catalogue.resolve(asked, scenario, self._clock())
-        record = self.book.reference(name) if name is not None else None
+            name = self.served.catalogue.resolve(asked, scenario, self._clock())
+        record = self.served.reference(name) if name is not None else None
         if name is None or record is None:
             raise self._unknown(asked)
         facts = pooling_from_proto(record.pooling)
@@ -113,7 +113,7 @@ class PoolingFleet:
             return None
         known = {r.model: r for r in self._records if r.model}
         able = [name for name, r in known.items() if fits(pooling_from_proto(r.pooling))]
-        now, catalogue = self._clock(), self.book.catalogue
+        now, catalogue = self._clock(), self.served.catalogue
         return min(able, key=lambda m: (not catalogue.knows(m, scenario, now), m), default=None)
 
     def _unknown(self, asked: str) -> Exception:
@@ -127,12 +127,12 @@ class PoolingFleet:
 
     def scenario_of(self, model: str) -> str:
         """The scenario of a request that names this model and no scenario."""
-        return self.book.catalogue.scenario_of(model, self._clock())
+        return self.served.catalogue.scenario_of(model, self._clock())
 
     def is_served_elsewhere(self, model: str, scenario: str) -> bool:
         """Whether instances serve the model, but none does or lately did for this scenario."""
-        knows = self.book.catalogue.knows(model, scenario, self._clock())
-        return bool(self.book.serving(model)) and not knows
+        knows = self.served.catalogue.knows(model, scenario, self._clock())
+        return bool(self.served.serving(model)) and not knows
 
     def pinned(self, needs: PoolingNeeds, num_open: Callable[[str, int], int]) -> PoolingNeeds:
         """The needs with the revision of the model that all inputs of one call go to.

@@ -3,23 +3,20 @@
 The client names the session and its state with a request. When the call has ended, the blocks of
 prompt and answer are evicted last for a bounded time (a tool runs), like others (the session goes
 on), or first (it is done). Instances bound what is held, so a client cannot fill them.
-
-The next turn may run elsewhere. So instances that were told of a pause are remembered, and also
-hear that the session goes on or is done. Another gateway does not know them: there the time ends
-the holds.
+`core.kv.tiers.protected_kv` decides which instances are told, and of which blocks.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import structlog
 
-from pdmesh.core.kv.tiers.holds import MAX_SESSION_NAMES, SessionState
+from pdmesh.core.kv.tiers.protected_kv import PausedSessions, protected_blocks
+from pdmesh.core.kv.tiers.session_holds import SessionState
 from pdmesh.services.gateway.routing.fleet import FleetView
 from pdmesh.services.gateway.routing.sessions import SessionPool
 from pdmesh.services.gateway.text.prompt import Prompt
@@ -34,9 +31,6 @@ from pdmesh.v1.common_pb2 import SessionState as SessionStateProto
 from pdmesh.v1.instance_service_pb2 import Command, SessionHint
 
 log = structlog.get_logger(__name__)
-
-_MAX_PAUSED: Final = 16_384  # sessions whose instances are remembered
-_MAX_TOLD: Final = 16  # instances of one session, the last ones
 
 _hints = metrics.counter(names.SESSION_HINTS, "Answers whose client named the session's state")
 _STATES: Final[dict[SessionState, SessionStateProto.ValueType]] = {
@@ -55,14 +49,6 @@ class ServedChoice:
     instance_ids: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pause:
-    """Which instances were told that a session has paused."""
-
-    instance_ids: tuple[str, ...]
-    until: float  # then no instance holds anything
-
-
 class SessionHints:
     """For all calls of a gateway. `hold_s`: for how long a pause holds blocks.
 
@@ -79,8 +65,7 @@ class SessionHints:
     ) -> None:
         self._fleet, self._sessions, self._hold_s = fleet, sessions, hold_s
         self._clock = clock
-        # By `chat_key`, the last pause last, which is the last to be over.
-        self._paused: OrderedDict[str, _Pause] = OrderedDict()
+        self._paused = PausedSessions(hold_s)  # by `chat_key`
 
     def ended(
         self, session: str, state: SessionState, prompt: Prompt, served: Sequence[ServedChoice]
@@ -103,11 +88,8 @@ class SessionHints:
             if record is not None:
                 told.append(instance_id)
                 self._send(record, key, state, prompt, _blocks(record, served))
-        if state is SessionState.PAUSED_FOR_TOOL:
-            self._remember(key, told)
-            return
-        for instance_id in self._forget(key):
-            if instance_id not in told and (record := self._hinted(instance_id)) is not None:
+        for instance_id in self._paused.ended(key, state, told, self._clock()):
+            if (record := self._hinted(instance_id)) is not None:
                 self._send(record, key, state, prompt, ())
 
     def _hinted(self, instance_id: str) -> InstanceRecord | None:
@@ -131,31 +113,11 @@ class SessionHints:
         )
         self._sessions.hint(record, Command(session_hint=hint))
 
-    def _remember(self, key: str, told: Sequence[str]) -> None:
-        if not told:
-            return
-        before = [instance_id for instance_id in self._forget(key) if instance_id not in told]
-        now = self._clock()
-        self._paused[key] = _Pause((*before, *told)[-_MAX_TOLD:], now + self._hold_s)
-        while self._paused:
-            first = next(iter(self._paused.values()))
-            if len(self._paused) <= _MAX_PAUSED and first.until > now:
-                break
-            self._paused.popitem(last=False)
-
-    def _forget(self, key: str) -> tuple[str, ...]:
-        """The instances that were told of the session's pause and may still hold its blocks."""
-        pause = self._paused.pop(key, None)
-        return pause.instance_ids if pause is not None and pause.until > self._clock() else ()
-
 
 def _blocks(record: InstanceRecord, served: Sequence[ServedChoice]) -> list[bytes]:
-    """What the instance should have of these choices: of several, only the prompts.
-
-    The client goes on with at most one of their answers.
-    """
     here = [choice for choice in served if record.instance_id in choice.instance_ids]
-    blocks = dict.fromkeys(name for choice in here for name in choice.prompt.hashes(record))
-    if len(served) == 1:
-        blocks.update(dict.fromkeys(here[0].prompt.answer_hashes(record, here[0].answer)))
-    return list(blocks)[:MAX_SESSION_NAMES]
+    return protected_blocks(
+        (choice.prompt.hashes(record) for choice in here),
+        len(served),
+        lambda: here[0].prompt.answer_hashes(record, here[0].answer),
+    )

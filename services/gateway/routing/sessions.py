@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 import grpc
 import structlog
 
+from pdmesh.core.instance.free_slots import FreeSlots
 from pdmesh.core.request.events import Event, LegLost, LegRejected
 from pdmesh.net.grpc import rpc
 from pdmesh.services.gateway.routing.session_events import from_proto
@@ -41,7 +42,6 @@ _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stub
 _MAX_OUTBOX: Final = 8192
 _MAX_HINTED: Final = 256  # commands that wait; beyond this number hints are dropped
 _MESSAGE_BYTES: Final = rpc.MAX_MESSAGE_BYTES // 8  # of commands gathered in one message
-_TRUST_S: Final = 1.0  # after this time without news, prompts are offered to a full instance
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
 _BEFORE_TOKENS: Final = frozenset(
@@ -78,19 +78,11 @@ class InstanceSession:
     def __init__(self, record: InstanceRecord, hello: Hello, on_slots_freed: SlotsFreed) -> None:
         self.instance_id = record.instance_id
         self.incarnation = record.incarnation
-        # Slots, as the instance last told, less those that our prompts have taken since; None: it
-        # has not told yet.
-        self._num_free: int | None = None
-        self._told_at = 0.0
-        self._num_loads = 0  # how often it has told
-        # Prompts that it has not answered yet, by key, with `_num_loads` at the offer.
-        self._offered: dict[int, int] = {}
+        self.slots = FreeSlots()
         self._will_tell = False  # `_tell_room` is due in the loop's next turn
         self.worked: EngineProgress | None = (
             None  # None: no report yet, or an instance of an older release
         )
-        # It refused a leg for now, and has not said yet that it has a slot, as it then will.
-        self.is_full = False
         self._record = record
         self._hello = hello
         self._on_slots_freed = on_slots_freed
@@ -109,22 +101,13 @@ class InstanceSession:
 
     @property
     def has_slot(self) -> bool:
-        """Whether a prompt may find a slot beside those that were offered before.
-
-        If not, `on_slots_freed` is called when there is one: after an offered prompt was answered
-        or given up, or, if the instance is full, as soon as it tells that it is not. What it told
-        is not trusted for long, because an older release may not tell.
-        """
-        if self._num_free is None or time.monotonic() - self._told_at > _TRUST_S:
-            return True
-        return self._num_unoffered > 0
+        """Whether to offer it a prompt; if not, `on_slots_freed` is called when there is a slot."""
+        return self.slots.has_slot(time.monotonic())
 
     @property
-    def _num_unoffered(self) -> int:
-        """Slots that no prompt was offered for; 0 if the instance is full or has not told yet."""
-        if self._num_free is None or self.is_full:
-            return 0
-        return max(0, self._num_free - len(self._offered))
+    def is_full(self) -> bool:
+        """It refused a leg for now, and has not said yet that it has a slot."""
+        return self.slots.is_full
 
     @property
     def is_usable(self) -> bool:
@@ -139,7 +122,7 @@ class InstanceSession:
             return False
         self._legs[key] = owner
         if command.HasField("prefill"):
-            self._offered[key] = self._num_loads
+            self.slots.offer(key)
         self.send(command)
         return True
 
@@ -161,7 +144,7 @@ class InstanceSession:
 
     def forget(self, key: int) -> None:
         self._legs.pop(key, None)
-        if self._offered.pop(key, None) is not None:
+        if self.slots.given_up(key):
             self._tell_soon()
 
     # --- the stream ------------------------------------------------------------------------------
@@ -246,12 +229,11 @@ class InstanceSession:
         owner = self._legs.get(event.key)
         if owner is None:
             return  # the leg was given up, so its output is dropped
-        if event.key in self._offered:
-            self._answered(event.key, is_accepted=kind != "rejected")
+        if self.slots.answered(event.key, is_accepted=kind != "rejected"):
+            self._tell_soon()
         if kind == "rejected":
             rejected = event.rejected
-            self.is_full = self.is_full or rejected.retry_after_ms > 0
-            self._told_at = time.monotonic()
+            self.slots.rejected(time.monotonic(), is_for_now=rejected.retry_after_ms > 0)
             log.debug(
                 "leg.rejected",
                 instance_id=self.instance_id,
@@ -265,18 +247,6 @@ class InstanceSession:
         if fact is not None:
             owner.on_event(fact, event)
 
-    def _answered(self, key: int, *, is_accepted: bool) -> None:
-        """Count the slot that an accepted prompt took, unless a Load has come since its offer.
-
-        Such a Load counts the prompt. So does one that comes with the acceptance, if an earlier
-        one had crossed the offer.
-        """
-        has_told = self._offered.pop(key) != self._num_loads
-        if has_told or not is_accepted:
-            self._tell_soon()
-        elif self._num_free:
-            self._num_free -= 1
-
     def _tell_soon(self) -> None:
         """A slot may be left for a waiter, as a prompt was answered or given up without taking it.
 
@@ -289,20 +259,12 @@ class InstanceSession:
 
     def _tell_room(self) -> None:
         self._will_tell = False
-        if num_new := self._num_unoffered:
+        if num_new := self.slots.num_unoffered:
             self._on_slots_freed(self.instance_id, num_new)
 
     def _on_load(self, load: Load) -> None:
-        """Wake waiters only if there are more free slots: there are other reasons to reject, too.
-
-        A prompt that is not answered yet will take one of them, or has: then its answer wakes.
-        """
-        self._num_loads += 1
-        num_free_before, self._told_at = self._num_free or 0, time.monotonic()
-        num_free = self._num_free = 0 if load.is_draining else load.num_slots - load.num_slots_used
-        self.is_full = self.is_full and not num_free
-        num_new = num_free - len(self._offered)
-        if num_free > num_free_before and num_new > 0:
+        num_free = 0 if load.is_draining else load.num_slots - load.num_slots_used
+        if num_new := self.slots.told(num_free, time.monotonic()):
             self._on_slots_freed(self.instance_id, num_new)
 
     def _on_progress(self, said: Progress) -> None:
@@ -312,9 +274,8 @@ class InstanceSession:
         self.worked = EngineProgress(at, said.num_signs, said.num_tokens, said.num_open_tokens)
 
     def _on_broken(self, reason: str, was_silent: bool) -> None:
-        self._is_open, self._num_free, self.worked = False, None, None
-        self.is_full = False
-        self._offered.clear()
+        self._is_open, self.worked = False, None
+        self.slots.broken()
         self._may_open_at = time.monotonic() + self._backoff_s
         self._backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2)
         was_reached = not self._is_unreachable()

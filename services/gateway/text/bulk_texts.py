@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.core.pooling.truncation import Content, SpecialTokens, TextCut, content_of
-from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
+from pdmesh.services.gateway.text.encoding_queues import EncodingQueues
 
 _INLINE_CHARS: Final = 2048
 _TURN_CHARS: Final = 131072
@@ -31,8 +31,8 @@ _Text = str | tuple[str, str]  # two are joined when their turn comes
 class BulkTexts:
     """`max_token_chars`: of the longest token of the vocabulary."""
 
-    def __init__(self, inner: HfTokenizer, lanes: EncodingLanes, max_token_chars: int) -> None:
-        self._inner, self._lanes = inner, lanes
+    def __init__(self, inner: HfTokenizer, queues: EncodingQueues, max_token_chars: int) -> None:
+        self._inner, self._queues = inner, queues
         self.max_token_chars = max_token_chars
 
     def bounded(self, text: str, max_tokens: int, cut: TextCut | None) -> str:
@@ -90,7 +90,7 @@ class BulkTexts:
             found = work(distinct)
         else:
             turns = (partial(work, some) for some in _turns(distinct))
-            found = await self._lanes.in_turns(turns, num_chars)
+            found = await self._queues.in_turns(turns, num_chars)
         by_text = dict(zip(distinct, found, strict=True))
         return [by_text[text] for text in texts]
 

@@ -25,7 +25,7 @@ import structlog
 from pdmesh.core.request.waiting_room import Claim, WaitingRoom
 from pdmesh.core.sampling.constraint import MAX_GRAMMAR_BYTES
 from pdmesh.core.tenancy.limits import Tenant
-from pdmesh.engine.grammars.asked import AskedGrammar
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar
 from pdmesh.engine.grammars.checker import Check, Checked
 from pdmesh.errors import InvalidRequest, MeshError, Overloaded
 from pdmesh.services.gateway.text.grammar_process import CheckInterrupted, KilledByGrammar

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import structlog
 
-from pdmesh.engine.grammars.asked import AskedGrammar
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar
 from pdmesh.engine.grammars.checker import FRAME, Check, Checked, LoadVocabulary
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root, tokens_to_bytes
+from pdmesh.core.placement.chat_key import key_of_id
 from pdmesh.v1.common_pb2 import InstanceRecord
 
 
@@ -48,16 +49,8 @@ class Prompt:
         return hashlib.blake2b(self.data + shown, digest_size=16, key=key).digest()
 
     def chat_key(self, chat_id: str) -> str:
-        """A name for a conversation of this tenant, or empty without a `chat_id`.
-
-        Equal ids of different tenants give different names.
-        """
-        if not chat_id:
-            return ""
-        key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
-        return hashlib.blake2b(
-            chat_id.encode(), digest_size=16, key=key, person=b"chat"
-        ).hexdigest()
+        """A name for a conversation of this tenant, or empty without a `chat_id`."""
+        return key_of_id(self._secret, self._tenant, chat_id)
 
     @property
     def tenant_key(self) -> str:

@@ -31,7 +31,7 @@ from pdmesh.services.gateway.text.chat_template import (
     ChatTemplates,
     Conversation,
 )
-from pdmesh.services.gateway.text.encoding_lanes import EncodingJob, EncodingLanes
+from pdmesh.services.gateway.text.encoding_queues import EncodingJob, EncodingQueues
 from pdmesh.services.gateway.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from pdmesh.services.gateway.text.section_cache import SectionCache
 from pdmesh.services.gateway.text.section_marks import SectionMarks
@@ -82,7 +82,7 @@ class Tokenizer:
         inner: HfTokenizer,
         template: ChatTemplates | None,
         facts: ModelFacts,
-        lanes: EncodingLanes | None = None,
+        queues: EncodingQueues | None = None,
         sections: SectionCache | None = None,
     ) -> None:
         self.defaults = facts.defaults
@@ -96,14 +96,14 @@ class Tokenizer:
         self.marks = facts.marks
         self._packed = facts.packed
         self.max_token_chars = max(map(len, inner.get_vocab()), default=1)
-        self._lanes = lanes or EncodingLanes(1)
+        self._queues = queues or EncodingQueues(1)
         self._sections, self._key = sections, os.urandom(16)
         self._section_marks = SectionMarks.of(
             inner.get_added_tokens_decoder().values(),
             "".join((facts.marks.template, *facts.marks.special_tokens.values())),
             _INLINE_CHARS,
         )
-        self.bulk = BulkTexts(inner, self._lanes, self.max_token_chars)
+        self.bulk = BulkTexts(inner, self._queues, self.max_token_chars)
 
     @classmethod
     def load(
@@ -111,7 +111,7 @@ class Tokenizer:
         model_dir: Path,
         *,
         max_chars: int,
-        lanes: EncodingLanes | None = None,
+        queues: EncodingQueues | None = None,
         sections: SectionCache | None = None,
         has_defaults: bool = True,
         vocabulary: str = "",
@@ -145,7 +145,7 @@ class Tokenizer:
         )
         packed = zlib.compress(text, 1)  # other threads run meanwhile
         facts = ModelFacts(eos, vocab_size, defaults, vocabulary, token_id, marks, packed)
-        return cls(inner, template, facts, lanes, sections)
+        return cls(inner, template, facts, queues, sections)
 
     def to_json(self) -> str:
         """Its tokenizer.json, which may have many megabytes.
@@ -179,7 +179,7 @@ class Tokenizer:
         job = EncodingJob(text, add_special_tokens, owner)
         if len(text) <= _INLINE_CHARS:
             return self._encode_job(job)
-        return await self._lanes.encode(self._encode_all, job)
+        return await self._queues.encode(self._encode_all, job)
 
     def _encode_all(self, jobs: Sequence[EncodingJob]) -> list[array[int]]:
         """All of them have special tokens added, or none."""

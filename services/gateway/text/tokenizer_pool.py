@@ -29,7 +29,7 @@ import structlog
 from pdmesh.core.catalogue.tokenizer_memory import Residency
 from pdmesh.errors import MeshError, Overloaded, TokenizerUnavailable
 from pdmesh.net.tasks import end
-from pdmesh.services.gateway.text.encoding_lanes import EncodingLanes
+from pdmesh.services.gateway.text.encoding_queues import EncodingQueues
 from pdmesh.services.gateway.text.model_text import fetch_text
 from pdmesh.services.gateway.text.section_cache import SectionCache
 from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer
@@ -75,7 +75,7 @@ class TokenizerPool:
 
     def __init__(self, rules: TokenizerRules, clock: Callable[[], float] = time.monotonic) -> None:
         self._rules, self._clock = rules, clock
-        self.lanes = EncodingLanes(rules.num_threads)
+        self.queues = EncodingQueues(rules.num_threads)
         self.sections = SectionCache(rules.max_section_bytes)
         self._own: TextFiles | None = None
         self._residency = Residency(rules.max_bytes)
@@ -125,7 +125,7 @@ class TokenizerPool:
             task.cancel()
         await asyncio.gather(*self._loads.values(), return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self.lanes.close()
+        self.queues.close()
 
     async def _awaited(self, model: str, digest: str, sources: TextSources) -> Tokenizer:
         load = self._loads.get(digest)
@@ -193,7 +193,7 @@ class TokenizerPool:
             _load_guarded,
             files.folder,
             max_chars=self._rules.max_chars,
-            lanes=self.lanes,
+            queues=self.queues,
             sections=self.sections if self._rules.max_section_bytes else None,
             has_defaults=self._rules.has_defaults,
             vocabulary=files.vocabulary,

@@ -18,10 +18,10 @@ import grpc
 
 from pdmesh import api_keys
 from pdmesh.core.access.claims import ClaimNames, role_of, who_of
+from pdmesh.core.access.exposure import is_loopback_number
 from pdmesh.core.access.operator_roles import ROLES, AdminRole
 from pdmesh.errors import NotAllowed
 from pdmesh.followed_keys import FollowedKeys, OnKeysChanged
-from pdmesh.net.addresses import is_loopback_number
 from pdmesh.net.grpc.peers import caller_of
 from pdmesh.net.oidc.verifier import TokenVerifier
 from pdmesh.net.tasks import together

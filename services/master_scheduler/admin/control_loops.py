@@ -10,7 +10,7 @@ from pdmesh.services.master_scheduler.admin.adapters import Adapters
 from pdmesh.services.master_scheduler.admin.pins import Pins
 from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
 from pdmesh.services.master_scheduler.overview.overview import Overview
-from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
+from pdmesh.services.master_scheduler.plans.move_loop import MoveLoop
 from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 from pdmesh.services.master_scheduler.usage_loop import UsageLoop
 
@@ -20,7 +20,7 @@ class ControlLoops:
     """Operators see and change the mesh through these loops."""
 
     groups: GroupReconciler
-    plans: PlanLoop
+    plans: MoveLoop
     upgrades: UpgradeLoop
     usage: UsageLoop
     pins: Pins

@@ -21,9 +21,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pdmesh.core.access.exposure import is_loopback
 from pdmesh.desired_file import MAX_BYTES
 from pdmesh.errors import InvalidRequest, MeshError, NotAllowed
-from pdmesh.net.addresses import is_loopback
 from pdmesh.services.master_scheduler.admin.callers import is_local
 from pdmesh.services.master_scheduler.admin.checked_calls import CheckedCalls
 from pdmesh.v1 import admin_service_pb2

@@ -15,7 +15,7 @@ from pdmesh.core.moves.move import (
     MovePlan,
     Trigger,
 )
-from pdmesh.core.moves.plan_runner import PendingPlan
+from pdmesh.core.moves.next_move import PendingPlan
 from pdmesh.core.moves.schedule import ScheduleAction, ScheduleEntry
 from pdmesh.v1 import admin_service_pb2 as pb
 

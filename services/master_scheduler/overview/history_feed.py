@@ -14,7 +14,6 @@ import structlog
 from google.protobuf.message import Message as ProtoMessage
 
 from pdmesh.core.history.ended_request import EndedRequest
-from pdmesh.core.history.happenings import HappeningBook
 from pdmesh.core.history.incidents import (
     FaultTurned,
     HealthTurned,
@@ -23,7 +22,8 @@ from pdmesh.core.history.incidents import (
     Ordered,
 )
 from pdmesh.core.history.kv_flows import KvFlows
-from pdmesh.core.history.request_book import RequestBook
+from pdmesh.core.history.recent_events import RecentEvents
+from pdmesh.core.history.recent_requests import RecentRequests
 from pdmesh.core.history.scenario_history import AnswerHistory
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.errors import InvalidRequest, shortened
@@ -47,9 +47,9 @@ class Books:
 
     answers: AnswerHistory = field(default_factory=AnswerHistory)
     flows: KvFlows = field(default_factory=KvFlows)
-    requests: RequestBook = field(default_factory=RequestBook)
+    requests: RecentRequests = field(default_factory=RecentRequests)
     incidents: IncidentBook = field(default_factory=IncidentBook)
-    happenings: HappeningBook = field(default_factory=HappeningBook)
+    happenings: RecentEvents = field(default_factory=RecentEvents)
 
 
 class HistoryFeed:

@@ -12,8 +12,8 @@ import grpc
 import structlog
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
+from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.core.groups.membership_changes import GroupChanged, GroupTracker
-from pdmesh.core.identity import ProcessIdentity
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.instance import Instance

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
 
 import msgspec
 import structlog
 
 from pdmesh.core.placement.fleet import Fleet
-from pdmesh.core.upgrade.revision_health import GroupRevision, LegFailureReported, RequestAnswered
+from pdmesh.core.upgrade.revision_health import (
+    AnswerTimes,
+    GroupRevision,
+    LegFailureReported,
+    RequestAnswered,
+    is_failed_leg,
+)
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message
 from pdmesh.services.master_scheduler.placement.scenario_feed import RequestFinishedJson
 
 log = structlog.get_logger(__name__)
-
-# These are reported beside the failure that led to them.
-_NO_FAILURES: Final = frozenset({"KV_SOURCE_EXCLUDED", "KV_SOURCE_RELEASED"})
 
 
 class _Header(msgspec.Struct, rename="camel"):
@@ -55,19 +57,15 @@ class UpgradeFeed:
     def answered(self, event: RequestFinishedJson) -> None:
         """A completed request.
 
-        It counts for its prefill's group and revision; its decode has the same. A pooling call's
-        T_p is all of its time.
+        It counts for its prefill's group and revision; its decode has the same.
         """
         group_revision = self._group_revision(event.prefill_id or event.pooling_id)
         if group_revision is None:
             return
-        num_after = event.usage.num_completion_tokens - 1
-        decode_s = max(0.0, event.e2e_ms - event.ttft_ms) / 1e3
-        computed_at_ms = event.e2e_ms if event.pooling_id else event.ttft_ms
-        t_p_s = max(0.0, computed_at_ms - event.queue_ms) / 1e3
-        self._tell(
-            RequestAnswered(group_revision, t_p_s, decode_s / num_after if num_after > 0 else None)
-        )
+        times = AnswerTimes(event.queue_ms / 1e3, event.ttft_ms / 1e3, event.e2e_ms / 1e3)
+        t_p_s = times.t_p_s(is_pooling=bool(event.pooling_id))
+        tpot_s = times.tpot_s(event.usage.num_completion_tokens)
+        self._tell(RequestAnswered(group_revision, t_p_s, tpot_s))
 
     async def _on_error(self, message: Message) -> None:
         try:
@@ -76,7 +74,7 @@ class UpgradeFeed:
             log.warning("upgrade.bad_event", error=str(exc))
             return
         group_revision = self._group_revision(event.header.publisher_id)
-        if group_revision is not None and event.request_id and event.reason not in _NO_FAILURES:
+        if group_revision is not None and is_failed_leg(event.reason, event.request_id):
             self._tell(LegFailureReported(group_revision))
 
     def _group_revision(self, instance_id: str) -> GroupRevision | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.kv.transfer.kv_path import KvMemory
+from pdmesh.core.kv.transfer.gpu_or_host import KvMemory
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.errors import EngineMisconfigured
 from tests.e2e.pair import running

@@ -28,7 +28,7 @@ from pdmesh.engine.base import (
     TicketOpened,
     constraint_failed,
 )
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind, grammar_of
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import decode_config, plain_vllm, prefill_config
 from tests.e2e.pair import Host, Pair, locally, running

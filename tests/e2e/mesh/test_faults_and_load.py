@@ -64,26 +64,34 @@ STREAMS: Final = prompts(1, [1, 17, 31, 32, 33, 64, 90, 150, 200, 250, 300, 333]
 LONGS: Final = prompts(2, [LONG] * 12)
 
 
-@pytest.fixture(scope="module")
-def model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written_model(model_dir: Path, factory: pytest.TempPathFactory) -> Path:
     """With SmolLM2's tokenizer, of which it knows the first 40,960 tokens."""
-    folder = write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+    folder = write_tiny_llama(factory.mktemp("tiny-llama"))
     for file in model_dir.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder
+
+
+def plain_answers(model: Path, factory: pytest.TempPathFactory) -> dict[tuple[int, ...], list[int]]:
+    """Plain vLLM's answers by prompt."""
+    asked = [Case(prompt, MAX_TOKENS) for prompt in STREAMS]
+    asked += [Case(prompt, 4) for prompt in LONGS]
+    folder = factory.mktemp("plain")
+    with plain_vllm(model, asked, folder, block_size=BLOCK_SIZE, max_model_len=1024) as plain:
+        tokens = plain.tokens()
+    return {case.prompt: drawn for case, drawn in zip(asked, tokens, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written_model(model_dir, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def expected(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[int, ...], list[int]]:
-    """Plain vLLM's answers by prompt."""
-    asked = [Case(prompt, MAX_TOKENS) for prompt in STREAMS]
-    asked += [Case(prompt, 4) for prompt in LONGS]
-    folder = tmp_path_factory.mktemp("plain")
-    with plain_vllm(model, asked, folder, block_size=BLOCK_SIZE, max_model_len=1024) as plain:
-        tokens = plain.tokens()
-    return {case.prompt: drawn for case, drawn in zip(asked, tokens, strict=True)}
+    return plain_answers(model, tmp_path_factory)
 
 
 def spec(model: Path, num_prefill: int, num_decode: int, **env: str) -> MeshSpec:

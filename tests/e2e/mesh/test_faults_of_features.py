@@ -46,8 +46,18 @@ _SALTS: Final = itertools.count()
 
 model = images.model  # fixtures
 shown = images.expected
-text_model = texts.model
-told = texts.expected
+
+
+@pytest.fixture(scope="module")
+def text_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return texts.written_model(model_dir, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def told(
+    text_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[int, ...], list[int]]:
+    return texts.plain_answers(text_model, tmp_path_factory)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import pytest
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
-from pdmesh.core.identity import ProcessIdentity
+from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.embedded.ports import PortReservation
 from pdmesh.net.tls.authority import Authority
 from pdmesh.services.gateway.access.access_control import KeyedAccess

@@ -70,7 +70,7 @@ async def test_an_impossible_event_ends_one_request_and_is_logged_with_its_story
         await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
     (told,) = (entry for entry in logs if entry["event"] == "generation.bug")
     steps = ["Submitted", "AskPlan", "PlanReceived", "SendPrefill", "LegFinished"]
-    places = [told["story"].index(step) for step in steps]
+    places = [told["last_events"].index(step) for step in steps]
     assert places == sorted(places)
     answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
     assert answer.choices[0].text == mesh.expected_text("abc", 4)

@@ -14,10 +14,10 @@ import pytest
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
+from pdmesh.core.instance import free_slots
 from pdmesh.core.tenancy.tenant import TenantEntry
 from pdmesh.services.gateway.access.access_control import KeyedAccess
 from pdmesh.services.gateway.request import frontend
-from pdmesh.services.gateway.routing import sessions
 from pdmesh.telemetry import names
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION
 from pdmesh.v1.instance_service_pb2 import REJECT_REASON_BUSY
@@ -90,7 +90,7 @@ async def test_prompts_are_offered_only_where_a_slot_may_be_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refused offer costs a message each way, with the whole prompt in one of them."""
-    monkeypatch.setattr(sessions, "_TRUST_S", 600.0)
+    monkeypatch.setattr(free_slots, "TRUST_S", 600.0)
     async with (
         gateway_mesh(tmp_path, ttft_s=300.0, retry_s=0.05) as mesh,
         httpx.AsyncClient(base_url=mesh.url, timeout=300) as client,
@@ -100,7 +100,7 @@ async def test_prompts_are_offered_only_where_a_slot_may_be_free(
         prefill.is_holding = True
         prefill.free_slots(2)
         session = mesh.gateway.frontend.shared.sessions.session(prefill.record())
-        await until(lambda: session._num_free == 2)
+        await until(lambda: session.slots.num_free == 2)
         asks = [asyncio.create_task(ask(client, prompt="abc" * n)) for n in range(1, 11)]
         await until(lambda: len(prefill.legs) == 2 and room(mesh) == 8)
         assert len(prefill.prefills) == 3
@@ -114,7 +114,7 @@ async def test_prompts_are_offered_only_where_a_slot_may_be_free(
 async def test_a_client_that_leaves_before_the_answer_leaves_its_slot_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "_TRUST_S", 600.0)
+    monkeypatch.setattr(free_slots, "TRUST_S", 600.0)
     async with (
         gateway_mesh(tmp_path, ttft_s=300.0, retry_s=250.0) as mesh,
         httpx.AsyncClient(base_url=mesh.url, timeout=60) as client,
@@ -123,7 +123,7 @@ async def test_a_client_that_leaves_before_the_answer_leaves_its_slot_to_the_nex
         assert (await ask(client)).status_code == 200, "the session is open now"
         prefill.free_slots(1)
         session = mesh.gateway.frontend.shared.sessions.session(prefill.record())
-        await until(lambda: session._num_free == 1)
+        await until(lambda: session.slots.num_free == 1)
         prefill.is_silent = True
         leaving = asyncio.create_task(ask(client, prompt="first"))
         await until(lambda: len(prefill.prefills) == 2)
@@ -140,7 +140,7 @@ async def test_a_full_instance_that_tells_nothing_is_asked_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older release may forget to say that it has a slot."""
-    monkeypatch.setattr(sessions, "_TRUST_S", 0.2)
+    monkeypatch.setattr(free_slots, "TRUST_S", 0.2)
     async with (
         gateway_mesh(tmp_path, ttft_s=300.0, retry_s=0.05) as mesh,
         httpx.AsyncClient(base_url=mesh.url, timeout=300) as client,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.core.access.operator_roles import AdminRole
-from pdmesh.core.identity import ProcessIdentity
+from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.embedded.members import (
     NatsMember,
     RedisMember,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.kv.transfer.kv_path import KvMemory, PathFacts
+from pdmesh.core.kv.transfer.gpu_or_host import KvMemory, PathFacts
 from pdmesh.core.model import Role
 from pdmesh.engine.factory import build_engine
 from pdmesh.errors import EngineMisconfigured

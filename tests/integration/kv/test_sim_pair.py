@@ -21,7 +21,7 @@ from pdmesh.core.sampling.constraint import Constraint
 from pdmesh.core.sampling.logit_shaping import UNSHAPED, LogitShaping
 from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.factory import sim_params
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind, grammar_of
 from pdmesh.engine.sim.vocabulary import SPECIALS, build_vocabulary
 from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.instance.legs.host import HostConfig

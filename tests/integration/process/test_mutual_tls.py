@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 from cryptography import x509
 
-from pdmesh.core.identity import ProcessIdentity, folder_of
+from pdmesh.core.access.process_identity import ProcessIdentity, folder_of
 from pdmesh.errors import MeshError, UntrustedPeer, WrongPeer
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec

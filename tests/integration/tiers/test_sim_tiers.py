@@ -62,9 +62,9 @@ async def tiered(
 
 
 def stack_of(instance: SimInstance) -> TierStack:
-    lane = instance.engine._tiers
-    assert lane is not None
-    return lane.stack
+    queue = instance.engine._tiers
+    assert queue is not None
+    return queue.stack
 
 
 def served(instance: SimInstance, tier: Tier) -> int:

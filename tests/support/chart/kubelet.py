@@ -22,7 +22,7 @@ from typing import Any, Final, Self
 
 import httpx
 
-from pdmesh.core.identity import ProcessIdentity
+from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.embedded.binaries import NATS, VALKEY, find
 from pdmesh.net.tls.authority import Authority
 from tests.support.chart.helm import ROOT, Manifest, of_kind

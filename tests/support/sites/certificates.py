@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdmesh.core.identity import ProcessIdentity, folder_of
+from pdmesh.core.access.process_identity import ProcessIdentity, folder_of
 from pdmesh.net.tls.authority import Authority
 from pdmesh.net.tls.folder import CertificateFolder
 

@@ -28,7 +28,7 @@ from pdmesh.services.master_scheduler.groups.reconciler import GroupReconciler
 from pdmesh.services.master_scheduler.overview.history_feed import HistoryFeed
 from pdmesh.services.master_scheduler.overview.overview import Overview
 from pdmesh.services.master_scheduler.placement.convert import identity_from
-from pdmesh.services.master_scheduler.plans.plan_loop import PlanLoop
+from pdmesh.services.master_scheduler.plans.move_loop import MoveLoop
 from pdmesh.services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 from pdmesh.services.master_scheduler.usage_loop import UsageLoop
 from pdmesh.v1 import admin_service_pb2 as pb
@@ -72,7 +72,7 @@ class Site:
         leads = lambda: self.leadership  # noqa: E731
         events = EventPublisher(MemoryBus(), "master", 1)
         self.loop = GroupReconciler(self.view, events, leads, lambda: 0.0)
-        self.plans = PlanLoop(self.loop, ScenarioWindows(), leads, lambda: 0.0)
+        self.plans = MoveLoop(self.loop, ScenarioWindows(), leads, lambda: 0.0)
         self.shares: dict[str, float] = {}
         self.upgrades = UpgradeLoop(
             self.loop, self.plans, events, leads, self.shares.update, lambda: 0.0

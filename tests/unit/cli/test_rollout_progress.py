@@ -11,8 +11,8 @@ import pytest
 
 from pdmesh.cli.commands import rollout as command
 from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.rollout_progress import rollout_of
 from pdmesh.cli.view.progress import ProgressLine
-from pdmesh.cli.view.rollout_progress import rollout_of
 from pdmesh.errors import Unavailable
 from pdmesh.v1.admin_service_pb2 import GroupState, ListGroupStatesResponse, UpgradeState
 

@@ -6,7 +6,6 @@ import pytest
 
 from pdmesh.config import url_problem, without_password
 from pdmesh.core.server_urls import SentinelUrl, server_urls
-from pdmesh.net.addresses import is_exposed
 
 SENTINELS = "rediss-sentinel://gateway:s3cret@10.0.0.1:26379,10.0.0.2,[fd00::3]:7/2?primary=mesh"
 
@@ -51,22 +50,6 @@ def test_sentinels_a_user_and_the_primarys_name_are_read() -> None:
 def test_a_problem_is_named_without_the_password(url: str, problem: str) -> None:
     assert problem in url_problem(url)
     assert "s3cret" not in url_problem(url)
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("tls://10.0.0.1:1,10.0.0.2:2", False),
-        ("nats://127.0.0.1:1,127.0.0.2:2", False),
-        ("nats://127.0.0.1:1,10.0.0.2:2", True),
-        (SENTINELS, False),
-        (SENTINELS.replace("rediss", "redis"), True),
-    ],
-)
-def test_one_server_in_plain_text_on_a_network_is_enough_to_be_exposed(
-    url: str, expected: bool
-) -> None:
-    assert is_exposed(url) is expected
 
 
 def test_passwords_of_all_servers_are_hidden() -> None:

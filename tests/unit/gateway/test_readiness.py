@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.core.health.gateway_readiness import MAX_REFUSALS
 from pdmesh.net.grpc.canary_call import CanaryFailed, CanaryRefused
 from pdmesh.services.gateway import readiness
 from pdmesh.services.gateway.readiness import PathProof
@@ -99,7 +100,7 @@ async def test_a_mesh_that_refuses_because_it_is_full_counts_as_working(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a gateway that restarts under overload would never become ready."""
-    ways = Ways(*[CanaryRefused()] * readiness._MAX_REFUSALS)
+    ways = Ways(*[CanaryRefused()] * MAX_REFUSALS)
     assert (await proof_of(monkeypatch, ways)).is_given
     assert not ways.outcomes
 
@@ -109,7 +110,7 @@ async def test_a_failed_path_cancels_only_its_own_refusals(
 ) -> None:
     """In a full mesh, one broken instance once kept each new gateway from becoming ready."""
     full, broken = CanaryRefused(), CanaryFailed("UNAVAILABLE")
-    most = readiness._MAX_REFUSALS
+    most = MAX_REFUSALS
     ways = Ways(full, *[full, full] * 5, broken, *[full, broken] * (most - 6))
     assert (await proof_of(monkeypatch, ways)).is_given
     assert [p for p, _ in ways.tried].count("p0") == most

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.identity import ProcessIdentity, folder_of
+from pdmesh.core.access.process_identity import ProcessIdentity, folder_of
 from pdmesh.errors import BadCertificates
 from pdmesh.launcher.certificates import MeshCertificates
 from pdmesh.launcher.spec import ProcessSpec, StopOrder

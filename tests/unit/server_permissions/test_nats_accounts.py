@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.identity import ProcessIdentity
+from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.net import subjects
 from pdmesh.net.nats.buckets import ALL_BUCKETS
 from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts

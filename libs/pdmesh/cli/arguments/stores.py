@@ -10,7 +10,7 @@ from pdmesh.cli.arguments import options
 from pdmesh.cli.arguments.options import Commands
 from pdmesh.cli.parser import CommandParser
 from pdmesh.core.access.operator_roles import ROLES
-from pdmesh.core.identity import TRUST_DOMAIN
+from pdmesh.core.access.process_identity import TRUST_DOMAIN
 
 
 def add_pins(commands: Commands) -> None:

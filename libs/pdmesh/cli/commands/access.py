@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.core.identity import ProcessIdentity
+from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts
 from pdmesh.server_permissions.redis_acl import redis_acl
 from pdmesh.server_permissions.role_permissions import NATS_ROLES

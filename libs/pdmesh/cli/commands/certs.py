@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.core.identity import TRUST_DOMAIN, ProcessIdentity, folder_of
+from pdmesh.core.access.process_identity import TRUST_DOMAIN, ProcessIdentity, folder_of
 from pdmesh.errors import BadCertificates
 from pdmesh.launcher.state import make_private
 from pdmesh.net.tls.authority import Authority

@@ -8,9 +8,9 @@ from typing import Final
 
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.leader import leader_of
+from pdmesh.cli.rollout_progress import Rollout, rollout_of
 from pdmesh.cli.view.output import show
 from pdmesh.cli.view.progress import ProgressLine
-from pdmesh.cli.view.rollout_progress import Rollout, rollout_of
 from pdmesh.errors import Unavailable
 
 _PAUSE_S: Final = 1.0  # between two looks

@@ -24,6 +24,7 @@ from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
 from pdmesh.cli.texts import text_of
 from pdmesh.config import url_problem, without_password
+from pdmesh.core.access.exposure import is_exposed, lacks_keys, lacks_tls
 from pdmesh.core.groups.desired import Desired
 from pdmesh.core.instance.engine_args import refusal
 from pdmesh.desired_file import read
@@ -36,7 +37,6 @@ from pdmesh.launcher.hosts.folder import HostFolder
 from pdmesh.launcher.mesh import Mesh, MeshFailed
 from pdmesh.launcher.spec import MeshSpec, asked_of
 from pdmesh.models import smollm2
-from pdmesh.net.addresses import is_exposed, is_loopback
 
 _POLL_S: Final = 0.1
 # What host.json says, by the option that says it for a mesh of one machine, with its default.
@@ -178,10 +178,9 @@ def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
 
 def _check_network(options: argparse.Namespace) -> None:
     """Processes refuse plain text on a network, too, but only one by one and in their logs."""
-    if options.insecure_network or "PDMESH_INSECURE_NETWORK" in os.environ:
-        return
+    is_trusted = options.insecure_network or "PDMESH_INSECURE_NETWORK" in os.environ
     has_tls = options.tls or "PDMESH_TLS_DIR" in os.environ
-    if not has_tls and not is_loopback(options.inner_host):
+    if lacks_tls(options.inner_host, has_tls=has_tls, is_trusted=is_trusted):
         raise CommandFailed(
             f"other machines can reach {options.inner_host}: give --tls, or --insecure-network on "
             "a trusted network"
@@ -190,7 +189,7 @@ def _check_network(options: argparse.Namespace) -> None:
         ("--nats-url", options.nats_url, "tls"),
         ("--redis-url", options.redis_url, "rediss"),
     ):
-        if url is not None and not url_problem(url) and is_exposed(url):
+        if url is not None and not is_trusted and not url_problem(url) and is_exposed(url):
             raise CommandFailed(
                 f"{option}: {without_password(url)} is not encrypted: begin it with {scheme}://, "
                 "or give --insecure-network on a trusted network"
@@ -243,8 +242,9 @@ def _keys_file(options: argparse.Namespace) -> Path | None:
             how = f"make one with: pdmesh keys add TENANT --file {keys}"
             raise CommandFailed(f"--keys: {exc}; {how}") from None
         return keys
-    is_decided = options.allow_anonymous or any(name in os.environ for name in _ACCESS_VARIABLES)
-    if not is_decided and not is_loopback(options.host):
+    is_decided = any(name in os.environ for name in _ACCESS_VARIABLES)
+    is_anonymous_allowed = options.allow_anonymous
+    if lacks_keys(options.host, has_keys=is_decided, is_anonymous_allowed=is_anonymous_allowed):
         raise CommandFailed(
             f"other machines can reach {options.host}: give --keys FILE (pdmesh keys add makes "
             "one), or --allow-anonymous on a trusted network"

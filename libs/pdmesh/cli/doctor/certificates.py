@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from pdmesh.cli.doctor.diagnosis import Diagnosis, ok, problem, warning
-from pdmesh.core.identity import OPERATORS, ProcessIdentity
+from pdmesh.core.access.process_identity import OPERATORS, ProcessIdentity
 from pdmesh.errors import BadCertificates
 from pdmesh.v1.common_pb2 import InstanceRecord
 

@@ -1,3 +1,3 @@
-"""Decides who a client or an operator is by the claims of its token, which calls an operator's role
-may make, and when the keys of tokens are fetched.
+"""Decides who a process, a client or an operator is, and which methods each of them may call; when
+the keys of tokens are fetched; and what may be exposed without a key or TLS.
 """

@@ -1,1 +1,1 @@
-"""Which replica leads, when a dead process is started again, and which silent one is killed."""
+"""Which replica leads, when a dead process is started again, and which hung one is killed."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.model import Tick
-from pdmesh.core.story import Story, with_story
 
 BAD_SETTING: Final = 2
 DEATHS_WHILE_STARTING: Final = 3  # of one process; then the start of the whole mesh has failed
@@ -120,9 +120,9 @@ class Supervision:
 
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     _children: dict[str, _Child] = field(default_factory=dict)
-    story: Story = field(default_factory=Story, repr=False, compare=False)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
 
-    @with_story
+    @recorded
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
         match event:
             case StartAsked(name):

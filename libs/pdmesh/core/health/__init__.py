@@ -1,1 +1,3 @@
-"""Which instances are alive, which are faulty at which level, how many may be ejected at once."""
+"""Which instances are alive, which are faulty at which level, how many may be ejected at once, and
+when a gateway is ready.
+"""

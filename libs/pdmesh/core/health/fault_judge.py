@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.health.ejection_cap import EjectionCap, EjectionLimits
 from pdmesh.core.health.fault_levels import (
     EJECTS_FROM,
@@ -20,7 +21,6 @@ from pdmesh.core.health.fault_levels import (
     Level,
 )
 from pdmesh.core.model import Tick
-from pdmesh.core.story import Story, with_story
 
 RESTARTED_IN_VAIN = "RESTARTED_IN_VAIN"
 CRASH_LOOP = "CRASH_LOOP"
@@ -171,12 +171,12 @@ class FaultJudge:
     _pasts: dict[str, _Past] = field(default_factory=dict)
     _is_deaf: bool = False
     _cap: EjectionCap = field(init=False)
-    story: Story = field(default_factory=Story, repr=False, compare=False)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._cap = EjectionCap(self.policy)
 
-    @with_story
+    @recorded
     def handle(self, event: Event, now: float) -> list[Judged]:
         match event:
             case SignalsHeard():

@@ -66,6 +66,12 @@ def level_of(number: int) -> Level:
     return Level(min(max(number, Level.WELL), Level.LOST))
 
 
+def must_restart(level: int, held_back: str) -> bool:
+    """Whether an instance ends itself because it was judged so; `held_back` as in `FaultJudged`."""
+    action = RESPONSES[level_of(level)].action
+    return not held_back and action is FaultAction.RESTART_PROCESS
+
+
 @dataclass(frozen=True, slots=True)
 class FaultJudged:
     """What the health-monitor has judged of one incarnation.

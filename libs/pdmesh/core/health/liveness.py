@@ -12,8 +12,8 @@ import enum
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.model import Tick
-from pdmesh.core.story import Story, with_story
 
 SUSPECT_AFTER_LEASES = 1
 DEAD_AFTER_LEASES = 3
@@ -93,9 +93,9 @@ class HealthTracker:
     _tombstones: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)
     _is_deaf: bool = False
     _ticked_at: float | None = None
-    story: Story = field(default_factory=Story, repr=False, compare=False)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
 
-    @with_story
+    @recorded
     def handle(self, event: Event, now: float) -> list[HealthChanged]:
         match event:
             case Heartbeat():

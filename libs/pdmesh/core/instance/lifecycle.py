@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field, replace
 
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.instance.lifecycle_events import (
     AdmitRequests,
     Assigned,
@@ -38,7 +39,6 @@ from pdmesh.core.model import (
     RoleSpec,
     Stage,
 )
-from pdmesh.core.story import Story, with_story
 
 RETRY_S = (1.0, 15.0)  # the first and the longest pause before a failed peer is verified again
 MAX_PEERS = 1024  # of one assignment; more are not verified
@@ -80,7 +80,7 @@ class InstanceLife:
     _is_admitting: bool = False
     _is_idle: bool = True
     _peers: dict[PeerId, _PeerState] = field(default_factory=dict)
-    story: Story = field(default_factory=Story, repr=False, compare=False)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
 
     def __post_init__(self, own_role_spec: RoleSpec | None) -> None:
         if own_role_spec is not None:
@@ -128,7 +128,7 @@ class InstanceLife:
 
     # -- what happens -----------------------------------------------------------------------------
 
-    @with_story
+    @recorded
     def handle(self, event: Event, now: float) -> list[Effect]:
         if self.is_over:
             return [Ignored.OVER] if isinstance(event, Assigned) else []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.core.health.fault_levels import FaultJudged
 from pdmesh.core.health.liveness import Health
-from pdmesh.core.placement.affinity import ChatAffinity
+from pdmesh.core.placement.chat_affinity import ChatAffinity
 from pdmesh.core.placement.instance import Identity, Instance
 from pdmesh.core.placement.predictor import LatencyPredictor, PromptTokens
 from pdmesh.core.placement.reservations import Reservations

@@ -21,8 +21,8 @@ from typing import Final
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
 from pdmesh.core.kv.transfer.source_exclusions import Fit, KvExchange
 from pdmesh.core.model import Role
-from pdmesh.core.placement.affinity import Turn
 from pdmesh.core.placement.baselines import POLICIES
+from pdmesh.core.placement.chat_affinity import Turn
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.instance import Booking, Instance
 from pdmesh.core.placement.policies import (

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.moves.move import (
     Groups,
     GroupShape,
@@ -23,7 +24,7 @@ from pdmesh.core.moves.move import (
     inverse,
     serving,
 )
-from pdmesh.core.moves.plan_runner import MoveOutcome, PlanEnded
+from pdmesh.core.moves.next_move import MoveOutcome, PlanEnded
 from pdmesh.core.ratio.bottleneck import (
     BottleneckDetector,
     DetectorLimits,
@@ -33,7 +34,6 @@ from pdmesh.core.ratio.bottleneck import (
 from pdmesh.core.ratio.planner import PlannerLimits, moves_to_best_split, next_move
 from pdmesh.core.ratio.throughput import Profile
 from pdmesh.core.ratio.verdict import Cooldown, MoveTrial, VerdictLimits
-from pdmesh.core.story import Story, with_story
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +146,9 @@ class _Scenario:
 class RatioController:
     limits: RatioLimits = field(default_factory=RatioLimits)
     _scenarios: dict[str, _Scenario] = field(default_factory=dict)
-    story: Story = field(default_factory=Story, repr=False, compare=False)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
 
-    @with_story
+    @recorded
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case WindowSeen():

@@ -1,6 +1,6 @@
 """What happens to a request (events) and what must be done about it (effects); see `machine.py`.
 
-Tokens and tickets have `repr=False`: a request's story may be logged.
+Tokens and tickets have `repr=False`: a request's last events may be logged.
 """
 
 from __future__ import annotations

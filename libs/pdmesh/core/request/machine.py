@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final
 
+from pdmesh.core.flight_recorder import FlightRecorder, IllegalEvent, recorded
 from pdmesh.core.model import Tick
 from pdmesh.core.request.early_decode import EarlyDecode, OpenLeg
 from pdmesh.core.request.events import (
@@ -69,7 +70,6 @@ from pdmesh.core.request.transitions import (
     WAITING,
     RequestPhase,
 )
-from pdmesh.core.story import IllegalEvent, Story, with_story
 from pdmesh.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -102,7 +102,7 @@ class Request:
     num_prompt_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
 
-    story: Story = field(default_factory=Story, init=False)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, init=False)
     phase: RequestPhase = field(default=RequestPhase.NEW, init=False)
     outcome: Complete | Fail | Cancelled | None = field(default=None, init=False)
     emitted: list[int] = field(default_factory=list, init=False)
@@ -143,7 +143,7 @@ class Request:
 
     # --- public ----------------------------------------------------------------------------------
 
-    @with_story
+    @recorded
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What must be done about `event`; nothing if it is late. Raises IllegalEvent."""
         before, kind = self.phase, type(event)

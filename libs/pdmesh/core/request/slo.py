@@ -1,6 +1,7 @@
 """Decides how long a request may wait for its first token, by scenario and prompt length (S9).
 
-It also has the text that answers a request whose time ran out (S44).
+It also has the text that answers a request whose time ran out (S44), and says whether the objective
+of a call that has ended was met.
 """
 
 from __future__ import annotations
@@ -54,3 +55,14 @@ class Slos:
     def label(self, scenario: str) -> str:
         """The name for metrics. Clients may send any, but only configured ones are told apart."""
         return scenario if scenario in self.scenarios else DEFAULT
+
+
+def is_ttft_met(ttft_s: float | None, limit_s: float, *, has_failed: bool) -> bool | None:
+    """Whether the first token came in time; None: the call does not count.
+
+    That is so if its client left before a first token and before the call failed. `ttft_s`: None
+    if there was no token.
+    """
+    if ttft_s is not None:
+        return ttft_s <= limit_s
+    return False if has_failed else None

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pdmesh.core.request.length_window import LengthWindow, Place
+from pdmesh.core.request.length_batching import LengthWindow, Place
 
 W = TypeVar("W")
 

@@ -1,1 +1,1 @@
-"""How the tokens of a request are drawn, and which text ends its answer."""
+"""How the tokens of a request are drawn, how many they may be, and which text ends its answer."""

@@ -1,1 +1,1 @@
-"""Decides how much each tenant may use over all gateways, and counts its use."""
+"""Decides how much each tenant may use over all gateways, and what an ended call costs it."""

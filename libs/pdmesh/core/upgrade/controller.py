@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.groups.revisions import Upgrade, canary_of
-from pdmesh.core.story import Story, with_story
 from pdmesh.core.upgrade.events import (
     AnnounceUpgradeStep,
     DropRecord,
@@ -45,9 +45,9 @@ class UpgradeController:
     kv_transport: str
     reports: dict[str, UpgradeReport] = field(default_factory=dict)
     _trials: Trials = field(default_factory=Trials)
-    story: Story = field(default_factory=Story, repr=False, compare=False)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
 
-    @with_story
+    @recorded
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case RequestAnswered() | LegFailureReported():

@@ -25,14 +25,13 @@ _MIN_FAILED: Final = 3
 _MAX_INCIDENTS: Final = 1  # this many lost or faulty instances may be chance
 _T_P_NOISE_S: Final = 0.05  # a mean that is larger by less than this counts as equal
 _TPOT_NOISE_S: Final = 0.005
+# These are reported beside the failure that led to them.
+_NO_FAILURES: Final = frozenset({"KV_SOURCE_EXCLUDED", "KV_SOURCE_RELEASED"})
 
 
 @dataclass(frozen=True, slots=True)
 class RequestAnswered:
-    """`t_p_s`: from a prefill's acceptance to token 1.
-
-    `tpot_s`: time per later token; None: there was no later token.
-    """
+    """`t_p_s` and `tpot_s` as in `AnswerTimes`."""
 
     group_revision: GroupRevision
     t_p_s: float
@@ -44,6 +43,30 @@ class LegFailureReported:
     """An instance of the group failed a request, whether or not the client noticed."""
 
     group_revision: GroupRevision
+
+
+def is_failed_leg(reason: str, request_id: str) -> bool:
+    """Whether the error that an instance reported counts as a leg that failed."""
+    return bool(request_id) and reason not in _NO_FAILURES
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTimes:
+    """Times of a request in seconds since it came; `queued_s`: of these, in the waiting room."""
+
+    queued_s: float
+    first_token_s: float
+    end_s: float
+
+    def t_p_s(self, *, is_pooling: bool) -> float:
+        """From a prefill's acceptance to token 1; a pooling call's is all of its time."""
+        return max(0.0, (self.end_s if is_pooling else self.first_token_s) - self.queued_s)
+
+    def tpot_s(self, num_tokens: int) -> float | None:
+        """The time per token after the first one; None: there was none."""
+        if num_tokens < 2:
+            return None
+        return max(0.0, self.end_s - self.first_token_s) / (num_tokens - 1)
 
 
 @dataclass(slots=True)

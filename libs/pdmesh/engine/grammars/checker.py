@@ -17,7 +17,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from pdmesh.engine.grammars.asked import AskedGrammar, grammar_of
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, grammar_of
 from pdmesh.engine.grammars.compiler import GrammarCompiler, GrammarRefused
 from pdmesh.engine.grammars.vocabulary import added_tokens, vocabulary_of
 

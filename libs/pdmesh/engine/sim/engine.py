@@ -40,20 +40,20 @@ from pdmesh.engine.base import (
     TokenBatch,
     constraint_failed,
 )
-from pdmesh.engine.sim.adapter_lane import AdapterLane
+from pdmesh.engine.sim.adapter_queue import AdapterQueue
 from pdmesh.engine.sim.batch import DecodeBatch, Running
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.constraints.draws import guided_vocabulary
-from pdmesh.engine.sim.constraints.lane import GuideLane
-from pdmesh.engine.sim.encoding.lane import EmbeddingLane
-from pdmesh.engine.sim.keep import keep_answer
+from pdmesh.engine.sim.constraints.guide_queue import GuideQueue
+from pdmesh.engine.sim.encoding.embedding_queue import EmbeddingQueue
+from pdmesh.engine.sim.kept_kv import keep_answer
 from pdmesh.engine.sim.memory import PagedMemory, SimKv
 from pdmesh.engine.sim.model import SimModel, draw_key, shift_of, tokens_of
-from pdmesh.engine.sim.prefill import PrefillLane, PromptUnderWay
+from pdmesh.engine.sim.prefill_queue import PrefillQueue, PromptUnderWay
 from pdmesh.engine.sim.retrieval import Retrieved, Retriever
 from pdmesh.engine.sim.staging import Stager
-from pdmesh.engine.sim.tier_lane import FetchedBlocks, TierLane
+from pdmesh.engine.sim.tier_queue import FetchedBlocks, TierQueue
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.errors import EngineFailed, KvFormatMismatch
 from pdmesh.kv.agent import types as kv_events
@@ -94,7 +94,7 @@ class SimEngine:
         self._model = SimModel(config.params)
         self._memory = PagedMemory(self._model, config.num_kv_blocks)
         self._pool = BlockPool(config.num_kv_blocks)
-        self._lane = PrefillLane(config.chunk_tokens)
+        self._prompts = PrefillQueue(config.chunk_tokens)
         self._batch = DecodeBatch(self._model, config.num_slots)
         self._agent = make_agent(self._on_agent_event)
         self._stager = Stager(config, self._memory, self._agent)
@@ -102,17 +102,17 @@ class SimEngine:
         self._retriever = Retriever(
             kv, self._agent, config.max_pulls, self._emit, self._on_retrieved, self._die
         )
-        self._tiers: TierLane | None = None
+        self._tiers: TierQueue | None = None
         if tiers is not None:
             if find_holders is not None:
                 tiers.peers = AgentPeers(self._agent.fetch, config.tier_timeout_s, tiers.counts)
             source = FetchedBlocks(tiers, config.tier_timeout_s, find_holders)
-            self._tiers = TierLane(source, kv, self._emit, self._arrive, self._die)
-        self._adapters = AdapterLane(config, self._go, self._give_up, self._emit, self._die)
-        self._embeddings = EmbeddingLane(
+            self._tiers = TierQueue(source, kv, self._emit, self._arrive, self._die)
+        self._adapters = AdapterQueue(config, self._go, self._give_up, self._emit, self._die)
+        self._embeddings = EmbeddingQueue(
             self._agent, self._proceed, self._give_up, self._emit, self._die
         )
-        self._guides = GuideLane(self._on_refused, self._die)
+        self._guides = GuideQueue(self._on_refused, self._die)
         self._unguided: dict[int, PrefillJob] = {}  # their constraints are being compiled
         self._held: dict[int, Retrieved] = {}  # they wait for their guides
         self._arrivals: dict[int, PrefillJob] = {}
@@ -239,7 +239,7 @@ class SimEngine:
 
     def abort(self, leg: int) -> None:
         self._num_fetched.pop(leg, None)
-        prompt = self._lane.remove(leg)
+        prompt = self._prompts.remove(leg)
         if prompt is not None:
             self._pool.release(prompt.blocks)
         fetching = self._tiers.abort(leg) if self._tiers is not None else None
@@ -309,7 +309,7 @@ class SimEngine:
         await answer
 
     def stats(self) -> EngineStats:
-        running = len(self._arrivals) + len(self._lane) + len(self._sequences)
+        running = len(self._arrivals) + len(self._prompts) + len(self._sequences)
         running += len(self._unguided) + len(self._held)
         running += self._tiers.num_waiting if self._tiers is not None else 0
         running += self._adapters.num_waiting + self._embeddings.num_waiting
@@ -331,7 +331,14 @@ class SimEngine:
     def check_idle(self) -> None:
         """Assert that everything was given back; tests call it when no job is left."""
         self._pool.check_invariants()
-        held = self._arrivals, self._sequences, self._joining, self._stager, self._lane, self._batch
+        held = (
+            self._arrivals,
+            self._sequences,
+            self._joining,
+            self._stager,
+            self._prompts,
+            self._batch,
+        )
         guided = self._guides, self._unguided, self._held
         assert not any(len(part) for part in (*held, *guided))
         assert self._pool.num_free == self._config.num_kv_blocks
@@ -349,12 +356,12 @@ class SimEngine:
             if failpoints.hit("engine.step") == "hang":
                 await asyncio.Event().wait()
             self._answer_pings()
-            if not (self._arrivals or self._joining or len(self._lane) or len(self._batch)):
+            if not (self._arrivals or self._joining or len(self._prompts) or len(self._batch)):
                 self._work.clear()
                 await self._work.wait()
                 continue
             num_to_encode = self._take_arrivals()
-            chunk = self._lane.next_chunk()
+            chunk = self._prompts.next_chunk()
             batch = len(self._batch)
             duration = law.prefill_s(chunk.num_tokens, chunk.num_before, chunk.batch, chunk.longest)
             duration += law.prefill_s(num_to_encode)
@@ -365,7 +372,7 @@ class SimEngine:
                 failpoints.hit("prefill.computing")
             if len(self._batch):
                 self._draw()
-            for prompt in self._lane.finish_chunk():
+            for prompt in self._prompts.finish_chunk():
                 self._complete(prompt)
             self._emit_block_changes()
 
@@ -380,7 +387,7 @@ class SimEngine:
 
         A prompt that is handed on per layer gets its layers in equal shares of this time.
         """
-        prompts = [p for p in self._lane.in_chunk() if self._stager.is_per_layer(p.job)]
+        prompts = [p for p in self._prompts.in_chunk() if self._stager.is_per_layer(p.job)]
         if not prompts:
             await self._compute(duration)
             return
@@ -388,7 +395,9 @@ class SimEngine:
         for layer in range(num_layers):
             await self._compute(duration / num_layers)
             for prompt in prompts:
-                if prompt in self._lane:  # if not, it was aborted, and others may have its blocks
+                if (
+                    prompt in self._prompts
+                ):  # if not, it was aborted, and others may have its blocks
                     self._stager.put(prompt, layer)
 
     async def _compute(self, duration: float) -> None:
@@ -408,7 +417,7 @@ class SimEngine:
                 blocks += self._tiers.load(job, len(blocks))
             num_cached = len(blocks) * size
             blocks += self._pool.allocate(-(-len(job.prompt) // size) - len(blocks))
-            self._lane.add(PromptUnderWay(job, blocks, num_cached, self._urgency(job)))
+            self._prompts.add(PromptUnderWay(job, blocks, num_cached, self._urgency(job)))
             images = job.images[self._num_fetched.pop(job.leg, 0) :]
             num_to_encode += sum(image.num_tokens for image in images if image.end > num_cached)
         self._arrivals.clear()

@@ -14,7 +14,7 @@ from pdmesh.engine.base import PrefillJob, Ticket, hands_on
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import shift_of, tokens_of
-from pdmesh.engine.sim.prefill import PromptUnderWay
+from pdmesh.engine.sim.prefill_queue import PromptUnderWay
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.transport.memory_access import in_host
 

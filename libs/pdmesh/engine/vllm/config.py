@@ -20,8 +20,8 @@ from pdmesh.core.deadlines import TICKET_LEASE_S
 from pdmesh.core.instance.async_scheduling import AsyncScheduling, Decision, Schedules, decide
 from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.instance.urgency import SchedulingPolicy
+from pdmesh.core.kv.transfer.gpu_or_host import KvMemory
 from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
-from pdmesh.core.kv.transfer.kv_path import KvMemory
 from pdmesh.core.loading.weights_loader import LoaderChoice, WeightsLoader
 from pdmesh.core.model import DomainRank
 from pdmesh.core.speculation.proposal_length import NO_SPECULATION, Speculation

@@ -23,7 +23,7 @@ from pdmesh.instance.incarnation.artefact import Artefact
 from pdmesh.instance.incarnation.model_text import LoadedText, text_of
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.settings import InstanceSettings
-from pdmesh.kv.tiers.holders import HolderDirectory
+from pdmesh.kv.tiers.peer_lookup import PeerLookup
 from pdmesh.v1.common_pb2 import LoadTimings
 
 log = structlog.get_logger(__name__)
@@ -60,7 +60,7 @@ class LoadedEngine:
     settings: InstanceSettings
     built: BuiltEngine
     info: EngineInfo
-    holders: HolderDirectory | None
+    holders: PeerLookup | None
     timings: PartTimes
     text: LoadedText
 
@@ -91,7 +91,7 @@ async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int
     if verified is not None and settings.model_dir == verified.folder:
         wanted = replace(wanted, file_digests=verified.digests)
     tiers = wanted.tiers
-    holders = HolderDirectory(wanted.instance_id) if tiers.is_on and tiers.uses_peers else None
+    holders = PeerLookup(wanted.instance_id) if tiers.is_on and tiers.uses_peers else None
     built = build_engine(wanted, holders.find if holders is not None else None)
     try:
         with timings.measure("build"):

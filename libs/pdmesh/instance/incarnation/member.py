@@ -18,23 +18,23 @@ import structlog
 
 from pdmesh.config import node_status_file
 from pdmesh.core.instance import lifecycle_events as life
-from pdmesh.core.instance.engine_watch import EngineWatch
+from pdmesh.core.instance.engine_watchdog import EngineWatchdog
 from pdmesh.core.instance.lifecycle import InstanceLife
 from pdmesh.core.model import Peer, Phase, RoleSpec, Tick
 from pdmesh.engine.base import KvPeer
 from pdmesh.errors import EngineFailed, InvalidRequest, MeshError
 from pdmesh.instance.incarnation.adapter_follower import AdapterFollower
 from pdmesh.instance.incarnation.assignment import assignment_from
+from pdmesh.instance.incarnation.domain_address import MeetingPoint
 from pdmesh.instance.incarnation.loading import LoadedEngine, load
-from pdmesh.instance.incarnation.meeting_point import MeetingPoint
 from pdmesh.instance.incarnation.record import record_of
-from pdmesh.instance.incarnation.self_check import (
+from pdmesh.instance.incarnation.serving import Serving
+from pdmesh.instance.incarnation.watchdog import (
     RestartVerdict,
-    SelfCheck,
+    Watchdog,
     device_names,
     node_reader,
 )
-from pdmesh.instance.incarnation.serving import Serving
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.kv.index.pinned import PinFollower, prefixes_for
@@ -234,15 +234,15 @@ class Member:
         settings, app = self._settings, self._app
         devices = device_names(settings.devices, app.instance_id, os.environ)
         file = settings.node_status_file or node_status_file(settings.state_dir)
-        check = SelfCheck(
+        watchdog = Watchdog(
             serving.host,
-            EngineWatch(settings.engine_slow_s, settings.engine_hung_s),
+            EngineWatchdog(settings.engine_slow_s, settings.engine_hung_s),
             RestartVerdict(self._faults, app.instance_id, app.incarnation),
             self._presence.refresh,
             node_reader(file, devices),
         )
-        self._presence.describe = check.describe
-        self._spawn(check.run(), "self-check", may_end=False)
+        self._presence.describe = watchdog.describe
+        self._spawn(watchdog.run(), "watchdog", may_end=False)
 
     async def _verify(self, peer: Peer) -> None:
         assert self._serving is not None

@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 
 from pdmesh.core.instance.admission import Capacity, Work
+from pdmesh.core.instance.role_work import DEFAULT_SLOTS, WORKS, keeps_kv
 from pdmesh.core.model import Role, RoleSpec
 from pdmesh.core.speculation.proposal_length import Speculation
 from pdmesh.engine.base import EngineInfo
@@ -22,17 +23,6 @@ from pdmesh.kv.tiers.config import TierConfig
 
 S = TypeVar("S", bound=InstanceSettings)
 
-WORKS: Final = {
-    # It does both phases (LOCAL) only while its group has no instance of the other role.
-    Role.PREFILL: frozenset({Work.PREFILL, Work.LOCAL}),
-    Role.DECODE: frozenset({Work.DECODE, Work.LOCAL}),
-    Role.FUSION: frozenset({Work.PREFILL, Work.DECODE, Work.LOCAL}),
-    Role.POOLING: frozenset({Work.POOL}),
-    Role.ENCODER: frozenset({Work.ENCODE}),
-}
-_SLOTS: Final = {
-    Role.PREFILL: 8, Role.DECODE: 64, Role.FUSION: 8, Role.POOLING: 16, Role.ENCODER: 8,
-}  # fmt: skip
 OPTIONS: Final = frozenset(
     {
         "dtype", "kv_cache_dtype", "tensor_parallel_size", "kv_cache_bytes", "num_slots",
@@ -74,10 +64,10 @@ def settings_for(settings: S, role_spec: RoleSpec, artefact: Mapping[str, str]) 
         changes["model"] = role_spec.model
     if role_spec.model_dir:
         changes["model_dir"] = role_spec.model_dir
-    if role_spec.role in (Role.POOLING, Role.ENCODER):  # it has no KV to keep
+    if not keeps_kv(role_spec.role):
         changes |= {"kv_host_pool_bytes": 0, "kv_file_store_dir": None}
     if not (settings.num_slots or changes.get("num_slots")):
-        changes["num_slots"] = _SLOTS[role_spec.role]
+        changes["num_slots"] = DEFAULT_SLOTS[role_spec.role]
     try:
         return type(settings)(**{**settings.model_dump(), **changes})
     except ValidationError as exc:

@@ -12,7 +12,7 @@ from pdmesh.core.instance.admission import Capacity, RefusalReason, Refused
 from pdmesh.core.instance.urgency import DEFAULT_PRIORITY, MAX_PRIORITY
 from pdmesh.core.kv.layout import compatibility as kv_format
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
-from pdmesh.core.kv.tiers.holds import MAX_SESSION_CHARS, MAX_SESSION_NAMES, SessionState
+from pdmesh.core.kv.tiers.session_holds import MAX_SESSION_CHARS, MAX_SESSION_NAMES, SessionState
 from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID
 from pdmesh.core.pooling.batches import MAX_BATCH_INPUTS
 from pdmesh.core.pooling.facts import PoolingTask

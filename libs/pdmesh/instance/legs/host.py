@@ -15,19 +15,19 @@ from typing import Final, NamedTuple
 import structlog
 
 from pdmesh.core.deadlines import OUTBOX_STALL_S, PROGRESS_EVERY_S
-from pdmesh.core.health.vitals import Vitals
+from pdmesh.core.health.outlier_detection import Vitals
 from pdmesh.core.instance.admission import Admission
 from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, KvSource, SourceFault
 from pdmesh.core.model import PeerId
 from pdmesh.engine.base import BlocksChanged, Engine, Failed, Prefetch
 from pdmesh.errors import InvalidRequest
 from pdmesh.instance.legs import convert, instruments
+from pdmesh.instance.legs.kv_source_reports import KvSourceReports, OnError
 from pdmesh.instance.legs.leg_life import LegLife, PullLimits
 from pdmesh.instance.legs.legs import Leg
 from pdmesh.instance.legs.load_report import LoadBook
 from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.instance.legs.outputs import Outputs
-from pdmesh.instance.legs.source_watch import OnError, SourceWatch
 from pdmesh.v1.instance_service_pb2 import Command, Load, Progress
 
 log = structlog.get_logger(__name__)
@@ -84,7 +84,7 @@ class InstanceHost:
         self.admission = admission
         self.on_load: Callable[[], None] = lambda: None
         self.engine, self._clock, self._config = engine, clock, config
-        self._sources = SourceWatch(clock, reports.on_error, reports.on_record)
+        self._sources = KvSourceReports(clock, reports.on_error, reports.on_record)
         self._life = LegLife(engine, admission, clock, config.pulls, self._sources, new_secret)
         self._life.on_late = self._after_changes
         self._outputs = Outputs(self._life, clock, reports.on_blocks, reports.on_record)
@@ -173,7 +173,7 @@ class InstanceHost:
         )
 
     def excluded_sources(self) -> list[ExcludedSource]:
-        """See `SourceWatch.excluded`."""
+        """See `KvSourceReports.excluded`."""
         return self._sources.excluded()
 
     def num_sources_excluded(self, fault: SourceFault) -> int:

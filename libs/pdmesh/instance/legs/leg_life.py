@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from pdmesh.core.deadlines import TRANSFER_STALL_S, TRANSFER_TIMEOUT_S
-from pdmesh.core.health.vitals import Vitals
+from pdmesh.core.health.outlier_detection import Vitals
 from pdmesh.core.instance.admission import (
     Admission,
     Admitted,
@@ -46,10 +46,10 @@ from pdmesh.errors import (
     KvTransferFailed,
 )
 from pdmesh.instance.legs import convert, instruments, spans
+from pdmesh.instance.legs.kv_source_reports import KvSourceReports
 from pdmesh.instance.legs.legs import Leg, LegTable
 from pdmesh.instance.legs.load_report import LoadBook
 from pdmesh.instance.legs.outbox import Outbox
-from pdmesh.instance.legs.source_watch import SourceWatch
 from pdmesh.telemetry import names
 from pdmesh.v1.instance_service_pb2 import (
     KV_STAGE_PULLING,
@@ -87,7 +87,7 @@ class LegLife:
         admission: Admission,
         clock: Callable[[], float],
         limits: PullLimits,
-        sources: SourceWatch,
+        sources: KvSourceReports,
         new_secret: Callable[[], str],
     ) -> None:
         self.admission, self.sources = admission, sources

@@ -1,4 +1,4 @@
-"""Finds the facts for `core.kv.transfer.kv_path`: UCX's transports, and what reads GPU memory."""
+"""Finds the facts for `core.kv.transfer.gpu_or_host`: UCX's transports, what reads GPU memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import structlog
 
-from pdmesh.core.kv.transfer.kv_path import PathFacts, transports_of
+from pdmesh.core.kv.transfer.gpu_or_host import PathFacts, transports_of
 from pdmesh.kv.transport.ucx_worker import context_info, is_local, options_for
 
 log = structlog.get_logger(__name__)

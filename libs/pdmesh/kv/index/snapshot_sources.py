@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import grpc
 
+from pdmesh.core.kv.prefix.snapshot_order import IndexFirst
 from pdmesh.core.kv.tier import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.kv.index.feed import Snapshot
@@ -20,7 +21,6 @@ from pdmesh.v1.kv_index_service_pb2 import SnapshotRequest
 from pdmesh.v1.kv_index_service_pb2_grpc import KvIndexServiceStub
 
 _TIMEOUT_S: Final = 4.0
-_ASK_INSTANCE_WITHIN_S: Final = 2.0
 
 
 class _Channels:
@@ -62,26 +62,20 @@ class InstanceSource:
 
 
 class IndexSource:
-    """Asks the kv-cache-index first, to spare the instance the work.
+    """Asks the kv-cache-index or the instance, as `IndexFirst` decides.
 
-    It asks the instance itself if there is no index, if the index does not know the instance, or if
-    the index's answer did not help.
+    It asks the instance, too, if there is no index, or if the index does not know it.
     """
 
     def __init__(self, view: RegistryView) -> None:
         self._view = view
         self._channels = _Channels(view)
         self._instance = InstanceSource(view)
-        self._asked_at: dict[str, float] = {}
+        self._turns = IndexFirst()
 
     async def __call__(self, record: InstanceRecord) -> Snapshot:
-        now = time.monotonic()
-        self._asked_at = {
-            i: at for i, at in self._asked_at.items() if now - at < _ASK_INSTANCE_WITHIN_S
-        }
         index = self._index()
-        if index is not None and record.instance_id not in self._asked_at:
-            self._asked_at[record.instance_id] = now
+        if index is not None and self._turns.asks_index(record.instance_id, time.monotonic()):
             stub = KvIndexServiceStub(await self._channels.to(index))
             request = SnapshotRequest(instance_ids=[record.instance_id])
             try:

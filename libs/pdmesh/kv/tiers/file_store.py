@@ -33,6 +33,7 @@ from typing import Final
 
 from pdmesh import failpoints
 from pdmesh.core.kv.tiers.file_eviction import (
+    FullDisk,
     StoredFile,
     eviction_order,
     first_use,
@@ -93,7 +94,7 @@ class FileStore:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._bytes_used: int | None = None  # at the last look; None: not counted yet
-        self._evicted_in_vain = False
+        self._full_disk = FullDisk()
         self.num_evicted = 0
         self.num_corrupt = 0
         self.on_step: Callable[[], None] = (
@@ -184,7 +185,7 @@ class FileStore:
                 if is_last or not is_full or not self._evict_of_what_is_there(size):
                     raise
             else:
-                self._evicted_in_vain = False
+                self._full_disk.written()
                 return True
         raise AssertionError("unreachable")
 
@@ -274,14 +275,9 @@ class FileStore:
             return True
 
     def _evict_of_what_is_there(self, size: int) -> bool:
-        """The disk is full, whatever the quota says: evict. Returns whether anything was evicted.
-
-        After that, it evicts nothing until a block has been written. Otherwise, if other programs
-        took the room each time, the store would be emptied for nothing.
-        """
-        if self._evicted_in_vain:
+        """The disk is full, whatever the quota says. Returns whether anything was evicted."""
+        if not self._full_disk.may_evict():
             return False
-        self._evicted_in_vain = True
         before = self.num_evicted
         with contextlib.suppress(OSError):
             self._evict(lambda used: room_on_full_disk(size, used))

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdmesh.core.instance.arena import ArenaRange
-from pdmesh.core.kv.tiers.holds import SessionState
 from pdmesh.core.kv.tiers.pool_eviction import PoolBook
+from pdmesh.core.kv.tiers.session_holds import SessionState
 from pdmesh.kv.tiers.file_format import checksum_of
 from pdmesh.kv.tiers.pool_memory import PopulatedArena
 from pdmesh.kv.transport.base import ByteArray

@@ -19,12 +19,12 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.prefix.pins import PinnedPrefix, pinned_within
 from pdmesh.core.kv.tier import Tier
 from pdmesh.core.kv.tiers.file_eviction import KEEP_FILES_S
-from pdmesh.core.kv.tiers.holds import MAX_HOLD_S, SessionState
 from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan, Source, plan_load, prefix_length
 from pdmesh.core.kv.tiers.prefetch import most_prefetched
+from pdmesh.core.kv.tiers.session_holds import MAX_HOLD_S, SessionState
 from pdmesh.kv.tiers.file_tier import FileTier
 from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock, is_intact
 from pdmesh.kv.tiers.loads import Loads
@@ -216,18 +216,14 @@ class TierStack:
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         """No tier here evicts these blocks; they replace the blocks of the last call.
 
-        They may take half of the host pool and half of the file store; in files, they are kept only
-        until their time ends. Blocks beyond that share, counted from the first pin on, are like any
-        other.
+        `core.kv.prefix.pins` bounds their share. Files are kept only until a pin's time ends.
         """
         before, names = self._pinned, [name for prefix in prefixes for name in prefix.names]
         self.pool.fix(names)
         self._pinned = {}
         if self.files is None:
             return
-        num_kept = self.files.num_blocks_at_most // 2
-        by_name = {name: prefix for prefix in prefixes for name in prefix.names}
-        self._pinned = {name: by_name[name] for name in list(by_name)[:num_kept]}
+        self._pinned = pinned_within(prefixes, self.files.num_blocks_at_most)
         if over := [name for name in before if name not in self._pinned]:
             owners = [before[name].owner for name in over]
             self.files.keep(over, owners, [time.time()] * len(over))

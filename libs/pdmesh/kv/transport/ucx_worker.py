@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import structlog
 
+from pdmesh.core.access.exposure import is_loopback
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.transport.ucx_endpoints import PairedEndpoint, PeerEndpoints, close_endpoint
 from pdmesh.kv.transport.ucx_handshake import (
@@ -35,7 +36,6 @@ from pdmesh.kv.transport.ucx_handshake import (
     read_hello,
     read_welcome,
 )
-from pdmesh.net.addresses import is_loopback
 
 log = structlog.get_logger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 
 from pdmesh.atomic_file import write_atomically
 from pdmesh.core.access.operator_roles import AdminRole
-from pdmesh.core.identity import ProcessIdentity, folder_of
+from pdmesh.core.access.process_identity import ProcessIdentity, folder_of
 from pdmesh.errors import MeshError
 from pdmesh.launcher.hosts.layout import Host, Layout
 from pdmesh.launcher.spec import MeshSpec

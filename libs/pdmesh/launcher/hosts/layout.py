@@ -21,8 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from pdmesh.core.access.exposure import is_loopback
 from pdmesh.errors import InvalidRequest
-from pdmesh.net.addresses import is_loopback
 
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 _CLUSTER_SIZES: Final = (3, 5)  # with a majority left when one of them is lost

@@ -15,7 +15,7 @@ from typing import Final
 
 from pdmesh.atomic_file import write_atomically
 from pdmesh.core.access.operator_roles import AdminRole
-from pdmesh.core.identity import ProcessIdentity, folder_of
+from pdmesh.core.access.process_identity import ProcessIdentity, folder_of
 from pdmesh.errors import BadCertificates
 from pdmesh.launcher.hosts.folder import (
     REPLICA_USER,

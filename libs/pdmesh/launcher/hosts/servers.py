@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdmesh.core.identity import folder_of
+from pdmesh.core.access.process_identity import folder_of
 from pdmesh.embedded.members import (
     NatsMember,
     RedisMember,

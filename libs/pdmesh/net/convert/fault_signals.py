@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdmesh.core.health.fault_judge import Signal
 from pdmesh.core.health.fault_levels import level_of
-from pdmesh.core.health.vitals import Vitals
+from pdmesh.core.health.outlier_detection import Vitals
 from pdmesh.events.v1.events_pb2 import FaultSignal, InstanceHealth
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from pdmesh.core.identity import ProcessIdentity, callers_of
+from pdmesh.core.access.process_identity import ProcessIdentity, callers_of
 from pdmesh.errors import WrongPeer
 from pdmesh.net.tls.own_certificate import own_certificates
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from pdmesh.core.access.exposure import is_loopback
 from pdmesh.errors import shortened
-from pdmesh.net.addresses import is_loopback
 
 _DISCOVERY: Final = "/.well-known/openid-configuration"
 _TIMEOUT_S: Final = 5.0  # of each wait for the provider

@@ -11,10 +11,10 @@ from pydantic_core import PydanticCustomError
 
 from pdmesh.config import JsonObject, ServiceSettings, shared
 from pdmesh.core.access.claims import ClaimNames
+from pdmesh.core.access.exposure import lacks_https
 from pdmesh.core.access.key_refresh import KeyRefresh
 from pdmesh.core.access.operator_roles import ROLES
 from pdmesh.core.tenancy.tenant import TenantEntry
-from pdmesh.net.addresses import is_loopback
 from pdmesh.net.oidc.keys import ALGORITHMS
 from pdmesh.net.oidc.provider import KeySource
 from pdmesh.net.oidc.verifier import TokenRules, TokenVerifier
@@ -143,6 +143,6 @@ def _problem(url: str, *, is_trusted: bool) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("https", "http") or not parts.hostname or parts.username:
         return "must be of the form https://host/path"
-    if parts.scheme == "http" and not is_trusted and not is_loopback(parts.hostname):
+    if lacks_https(parts.scheme, parts.hostname, is_trusted=is_trusted):
         return "must begin with https://, unless it is on this machine"
     return ""

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.identity import ProcessIdentity
+from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.errors import BadCertificates
 from pdmesh.net.tls.folder import AUTHORITIES, CERTIFICATE, KEY
 

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from pdmesh.core.identity import ProcessIdentity
+from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.errors import BadCertificates
 
 log = structlog.get_logger(__name__)

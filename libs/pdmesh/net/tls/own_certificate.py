@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pdmesh.core.identity import ProcessIdentity
+    from pdmesh.core.access.process_identity import ProcessIdentity
     from pdmesh.net.tls.folder import CertificateFolder
 
 

@@ -2,8 +2,9 @@
 
 A response that cannot be kept is still answered. A lookup raises Unavailable while Redis is
 unreachable. Each call to Redis ends within a second. After a failure, there are no calls for a
-moment. The bound over all tenants leaves room for the other data in Redis. If Redis is full for
-another reason, nothing is kept, but kept responses can still be found and forgotten.
+moment. `keep_response.lua` decides, within Redis, which kept responses make room for a new one. The
+bound over all tenants leaves room for the other data in Redis. If Redis is full for another reason,
+nothing is kept, but kept responses can still be found and forgotten.
 """
 
 from __future__ import annotations

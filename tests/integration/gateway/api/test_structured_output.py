@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from pdmesh.core.sampling.constraint import MAX_GRAMMAR_BYTES
-from pdmesh.engine.grammars.asked import AskedGrammar
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar
 from pdmesh.engine.grammars.checker import Checked
 from pdmesh.services.gateway.text.grammar_checks import GrammarChecks
 from pdmesh.services.gateway.text.tokenizer import Tokenizer

@@ -10,6 +10,7 @@ from pdmesh.core.health.fault_levels import (
     FaultAction,
     Level,
     level_of,
+    must_restart,
 )
 
 
@@ -38,3 +39,9 @@ def test_a_level_out_of_range_is_the_nearest_level() -> None:
     assert level_of(9) is Level.LOST
     assert level_of(-1) is Level.WELL
     assert len({r.action for r in RESPONSES.values()}) == len(Level)
+
+
+@pytest.mark.req("S34")
+def test_an_instance_ends_itself_only_for_a_fault_of_its_process_that_is_not_held_back() -> None:
+    assert [level for level in Level if must_restart(level, "")] == [Level.PROCESS]
+    assert not must_restart(Level.PROCESS, "too many instances are ejected")

@@ -17,7 +17,7 @@ from pdmesh.core.moves.move import (
     Trigger,
     applied,
 )
-from pdmesh.core.moves.plan_runner import (
+from pdmesh.core.moves.next_move import (
     GroupsSeen,
     MoveEnded,
     MoveOutcome,

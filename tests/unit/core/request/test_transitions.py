@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pdmesh.core.flight_recorder import IllegalEvent
 from pdmesh.core.model import Tick
 from pdmesh.core.request.events import (
     Candidate,
@@ -41,7 +42,6 @@ from pdmesh.core.request.events import (
 from pdmesh.core.request.machine import Request
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.transitions import BESIDE, IMPOSSIBLE, TRANSITIONS, RequestPhase
-from pdmesh.core.story import IllegalEvent
 from pdmesh.errors import InstanceLost, InvalidRequest, NoInstance
 from tests.support.request_state import state_of
 
@@ -108,7 +108,7 @@ class Walk:
                 request.handle(event, self.now)
             assert state_of(request) == was, "an impossible event changed something"
             assert kind.__name__ in raised.value.__notes__[0], (
-                "the story contains the impossible event"
+                "the recorder contains the impossible event"
             )
             return
         effects = request.handle(event, self.now)

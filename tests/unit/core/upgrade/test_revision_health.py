@@ -8,9 +8,11 @@ import pytest
 
 from pdmesh.core.upgrade.revision_health import (
     Answers,
+    AnswerTimes,
     LegFailureReported,
     RequestAnswered,
     Tally,
+    is_failed_leg,
     why_too_many,
     why_worse,
 )
@@ -49,3 +51,27 @@ def test_one_lost_instance_may_be_chance_and_two_are_named() -> None:
     assert why_too_many({}) == ""
     assert why_too_many({"d-1": "lost"}) == ""
     assert why_too_many({"p-0": "level 3", "d-1": "lost"}) == "d-1: lost, p-0: level 3"
+
+
+@pytest.mark.parametrize(
+    ("reason", "request_id", "is_failed"),
+    [
+        ("ENGINE_FAILED", "r", True),
+        ("ENGINE_FAILED", "", False),
+        ("KV_SOURCE_RELEASED", "r", False),
+        ("KV_SOURCE_EXCLUDED", "r", False),
+    ],
+)
+def test_an_error_counts_as_a_failed_leg_unless_it_is_only_told_beside_one(
+    reason: str, request_id: str, is_failed: bool
+) -> None:
+    assert is_failed_leg(reason, request_id) is is_failed
+
+
+def test_the_times_of_an_answer_leave_out_its_time_in_the_queue() -> None:
+    times = AnswerTimes(queued_s=1.0, first_token_s=1.5, end_s=3.5)
+    assert times.t_p_s(is_pooling=False) == 0.5
+    assert times.t_p_s(is_pooling=True) == 2.5
+    assert times.tpot_s(11) == pytest.approx(0.2)
+    assert times.tpot_s(1) is times.tpot_s(0) is None
+    assert AnswerTimes(2.0, 1.0, 0.5).t_p_s(is_pooling=False) == 0.0, "clocks differ"

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdmesh.engine.grammars import checker
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind
 from pdmesh.engine.grammars.checker import (
     FRAME,
     MAX_VOCABULARIES,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind, grammar_of
 from pdmesh.engine.grammars.compiler import MAX_KEPT, GrammarCompiler, GrammarRefused
 from pdmesh.engine.sim.constraints.tokenizer import sim_vocabulary
 

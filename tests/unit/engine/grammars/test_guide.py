@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pdmesh.core.sampling.constraint import Constraint
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind, grammar_of
 from pdmesh.engine.grammars.compiler import GrammarCompiler, GrammarRefused
 from pdmesh.engine.grammars.guide import Guide
 from pdmesh.engine.sim.constraints.tokenizer import sim_vocabulary

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from pdmesh.engine.grammars.asked import GrammarKind, grammar_of
+from pdmesh.engine.grammars.asked_grammars import GrammarKind, grammar_of
 from pdmesh.engine.grammars.compiler import GrammarRefused
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.calls import MAX_VARIABLES, template_variables

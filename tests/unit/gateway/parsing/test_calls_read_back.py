@@ -17,7 +17,7 @@ from typing import Any, Final
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pdmesh.core.sampling.call_grammar import call_grammar
+from pdmesh.core.sampling.tool_call_grammar import call_grammar
 from pdmesh.engine.grammars.vocabulary import added_tokens, vocabulary_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -129,7 +129,7 @@ def test_where_it_cannot_help_nothing_is_told(
 def test_it_can_be_off() -> None:
     kv, sessions = answer_kv(record("prefill-0"), record("decode-0"), is_on=False)
     answered(kv)
-    assert (sessions.sent, len(kv.continuations)) == ([], 0)
+    assert (sessions.sent, len(kv.reuse)) == ([], 0)
 
 
 def later_prompt(answer: list[int]) -> Prompt:
@@ -168,7 +168,7 @@ def test_where_chats_do_not_go_on_nothing_is_told_any_more() -> None:
     unlikely: Any = SimpleNamespace(
         chance=lambda scope: 0.01, answered=lambda *_: followed.append(1)
     )
-    kv.continuations = unlikely
+    kv.reuse = unlikely
     answered(kv)
     assert (sessions.sent, followed) == ([], [1])
 

@@ -7,20 +7,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-from opentelemetry.trace import INVALID_SPAN
-
-from pdmesh.services.gateway.request.frontend import Call
-from pdmesh.services.gateway.request.pacer import Pacer
-from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec
-from tests.fakes.tokenizers import SIM_TOKENIZER
+from pdmesh.services.gateway.request.pacer import PacedWaiter, Pacer
 
 
-def call_with(interval_s: float) -> Call:
-    spec = CallSpec("chat", "m", (), SamplingSpec(), SIM_TOKENIZER)
-    return Call("req-1", spec, INVALID_SPAN, Pacer(interval_s))
+def call_with(interval_s: float) -> PacedWaiter:
+    return PacedWaiter(Pacer(interval_s))
 
 
-async def woken_within(call: Call, limit_s: float) -> bool:
+async def woken_within(call: PacedWaiter, limit_s: float) -> bool:
     try:
         await asyncio.wait_for(call.changed(), limit_s)
     except TimeoutError:

@@ -10,9 +10,9 @@ from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.pooling.facts import PoolingFacts, PoolingTask
 from pdmesh.net.convert.pooling_facts import pooling_to_proto
 from pdmesh.services.gateway.routing.canary_shares import CanaryShares
-from pdmesh.services.gateway.routing.model_book import ModelBook
 from pdmesh.services.gateway.routing.out_of_service import OutOfServiceView
 from pdmesh.services.gateway.routing.pooling_fleet import PoolingFleet, PoolingNeeds
+from pdmesh.services.gateway.routing.served_models import ServedModels
 from pdmesh.v1.common_pb2 import ROLE_POOLING, InstanceRecord
 
 FACTS = PoolingFacts(frozenset({PoolingTask.EMBED}), 8)
@@ -40,7 +40,9 @@ class Canaries(CanaryShares):
 
 
 def fleet_of(*records: InstanceRecord, canaries: CanaryShares | None = None) -> PoolingFleet:
-    found = PoolingFleet(OutOfServiceView(), canaries or CanaryShares(), ModelBook(), lambda: 0.0)
+    found = PoolingFleet(
+        OutOfServiceView(), canaries or CanaryShares(), ServedModels(), lambda: 0.0
+    )
     found.see(records)
     return found
 

@@ -17,7 +17,7 @@ from tokenizers.processors import BertProcessing
 from pdmesh.core.pooling.truncation import SpecialTokens, TextCut
 from pdmesh.errors import Overloaded
 from pdmesh.services.gateway.text.bulk_texts import BulkTexts
-from pdmesh.services.gateway.text.encoding_lanes import EncodingJob, EncodingLanes
+from pdmesh.services.gateway.text.encoding_queues import EncodingJob, EncodingQueues
 from tests.support.waiting import until
 
 WORDS = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "paris": 3, "is": 4, "big": 5}
@@ -50,26 +50,26 @@ class Counting:
 
 
 @pytest.fixture
-def lanes() -> Iterator[EncodingLanes]:
-    lanes = EncodingLanes(1, max_pending_chars=200_000)
-    yield lanes
-    lanes.close()
+def queues() -> Iterator[EncodingQueues]:
+    queues = EncodingQueues(1, max_pending_chars=200_000)
+    yield queues
+    queues.close()
 
 
-def bulk_of(inner: Counting, lanes: EncodingLanes) -> BulkTexts:
-    return BulkTexts(inner, lanes, max_token_chars=5)  # type: ignore[arg-type]
+def bulk_of(inner: Counting, queues: EncodingQueues) -> BulkTexts:
+    return BulkTexts(inner, queues, max_token_chars=5)  # type: ignore[arg-type]
 
 
-async def test_a_text_that_is_asked_for_often_is_encoded_once(lanes: EncodingLanes) -> None:
+async def test_a_text_that_is_asked_for_often_is_encoded_once(queues: EncodingQueues) -> None:
     inner = Counting()
-    found = await bulk_of(inner, lanes).contents(["big", LONG, "big", LONG, "paris"])
+    found = await bulk_of(inner, queues).contents(["big", LONG, "big", LONG, "paris"])
     assert sorted(inner.sizes) == [3, 5, len(LONG)]
     assert [c.length for c in found] == [1, 20_000, 1, 20_000, 1]
     assert list(found[0].tokens) == [5]
 
 
-async def test_only_tokens_that_an_input_may_have_are_kept(lanes: EncodingLanes) -> None:
-    bulk = bulk_of(Counting(), lanes)
+async def test_only_tokens_that_an_input_may_have_are_kept(queues: EncodingQueues) -> None:
+    bulk = bulk_of(Counting(), queues)
     (found,) = await bulk.contents([LONG], cut=TextCut(3))
     assert (list(found.tokens), found.length) == ([3, 4, 3], 20_000)
     (found,) = await bulk.contents([LONG], cut=TextCut(3, "left"))
@@ -77,55 +77,55 @@ async def test_only_tokens_that_an_input_may_have_are_kept(lanes: EncodingLanes)
 
 
 async def test_a_call_with_much_text_delays_no_chat_and_has_its_own_bound(
-    lanes: EncodingLanes,
+    queues: EncodingQueues,
 ) -> None:
     inner = Counting()
     inner.gate.clear()
-    call = asyncio.create_task(bulk_of(inner, lanes).contents([LONG, f"{LONG}big"]))
+    call = asyncio.create_task(bulk_of(inner, queues).contents([LONG, f"{LONG}big"]))
     await until(lambda: bool(inner.sizes))
-    chat = await lanes.encode(
+    chat = await queues.encode(
         lambda jobs: [array("I", [len(j.text)]) for j in jobs], EncodingJob("x" * 150_000)
     )
     assert list(chat) == [150_000]
     with pytest.raises(Overloaded):
-        await bulk_of(inner, lanes).contents([LONG])
+        await bulk_of(inner, queues).contents([LONG])
     inner.gate.set()
     assert [c.length for c in await call] == [20_000, 20_001]
-    assert lanes.num_bulk_chars == 0
+    assert queues.num_bulk_chars == 0
 
 
 async def test_calls_take_turns_and_one_that_is_given_up_takes_no_more(
-    lanes: EncodingLanes,
+    queues: EncodingQueues,
 ) -> None:
     inner = Counting()
     inner.gate.clear()
-    long = asyncio.create_task(bulk_of(inner, lanes).contents([LONG, f"{LONG}big"]))
+    long = asyncio.create_task(bulk_of(inner, queues).contents([LONG, f"{LONG}big"]))
     await until(lambda: len(inner.sizes) == 1)
-    gone = asyncio.create_task(bulk_of(inner, lanes).contents(["is " * 1000]))
-    other = asyncio.create_task(bulk_of(inner, lanes).contents(["big " * 1000]))
-    await until(lambda: lanes.num_bulk_chars == 2 * len(LONG) + 3 + 3000 + 4000)
+    gone = asyncio.create_task(bulk_of(inner, queues).contents(["is " * 1000]))
+    other = asyncio.create_task(bulk_of(inner, queues).contents(["big " * 1000]))
+    await until(lambda: queues.num_bulk_chars == 2 * len(LONG) + 3 + 3000 + 4000)
     gone.cancel()
     await asyncio.wait([gone])
     inner.gate.set()
     await asyncio.gather(long, other)
     assert inner.sizes == [len(LONG), 4000, len(LONG) + 3]
-    assert lanes.num_bulk_chars == 0
+    assert queues.num_bulk_chars == 0
 
 
-async def test_two_texts_are_joined_only_for_their_turn(lanes: EncodingLanes) -> None:
+async def test_two_texts_are_joined_only_for_their_turn(queues: EncodingQueues) -> None:
     inner = Counting()
-    found = await bulk_of(inner, lanes).contents([("paris ", "is"), ("paris ", "big big")])
+    found = await bulk_of(inner, queues).contents([("paris ", "is"), ("paris ", "big big")])
     assert [list(c.tokens) for c in found] == [[3, 4], [3, 5, 5]]
 
 
-async def test_special_tokens_are_those_of_the_tokenizer(lanes: EncodingLanes) -> None:
-    bulk = bulk_of(Counting(), lanes)
+async def test_special_tokens_are_those_of_the_tokenizer(queues: EncodingQueues) -> None:
+    bulk = bulk_of(Counting(), queues)
     one, two = bulk.around_one, bulk.around_two
     assert (list(one.before), list(one.after)) == ([1], [2])
     parts = (two.before, two.between, two.after)
     assert [list(part) for part in parts] == [[1], [2], [2]]
     assert two.types == (0, 0, 0, 1, 1)
-    plain = bulk_of(Counting(has_special=False), lanes)
+    plain = bulk_of(Counting(has_special=False), queues)
     assert len(plain.around_one) == len(plain.around_two) == 0
     assert plain.around_two.types == (0, 1)
     assert len(SpecialTokens()) == 0
@@ -136,16 +136,16 @@ async def test_special_tokens_are_those_of_the_tokenizer(lanes: EncodingLanes) -
     [("paris is big", 2, "paris is"), ("paris", 2, "paris"), ("", 2, ""), (LONG, 1, "paris")],
 )
 async def test_a_text_is_shortened_between_its_words(
-    lanes: EncodingLanes, text: str, limit: int, kept: str
+    queues: EncodingQueues, text: str, limit: int, kept: str
 ) -> None:
-    found = await bulk_of(Counting(), lanes).shortened(["is", text], limit)
+    found = await bulk_of(Counting(), queues).shortened(["is", text], limit)
     assert found == ["is", kept]
 
 
 def test_text_beyond_what_any_input_can_hold_is_cut_before_it_is_encoded(
-    lanes: EncodingLanes,
+    queues: EncodingQueues,
 ) -> None:
-    bulk = bulk_of(Counting(), lanes)
+    bulk = bulk_of(Counting(), queues)
     assert bulk.bounded("x" * 30 + "y", 6, TextCut(3)) == "x" * 30
     assert bulk.bounded("x" * 30 + "y", 6, TextCut(3, "left")) == "x" * 29 + "y"
     assert bulk.bounded_pair("x" * 20, "y" * 20, 6, TextCut(3)) == ("x" * 20, "y" * 10)

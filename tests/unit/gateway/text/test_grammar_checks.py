@@ -14,7 +14,7 @@ import pytest
 
 from pdmesh.core.sampling.constraint import MAX_GRAMMAR_BYTES
 from pdmesh.core.tenancy.limits import ANYONE, Tenant
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind
 from pdmesh.engine.grammars.checker import MAX_VOCABULARIES, Checked
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.errors import InvalidRequest, Overloaded

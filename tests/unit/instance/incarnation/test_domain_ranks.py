@@ -11,7 +11,7 @@ from pdmesh.core.instance.lifecycle import InstanceLife
 from pdmesh.core.model import Assignment, DomainRank, Phase, Role, RoleSpec, Stage
 from pdmesh.errors import InvalidRequest
 from pdmesh.instance.incarnation.assignment import assignment_from
-from pdmesh.instance.incarnation.meeting_point import MeetingPoint
+from pdmesh.instance.incarnation.domain_address import MeetingPoint
 from pdmesh.services.master_scheduler.groups.group_convert import assignment_to, seen_from
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, Domain, InstanceRecord
 

@@ -18,7 +18,7 @@ from pdmesh.core.adapters.fit import AdapterFacts
 from pdmesh.core.instance.admission import Admission, Capacity, Work
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
-from pdmesh.core.kv.tiers.holds import SessionState
+from pdmesh.core.kv.tiers.session_holds import SessionState
 from pdmesh.core.kv.transfer.source_exclusions import KvSource
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.base import (

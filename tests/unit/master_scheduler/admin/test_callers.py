@@ -18,7 +18,7 @@ from pdmesh.api_keys import KeyFile
 from pdmesh.core.access.claims import ClaimNames
 from pdmesh.core.access.key_refresh import KeyRefresh
 from pdmesh.core.access.operator_roles import AdminRole
-from pdmesh.core.identity import ProcessIdentity
+from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.errors import InvalidToken, NotAllowed, Unavailable
 from pdmesh.followed_keys import FollowedKeys
 from pdmesh.net.oidc.keys import ALGORITHMS

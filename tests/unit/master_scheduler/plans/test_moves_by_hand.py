@@ -20,7 +20,7 @@ from pdmesh.core.ratio.throughput import Profile
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import admin_service_pb2 as pb
 from tests.support.sites.master_site import Site as AdminSite
-from tests.unit.master_scheduler.plans.test_plan_loop import DESIRED, Site
+from tests.unit.master_scheduler.plans.test_move_loop import DESIRED, Site
 
 
 @pytest.mark.req("S27", "S28")

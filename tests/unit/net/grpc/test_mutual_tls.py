@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pdmesh.core.identity import ProcessIdentity
+from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.errors import UntrustedPeer, WrongPeer
 from pdmesh.net.grpc import rpc
 from pdmesh.net.grpc.peers import check_says

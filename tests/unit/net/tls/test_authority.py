@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from pdmesh.core.identity import ProcessIdentity
+from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.errors import BadCertificates
 from pdmesh.net.tls.authority import Authority
 from tests.support.sites.certificates import TestAuthority

@@ -1,4 +1,4 @@
-"""Decides what operators may pin, and under which names the blocks of a pin are found (S78, S96).
+"""Decides what operators may pin, how much of a tier pins take, and their blocks' names (S78, S96).
 
 A pin names blocks, not tokens: for each model fingerprint in use, the keyed, chained hashes of the
 prefix's full blocks (ADR 0022). Pins are bounded in number, length and time, since they take cache
@@ -8,7 +8,7 @@ from all other prompts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,7 @@ from pdmesh.errors import InvalidRequest
 
 MAX_PINS: Final = 64
 MAX_BLOCKS: Final = 2048  # of all pins together, under one fingerprint
+PINNED_SHARE: Final = 0.5  # of an instance's host pool, and of its file store
 MIN_TTL_S: Final = 10
 MAX_TTL_S: Final = 90 * 86_400
 _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -81,6 +82,15 @@ class WantedPin:
                 f"at most {MAX_BLOCKS * cut.block_size} tokens", field="prefix_token_ids"
             )
         return tuple(block_hashes(root, self.token_ids, cut.block_size))
+
+
+def pinned_within(prefixes: Sequence[PinnedPrefix], num_blocks: int) -> dict[bytes, PinnedPrefix]:
+    """The blocks that a store of `num_blocks` keeps for pins, each with its pin.
+
+    Earlier pins come first. Blocks beyond the share are like any other.
+    """
+    by_name = {name: prefix for prefix in prefixes for name in prefix.names}
+    return {name: by_name[name] for name in list(by_name)[: int(PINNED_SHARE * num_blocks)]}
 
 
 def check_room(

@@ -1,13 +1,37 @@
-"""Decides which instance is asked for its snapshot next: a few at a time, the longest wait first.
+"""Decides whose snapshot is asked for next, and whether the index or the instance is asked.
 
-An instance that could not be asked goes to the end, with a growing pause in which it takes no
-place. So instances that do not answer, however many, delay the others only by their own turns.
+A few are asked for at a time, the longest wait first. An instance that could not be asked goes to
+the end, with a growing pause in which it takes no place. So instances that do not answer, however
+many, delay the others only by their own turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
+
+_ANSWER_HELPS_WITHIN_S: Final = 2.0
+
+
+@dataclass(slots=True)
+class IndexFirst:
+    """The kv-cache-index is asked first, to spare the instance the work.
+
+    If the same snapshot is wanted again soon, the index's answer did not help: the instance itself
+    is asked.
+    """
+
+    _asked_at: dict[str, float] = field(default_factory=dict)
+
+    def asks_index(self, instance_id: str, now: float) -> bool:
+        """Whether to ask the index, which then counts as asked. `now`: monotonic seconds."""
+        recent = {i: at for i, at in self._asked_at.items() if now - at < _ANSWER_HELPS_WITHIN_S}
+        self._asked_at = recent
+        if instance_id in recent:
+            return False
+        recent[instance_id] = now
+        return True
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 Files of owners beyond their share go first, then the least recently used. A file whose time of last
 use is in the future is kept until then, as long as kept files leave a quarter of the quota to the
-others.
+others. If the disk is full before the quota is, files are evicted once until a block was written.
 """
 
 from __future__ import annotations
@@ -50,6 +50,26 @@ def room_for(size: int, quota: int) -> int:
 def room_on_full_disk(size: int, used: int) -> int:
     """The bytes that may be left when the disk is full before the quota is."""
     return min(int(LOW_WATER * used), used - size)
+
+
+@dataclass(slots=True)
+class FullDisk:
+    """Whether files are evicted because the disk is full, whatever the quota says.
+
+    After that, nothing is evicted until a block has been written. Otherwise, if other programs took
+    the room each time, the store would be emptied for nothing.
+    """
+
+    _has_evicted: bool = False
+
+    def may_evict(self) -> bool:
+        """The disk was full for a block: whether to evict and to try once more."""
+        may, self._has_evicted = not self._has_evicted, True
+        return may
+
+    def written(self) -> None:
+        """A block was written."""
+        self._has_evicted = False
 
 
 def eviction_order(

@@ -22,7 +22,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdmesh.core.kv.tiers.holds import Holds
+from pdmesh.core.kv.prefix.pins import PINNED_SHARE
+from pdmesh.core.kv.tiers.session_holds import Holds
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class PoolBook:
     protected_share: float = 0.8
     kept_share: float = 0.25
     keep_after: int = 8  # uses
-    fixed_share: float = 0.5
+    fixed_share: float = PINNED_SHARE
     held_share: float = 0.25  # of the pool, and of an owner's quota, for paused sessions
     # Of what sessions may hold in all, for those of one owner: that three others can pause, too.
     owner_held_share: float = 0.25

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.kv.transfer.incoming_events import (
     AgentLandingFreed,
     BoundSilence,
@@ -44,7 +45,6 @@ from pdmesh.core.kv.transfer.pull_queue import PullQueue
 from pdmesh.core.kv.transfer.receiver_events import FreeLanding
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.core.model import Tick
-from pdmesh.core.story import Story, with_story
 
 MAX_EXPECTED: Final = 4096  # first tokens of loads that have not started
 _OVERDUE: Final = LoadFailure(PullFailure.OVERDUE, "its turn did not come in time")
@@ -77,7 +77,7 @@ class IncomingBlocks:
     """One rank's loads, by leg. `handle` is the only way to change it."""
 
     def __init__(self, max_pulls: int) -> None:
-        self.story = Story()
+        self.recorder = FlightRecorder()
         self._queue: PullQueue[int] = PullQueue(max_pulls)
         self._loads: dict[int, _Load] = {}
         self._leg_at: dict[int, int] = {}  # by the offset of each landing range that is not free
@@ -91,7 +91,7 @@ class IncomingBlocks:
         """Whether the leg waits for its turn."""
         return self._queue.is_waiting(leg)
 
-    @with_story
+    @recorded
     def handle(self, event: IncomingEvent, now: float) -> list[IncomingEffect]:
         match event:
             case LoadStarted():

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdmesh.core.deadlines import PULL_DRAIN_S, RENEWALS_PER_LEASE, SILENT_S, STOP_S
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.kv.transfer.landing import Landing
 from pdmesh.core.kv.transfer.receiver_events import (
     AbortPeer,
@@ -50,7 +51,6 @@ from pdmesh.core.kv.transfer.receiver_events import (
     Tick,
 )
 from pdmesh.core.kv.transfer.ticket import PullFailure
-from pdmesh.core.story import Story, with_story
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class PullBook:
     """One agent's pulls. `handle` is the only way to change it."""
 
     def __init__(self) -> None:
-        self.story = Story()
+        self.recorder = FlightRecorder()
         self._pulls: dict[int, _Pull] = {}
         self._heard_at: dict[int, float] = {}  # by peer: the last sign of any of its pulls
         self._retired: dict[int, None] = {}  # peers
@@ -86,7 +86,7 @@ class PullBook:
         """Whether no pull depends on time, so that no Tick is needed."""
         return not (self._pulls or self._retired)
 
-    @with_story
+    @recorded
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverEffect]:
         match event:
             case PullRequested():

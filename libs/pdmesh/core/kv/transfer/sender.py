@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.core.deadlines import MAX_LEASES
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.transfer.pull_parts import (
     JOINED_BYTES,
@@ -47,7 +48,6 @@ from pdmesh.core.kv.transfer.sender_events import (
 )
 from pdmesh.core.kv.transfer.ticket import CloseReason, Refusal
 from pdmesh.core.model import Tick
-from pdmesh.core.story import Story, with_story
 
 MAX_PULLS_PER_TICKET = 16
 MAX_DECODES = 16  # decodes whose takers are remembered for one ticket
@@ -115,7 +115,7 @@ class TicketBook:
     """One agent's tickets. `handle` is the only way to change it."""
 
     def __init__(self, incarnation: int, fingerprint_hash: int, group_hash: int = 0) -> None:
-        self.story = Story()
+        self.recorder = FlightRecorder()
         self._incarnation = incarnation
         self._fingerprint_hash = fingerprint_hash
         self._group_hash = group_hash
@@ -131,7 +131,7 @@ class TicketBook:
         """Pulls being served."""
         return len(self._tickets_by_pull)
 
-    @with_story
+    @recorded
     def handle(self, event: SenderEvent, now: float) -> list[SenderEffect]:
         """Raises ValueError for a ticket id that is open already, and then changes nothing."""
         match event:

@@ -17,7 +17,7 @@ import structlog
 from pdmesh import failpoints
 from pdmesh.core.deadlines import ENGINE_HUNG_S
 from pdmesh.core.pooling.facts import PoolingTask
-from pdmesh.core.pooling.step_patience import StepPatience
+from pdmesh.core.pooling.step_time_limit import StepTimeLimit
 from pdmesh.engine.base import EngineInfo, EngineStats, Failed, Output, Pooled, PoolJob
 from pdmesh.engine.no_kv import NoKv
 from pdmesh.engine.vllm.child.extra_arguments import extra_arguments
@@ -53,7 +53,7 @@ class VllmPoolingEngine(NoKv):
         self._view = SchedulerView()
         self._jobs = JobTasks(self._process)
         self._num_tokens = self._num_open_tokens = 0
-        self._patience: StepPatience | None = None  # None: a step is short
+        self._step_limit: StepTimeLimit | None = None  # None: a step is short
         self._takes_types = False
         self._is_stopping = False
 
@@ -87,7 +87,7 @@ class VllmPoolingEngine(NoKv):
         os.environ.update(environment(config, os.environ))
         version = await with_progress("vllm.importing", asyncio.to_thread(vllm_version))
         arguments = await asyncio.to_thread(_fitted, config)
-        self._patience = _patience(config, arguments)
+        self._step_limit = _step_limit(config, arguments)
         llm = await self._process.start(arguments, self._view, START_TIMEOUT_S)
         await asyncio.to_thread(files.check_unchanged, self._digests)
         self._llm = llm
@@ -141,9 +141,9 @@ class VllmPoolingEngine(NoKv):
 
     def stats(self) -> EngineStats:
         num_signs = self._view.num_steps
-        if self._patience is not None:
+        if self._step_limit is not None:
             now = time.monotonic()
-            num_signs = self._patience.num_signs(num_signs, self._num_open_tokens, now)
+            num_signs = self._step_limit.num_signs(num_signs, self._num_open_tokens, now)
         return EngineStats(
             num_running=len(self._jobs),
             num_signs=num_signs,
@@ -223,11 +223,11 @@ def pooling_params(job: PoolJob, place: int, *, takes_types: bool) -> Any:
     )
 
 
-def _patience(config: VllmPoolingConfig, arguments: dict[str, Any]) -> StepPatience | None:
+def _step_limit(config: VllmPoolingConfig, arguments: dict[str, Any]) -> StepTimeLimit | None:
     step_tokens = int(arguments.get("max_num_batched_tokens", 0))
     if config.device != "cpu" or step_tokens <= CPU_STEP_TOKENS:
         return None
-    return StepPatience(step_tokens, CPU_STEP_TOKENS, ENGINE_HUNG_S)
+    return StepTimeLimit(step_tokens, CPU_STEP_TOKENS, ENGINE_HUNG_S)
 
 
 def _fitted(config: VllmPoolingConfig) -> dict[str, Any]:

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root
-from pdmesh.core.kv.prefix.pins import MAX_BLOCKS, MAX_PINS, Cut, WantedPin, check_room
+from pdmesh.core.kv.prefix.pins import (
+    MAX_BLOCKS,
+    MAX_PINS,
+    Cut,
+    PinnedPrefix,
+    WantedPin,
+    check_room,
+    pinned_within,
+)
 from pdmesh.errors import InvalidRequest
 
 PIN = WantedPin("system-prompt", "acme", "salt", tuple(range(10)), 60)
@@ -55,3 +63,12 @@ def test_pins_are_bounded_in_number_and_in_blocks_of_each_fingerprint() -> None:
     check_room("b", {"fp": 2, "other": MAX_BLOCKS}, half)
     with pytest.raises(InvalidRequest, match="too many"):
         check_room("b", {"fp": 3}, half)
+
+
+@pytest.mark.req("S78", "S96")
+def test_pins_take_half_of_a_store_and_the_first_pins_come_first() -> None:
+    first = PinnedPrefix((b"a", b"b"), b"owner", 1.0)
+    second = PinnedPrefix((b"b", b"c", b"d"), b"owner", 2.0)
+    assert pinned_within([first, second], 6) == {b"a": first, b"b": second, b"c": second}
+    assert list(pinned_within([first, second], 3)) == [b"a"]
+    assert list(pinned_within([first, second], 1000)) == [b"a", b"b", b"c", b"d"]

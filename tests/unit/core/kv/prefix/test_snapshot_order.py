@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.kv.prefix.snapshot_order import Repairs
+from pdmesh.core.kv.prefix.snapshot_order import IndexFirst, Repairs
 
 
 @pytest.mark.fault("F20")
@@ -55,3 +55,12 @@ def test_a_change_during_a_request_is_requested_again() -> None:
     assert repairs.start(2.0) == ["p0"]
     repairs.ended("p0", True, 2.1)
     assert len(repairs) == 0
+
+
+def test_the_instance_is_asked_when_the_index_was_asked_just_before() -> None:
+    turns = IndexFirst()
+    assert turns.asks_index("prefill-0", 0.0)
+    assert not turns.asks_index("prefill-0", 1.9)
+    assert turns.asks_index("prefill-1", 1.9)
+    assert turns.asks_index("prefill-0", 2.0), "the index's answer lasted"
+    assert not turns.asks_index("prefill-0", 2.1)

@@ -9,6 +9,7 @@ import pytest
 from pdmesh.core.kv.tiers.file_eviction import (
     KEPT_SHARE,
     LOW_WATER,
+    FullDisk,
     StoredFile,
     eviction_order,
     first_use,
@@ -58,3 +59,11 @@ def test_eviction_leaves_room_for_more_than_one_file() -> None:
     assert room_for(10, QUOTA) == int(LOW_WATER * QUOTA) - 10
     assert room_on_full_disk(10, 1000) == 900, "a tenth, at the low-water mark"
     assert room_on_full_disk(30, 100) == 70, "at least the file's own size"
+
+
+@pytest.mark.fault("F33")
+def test_a_full_disk_evicts_once_until_a_block_was_written() -> None:
+    disk = FullDisk()
+    assert [disk.may_evict() for _ in range(3)] == [True, False, False]
+    disk.written()
+    assert [disk.may_evict() for _ in range(2)] == [True, False]

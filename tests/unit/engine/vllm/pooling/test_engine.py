@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pdmesh.engine.vllm.config import CPU_STEP_TOKENS
 from pdmesh.engine.vllm.pooling.config import VllmPoolingConfig
-from pdmesh.engine.vllm.pooling.engine import _patience, failure_of
+from pdmesh.engine.vllm.pooling.engine import _step_limit, failure_of
 from pdmesh.errors import EngineFailed, InvalidRequest
 
 
@@ -34,9 +34,9 @@ def test_a_failure_of_the_engine_is_tried_elsewhere() -> None:
 def test_only_a_long_step_on_a_cpu_has_more_time() -> None:
     def patient(device: str, step_tokens: int) -> bool:
         config = VllmPoolingConfig("i", 1, Path("/m"), "m", device=device)
-        return _patience(config, {"max_num_batched_tokens": step_tokens}) is not None
+        return _step_limit(config, {"max_num_batched_tokens": step_tokens}) is not None
 
     assert patient("cpu", 4096)
     assert not patient("cpu", CPU_STEP_TOKENS)
     assert not patient("cuda", 4096)
-    assert _patience(VllmPoolingConfig("i", 1, Path("/m"), "m", device="cuda"), {}) is None
+    assert _step_limit(VllmPoolingConfig("i", 1, Path("/m"), "m", device="cuda"), {}) is None

@@ -21,7 +21,7 @@ import structlog
 from pdmesh import failpoints
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tier import Tier
-from pdmesh.core.kv.tiers.holds import SessionState
+from pdmesh.core.kv.tiers.session_holds import SessionState
 from pdmesh.core.kv.tiers.step_copies import PoolLoad, PoolSave, StepCopies
 from pdmesh.engine.vllm.messages import (
     Fetched,

@@ -16,7 +16,7 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.cache_groups import CacheGroups
 from pdmesh.core.kv.layout.compatibility import KvFormat
 from pdmesh.core.kv.layout.rank_heads import heads_of
-from pdmesh.core.kv.transfer.kv_path import KvMemory, KvPath, NoSuchPath, decide_path
+from pdmesh.core.kv.transfer.gpu_or_host import KvMemory, KvPath, NoSuchPath, decide_path
 from pdmesh.engine.vllm.connector.kv_facts import KvFacts
 from pdmesh.engine.vllm.connector.refusal import CannotMoveKv, HasNoKvPath
 from pdmesh.engine.vllm.connector.scheduler.handoff import StepPlan

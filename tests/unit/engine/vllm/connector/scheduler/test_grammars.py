@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.engine.grammars.asked import AskedGrammar, GrammarKind, grammar_of
+from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind, grammar_of
 from pdmesh.engine.grammars.vocabulary import load_vocabulary
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.engine.sim_tokenizer import write_sim_model

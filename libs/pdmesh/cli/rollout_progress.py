@@ -1,0 +1,68 @@
+"""Decides whether a rollout is done or has failed, and says how far it is.
+
+A canary that waits for an operator counts as done: there is nothing more to wait for. A rollout has
+failed if its upgrade went back or a newer version has replaced it. Scripts depend on this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pdmesh.v1 import admin_service_pb2 as pb
+
+_SERVING: Final = "serving"
+_WENT_BACK: Final = "went back"
+_BACK: Final = ("going back", _WENT_BACK, "stopped")
+_CANARY: Final = "canary"  # it waits for an operator: there is nothing to wait for here
+_SHOWN: Final = 3  # groups that are named in one line
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """`failure`: why the version will not be reached, empty if it may be."""
+
+    is_done: bool
+    text: str
+    failure: str = ""
+
+
+def rollout_of(states: pb.ListGroupStatesResponse, version: int) -> Rollout:
+    """The rollout of `version`, from one look at the groups."""
+    if states.version > version:
+        return Rollout(False, "", f"version {states.version} has replaced it{_went_back(states)}")
+    failed = [u for u in states.upgrades if u.version == version and u.state in _BACK]
+    if failed:
+        return Rollout(False, "", _upgrade_text(failed[0]))
+    if states.paused:
+        return Rollout(False, f"the leader changes nothing now: {states.paused}")
+    if states.seen_version < version:
+        return Rollout(False, "the leader has not looked at it yet")
+    others = [group for group in states.groups if group.state != _SERVING]
+    num_serving = len(states.groups) - len(others)
+    text = f"{num_serving} of {len(states.groups)} groups are as they shall be"
+    waiting = [f"{group.group_id} {group.state}{_why(group.detail)}" for group in others]
+    waiting += [_upgrade_text(u) for u in states.upgrades if u.state not in (_WENT_BACK, _CANARY)]
+    if waiting:
+        return Rollout(False, f"{text}; {_some(waiting)}")
+    canaries = [_upgrade_text(each) for each in states.upgrades if each.state == _CANARY]
+    return Rollout(True, "; ".join([text, *canaries]))
+
+
+def _went_back(states: pb.ListGroupStatesResponse) -> str:
+    back = next((u for u in states.upgrades if u.state in _BACK), None)
+    return f"; {_upgrade_text(back)}" if back is not None else ""
+
+
+def _upgrade_text(upgrade: pb.UpgradeState) -> str:
+    return f"upgrade of {upgrade.scenario}: {upgrade.state}{_why(upgrade.detail)}"
+
+
+def _why(detail: str) -> str:
+    return f" ({detail})" if detail else ""
+
+
+def _some(words: Sequence[str]) -> str:
+    more = len(words) - _SHOWN
+    return ", ".join(words[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

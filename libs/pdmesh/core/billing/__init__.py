@@ -1,0 +1,1 @@
+"""Counts how long instances were used, and decides which account each of them counts for."""

@@ -1,0 +1,62 @@
+"""Decides which account an instance counts for: its group's, or that of the pool that borrowed it
+(P/D-Serve 3.3; S22).
+
+An instance counts for its group from its assignment to its release, set-up and drain included. An
+instance that is kept for a pool counts for the group that was lent and for the pool. An instance
+without a role counts for the pool `free`. So all accounts together are the whole time of the fleet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from pdmesh.core.groups.adjustments import Adjustments, valid
+from pdmesh.core.groups.cluster_state import Observed
+from pdmesh.core.groups.desired import Desired, Scenario
+from pdmesh.core.model import Phase, Role
+from pdmesh.core.moves.move import OFF_POOL
+
+FREE_POOL: Final = "free"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Account:
+    """`pool`: the pool that has borrowed the instances; empty: they serve.
+
+    If `group_id` is empty, the account sums groups that are gone.
+    """
+
+    service: str
+    scenario: str
+    group_id: str
+    pool: str = ""
+
+
+FREE: Final = Account("", "", "", FREE_POOL)
+
+
+def accounts_of(observed: Observed, desired: Desired, adjustments: Adjustments) -> Counter[Account]:
+    """How many instances each account has now."""
+    nums: Counter[Account] = Counter()
+    for instance_id, seen in observed.seen.items():
+        given = observed.given.get(instance_id)
+        if given is not None and given.incarnation == seen.incarnation:
+            nums[_account(desired, given.role_spec.scenario, given.role_spec.group_id)] += 1
+        elif seen.role is not Role.NONE:
+            nums[_account(desired, seen.scenario, seen.group_id)] += 1
+        elif seen.phase is Phase.BLANK:
+            nums[FREE] += 1
+    for group_id, adjustment in valid(desired, adjustments).items():
+        group = desired.groups[group_id]
+        is_lent = adjustment.pool not in ("", OFF_POOL)
+        num = min(desired.num_instances(group), nums[FREE]) if is_lent else 0
+        nums[_account(desired, group.scenario, group_id, adjustment.pool)] += num
+        nums[FREE] -= num
+    return +nums
+
+
+def _account(desired: Desired, scenario: str, group_id: str, pool: str = "") -> Account:
+    service = desired.scenarios.get(scenario, Scenario()).service
+    return Account(service, scenario, group_id, pool)

@@ -1,0 +1,34 @@
+"""Decides when a parser's process hangs and is killed: its limit counts work, not only time.
+
+A busy machine may give the process a hundredth of a core. So its limit counts its own processor
+time, and the time in which it uses none: a bound on the clock alone would kill a process that
+works.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_IDLE_SHARE: Final = 0.01  # of a core; a process that uses less does not work
+_MOST_TIMES: Final = 20  # a request takes at most this many times its limit, whatever it uses
+
+
+class HungParser:
+    """Judges one request after the other. `now` and `cpu_s` are in seconds."""
+
+    def __init__(self) -> None:
+        self.begin(0.0, 0.0)
+
+    def begin(self, now: float, cpu_s: float) -> None:
+        self._began_at = self._worked_at = now
+        self._began_cpu_s = self._seen_cpu_s = cpu_s
+
+    def is_hung(self, limit_s: float, now: float, cpu_s: float) -> bool:
+        """Whether the process worked for `limit_s`, or did nothing for as long."""
+        if cpu_s - self._seen_cpu_s > _IDLE_SHARE * (now - self._worked_at):
+            self._worked_at, self._seen_cpu_s = now, cpu_s
+        return (
+            cpu_s - self._began_cpu_s >= limit_s
+            or now - self._worked_at >= limit_s
+            or now - self._began_at >= _MOST_TIMES * limit_s
+        )

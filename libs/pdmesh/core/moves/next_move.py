@@ -1,0 +1,303 @@
+"""Decides which planned move is made next: one at a time per scenario (S21, S28).
+
+So plans of profiling, operators, the monitor and schedules never overlap. A move is checked against
+the groups as they are when its turn comes, not as they were when it was planned. A plan ends at its
+first move that is refused or fails. What it did so far stays, and its end is reported.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pdmesh.core.flight_recorder import FlightRecorder, recorded
+from pdmesh.core.moves.move import Groups, Move, MoveKind, MovePlan, applied
+from pdmesh.core.moves.move_refusal import MAX_BUSY, refusal
+
+MAX_PLANS: Final = 16  # waiting plans per scenario
+# An earlier leader's plan is finished within this time. Groups lent later would soon be needed
+# again.
+RESUME_WITHIN_S: Final = 3600.0
+
+
+class MoveOutcome(enum.StrEnum):
+    DONE = "done"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAsked:
+    plan: MovePlan
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPlan:
+    """What is left of a plan. `is_moving`: its first move is under way."""
+
+    plan: MovePlan
+    is_moving: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResumed:
+    """An earlier leader left this plan; `groups` are as they are now.
+
+    `age_s`: since the plan was asked for. If that is too long, only a move under way is finished.
+    """
+
+    left: PendingPlan
+    groups: Groups
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MoveNotBegun:
+    """The start of the move could not be written: its turn comes again."""
+
+    scenario: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoveEnded:
+    """The group controller made the move, or gave it up and left the group complete."""
+
+    scenario: str
+    is_done: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveSeen:
+    """The move is still under way.
+
+    `lacks`: the missing instances that its groups wait for; empty: none is missing.
+    """
+
+    scenario: str
+    lacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsSeen:
+    """All groups that serve or are lent now; `num_blank` instances could be given a role.
+
+    In `held` scenarios no move is begun: an upgrade has taken one of their groups out already.
+    """
+
+    groups: Groups
+    num_blank: int = 0
+    held: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class StartMove:
+    plan: MovePlan
+    move: Move
+
+
+@dataclass(frozen=True, slots=True)
+class MoveMade:
+    """The move was made, `took_s` after it was begun."""
+
+    plan: MovePlan
+    move: Move
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEnded:
+    """`num_moves` of its moves were made."""
+
+    plan: MovePlan
+    outcome: MoveOutcome
+    num_moves: int
+    detail: str = ""
+
+
+Event = PlanAsked | PlanResumed | MoveNotBegun | MoveSeen | MoveEnded | GroupsSeen
+Effect = StartMove | MoveMade | PlanEnded
+
+
+@dataclass(slots=True)
+class _Running:
+    plan: MovePlan
+    num_done: int = 0
+    started_at: float | None = None  # of the move under way
+    gathers_since: float | None = None  # since when that move waits for instances
+    touched: frozenset[str] = frozenset()  # scenarios that it changes
+
+
+@dataclass(slots=True)
+class PlanRunner:
+    """`move_timeout_s` ends a move if the message about its end was lost.
+
+    The group controller ends every move itself long before that, except a move that waits for
+    instances. Such a move ends after `gather_s`, and its groups get the instances that come later.
+    """
+
+    max_busy: float = MAX_BUSY
+    gather_s: float = 60.0
+    move_timeout_s: float = 3600.0
+    _running: dict[str, _Running] = field(default_factory=dict)
+    _waiting: dict[str, deque[MovePlan]] = field(default_factory=dict)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
+
+    def is_busy(self, scenario: str) -> bool:
+        return scenario in self._running or bool(self._waiting.get(scenario))
+
+    @property
+    def gathering(self) -> frozenset[str]:
+        """Scenarios whose move waits for instances and touches no serving instance meanwhile."""
+        return frozenset(s for s, r in self._running.items() if r.gathers_since is not None)
+
+    @property
+    def moving(self) -> Mapping[str, Move]:
+        """The move under way, by scenario."""
+        return {
+            scenario: running.plan.moves[running.num_done]
+            for scenario, running in sorted(self._running.items())
+            if running.started_at is not None
+        }
+
+    def outstanding(self) -> list[PendingPlan]:
+        """The plans for the next leader: by scenario the one under way, then those that wait."""
+        left: list[PendingPlan] = []
+        for scenario in sorted(self._running.keys() | self._waiting.keys()):
+            if (running := self._running.get(scenario)) is not None:
+                rest = replace(running.plan, moves=running.plan.moves[running.num_done :])
+                left.append(PendingPlan(rest, running.started_at is not None))
+            left += [PendingPlan(plan, False) for plan in self._waiting.get(scenario, ())]
+        return left
+
+    def expected(self, groups: Groups) -> Groups:
+        """The groups once all plans are carried out: what a new plan should start from."""
+        plans = [r.plan.moves[r.num_done :] for _, r in sorted(self._running.items())]
+        plans += [plan.moves for _, waiting in sorted(self._waiting.items()) for plan in waiting]
+        for move in (move for moves in plans for move in moves):
+            is_within = move.kind is not MoveKind.MOVE or move.to_group in groups
+            if move.group_id in groups and is_within:
+                groups = applied(groups, move)
+        return groups
+
+    @recorded
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case PlanAsked():
+                return self._on_asked(event.plan)
+            case PlanResumed():
+                return self._on_resumed(event, now)
+            case MoveNotBegun(scenario):
+                return self._on_not_begun(scenario)
+            case MoveSeen():
+                return self._on_move_seen(event, now)
+            case MoveEnded():
+                return self._on_ended(event, now)
+            case GroupsSeen():
+                return self._on_seen(event, now)
+
+    def check_invariants(self) -> None:
+        for scenario, running in self._running.items():
+            assert running.plan.scenario == scenario
+            assert running.num_done < len(running.plan.moves)
+        touched = [s for r in self._running.values() if r.started_at is not None for s in r.touched]
+        assert len(touched) == len(set(touched))
+        assert all(len(plans) <= MAX_PLANS for plans in self._waiting.values())
+
+    def _on_asked(self, plan: MovePlan) -> list[Effect]:
+        if not plan.moves:
+            return [PlanEnded(plan, MoveOutcome.DONE, 0, "nothing to do")]
+        waiting = self._waiting.setdefault(plan.scenario, deque())
+        if len(waiting) >= MAX_PLANS:
+            return [PlanEnded(plan, MoveOutcome.REFUSED, 0, f"{MAX_PLANS} plans already wait")]
+        waiting.append(plan)
+        return []
+
+    def _on_resumed(self, event: PlanResumed, now: float) -> list[Effect]:
+        left, plan = event.left, event.left.plan
+        if event.age_s > RESUME_WITHIN_S:
+            plan = replace(plan, moves=plan.moves[: left.is_moving])
+        if not left.is_moving or plan.scenario in self._running:
+            return self._on_asked(plan)
+        touched = frozenset({plan.scenario, *_scenarios(plan.moves[0], event.groups)})
+        self._running[plan.scenario] = _Running(plan, 0, now, touched=touched)
+        return []
+
+    def _on_not_begun(self, scenario: str) -> list[Effect]:
+        if (running := self._running.get(scenario)) is not None:
+            running.started_at = running.gathers_since = None
+        return []
+
+    def _on_move_seen(self, event: MoveSeen, now: float) -> list[Effect]:
+        running = self._running.get(event.scenario)
+        if running is None or running.started_at is None:
+            return []
+        if not event.lacks:
+            running.gathers_since = None
+        elif running.gathers_since is None:
+            running.gathers_since = now
+        elif now - running.gathers_since >= self.gather_s:
+            return self._end(running, MoveOutcome.FAILED, event.lacks)
+        return []
+
+    def _on_ended(self, event: MoveEnded, now: float) -> list[Effect]:
+        running = self._running.get(event.scenario)
+        if running is None or running.started_at is None:
+            return []
+        if not event.is_done:
+            return self._end(running, MoveOutcome.FAILED, event.detail)
+        move = running.plan.moves[running.num_done]
+        made = MoveMade(running.plan, move, now - running.started_at)
+        running.started_at = running.gathers_since = None
+        running.num_done += 1
+        if running.num_done == len(running.plan.moves):
+            return [made, *self._end(running, MoveOutcome.DONE, event.detail)]
+        return [made]
+
+    def _on_seen(self, seen: GroupsSeen, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for scenario in sorted(self._running.keys() | self._waiting.keys()):
+            running = self._running.get(scenario) or self._next(scenario)
+            if running is None:
+                continue
+            if running.started_at is None:
+                effects += self._start(running, seen, now)
+            elif now - running.started_at > self.move_timeout_s:
+                effects += self._end(running, MoveOutcome.FAILED, "the move made no progress")
+        return effects
+
+    def _next(self, scenario: str) -> _Running | None:
+        waiting = self._waiting.get(scenario)
+        if not waiting:
+            self._waiting.pop(scenario, None)
+            return None
+        running = self._running[scenario] = _Running(waiting.popleft())
+        return running
+
+    def _start(self, running: _Running, seen: GroupsSeen, now: float) -> list[Effect]:
+        plan = running.plan
+        move = plan.moves[running.num_done]
+        touched = frozenset({plan.scenario, *_scenarios(move, seen.groups)})
+        if touched & seen.held:
+            return []
+        if any(touched & r.touched for r in self._running.values() if r.started_at is not None):
+            return []  # its turn comes when the other scenario's move has ended
+        why_not = refusal(
+            move, seen.groups, self.max_busy, is_forced=plan.is_forced, num_blank=seen.num_blank
+        )
+        if why_not is not None:
+            return self._end(running, MoveOutcome.REFUSED, why_not)
+        running.started_at, running.touched = now, touched
+        return [StartMove(plan, move)]
+
+    def _end(self, running: _Running, outcome: MoveOutcome, detail: str) -> list[Effect]:
+        del self._running[running.plan.scenario]
+        return [PlanEnded(running.plan, outcome, running.num_done, detail)]
+
+
+def _scenarios(move: Move, groups: Groups) -> list[str]:
+    found = (groups.get(move.group_id), groups.get(move.to_group or ""))
+    return [group.scenario for group in found if group is not None]

@@ -1,0 +1,41 @@
+"""Decides which requests belong to one chat, so that a proxy sends them to the same gateway.
+
+The key of a chat is made from the id that its client gives it. Without an id, it is made from the
+messages up to the first of the user, which all turns have. A completion has only the first block of
+its prompt. Equal texts of different tenants give different keys, and no key reveals its text.
+`gateway_ranking.py` decides which gateway a key goes to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+
+def key_of_id(secret: bytes, tenant: str, chat_id: str) -> str:
+    """A name for a conversation of this tenant, or empty without a `chat_id`."""
+    if not chat_id:
+        return ""
+    return hashlib.blake2b(
+        chat_id.encode(), digest_size=16, key=_key(secret, tenant), person=b"chat"
+    ).hexdigest()
+
+
+def key_of_beginning(secret: bytes, tenant: str, beginning: bytes) -> bytes:
+    """`beginning`: the messages that `num_in_beginning` counts, in one form."""
+    return hashlib.blake2b(beginning, digest_size=16, key=_key(secret, tenant)).digest()
+
+
+def num_in_beginning(roles: Sequence[str]) -> int:
+    """How many of the messages all turns of the chat have: those up to the first of the user."""
+    return next((i for i, role in enumerate(roles) if role == "user"), len(roles)) + 1
+
+
+def key_of(by_id: str, by_beginning: bytes, blocks: Sequence[bytes]) -> bytes:
+    """The first of these that there is. `blocks`: the names of the prompt's blocks."""
+    return by_id.encode() or by_beginning or (blocks[0] if blocks else b"")
+
+
+def _key(secret: bytes, tenant: str) -> bytes:
+    return hmac.digest(secret, tenant.encode(), "sha256")

@@ -1,0 +1,155 @@
+"""Encodes text on threads, in batches. Long texts have a queue of their own.
+
+A hop to a thread and back costs as much as encoding a thousand characters. So texts that gather
+while a thread works share one hop. A text as long as a context takes a tenth of a second. It waits
+behind other long texts, and never delays a short one. The many texts of a call for vectors or
+scores have a queue with a bound of their own, too. The amount of waiting text is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+from pdmesh.errors import Overloaded
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingJob:
+    """A text to encode. `owner`: the tenant for whose later texts its sections are kept."""
+
+    text: str
+    add_special_tokens: bool = False
+    owner: str | None = None
+
+
+Encode = Callable[[Sequence[EncodingJob]], list["array[int]"]]
+
+MAX_PENDING_CHARS: Final = 32 << 20
+_LONG_CHARS: Final = 65536
+_MAX_BATCH_CHARS: Final = 131072
+
+
+class EncodingQueues:
+    """The queues of all tokenizers of a gateway. Their bounds are for all models together."""
+
+    def __init__(self, num_threads: int, max_pending_chars: int = MAX_PENDING_CHARS) -> None:
+        self._short = _Queue(num_threads, "tokenizer")
+        self._long = _Queue(1, "tokenizer-long")
+        self._bulk = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-bulk")
+        self._max_pending_chars = max_pending_chars
+        self.num_pending_chars = self.num_bulk_chars = 0
+
+    async def encode(self, encode: Encode, job: EncodingJob) -> array[int]:
+        """Encode a text on a thread with `encode(jobs)`, which may raise.
+
+        Raises Overloaded at the bound.
+        """
+        num_chars = len(job.text)
+        if self.num_pending_chars + num_chars > self._max_pending_chars:
+            raise Overloaded("too much text waits to be tokenized")
+        queue = self._long if num_chars > _LONG_CHARS else self._short
+        self.num_pending_chars += num_chars
+        try:
+            return await queue.encode(_Item(encode, job))
+        finally:
+            self.num_pending_chars -= num_chars
+
+    async def in_turns(self, turns: Iterable[Callable[[], Sequence[T]]], num_chars: int) -> list[T]:
+        """Run the turns of one call one after the other, between those of other calls.
+
+        `num_chars`: of the texts of all turns. Raises Overloaded at the bound.
+        """
+        if self.num_bulk_chars + num_chars > self._max_pending_chars:
+            raise Overloaded("too much text waits to be tokenized")
+        loop = asyncio.get_running_loop()
+        self.num_bulk_chars += num_chars
+        try:
+            return [each for turn in turns for each in await loop.run_in_executor(self._bulk, turn)]
+        finally:
+            self.num_bulk_chars -= num_chars
+
+    def close(self) -> None:
+        self._short.close()
+        self._long.close()
+        self._bulk.shutdown(wait=False, cancel_futures=True)
+
+
+class _Item:
+    __slots__ = ("done", "encode", "job")
+
+    def __init__(self, encode: Encode, job: EncodingJob) -> None:
+        self.encode, self.job = encode, job
+        self.done: asyncio.Future[array[int]] = asyncio.get_running_loop().create_future()
+
+    def is_like(self, other: _Item) -> bool:
+        """Whether one call can encode both texts."""
+        is_alike = self.job.add_special_tokens == other.job.add_special_tokens
+        return is_alike and self.encode == other.encode
+
+
+class _Queue:
+    """A queue of texts. Each of its threads takes a batch when it is free."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_idle = num_threads
+        self._queue: deque[_Item] = deque()
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+
+    async def encode(self, item: _Item) -> array[int]:
+        self._queue.append(item)
+        self._start()
+        return await item.done
+
+    def _start(self) -> None:
+        while self._num_idle and (batch := self._next_batch()):
+            self._num_idle -= 1
+            work = asyncio.get_running_loop().run_in_executor(
+                self._pool, batch[0].encode, [item.job for item in batch]
+            )
+            work.add_done_callback(partial(self._on_done, batch))
+
+    def _next_batch(self) -> list[_Item]:
+        """The texts at the front of the queue that are still wanted and that one call can
+        encode.
+        """
+        batch: list[_Item] = []
+        num_chars = 0
+        while self._queue:
+            item = self._queue[0]
+            if not item.done.done():
+                num_more = len(item.job.text)
+                if batch and (
+                    not item.is_like(batch[0]) or num_chars + num_more > _MAX_BATCH_CHARS
+                ):
+                    break
+                batch.append(item)
+                num_chars += num_more
+            self._queue.popleft()
+        return batch
+
+    def _on_done(self, batch: list[_Item], work: asyncio.Future[list[array[int]]]) -> None:
+        self._num_idle += 1
+        error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        for index, item in enumerate(batch):
+            if item.done.done():
+                continue
+            if error is None:
+                item.done.set_result(work.result()[index])
+            elif work.cancelled():
+                item.done.cancel()
+            else:
+                item.done.set_exception(error)
+        if not work.cancelled():
+            self._start()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,112 @@
+"""Probes idle instances with its own small request, and tells the fault judge the results.
+
+It sends the request as a gateway would. One probe is under way at a time. A refusal is a valid
+answer and blames no instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from pdmesh.core.health.canary_probes import CanaryProbe, CanaryRota, ProbeTarget
+from pdmesh.core.model import Role
+from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
+from pdmesh.net.registry import RegistryView
+from pdmesh.services.health_monitor.faults import FaultWatch
+from pdmesh.telemetry import metrics, names
+from pdmesh.v1.common_pb2 import (
+    INSTANCE_PHASE_READY,
+    INSTANCE_PHASE_UNSPECIFIED,
+    ROLE_DECODE,
+    ROLE_FUSION,
+    ROLE_PREFILL,
+    InstanceRecord,
+)
+
+log = structlog.get_logger(__name__)
+
+_TIMEOUT_S: Final = 5.0  # for one probe
+_TICK_S: Final = 1.0
+_SERVES: Final = (INSTANCE_PHASE_UNSPECIFIED, INSTANCE_PHASE_READY)
+_ROLES: Final = {
+    ROLE_PREFILL: Role.PREFILL,
+    ROLE_DECODE: Role.DECODE,
+    ROLE_FUSION: Role.FUSION,
+}
+_probes = metrics.counter(names.CANARY_PROBES, "Canary requests, by outcome")
+
+
+class CanaryRunner:
+    """`period_s`: each idle instance is probed at most this often."""
+
+    def __init__(
+        self,
+        faults: FaultWatch,
+        view: RegistryView,
+        monitor_id: str,
+        *,
+        period_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._faults, self._view, self._monitor_id = faults, view, monitor_id
+        self._clock = clock
+        self._rota = CanaryRota(period_s)
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        self._view.on_change(lambda c: None if c.record else self._rota.forget(c.instance_id))
+        while True:
+            probe = self._rota.next(self._idle(), self._clock())
+            if probe is not None:
+                await self._try(probe)
+            self._tell()
+            await asyncio.sleep(_TICK_S)
+
+    def _idle(self) -> list[ProbeTarget]:
+        records = tuple(self._view.records.values())
+        return [s for r in records if self._faults.is_idle(r) and (s := _subject(r)) is not None]
+
+    def _tell(self) -> None:
+        """Report all current suspicions again, as the other sources do."""
+        for record in tuple(self._view.records.values()):
+            subject = _subject(record)
+            if subject is not None:
+                signals = self._rota.signals(subject)
+                self._faults.tell("canary", record, signals, 3 * _TIMEOUT_S)
+
+    async def _try(self, probe: CanaryProbe) -> None:
+        guilty: list[ProbeTarget] = []
+        detail = ""
+        try:
+            canary = self._canary(probe)
+            await canary.send()
+        except (CanaryRefused, KeyError):  # busy, or gone by now
+            return
+        except CanaryFailed as exc:
+            asked = [record.instance_id for record in canary.asked]
+            guilty = [s for s in probe.subjects if s.instance_id in asked]
+            detail = str(exc)
+            log.info("canary.failed", guilty=asked, detail=detail)
+        _probes.add(1, {names.ATTR_OUTCOME: "failed" if guilty else "passed"})
+        self._rota.ended(probe, guilty, detail, self._clock())
+
+    def _canary(self, probe: CanaryProbe) -> Canary:
+        """Raises KeyError."""
+        records = self._view.records
+        decode = None if probe.decode is None else records[probe.decode.instance_id]
+        prefill = records[probe.prefill.instance_id]
+        return Canary(prefill, decode, self._monitor_id, _TIMEOUT_S)
+
+
+def _subject(record: InstanceRecord) -> ProbeTarget | None:
+    """None unless the record is of an instance that serves."""
+    role = _ROLES.get(record.role)
+    if role is None or record.is_draining or record.phase not in _SERVES:
+        return None
+    cell = f"{record.group_id}/{record.model_fingerprint}/{record.revision}/{record.kv_region}"
+    return ProbeTarget(record.instance_id, record.incarnation, role, cell)
