@@ -54,13 +54,17 @@ class Plain:
         found = self._answers()["told"]
         return [[[(i, value) for i, value in step] for step in answer] for answer in found]
 
-    def decided(
-        self, asked: Sequence[Case], near_tie: float = NEAR_TIE
-    ) -> tuple[list[Case], list[list[int]]]:
+    def decided(self, asked: Sequence[Case]) -> tuple[list[Case], list[list[int]]]:
         """The cases, each cut at its first near-tie, and the drawn tokens.
 
         A near-tie depends on the shape of the batch, so it cannot be compared.
         """
+        todo, drawn = self.cut(asked, NEAR_TIE)
+        assert all(drawn), "a first token is a near-tie: choose another seed"
+        return todo, drawn
+
+    def cut(self, asked: Sequence[Case], near_tie: float) -> tuple[list[Case], list[list[int]]]:
+        """As `decided`, but an answer may be empty, if its first token is a near-tie."""
         answers = self._answers()
         todo, drawn = [], []
         for case, tokens, margins in zip(
@@ -69,7 +73,6 @@ class Plain:
             clear = list(takewhile(lambda margin: margin > near_tie, margins))
             todo.append(replace(case, max_tokens=max(1, len(clear))))
             drawn.append(tokens[: len(clear)])
-        assert all(drawn), "a first token is a near-tie: choose another seed"
         return todo, drawn
 
     def _answers(self) -> dict[str, list[Any]]:

@@ -93,7 +93,12 @@ class Served:
     decode: Host
 
     def decided(self) -> tuple[list[Case], list[list[int]]]:
-        return self.plain.decided(stateful_cases(self.kind.block_size), self.kind.near_tie)
+        """The cases, cut at the first near-tie, without those that begin with one."""
+        cases = stateful_cases(self.kind.block_size)
+        todo, expected = self.plain.cut(cases, self.kind.near_tie)
+        kept = [i for i, tokens in enumerate(expected) if tokens]
+        assert len(kept) > len(cases) // 2
+        return [todo[i] for i in kept], [expected[i] for i in kept]
 
     def moved_bytes(self, num_blocks: int) -> int:
         """What a hand-over of so many blocks takes: of a layer with a state, one of them."""
@@ -173,7 +178,7 @@ async def test_plain_vllm_draws_what_transformers_draws(served: Served) -> None:
     prompts, answers = [case.prompt for case, _ in judged], [answer for _, answer in judged]
     assert num_unlike_transformers(served.model_dir, prompts, answers) == 0
     others = [[1 + answer[0], *answer[1:]] for answer in answers]
-    assert num_unlike_transformers(served.model_dir, prompts, others) == len(judged) > 8
+    assert num_unlike_transformers(served.model_dir, prompts, others) == len(judged) > 4
 
 
 @pytest.mark.req("S1", "S3")
@@ -222,6 +227,7 @@ async def test_a_prompt_that_comes_again_and_a_longer_one_find_the_prefix(served
     """
     todo, expected = served.decided()
     size = served.kind.block_size
+    assert [len(case.prompt) for case in todo[-2:]] == [3 * size, 3 * size + size // 2]
     run = Pair(served.prefill, served.decode, salt="prefixes")
 
     async def asked(number: int) -> tuple[int, int]:

@@ -78,14 +78,14 @@ def write_tiny_qwen3_next(directory: Path, seed: int = 0) -> Path:
 
     config = Qwen3NextConfig(
         **_SIZES | {"tie_word_embeddings": False},
-        head_dim=32,
+        head_dim=64,  # so that 128 tokens of attention hold a state
         layer_types=["linear_attention", "full_attention"] * 2,
         linear_num_key_heads=1,
         linear_num_value_heads=1,
         linear_key_head_dim=128,
         linear_value_head_dim=128,
         num_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=4,  # all, for rounding may change which experts are taken
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     )
