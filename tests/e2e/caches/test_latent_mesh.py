@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 LENGTHS: Final = (1, 15, 16, 17, 64, 90, 150, 200, 250, 300)
-MAX_TOKENS: Final = 40
+MAX_TOKENS: Final = 160
 VICTIM: Final = "decode-0"
 
 
@@ -114,6 +114,12 @@ async def ask(
     )
 
 
+def num_migrations(mesh: Mesh) -> float:
+    """How often a request's choice was planned again after a lost leg."""
+    found = fleet.samples(mesh, "gateway-0")
+    return sum(value for name, _, value in found if name == "pdmesh_request_migrations_total")
+
+
 @pytest.mark.req("S1", "S3", "S76")
 async def test_a_mesh_draws_what_plain_vllm_draws_and_its_pool_keeps_prefixes(
     mesh: Mesh, client: httpx.AsyncClient, expected: dict[tuple[int, ...], list[int]]
@@ -136,9 +142,11 @@ async def test_answers_go_on_at_the_other_decode_when_one_is_killed(
     enough = num_admitted(mesh, VICTIM) + 2
     streams = [asyncio.create_task(ask(mesh, client, *each)) for each in expected.items()]
     await until(lambda: num_admitted(mesh, VICTIM) >= enough)
+    before = num_migrations(mesh)
     mesh.kill(VICTIM, KILL)
     got = await asyncio.wait_for(asyncio.gather(*streams), RESTART_S)
     assert all(outcome.is_complete for outcome in got)
     assert [outcome.token_ids for outcome in got] == list(expected.values())
+    assert num_migrations(mesh) > before
     await mesh.wait_ready([VICTIM], RESTART_S)
     await fleet.until_nothing_held(mesh, within_s=120)
