@@ -258,7 +258,7 @@ async def test_an_answer_goes_on_elsewhere(served: Served, way: str) -> None:
     got = await generate_all(moving(generate, generate), todo, NUM_AT_ONCE)
     assert differences(expected, got) == []
     assert run.num_computed_at_decode == 0
-    assert run.num_handed_over > len(todo)
+    assert run.num_handed_over > len(todo) // 2
     await idle(served.prefill, served.decode)
 
 
@@ -340,4 +340,19 @@ async def test_states_with_tiers_are_refused_in_one_line(kind: Kind, model_dir: 
         async with running(pooled):
             pytest.fail("it started")
     assert caught.value.reason == "MODEL_UNSUPPORTED"
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.nightly
+async def test_steps_that_would_end_mamba_2_on_a_cpu_are_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    kind = KINDS["mamba-2"]
+    asked = replace(
+        config(kind, write_tiny_granite(tmp_path), "refuses", 6),
+        max_num_batched_tokens=2 * kind.block_size,
+    )
+    with pytest.raises(EngineMisconfigured, match="max_num_batched_tokens to 32") as caught:
+        async with running(asked):
+            pytest.fail("it started")
     assert "\n" not in caught.value.message
