@@ -49,6 +49,11 @@ class Plain:
         tokens: list[list[int]] = self._answers()["tokens"]
         return tokens
 
+    def margins(self) -> list[list[float]]:
+        """By how much each drawn token was likelier than the next one, in log probability."""
+        margins: list[list[float]] = self._answers()["margins"]
+        return margins
+
     def told(self) -> list[list[list[tuple[int, float]]]]:
         """The log probabilities beside each token of each answer, by token id."""
         found = self._answers()["told"]

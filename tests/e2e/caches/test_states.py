@@ -1,7 +1,7 @@
 """Models whose layers keep a state beside others with attention, through prefill and decode.
 
-Plain vLLM runs as it would alone, with several requests at once, and so does the pair. In float32,
-Transformers is the judge of both.
+Plain vLLM runs as it would alone, and Transformers, in float32, is the judge of what it draws. The
+pair has several requests at once, and so has plain vLLM, but not in bfloat16.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ class Kind:
     dtype: str = "float32"
     num_step_blocks: int = 4  # that a step computes at most
     near_tie: float = NEAR_TIE  # in log probability, that rounding may change
+    num_at_once: int = NUM_AT_ONCE  # in plain vLLM
     has_heads_apart: bool = False  # vLLM's rotation for CPUs is wrong for it
 
 
 KINDS = {
     "short-convolution": Kind(write_tiny_lfm2, 32, has_heads_apart=True),
-    "delta-rule": Kind(write_tiny_qwen3_next, 128, "bfloat16", 2, near_tie=0.2),
+    "delta-rule": Kind(write_tiny_qwen3_next, 128, "bfloat16", 2, near_tie=0.2, num_at_once=1),
     # vLLM 0.32 fails on a CPU where a step of Mamba-2 passes a block's end.
     "mamba-2": Kind(write_tiny_granite, 32, num_step_blocks=1),
 }
@@ -149,7 +150,7 @@ def plain(kind: Kind, model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
         dtype=kind.dtype,
         block_size=kind.block_size,
         max_model_len=8 * kind.block_size,
-        max_num_seqs=NUM_AT_ONCE,
+        max_num_seqs=kind.num_at_once,
         max_num_batched_tokens=kind.num_step_blocks * kind.block_size,
         kv_cache_memory_bytes=64 << 20,
         **(RIGHT_ROTATION if kind.has_heads_apart else {}),
@@ -172,7 +173,7 @@ async def idle(*hosts: Host) -> None:
 
 
 async def test_plain_vllm_draws_what_transformers_draws(served: Served) -> None:
-    """Several requests at once. Else equality with plain vLLM would show little."""
+    """Else equality with plain vLLM would show little."""
     short = 2 * served.kind.block_size + 1  # Transformers takes long for the others
     judged = [pair for pair in zip(*served.decided(), strict=True) if len(pair[0].prompt) <= short]
     prompts, answers = [case.prompt for case, _ in judged], [answer for _, answer in judged]
@@ -184,13 +185,28 @@ async def test_plain_vllm_draws_what_transformers_draws(served: Served) -> None:
 @pytest.mark.req("S1", "S3")
 async def test_a_prompts_state_handed_over_gives_the_outputs_of_plain_vllm(served: Served) -> None:
     todo, expected = served.decided()
-    if served.kind.dtype == "float32":
-        assert max(map(len, expected)) > served.kind.block_size, "an answer fills a block of states"
     run = Pair(served.prefill, served.decode, salt="whole")
     for _ in range(2):  # the second time, both sides find prefixes in their caches
         assert differences(expected, await generate_all(run.generate, todo, NUM_AT_ONCE)) == []
     assert run.num_computed_at_decode == 0
     assert run.num_handed_over > len(todo) // 2
+    await idle(served.prefill, served.decode)
+
+
+@pytest.mark.req("S1")
+async def test_answers_that_fill_blocks_of_states_leave_plain_vllm_s_at_near_ties_only(
+    served: Served,
+) -> None:
+    """One request at a time, and nothing is cut: at a near-tie, rounding may take the other."""
+    todo, expected = stateful_cases(served.kind.block_size), served.plain.tokens()
+    run = Pair(served.prefill, served.decode, salt="long")
+    got = await generate_all(run.generate, todo, 1)
+    num_equal = [equal_tokens(*pair) for pair in zip(expected, got, strict=True)]
+    left = [i for i, tokens in enumerate(expected) if num_equal[i] < len(tokens)]
+    margins = {i: served.plain.margins()[i][num_equal[i]] for i in left}
+    assert all(margin <= served.kind.near_tie for margin in margins.values()), margins
+    assert max(num_equal) > served.kind.block_size
+    assert run.num_computed_at_decode == 0
     await idle(served.prefill, served.decode)
 
 
@@ -258,7 +274,7 @@ async def test_an_answer_goes_on_elsewhere(served: Served, way: str) -> None:
     got = await generate_all(moving(generate, generate), todo, NUM_AT_ONCE)
     assert differences(expected, got) == []
     assert run.num_computed_at_decode == 0
-    assert run.num_handed_over > len(todo)
+    assert run.num_handed_over > len(todo) // 2
     await idle(served.prefill, served.decode)
 
 
@@ -302,6 +318,13 @@ async def test_the_comparison_fails_when_only_the_states_are_zeroed(served: Serv
     await idle(served.prefill, served.decode)
 
 
+def equal_tokens(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens two answers of one length have in common before they differ."""
+    assert len(some) == len(others)
+    pairs = enumerate(zip(some, others, strict=True))
+    return next((i for i, (one, other) in pairs if one != other), len(some))
+
+
 def moving(first: Generate, then: Generate) -> Generate:
     """Draws half of an answer in one place, and the rest in the other."""
 
@@ -340,4 +363,19 @@ async def test_states_with_tiers_are_refused_in_one_line(kind: Kind, model_dir: 
         async with running(pooled):
             pytest.fail("it started")
     assert caught.value.reason == "MODEL_UNSUPPORTED"
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.nightly
+async def test_steps_that_would_end_mamba_2_on_a_cpu_are_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    kind = KINDS["mamba-2"]
+    asked = replace(
+        config(kind, write_tiny_granite(tmp_path), "refuses", 6),
+        max_num_batched_tokens=2 * kind.block_size,
+    )
+    with pytest.raises(EngineMisconfigured, match="max_num_batched_tokens to 32") as caught:
+        async with running(asked):
+            pytest.fail("it started")
     assert "\n" not in caught.value.message

@@ -17,6 +17,7 @@ from pdmesh.engine.vllm.child import child_main
 from pdmesh.engine.vllm.host.stats import SchedulerView
 from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds, may_reuse_prefixes
 from pdmesh.engine.vllm.model.rotation import rotate_rightly
+from pdmesh.engine.vllm.model.state_steps import check_state_steps
 from pdmesh.errors import EngineFailed, EngineMisconfigured
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def build(
                 reuses_prefixes=may_reuse_prefixes(config),
                 has_tiers=bool(told.get("tiers")),
             )
+            check_state_steps(config)
         rotate_rightly(config)
         # vLLM's platform for CPUs ignores the argument, after vLLM has checked that it may be set.
         config.scheduler_config.async_scheduling = bool(arguments.get("async_scheduling"))
