@@ -46,7 +46,7 @@ from pdmesh.telemetry.loop_watch import LoopWatch
 from pdmesh.telemetry.ops_server import OpsServer
 
 if TYPE_CHECKING:
-    from pdmesh.net.tls.folder import CertificateFolder
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 S = TypeVar("S", bound=ServiceSettings)
 T = TypeVar("T")
@@ -234,7 +234,7 @@ def _certificates(service: str, settings: ServiceSettings) -> CertificateFolder 
     """Raises BadCertificates, StartupError: a process is only what its certificate says."""
     if settings.tls_dir is None:
         return None
-    from pdmesh.net.tls.folder import CertificateFolder
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
     found = CertificateFolder(settings.tls_dir)
     named = found.identity

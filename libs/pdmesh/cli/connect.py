@@ -22,7 +22,7 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.tls.own_certificate import use_certificates
 
 if TYPE_CHECKING:
-    from pdmesh.net.tls.folder import CertificateFolder
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 
 def be_quiet() -> None:
@@ -64,7 +64,7 @@ def _certificates(tls_dir: str) -> CertificateFolder | None:
     """Raises CommandFailed."""
     if not tls_dir:
         return None
-    from pdmesh.net.tls.folder import CertificateFolder
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
     try:
         return CertificateFolder(Path(tls_dir))

@@ -68,7 +68,7 @@ class Client(AdminCalls):
         Unavailable.
         """
         if tls_dir is not None:
-            from pdmesh.net.tls.folder import CertificateFolder
+            from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
             use_certificates(CertificateFolder(tls_dir), nats_roles=nats_roles)
         bus = await reach_nats(nats_url, "pdmesh-client", within_s)

@@ -225,8 +225,8 @@ class ValkeyServer:
 
 def context_of(tls_dir: Path) -> ssl.SSLContext:
     """Raises BadCertificates, OSError."""
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder
     from pdmesh.net.tls.contexts import client_context
-    from pdmesh.net.tls.folder import CertificateFolder
 
     return client_context(CertificateFolder(tls_dir))
 

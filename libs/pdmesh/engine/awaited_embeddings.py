@@ -2,7 +2,7 @@
 
 One deadline holds for the encoder's work and for the fetch from it. Past it the engine encodes the
 images itself, so an encoder that dies or hangs costs a request at most `ENCODE_WAIT_S` (S130).
-After repeated failures, nothing is fetched from an encoder for a while (`EmbeddingSources`).
+After repeated failures, nothing is fetched from an encoder for a while (`AvoidedEncoders`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 import structlog
 
 from pdmesh.core.deadlines import ENCODE_WAIT_S
-from pdmesh.core.images.embedding_sources import EmbeddingSources
+from pdmesh.core.images.avoided_encoders import AvoidedEncoders
 from pdmesh.core.model import PeerId
 from pdmesh.engine.base import KvPeer
 from pdmesh.errors import KvTransferFailed
@@ -58,7 +58,7 @@ class AwaitedEmbeddings:
         self._waits: dict[int, _Wait] = {}
         self._counts: Counter[EmbeddingOutcome] = Counter()  # images
         self.num_gathered = 0  # waits that ended: the prefill goes on, which is a sign of work
-        self._sources = EmbeddingSources()
+        self._sources = AvoidedEncoders()
 
     def __len__(self) -> int:
         return len(self._waits)

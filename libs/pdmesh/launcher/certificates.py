@@ -15,7 +15,7 @@ from pdmesh.core.access.operator_roles import AdminRole
 from pdmesh.core.access.process_identity import ProcessIdentity, folder_of
 from pdmesh.launcher.spec import ProcessSpec
 from pdmesh.net.tls.authority import CERTIFICATE_DAYS, Authority
-from pdmesh.net.tls.folder import CERTIFICATE, CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CERTIFICATE, CertificateFolder
 from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts
 from pdmesh.server_permissions.role_permissions import NATS_ROLES
 

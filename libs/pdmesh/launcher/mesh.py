@@ -54,7 +54,7 @@ from pdmesh.net.tls.own_certificate import using_certificates
 from pdmesh.server_permissions.role_permissions import REDIS_ROLES
 
 if TYPE_CHECKING:
-    from pdmesh.net.tls.folder import CertificateFolder
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 Report = Callable[[str], None]  # prints one line of progress
 _PROBE_EVERY_S: Final = 0.1
@@ -147,7 +147,7 @@ class Mesh:
     def certificates(self) -> CertificateFolder | None:
         """The certificate of commands; None: no TLS."""
         if self._host is not None:
-            from pdmesh.net.tls.folder import CertificateFolder
+            from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
             return CertificateFolder(self._host.of_commands)
         return self._certificates.of_commands if self._certificates is not None else None

@@ -17,7 +17,7 @@ from pdmesh.net.tasks import end
 from pdmesh.net.tls.own_certificate import own_certificates
 
 if TYPE_CHECKING:
-    from pdmesh.net.tls.folder import CertificateFolder
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 Address = tuple[str, int]
 
@@ -135,7 +135,7 @@ def _with_latest_certificate(connection: Any) -> Any:
 
 
 def _files(own: CertificateFolder) -> dict[str, str]:
-    from pdmesh.net.tls.folder import AUTHORITIES, CERTIFICATE, KEY
+    from pdmesh.net.tls.certificate_renewal import AUTHORITIES, CERTIFICATE, KEY
 
     return {
         "ssl_certfile": str(own.path / CERTIFICATE),

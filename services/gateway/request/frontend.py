@@ -20,6 +20,7 @@ from opentelemetry.trace import Span
 
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.pooling.facts import PoolingFacts
+from pdmesh.core.request.call_outcome import EndedChoice, call_outcome
 from pdmesh.core.request.events import Complete, Fail
 from pdmesh.core.request.slo import Slos, is_ttft_met
 from pdmesh.core.sampling.answer_length import max_answer_tokens
@@ -379,7 +380,7 @@ class Frontend:
         served = [
             ServedChoice(g.prompt, g.core.emitted, (g.core.prefill_id, g.core.decode_id))
             for g in call.generations
-            if isinstance(g.core.outcome, Complete) or g.is_stopped
+            if _ended(g).is_answered
         ]
         prompt = call.generations[0].prompt
         self.shared.session_hints.ended(session.id, session.state, prompt, served)
@@ -469,22 +470,12 @@ def _count_slo(call: Call, slos: Slos) -> None:
 _ABSENT: Final = object()
 
 
+def _ended(generation: Generation) -> EndedChoice:
+    return EndedChoice(generation.core.outcome, generation.is_stopped, generation.error)
+
+
 def _report(call: Call) -> CallReport:
-    outcomes = [g.core.outcome for g in call.generations]
-    reasons = [o.finish_reason for o in outcomes if isinstance(o, Complete)]
-    errors = [o.error for o in outcomes if isinstance(o, Fail)]
-    errors += [g.error for g in call.generations if g.error is not None]
-    is_completed = all(
-        isinstance(o, Complete) or g.is_stopped
-        for o, g in zip(outcomes, call.generations, strict=True)
-    )
-    if errors:
-        outcome, reason = "failed", errors[0].reason
-    elif is_completed:
-        is_whole = bool(reasons) and not call.generations[0].is_stopped
-        outcome, reason = "completed", reasons[0] if is_whole else "stop"
-    else:
-        outcome, reason = "cancelled", "CLIENT_GONE"
+    outcome, reason = call_outcome([_ended(g) for g in call.generations])
     return CallReport(
         request_id=call.request_id,
         spec=call.spec,

@@ -3,7 +3,7 @@
 The client names the session and its state with a request. When the call has ended, the blocks of
 prompt and answer are evicted last for a bounded time (a tool runs), like others (the session goes
 on), or first (it is done). Instances bound what is held, so a client cannot fill them.
-`core.kv.tiers.protected_kv` decides which instances are told, and of which blocks.
+`core.kv.tiers.session_holds` decides which instances are told, and of which blocks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.kv.tiers.protected_kv import PausedSessions, protected_blocks
-from pdmesh.core.kv.tiers.session_holds import SessionState
+from pdmesh.core.kv.tiers.session_holds import PausedSessions, SessionState, held_blocks
 from pdmesh.services.gateway.routing.fleet import FleetView
 from pdmesh.services.gateway.routing.sessions import SessionPool
 from pdmesh.services.gateway.text.prompt import Prompt
@@ -116,7 +115,7 @@ class SessionHints:
 
 def _blocks(record: InstanceRecord, served: Sequence[ServedChoice]) -> list[bytes]:
     here = [choice for choice in served if record.instance_id in choice.instance_ids]
-    return protected_blocks(
+    return held_blocks(
         (choice.prompt.hashes(record) for choice in here),
         len(served),
         lambda: here[0].prompt.answer_hashes(record, here[0].answer),

@@ -23,7 +23,7 @@ import msgspec
 import structlog
 
 from pdmesh.core.request.waiting_room import Claim, WaitingRoom
-from pdmesh.core.sampling.constraint import MAX_GRAMMAR_BYTES
+from pdmesh.core.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.engine.grammars.asked_grammars import AskedGrammar
 from pdmesh.engine.grammars.checker import Check, Checked

@@ -2,7 +2,7 @@
 library.
 
 Short text is encoded on the event loop, since a hop to a thread costs more than the work. Longer
-text goes to threads, in batches (`encoding_lanes`), and what a chat's earlier turns had is not
+text goes to threads, in batches (`encoding_queues`), and what a chat's earlier turns had is not
 encoded again (`section_cache`). `text_stream` turns tokens into text as they arrive.
 """
 

@@ -15,7 +15,7 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.nats.buckets import ALL_BUCKETS
 from pdmesh.net.nats.bus import NatsBus
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CertificateFolder
 from pdmesh.net.tls.own_certificate import using_certificates
 from tests.support.waiting import until
 

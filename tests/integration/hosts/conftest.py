@@ -25,7 +25,7 @@ from pdmesh.launcher.hosts.folder import REPLICA_USER, SENTINEL_USER
 from pdmesh.launcher.hosts.prepare import redis_users, sentinel_users
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.tls.authority import Authority
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CertificateFolder
 from pdmesh.net.tls.own_certificate import using_certificates
 from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts
 from pdmesh.server_permissions.role_permissions import REDIS_ROLES

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from pdmesh.core.images.embedding_sources import LIMIT
+from pdmesh.core.images.avoided_encoders import LIMIT
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.nats.bus import NatsBus

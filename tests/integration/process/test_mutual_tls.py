@@ -27,7 +27,7 @@ from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.grpc import rpc
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CertificateFolder
 from pdmesh.net.tls.own_certificate import using_certificates
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.instance_service_pb2 import Command, Hello, SessionRequest

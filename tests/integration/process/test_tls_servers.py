@@ -23,7 +23,7 @@ from pdmesh.kv.index.redis_index import RedisIndex
 from pdmesh.launcher.process_health import ProcessHealth
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.tasks import end
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CertificateFolder
 from pdmesh.net.tls.own_certificate import using_certificates
 from tests.support.sites import servers
 from tests.support.sites.certificates import TestAuthority

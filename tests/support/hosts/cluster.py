@@ -17,7 +17,7 @@ from pdmesh.launcher.hosts.folder import HostFolder
 from pdmesh.launcher.hosts.layout import Layout, read
 from pdmesh.net.addresses import join
 from pdmesh.net.nats.bus import NatsBus
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CertificateFolder
 from pdmesh.net.tls.own_certificate import using_certificates
 from tests.support.hosts.network import Cable, Network, free_subnet
 from tests.support.waiting import until

@@ -12,7 +12,7 @@ import httpx
 
 from pdmesh.embedded.ports import PortReservation
 from pdmesh.events.v1.events_pb2 import RequestFinished
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CertificateFolder
 from pdmesh.net.tls.own_certificate import using_certificates
 from pdmesh.services.gateway.access.access_control import AccessControl
 from pdmesh.services.gateway.gateway import Gateway

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pdmesh.core.access.process_identity import ProcessIdentity, folder_of
 from pdmesh.net.tls.authority import Authority
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 
 class TestAuthority:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.cli import app
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 
 def certs(*arguments: str) -> int:

@@ -23,7 +23,7 @@ from pdmesh.cli.doctor.certificates import (
 )
 from pdmesh.cli.doctor.diagnosis import Diagnosis, Grade
 from pdmesh.core.access.process_identity import ProcessIdentity
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CertificateFolder
 from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.support.sites.certificates import TestAuthority
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.images.embedding_sources import LIMIT
+from pdmesh.core.images.avoided_encoders import LIMIT
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.awaited_embeddings import AwaitedEmbeddings
 from pdmesh.engine.base import KvPeer

@@ -11,7 +11,7 @@ from pdmesh.core.access.process_identity import ProcessIdentity, folder_of
 from pdmesh.errors import BadCertificates
 from pdmesh.launcher.certificates import MeshCertificates
 from pdmesh.launcher.spec import ProcessSpec, StopOrder
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 SPEC = ProcessSpec("prefill-0", "prefill", StopOrder.INSTANCE, (), env={})
 DAY = timedelta(days=1)

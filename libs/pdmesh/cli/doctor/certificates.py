@@ -18,7 +18,7 @@ from pdmesh.errors import BadCertificates
 from pdmesh.v1.common_pb2 import InstanceRecord
 
 if TYPE_CHECKING:
-    from pdmesh.net.tls.folder import CertificateFolder
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 _SUBJECT: Final = "certificates"
 _SOON: Final = timedelta(days=1)  # as the alert PdmeshCertificateEnds
@@ -50,7 +50,7 @@ class Shown:
 
 def own_certificate(tls_dir: str) -> tuple[CertificateFolder | None, list[Diagnosis]]:
     """The commands' certificate, None if there is none to use, and what is wrong with it."""
-    from pdmesh.net.tls.folder import CertificateFolder
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
     if not tls_dir:
         return None, []

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 from pdmesh.errors import InvalidRequest
 
-MAX_GRAMMAR_BYTES: Final = 256 << 10
 MAX_MARKER: Final = 16  # tokens
 
 

@@ -1,8 +1,7 @@
 """The process that compiles grammars for a gateway: `python -m pdmesh.engine.grammars.checker`.
 
-A client's grammar may need any amount of time and memory. Both are bounded here, and the end of
-this process ends only the check. Frames come on stdin, and each check is answered on stdout in
-order.
+`core.sampling.grammar_limits` bounds its time and memory. Its end ends only the check. Frames come
+on stdin, and each check is answered on stdout in order.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from typing import BinaryIO, Final
 
 import msgspec
 
+from pdmesh.core.sampling.grammar_limits import MAX_COMPILE_CPU_S, MAX_COMPILE_MEMORY
 from pdmesh.engine.grammars.asked_grammars import AskedGrammar, grammar_of
 from pdmesh.engine.grammars.compiler import GrammarCompiler, GrammarRefused
 from pdmesh.engine.grammars.vocabulary import added_tokens, vocabulary_of
 
 FRAME: Final = struct.Struct("!I")
-MAX_COMPILE_CPU_S: Final = 1
 MAX_VOCABULARIES: Final = 4  # beyond this, the least recently used ones leave
-_MAX_MEMORY: Final = 2 << 30  # of address space
 
 
 class LoadVocabulary(msgspec.Struct, tag=True):
@@ -54,7 +52,7 @@ _decoder: Final = msgspec.json.Decoder(LoadVocabulary | Check)
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_COMPILE_MEMORY, MAX_COMPILE_MEMORY))
     os.nice(5)  # the gateway's event loop has priority
     serve(sys.stdin.buffer, sys.stdout.buffer)
 

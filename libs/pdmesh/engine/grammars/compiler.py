@@ -1,8 +1,4 @@
-"""Compiles grammars to matchers, within limits that a gateway and an engine share.
-
-So an engine can compile every grammar that a gateway accepted. The limits count work and not time,
-so that all machines accept the same grammars.
-"""
+"""Compiles grammars to matchers, within `core.sampling.grammar_limits`, at gateways and engines."""
 
 from __future__ import annotations
 
@@ -12,14 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from pdmesh.core.sampling.grammar_limits import MAX_FUEL, MAX_SYMBOLS
 from pdmesh.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_KEPT: Final = 32  # compiled grammars
-_MAX_SYMBOLS: Final = 50_000
-_MAX_FUEL: Final = 200_000  # to build the first automata
 _MAX_EXPLAINED: Final = 300  # characters of a compiler's message
 
 
@@ -83,7 +78,7 @@ def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        initial_lexer_fuel=_MAX_FUEL, max_grammar_size=_MAX_SYMBOLS, verbose_errors=False
+        initial_lexer_fuel=MAX_FUEL, max_grammar_size=MAX_SYMBOLS, verbose_errors=False
     )
 
 

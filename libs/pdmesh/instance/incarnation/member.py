@@ -28,13 +28,13 @@ from pdmesh.instance.incarnation.assignment import assignment_from
 from pdmesh.instance.incarnation.domain_address import MeetingPoint
 from pdmesh.instance.incarnation.loading import LoadedEngine, load
 from pdmesh.instance.incarnation.record import record_of
-from pdmesh.instance.incarnation.serving import Serving
-from pdmesh.instance.incarnation.watchdog import (
+from pdmesh.instance.incarnation.self_restart import (
     RestartVerdict,
     Watchdog,
     device_names,
     node_reader,
 )
+from pdmesh.instance.incarnation.serving import Serving
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.kv.index.pinned import PinFollower, prefixes_for

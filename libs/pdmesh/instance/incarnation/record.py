@@ -9,8 +9,8 @@ from pdmesh.core.instance.lifecycle import InstanceLife
 from pdmesh.core.model import PeerId, Phase, Role, RoleSpec
 from pdmesh.instance.incarnation.assignment import TO_PROTO, domain_to
 from pdmesh.instance.incarnation.role_settings import tiers_of
+from pdmesh.instance.incarnation.self_restart import device_names
 from pdmesh.instance.incarnation.serving import Serving
-from pdmesh.instance.incarnation.watchdog import device_names
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.net.convert.image_facts import images_to_proto
 from pdmesh.net.convert.pooling_facts import pooling_to_proto

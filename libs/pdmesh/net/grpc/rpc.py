@@ -34,7 +34,7 @@ from pdmesh.net.tls.own_certificate import own_certificates
 from pdmesh.v1.common_pb2 import InstanceRecord
 
 if TYPE_CHECKING:
-    from pdmesh.net.tls.folder import CertificateFolder, Certificates
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder, Certificates
 
 log = structlog.get_logger(__name__)
 Check = Callable[[grpc.aio.ServicerContext[Any, Any]], None]  # raises if the caller may not call

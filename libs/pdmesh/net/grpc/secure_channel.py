@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import grpc
 
 if TYPE_CHECKING:
-    from pdmesh.net.tls.folder import CertificateFolder, Certificates
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder, Certificates
 
 
 Make = Callable[["Certificates"], grpc.aio.Channel]

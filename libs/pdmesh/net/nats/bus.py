@@ -33,7 +33,7 @@ from pdmesh.net.tls.own_certificate import own_certificates, role_at_nats
 from pdmesh.telemetry import metrics, names
 
 if TYPE_CHECKING:
-    from pdmesh.net.tls.folder import Certificates
+    from pdmesh.net.tls.certificate_renewal import Certificates
 
 log = structlog.get_logger(__name__)
 

@@ -27,7 +27,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pdmesh.atomic_file import write_atomically
 from pdmesh.core.access.process_identity import ProcessIdentity
 from pdmesh.errors import BadCertificates
-from pdmesh.net.tls.folder import AUTHORITIES, CERTIFICATE, KEY
+from pdmesh.net.tls.certificate_renewal import AUTHORITIES, CERTIFICATE, KEY
 
 CERTIFICATE_DAYS: Final = 365.0
 _AUTHORITY_KEY: Final = "ca.key"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ssl
 
-from pdmesh.net.tls.folder import AUTHORITIES, CERTIFICATE, KEY, CertificateFolder
+from pdmesh.net.tls.certificate_renewal import AUTHORITIES, CERTIFICATE, KEY, CertificateFolder
 
 
 def client_context(folder: CertificateFolder | None) -> ssl.SSLContext:

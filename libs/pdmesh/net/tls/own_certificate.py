@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pdmesh.core.access.process_identity import ProcessIdentity
-    from pdmesh.net.tls.folder import CertificateFolder
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 
 class _Own:

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from pdmesh.core.sampling.constraint import MAX_GRAMMAR_BYTES
+from pdmesh.core.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 from pdmesh.engine.grammars.asked_grammars import AskedGrammar
 from pdmesh.engine.grammars.checker import Checked
 from pdmesh.services.gateway.text.grammar_checks import GrammarChecks

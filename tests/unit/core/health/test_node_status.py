@@ -28,7 +28,7 @@ from pdmesh.core.health.node_status import (
     signals_for,
     signals_from_file,
 )
-from pdmesh.instance.incarnation.watchdog import device_names, node_reader
+from pdmesh.instance.incarnation.self_restart import device_names, node_reader
 from pdmesh.services.health_monitor.devices import FileDevices, NvmlDevices
 
 pytestmark = pytest.mark.req("S33")

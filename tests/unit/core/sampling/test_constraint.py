@@ -7,11 +7,11 @@ import random
 import pytest
 
 from pdmesh.core.sampling.constraint import (
-    MAX_GRAMMAR_BYTES,
     MAX_MARKER,
     Constraint,
     ConstraintStart,
 )
+from pdmesh.core.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 from pdmesh.errors import InvalidRequest
 
 

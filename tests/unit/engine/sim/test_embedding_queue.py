@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.images.embedding_sources import LIMIT
+from pdmesh.core.images.avoided_encoders import LIMIT
 from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.base import KvPeer, PrefillJob, Sampling

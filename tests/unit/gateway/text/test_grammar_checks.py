@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.sampling.constraint import MAX_GRAMMAR_BYTES
+from pdmesh.core.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 from pdmesh.core.tenancy.limits import ANYONE, Tenant
 from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind
 from pdmesh.engine.grammars.checker import MAX_VOCABULARIES, Checked

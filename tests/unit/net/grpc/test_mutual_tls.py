@@ -18,7 +18,7 @@ from pdmesh.errors import UntrustedPeer, WrongPeer
 from pdmesh.net.grpc import rpc
 from pdmesh.net.grpc.peers import check_says
 from pdmesh.net.grpc.secure_channel import SecureChannel
-from pdmesh.net.tls.folder import CertificateFolder, Certificates
+from pdmesh.net.tls.certificate_renewal import CertificateFolder, Certificates
 from pdmesh.net.tls.own_certificate import use_certificates, using_certificates
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.instance_service_pb2 import (

@@ -32,7 +32,7 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import WATCHER_LEASE_S, NatsRegistry
 
 if TYPE_CHECKING:
-    from pdmesh.net.tls.folder import CertificateFolder
+    from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 _PORTS: Final = (("PDMESH_HTTP_PORT", "8000"), ("PDMESH_GRPC_PORT", "8001"))
 _NO_MESH: Final = "not checked, because no mesh runs here; start one with: pdmesh up"

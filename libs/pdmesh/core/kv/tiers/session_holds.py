@@ -1,16 +1,22 @@
-"""Which blocks a pool evicts last, because sessions that use them have paused (for a tool).
+"""Decides which KV is held for a session that has paused (for a tool): at which instances, which
+blocks, and within which bounds (S108).
 
-A hold is of one block for one session, and ends with its time. Holds are bounded for the pool and
-for each owner (a tenant): a session that pauses beyond the bound holds nothing. Only blocks that
-are in the pool count. Blocks that a session names before they are stored are awaited, within the
-same bounds but apart, and held when they come if there is room.
+When a call has ended, its gateway tells the instances that served it. The next turn may run
+elsewhere. So the gateway remembers instances that were told of a pause, and they also hear that the
+session goes on or is done. Another gateway does not know them: there the time ends the holds.
+
+An instance's pool evicts the held blocks last. A hold is of one block for one session, and ends
+with its time. Holds are bounded for the pool and for each owner (a tenant): a session that pauses
+beyond the bound holds nothing. Only blocks that are in the pool count. Blocks that a session names
+before they are stored are awaited, within the same bounds but apart, and held when they come if
+there is room.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -18,6 +24,8 @@ from typing import Final
 MAX_HOLD_S: Final = 600.0
 MAX_SESSION_NAMES: Final = 8192  # blocks of one session, the head of its prompt first
 MAX_SESSION_CHARS: Final = 256
+MAX_PAUSED: Final = 16_384  # sessions whose instances a gateway remembers
+MAX_TOLD: Final = 16  # instances of one session, the last ones
 
 
 class SessionState(StrEnum):
@@ -26,6 +34,76 @@ class SessionState(StrEnum):
     PAUSED_FOR_TOOL = "paused_for_tool"  # a tool runs, and then the session goes on
     RESUMED = "resumed"  # it goes on: nothing is held any more
     DONE = "done"  # no request follows
+
+
+# --- at the gateway: which instances hold which blocks -------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """Which instances were told that a session has paused."""
+
+    instance_ids: tuple[str, ...]
+    until: float  # then no instance holds anything
+
+
+@dataclass(slots=True)
+class PausedSessions:
+    """`hold_s`: for how long a pause holds blocks. Times are in seconds of the caller's clock."""
+
+    hold_s: float
+    max_paused: int = MAX_PAUSED
+    # By the session's key, the last pause last, which is the last to be over.
+    _pauses: OrderedDict[str, _Pause] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._pauses)
+
+    def ended(
+        self, session: str, state: SessionState, told: Sequence[str], now: float
+    ) -> Sequence[str]:
+        """A call of the session has ended, and these instances are told of the session's state.
+
+        Returns the others that must be told of it, without blocks.
+        """
+        has_paused = state is SessionState.PAUSED_FOR_TOOL
+        if has_paused and not told:
+            return ()
+        before = [i for i in self._forget(session, now) if i not in told]
+        if not has_paused:
+            return before
+        self._remember(session, (*before, *told), now)
+        return ()
+
+    def _remember(self, session: str, instance_ids: Sequence[str], now: float) -> None:
+        self._pauses[session] = _Pause(tuple(instance_ids[-MAX_TOLD:]), now + self.hold_s)
+        while self._pauses:
+            first = next(iter(self._pauses.values()))
+            if len(self._pauses) <= self.max_paused and first.until > now:
+                break
+            self._pauses.popitem(last=False)
+
+    def _forget(self, session: str, now: float) -> tuple[str, ...]:
+        """The instances that were told of the session's pause and may still hold its blocks."""
+        pause = self._pauses.pop(session, None)
+        return pause.instance_ids if pause is not None and pause.until > now else ()
+
+
+def held_blocks(
+    prompts: Iterable[Sequence[bytes]], num_choices: int, answer: Callable[[], Sequence[bytes]]
+) -> list[bytes]:
+    """The blocks that an instance holds, by name: of several choices, only the prompts.
+
+    The client goes on with at most one of their answers. `prompts`: the names of the prompts that
+    the instance served; `num_choices`: of the call; `answer`: the names of the first one's answer.
+    """
+    blocks = dict.fromkeys(name for prompt in prompts for name in prompt)
+    if num_choices == 1:
+        blocks.update(dict.fromkeys(answer()))
+    return list(blocks)[:MAX_SESSION_NAMES]
+
+
+# --- in an instance's pool -----------------------------------------------------------------------
 
 
 @dataclass(slots=True)

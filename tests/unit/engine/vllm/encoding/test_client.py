@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.images.embedding_sources import LIMIT
+from pdmesh.core.images.avoided_encoders import LIMIT
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.base import KvPeer
 from pdmesh.engine.vllm.encoding import client

@@ -16,7 +16,7 @@ from pdmesh.core.instance.engine_watchdog import EngineWatchdog
 from pdmesh.engine.base import Sampling
 from pdmesh.errors import EngineFailed
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth
-from pdmesh.instance.incarnation.watchdog import RestartVerdict, Watchdog
+from pdmesh.instance.incarnation.self_restart import RestartVerdict, Watchdog
 from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
 from pdmesh.net.nats.board import Board
 from pdmesh.v1.common_pb2 import InstanceRecord

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pdmesh.core.images.embedding_sources import AVOIDED_S, LIMIT, MAX_SOURCES, EmbeddingSources
+from pdmesh.core.images.avoided_encoders import AVOIDED_S, LIMIT, MAX_SOURCES, AvoidedEncoders
 from pdmesh.core.kv.transfer.ticket import PullFailure, Refusal
 from pdmesh.core.model import PeerId
 
@@ -16,8 +16,8 @@ SOURCE, OTHER = PeerId("encoder-0", 1), PeerId("encoder-1", 1)
 BEGAN = 1000.0
 
 
-def failing(num: int = LIMIT, source: PeerId = SOURCE) -> EmbeddingSources:
-    sources = EmbeddingSources()
+def failing(num: int = LIMIT, source: PeerId = SOURCE) -> AvoidedEncoders:
+    sources = AvoidedEncoders()
     for _ in range(num):
         assert sources.may_fetch(source, BEGAN)
         sources.failed(source, PullFailure.TIMEOUT, BEGAN)
@@ -43,7 +43,7 @@ def test_a_success_between_failures_clears_the_record() -> None:
 
 
 def test_the_failure_that_begins_it_says_so_once() -> None:
-    sources = EmbeddingSources()
+    sources = AvoidedEncoders()
     told = [sources.failed(SOURCE, PullFailure.CONNECT, BEGAN) for _ in range(LIMIT + 2)]
     assert told == [False] * (LIMIT - 1) + [True, False, False]
 
@@ -74,7 +74,7 @@ def test_a_try_whose_prompt_is_aborted_costs_only_time() -> None:
     [PullFailure.BUSY, PullFailure.CLOSING, f"KV_REFUSED_{Refusal.TOO_MANY_PULLS.name}"],
 )
 def test_what_says_nothing_about_the_path_does_not_count(reason: str) -> None:
-    sources = EmbeddingSources()
+    sources = AvoidedEncoders()
     for _ in range(2 * LIMIT):
         assert not sources.failed(SOURCE, reason, BEGAN)
         assert sources.may_fetch(SOURCE, BEGAN)

@@ -1,4 +1,4 @@
-"""Ends an instance whose engine hangs or that was judged faulty, and reports what it knows of it.
+"""Decides for which reasons an instance ends itself: its engine hangs, or it was judged faulty.
 
 An instance reports its engine's silence, its node's devices and its counters with each heartbeat.
 `core.instance.engine_watchdog` decides whether the engine hangs, and `core.health.fault_levels`

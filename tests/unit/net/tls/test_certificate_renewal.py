@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from pdmesh.errors import BadCertificates
-from pdmesh.net.tls.folder import CertificateFolder
+from pdmesh.net.tls.certificate_renewal import CertificateFolder
 from tests.support.sites.certificates import TestAuthority
 
 

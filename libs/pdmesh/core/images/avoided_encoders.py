@@ -31,7 +31,7 @@ class _Failures:
 
 
 @dataclass(slots=True)
-class EmbeddingSources:
+class AvoidedEncoders:
     """One prefill's record of the encoders from which it failed to fetch, by incarnation.
 
     At most MAX_SOURCES are remembered: the one that failed longest ago is forgotten first.

@@ -1,8 +1,9 @@
-"""A process's certificate, its key and the authorities that it trusts: three files in a folder.
+"""Decides which certificate a process uses while the files of its folder are renewed.
 
-They are named as cert-manager names them. A new certificate takes effect without a restart: every
-handshake uses the latest files. While files cannot be used, for example because only one of two has
-been replaced yet, the earlier ones stay in use, and one line in the log says why.
+A certificate, its key and the authorities that the process trusts are three files. They are named
+as cert-manager names them. A new certificate takes effect without a restart: every handshake uses
+the latest files. While files cannot be used, for example because only one of two has been replaced
+yet, the earlier ones stay in use, and one line in the log says why.
 """
 
 from __future__ import annotations
