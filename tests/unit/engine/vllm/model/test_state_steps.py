@@ -15,7 +15,11 @@ NEMOTRON = {"chunk_size": 256}
 
 
 def config(  # Any: it stands for vLLM's VllmConfig
-    step_tokens: int, *, has_inner_state: bool = True, device: str = "cpu", **facts: int
+    step_tokens: int,
+    facts: dict[str, int],
+    *,
+    has_inner_state: bool = True,
+    device: str = "cpu",
 ) -> Any:
     return SimpleNamespace(
         cache_config=SimpleNamespace(block_size=256),
@@ -34,7 +38,7 @@ def test_a_step_longer_than_a_block_is_refused_in_a_line_that_names_the_size(
     facts: dict[str, int],
 ) -> None:
     with pytest.raises(EngineMisconfigured, match="set max_num_batched_tokens to 256") as caught:
-        check_state_steps(config(257, **facts))
+        check_state_steps(config(257, facts))
     assert caught.value.field == "max_num_batched_tokens"
     assert "\n" not in str(caught.value)
 
@@ -42,10 +46,10 @@ def test_a_step_longer_than_a_block_is_refused_in_a_line_that_names_the_size(
 @pytest.mark.parametrize(
     "made",
     [
-        config(256, **GRANITE),
-        config(2048, device="cuda", **GRANITE),
-        config(2048),
-        config(2048, has_inner_state=False, **NEMOTRON),
+        config(256, GRANITE),
+        config(2048, GRANITE, device="cuda"),
+        config(2048, {}),
+        config(2048, NEMOTRON, has_inner_state=False),
     ],
     ids=["one-block", "on-a-gpu", "other-states", "no-states"],
 )
