@@ -2,8 +2,9 @@
 
 Named points are spread over the code that moves requests. An unarmed hit is one look-up in an empty
 dict. `sigkill` and `sigstop` act on this process, `raise` raises FailpointHit; any other action
-(`zero-kv`) is returned to the caller, which knows what it means. `@n` fires at the nth hit only,
-`@n+` from then on. `name[prefill-0]=...` fires only for that instance, at points that name one.
+(`zero-kv`, `zero-states`) is returned to the caller, which knows what it means. `@n` fires at the
+nth hit only, `@n+` from then on. `name[prefill-0]=...` fires only for that instance, at points that
+name one.
 """
 
 from __future__ import annotations

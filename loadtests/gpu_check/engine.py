@@ -1,5 +1,5 @@
-"""vLLM on this GPU through prefill and decode: the end-to-end tests of equality, and of steps that
-are scheduled ahead.
+"""vLLM on this GPU through prefill and decode: the end-to-end tests of equality, of steps that are
+scheduled ahead, and of latent attention (MLA), whose kernels for GPUs are not those for CPUs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from pathlib import Path
 
 from loadtests.gpu_check.finding import Finding
 
+_LATENT = "tests/e2e/caches/test_latent.py"
 TESTS = (
     "tests/e2e/engine/test_equality.py",
     "tests/e2e/engine/test_per_layer.py",
     "tests/e2e/steps/test_async_scheduling.py",
+    f"{_LATENT}::test_latents_handed_over_give_the_outputs_of_plain_vllm",
+    f"{_LATENT}::test_latents_handed_over_per_layer_give_the_outputs_of_plain_vllm",
 )
-WITHIN_S = 420
+WITHIN_S = 540
 TITLE = "vLLM through prefill and decode"
 
 

@@ -49,6 +49,11 @@ class Plain:
         tokens: list[list[int]] = self._answers()["tokens"]
         return tokens
 
+    def margins(self) -> list[list[float]]:
+        """By how much each drawn token was likelier than the next one, in log probability."""
+        margins: list[list[float]] = self._answers()["margins"]
+        return margins
+
     def told(self) -> list[list[list[tuple[int, float]]]]:
         """The log probabilities beside each token of each answer, by token id."""
         found = self._answers()["told"]
@@ -59,15 +64,20 @@ class Plain:
 
         A near-tie depends on the shape of the batch, so it cannot be compared.
         """
+        todo, drawn = self.cut(asked, NEAR_TIE)
+        assert all(drawn), "a first token is a near-tie: choose another seed"
+        return todo, drawn
+
+    def cut(self, asked: Sequence[Case], near_tie: float) -> tuple[list[Case], list[list[int]]]:
+        """As `decided`, but an answer may be empty, if its first token is a near-tie."""
         answers = self._answers()
         todo, drawn = [], []
         for case, tokens, margins in zip(
             asked, answers["tokens"], answers["margins"], strict=False
         ):
-            clear = list(takewhile(lambda margin: margin > NEAR_TIE, margins))
+            clear = list(takewhile(lambda margin: margin > near_tie, margins))
             todo.append(replace(case, max_tokens=max(1, len(clear))))
             drawn.append(tokens[: len(clear)])
-        assert all(drawn), "a first token is a near-tie: choose another seed"
         return todo, drawn
 
     def _answers(self) -> dict[str, list[Any]]:

@@ -331,8 +331,7 @@ _UNEQUAL = {
 @pytest.mark.parametrize(
     ("model_type", "architecture", "feature", "more"),
     [
-        ("qwen3_next", "Qwen3NextForCausalLM", "linear attention", {}),
-        ("mamba", "MambaForCausalLM", "state-space layers", {}),
+        ("mamba", "MambaForCausalLM", "state-space layers alone", {}),
         ("gemma3n_text", "Gemma3nForCausalLM", "layers that use the KV of other layers", _SHARES),
     ],
 )

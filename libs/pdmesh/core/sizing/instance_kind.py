@@ -28,7 +28,6 @@ class InstanceKind:
     kv_tokens: int
     kv_token_bytes: float = 0.0  # that travel from a prefill to a decode
     network_bandwidth: float = math.inf  # of the whole instance, one direction
-    cuts_heads: bool = True  # its KV moves between instances with other numbers of ranks too
     weight_bytes: float = 0.0  # per device
     kv_bytes: int = 0  # per device
 
@@ -46,7 +45,6 @@ def kind_of(
         int(room / shape.rank_kv_bytes(tp)),
         shape.kv_token_bytes,
         device.network_bandwidth * tp,
-        cuts_heads=shape.num_kv_heads > 1,
         weight_bytes=shape.weight_bytes / tp,
         kv_bytes=int(room),
     )

@@ -66,8 +66,6 @@ def smallest_pair(wanted: Workload) -> Deployment | NotPossible:
             why_not = prefill.reason
             continue
         for other in wanted.kinds:
-            if not kind.cuts_heads and other.tp != kind.tp:
-                continue  # KV that cannot be cut by heads moves between equal ranks only
             decode = _decode_pool(wanted, other, kind)
             if isinstance(decode, NotPossible):
                 why_not = decode.reason

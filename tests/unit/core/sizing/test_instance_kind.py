@@ -21,7 +21,6 @@ def test_kv_takes_what_weights_and_workspace_leave() -> None:
     assert kind.kv_bytes == pytest.approx(left)
     assert kind.kv_tokens == pytest.approx(left / (LARGE.kv_token_bytes / 4), abs=1)
     assert kind.network_bandwidth == 4 * 50e9
-    assert kind.cuts_heads
 
 
 def test_only_sizes_that_fit_are_offered() -> None:
@@ -32,7 +31,6 @@ def test_latent_kv_is_whole_on_every_rank() -> None:
     shape = model_shape(DEEPSEEK_V3)
     kind = kind_of(shape, accelerator("h200"), 8)
     assert kind is not None
-    assert not kind.cuts_heads
     assert kind.kv_tokens == int(kind.kv_bytes / shape.kv_token_bytes)
 
 

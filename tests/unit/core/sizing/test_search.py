@@ -82,13 +82,15 @@ def test_requests_that_do_not_fit_the_kv_are_told() -> None:
     assert "does not fit the KV" in found.reason
 
 
-def test_latent_kv_moves_between_equal_ranks_only() -> None:
-    kinds = SHORT.wanted(1.0).kinds
-    wanted = SHORT.wanted(200.0)
-    assert {kind.tp for kind in kinds} == {1, 2, 4, 8}
-    whole = replace(wanted, kinds=tuple(replace(kind, cuts_heads=False) for kind in kinds))
-    found = made(smallest_pair(whole))
-    assert found.pools[0].kind.tp == found.pools[1].kind.tp
+def test_latent_kv_moves_between_unequal_ranks_too() -> None:
+    """Each rank has a copy. For long answers, decodes of 16 ranks need the fewest devices."""
+    kinds = tuple(kinds_of(model_shape(DEEPSEEK_V3), accelerator("h200"), (8, 16)))
+    wanted = Workload(traffic_of(8.0, "500", "2000", 0.0), Goals(1.0, 0.03), kinds)
+    found = made(smallest_pair(wanted))
+    assert [pool.kind.tp for pool in found.pools] == [8, 16]
+    for kind in kinds:
+        equal = smallest_pair(replace(wanted, kinds=(kind,)))
+        assert isinstance(equal, NotPossible) or equal.num_gpus > found.num_gpus
 
 
 def test_a_thin_network_asks_for_more_instances() -> None:

@@ -3,6 +3,10 @@
 Layers that need the same share of a text form a cache group. An engine keeps a block list for each
 group of a request. A prompt's blocks have the same numbers in all lists, but an entry that has left
 the group's window is null.
+
+Layers with a state (linear attention, state space, short convolution) keep one block for all the
+tokens before it: a block of their group is the state after the last token that it covers. So the
+next token needs the last block alone. To the layout that is a window of two tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 NULL_BLOCK: Final = 0  # the id of an entry that has left its group's window
+STATE_WINDOW: Final = 2  # tokens: the last block has what the next token needs of a state
 BlockIds = tuple[tuple[int, ...], ...]
 """Ids by cache group."""
 BlockLists = Sequence[Sequence[int]]
@@ -40,6 +45,13 @@ class CacheGroups:
     def first_full(self) -> int:
         """The first group without a window, or else the first group."""
         return self.windows.index(0) if 0 in self.windows else 0
+
+    def states(self, ids: BlockIds) -> BlockIds:
+        """Only the ids of groups whose layers keep a state."""
+        return tuple(
+            each if window == STATE_WINDOW else ()
+            for each, window in zip(ids, self.windows, strict=True)
+        )
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -15,7 +15,9 @@ from pydantic import ValidationError
 
 from pdmesh.engine.vllm.child import child_main
 from pdmesh.engine.vllm.host.stats import SchedulerView
-from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds
+from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds, may_reuse_prefixes
+from pdmesh.engine.vllm.model.rotation import rotate_rightly
+from pdmesh.engine.vllm.model.state_steps import check_state_steps
 from pdmesh.errors import EngineFailed, EngineMisconfigured
 
 if TYPE_CHECKING:
@@ -66,8 +68,14 @@ def build(
     try:
         config = engine_config(AsyncEngineArgs, arguments)
         if config.kv_transfer_config is not None:  # pooling and encoding move no KV
-            reuses = bool(config.cache_config.enable_prefix_caching)
-            check_cache_kinds(config.model_config, reuses_prefixes=reuses)
+            told = config.kv_transfer_config.kv_connector_extra_config
+            check_cache_kinds(
+                config.model_config,
+                reuses_prefixes=may_reuse_prefixes(config),
+                has_tiers=bool(told.get("tiers")),
+            )
+            check_state_steps(config)
+        rotate_rightly(config)
         # vLLM's platform for CPUs ignores the argument, after vLLM has checked that it may be set.
         config.scheduler_config.async_scheduling = bool(arguments.get("async_scheduling"))
         if not is_wanted():

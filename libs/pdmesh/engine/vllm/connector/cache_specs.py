@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
 
+import torch
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
-from pdmesh.core.kv.layout.cache_groups import CacheGroups
+from pdmesh.core.kv.layout.cache_groups import STATE_WINDOW, CacheGroups
 from pdmesh.engine.vllm.connector.refusal import CannotMoveKv
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+_ALIGN: Final = "align"  # vLLM's mode that keeps a request's state in the block of its last token
 _REMEDY = "engine_args.disable_hybrid_kv_cache_manager may make its layers alike"
 
 
@@ -42,6 +46,62 @@ def group_of_layers(config: KVCacheConfig) -> dict[str, int]:
     }
 
 
+def state_specs(config: KVCacheConfig) -> dict[str, MambaSpec]:
+    """By layer, in vLLM's order: those that keep a state instead of KV by token."""
+    found: dict[str, MambaSpec] = {}
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        each = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+        for name in group.layer_names:
+            if isinstance(own := each.get(name, spec), MambaSpec):
+                found[name] = own
+    return found
+
+
+def with_state_pages(
+    kv_caches: Mapping[str, torch.Tensor], specs: Mapping[str, MambaSpec]
+) -> dict[str, torch.Tensor]:
+    """The same caches, but of a layer with a state the whole blocks: uint8 [blocks, bytes].
+
+    vLLM pads a state to the bytes that other layers keep of a block. The padding travels with it,
+    so that all layers have blocks of one size.
+    """
+    return {
+        name: _pages(cache, specs[name].page_size_bytes) if name in specs else cache
+        for name, cache in kv_caches.items()
+    }
+
+
+def states_text(specs: Mapping[str, MambaSpec]) -> str:
+    """What lies in the blocks of layers with a state; equal texts mean equal blocks."""
+    return "; ".join(
+        f"{name} {spec.mamba_type.name} {spec.shapes} {spec.dtypes}"
+        for name, spec in sorted(specs.items())
+    )
+
+
+def _pages(cache: torch.Tensor, page_bytes: int) -> torch.Tensor:
+    """Its blocks with their padding. `cache` is [blocks, ...], of vLLM's one allocation."""
+    item = cache.element_size()
+    memory = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
+    shape, strides = (cache.shape[0], page_bytes), (cache.stride(0) * item, 1)
+    return memory.as_strided(shape, strides, cache.storage_offset() * item)
+
+
+def _state_window(spec: MambaSpec) -> int:
+    if spec.mamba_cache_mode != _ALIGN:
+        raise CannotMoveKv(
+            f"the mesh moves states (here {spec.mamba_type.name}) only in vLLM's mode {_ALIGN}, "
+            f"not {spec.mamba_cache_mode}: set engine_args.mamba_cache_mode"
+        )
+    if spec.num_speculative_blocks:
+        raise CannotMoveKv(
+            f"the mesh moves no states (here {spec.mamba_type.name}) with speculation, where the "
+            "last accepted token's state may be in any of several blocks"
+        )
+    return STATE_WINDOW
+
+
 def _window(spec: KVCacheSpec) -> int:
     """How many tokens of a text a layer needs; 0: all.
 
@@ -50,6 +110,8 @@ def _window(spec: KVCacheSpec) -> int:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         (window,) = {_window(each) for each in spec.kv_cache_specs.values()}
         return window
+    if type(spec) is MambaSpec:
+        return _state_window(spec)
     if type(spec) is MLAAttentionSpec and spec.tokens_per_state != 1:
         raise CannotMoveKv(
             "the mesh moves no KV of latent attention (MLA) that keeps one state for "

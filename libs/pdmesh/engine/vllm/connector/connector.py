@@ -6,6 +6,7 @@ once in each worker. A request without our `kv_transfer_params` passes untouched
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,7 +20,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdmesh.core.kv.layout.cache_groups import BlockLists
 from pdmesh.core.kv.tiers.step_copies import StepCopies, StepCopyPlanner
-from pdmesh.engine.vllm.connector.cache_specs import group_of_layers, groups_of
+from pdmesh.engine.vllm.connector.cache_specs import (
+    group_of_layers,
+    groups_of,
+    state_specs,
+    states_text,
+    with_state_pages,
+)
 from pdmesh.engine.vllm.connector.kv_facts import kv_facts
 from pdmesh.engine.vllm.connector.refusal import told_to_host
 from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests
@@ -36,6 +43,7 @@ from pdmesh.engine.vllm.connector.worker.step_clock import StepClock, time_steps
 from pdmesh.engine.vllm.connector.worker.work_signs import sign_adapter_loads
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
 from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED
+from pdmesh.engine.vllm.model.cache_kinds import may_reuse_prefixes
 from pdmesh.engine.vllm.speculation.bonus_token import count_proposed_tokens
 from pdmesh.engine.vllm.speculation.cpu_sampling import mend_drawing_on_cpu
 
@@ -66,7 +74,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         # vLLM finds non-causal layers, whose prefixes may not be reused, only in its own process.
-        if not vllm_config.cache_config.enable_prefix_caching:
+        if not may_reuse_prefixes(vllm_config):
             raise ValueError("pdmesh moves no KV of a model whose prefixes vLLM does not cache")
         told = self._kv_transfer_config.kv_connector_extra_config
         with told_to_host(told["control_path"]):
@@ -215,8 +223,12 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         order = list(self._vllm_config.compilation_config.static_forward_context)
         in_order = {name: kv_caches[name] for name in sorted(kv_caches, key=order.index)}
         told = self._kv_transfer_config.kv_connector_extra_config
+        specs = state_specs(self._kv_cache_config)
+        facts = kv_facts(self._vllm_config, in_order)
+        if specs:
+            facts = replace(facts, backends=f"{facts.backends} {states_text(specs)}")
         with told_to_host(told["control_path"]):
-            self.worker.start(in_order, kv_facts(self._vllm_config, in_order))
+            self.worker.start(with_state_pages(in_order, specs), facts)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step begins; vLLM calls `start_load_kv` after its forward unless it awaits a load."""

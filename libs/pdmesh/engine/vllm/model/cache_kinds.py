@@ -1,4 +1,4 @@
-"""Which models keep all that a request needs as KV by token; the mesh moves no other state."""
+"""Which models keep what the mesh can move: KV by token, or a state beside KV by token."""
 
 from __future__ import annotations
 
@@ -7,39 +7,63 @@ from typing import Any, Final
 from pdmesh.errors import EngineMisconfigured
 
 _LINEAR: Final = "linear_attention"  # a layer's kind in a model's configuration
+_CONVOLUTION: Final = "conv"
 
 
-def check_cache_kinds(model: Any, *, reuses_prefixes: bool) -> None:
-    """Raises EngineMisconfigured that names what of the model keeps no KV by token.
+def check_cache_kinds(model: Any, *, reuses_prefixes: bool, has_tiers: bool = False) -> None:
+    """Raises EngineMisconfigured that names what of the model cannot be moved or kept.
 
-    `reuses_prefixes`: whether vLLM, which was asked to cache prefixes, does so for this model. Any:
-    vLLM's `ModelConfig`, which is no stable type.
+    `reuses_prefixes`: whether the KV of a prefix may be used again (`may_reuse_prefixes`).
+    `has_tiers`: blocks are to be kept outside vLLM. Any: vLLM's `ModelConfig`, which is no stable
+    type.
     """
+    name = model.served_model_name
     if not reuses_prefixes:  # pools, files and migrations would reuse what vLLM itself does not
-        raise EngineMisconfigured(
-            f"{model.served_model_name} has KV that depends on more than the tokens before it: "
-            "vLLM caches no prefixes of it, and the mesh moves none (docs/cache-kinds.md)",
-            reason="MODEL_UNSUPPORTED",
+        raise _unsupported(
+            f"{name} has KV that depends on more than the tokens before it: vLLM caches no "
+            "prefixes of it, and the mesh moves none"
         )
     if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
-        raise EngineMisconfigured(
-            f"{model.served_model_name} has layers that use the KV of other layers: the mesh moves "
-            "the KV that each layer keeps for itself (docs/cache-kinds.md)",
-            reason="MODEL_UNSUPPORTED",
+        raise _unsupported(
+            f"{name} has layers that use the KV of other layers: the mesh moves the KV that each "
+            "layer keeps for itself"
         )
     if (feature := without_kv(model)) is not None:
-        raise EngineMisconfigured(
-            f"{model.served_model_name} has {feature}: the mesh moves KV by token and no other "
-            "state (docs/cache-kinds.md)",
-            reason="MODEL_UNSUPPORTED",
+        raise _unsupported(f"{name} has {feature}: the mesh moves KV by token, or states beside it")
+    if has_tiers and (feature := states_of(model)) is not None:
+        raise _unsupported(
+            f"{name} has {feature}, and tiers keep no states: set kv_host_pool_bytes to 0 and no "
+            "kv_file_store_dir"
         )
+
+
+def may_reuse_prefixes(config: Any) -> bool:
+    """Whether vLLM, which was asked to cache prefixes, does so, or fails to for its kernel alone.
+
+    With its reference kernel of latent attention for CPUs, vLLM caches none. But the KV depends on
+    the tokens before it alone, and the kernel does compute tokens after a prefix. Any: vLLM's
+    `VllmConfig`, which is no stable type.
+    """
+    has_reference_kernel = config.model_config.use_mla and config.device_config.device_type == "cpu"
+    return bool(config.cache_config.enable_prefix_caching or has_reference_kernel)
 
 
 def without_kv(model: Any) -> str | None:
-    """The model's layers, in words, whose state is no KV by token; None if there are none."""
-    if model.is_attention_free:  # transformers calls Mamba's layers linear attention
-        return "state-space layers"
-    if model.has_inner_state:
-        kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-        return "linear attention" if _LINEAR in kinds else "state-space layers"
+    """The model's layers, in words, if it has nothing that the mesh can name blocks by; or None."""
+    if model.is_attention_free:
+        return "state-space layers alone"
     return "cross attention" if model.is_encoder_decoder else None
+
+
+def states_of(model: Any) -> str | None:
+    """The model's layers, in words, that keep a state for all tokens; None if there are none."""
+    if not model.has_inner_state:
+        return None
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    if _LINEAR in kinds:
+        return "linear attention"
+    return "short convolutions" if _CONVOLUTION in kinds else "state-space layers"
+
+
+def _unsupported(why: str) -> EngineMisconfigured:
+    return EngineMisconfigured(f"{why} (docs/cache-kinds.md)", reason="MODEL_UNSUPPORTED")

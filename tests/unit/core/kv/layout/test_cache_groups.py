@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
-from pdmesh.core.kv.layout.cache_groups import CacheGroups, first_needed, kv_bytes
+from pdmesh.core.kv.layout.cache_groups import (
+    STATE_WINDOW,
+    CacheGroups,
+    first_needed,
+    kv_bytes,
+)
 
 SIZES = st.integers(1, 9)
 
@@ -33,6 +38,18 @@ def test_of_each_group_the_needed_blocks_of_a_range_are_named() -> None:
     assert groups.needed(lists, 14, 1, 3) == ((11, 12), (22,))
     assert groups.needed(lists, 14, 3, 4) == ((13,), (23,))
     assert groups.needed(lists, 14, 0, 2) == ((10, 11), ())
+
+
+@given(num_tokens=st.integers(1, 300), block_size=SIZES)
+def test_of_a_state_the_block_of_the_last_token_alone_is_needed(
+    num_tokens: int, block_size: int
+) -> None:
+    groups = CacheGroups(block_size, (STATE_WINDOW, 0))
+    count = groups.num_blocks(num_tokens)
+    ids = tuple(range(1, count + 1))
+    needed = groups.needed((ids, ids), num_tokens, 0, count)
+    assert needed == (ids[-1:], ids)
+    assert groups.states(needed) == (ids[-1:], ())
 
 
 @given(

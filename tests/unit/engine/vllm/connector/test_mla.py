@@ -1,7 +1,7 @@
 """Latent attention (MLA), as vLLM specifies it: one head of which every rank has a copy.
 
-No model of this kind runs on a CPU without AMX, so the cache is made by vLLM's own function from
-its specification, as on a GPU.
+The cache is made by vLLM's own function from its specification; a model of this kind is
+run by tests/e2e/caches/test_latent.py.
 """
 
 from __future__ import annotations

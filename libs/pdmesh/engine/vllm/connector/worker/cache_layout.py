@@ -54,7 +54,8 @@ def read_layout(
         heads = packed_heads(kv_caches, num_blocks, num_heads, kernels)
         return heads or _opaque(kv_caches, num_blocks, kernels)
     axes = known_axes(tuple(caches[0].shape), num_blocks, num_heads)
-    if axes is None:
+    has_states = len({cache.ndim for cache in caches}) > 1  # whole blocks beside KV by token
+    if axes is None or has_states:
         return _opaque(kv_caches, num_blocks, kernels)
     item = caches[0].element_size()
     layouts = {head_blocks(axes, c.shape, c.stride(), item) for c in caches}

@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from pdmesh import failpoints
+from pdmesh.core.kv.layout.cache_groups import BlockIds
 from pdmesh.core.kv.transfer.incoming_blocks import IncomingBlocks
 from pdmesh.core.kv.transfer.incoming_events import (
     AgentLandingFreed,
@@ -145,10 +146,18 @@ class IncomingKv:
                 self._has_news.wait(_EMPTY_STEP_S)
             over, self._over = list(self._over.values()), {}
         for load, is_complete in over:
-            if is_complete and failpoints.hit("decode.pulled") == "zero-kv":
-                self._caches.scatter(np.zeros(self._num_bytes(load), np.uint8), load.block_ids)
+            if is_complete:
+                self._spoil(load.block_ids, failpoints.hit("decode.pulled"))
         received = {load.key for load, is_complete in over if is_complete}
         return received, {load.key for load, is_complete in over if not is_complete}
+
+    def _spoil(self, block_ids: BlockIds, action: str | None) -> None:
+        """What a failpoint orders: zero all that came, or only the states."""
+        if action == "zero-states":
+            block_ids = self._caches.groups.states(block_ids)
+        if action in ("zero-kv", "zero-states"):
+            num_bytes = self._caches.num_bytes(block_ids)
+            self._caches.scatter(np.zeros(num_bytes, np.uint8), block_ids)
 
     def entered(self, entered: Entered) -> None:
         """The leg computes in the step about to run."""

@@ -96,17 +96,21 @@ class Outgoing:
             self._stage(store)
 
     def put_layer(self, parts: Sequence[StorePart], layer: int) -> None:
-        """The current step has computed a layer."""
-        self._num_layers_put = layer + 1
+        """The current step has computed a layer, and those before it.
+
+        Layers with a state have no hook of their own: they are put with the next one that has.
+        """
+        first, self._num_layers_put = self._num_layers_put, layer + 1
         for part in parts:
             if self._is_writable(part):
-                self._put(part, layer)
+                for computed in range(min(first, layer), layer + 1):
+                    self._put(part, computed)
 
     def end_step(self, parts: Sequence[StorePart]) -> None:
         """After the forward, gather the layers for which no hook was called (in a graph)."""
         if parts:
-            for layer in range(self._num_layers_put, self._caches.num_layers):
-                self.put_layer(parts, layer)
+            if self._num_layers_put < self._caches.num_layers:
+                self.put_layer(parts, self._caches.num_layers - 1)
             if any(part.is_last for part in parts):
                 failpoints.hit("prefill.staged")
         self._num_layers_put = 0

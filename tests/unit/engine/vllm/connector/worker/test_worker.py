@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pdmesh.core.instance.arena import ArenaRange
-from pdmesh.core.kv.layout.cache_groups import CacheGroups
+from pdmesh.core.kv.layout.cache_groups import STATE_WINDOW, CacheGroups
 from pdmesh.core.kv.transfer.source_exclusions import KvSource, KvSources
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.engine.vllm.connector.scheduler.handoff import (
@@ -371,6 +371,25 @@ def test_layers_are_gathered_as_they_are_computed_and_ready_with_the_last_chunk(
     assert rank.agent.said[2:] == [("ready", "t1", 2), ("ready", "t1", 3)], "no layer is left out"
     staged = rank.agent.staging(STORE.staging).reshape(-1, WIDTH)[:, 0]
     assert staged.tolist() == [4, 5, 7, 14, 15, 17, 24, 25, 27]
+
+
+@pytest.mark.req("S48")
+def test_a_layer_with_a_state_has_no_hook_and_is_gathered_with_the_next_layer_that_has() -> None:
+    """Layer 0 keeps a state, in the block of the last token; layers 1 and 2 have hooks."""
+    rank = Rank(groups=CacheGroups(4, (STATE_WINDOW, 0)), group_of=(0, 1, 1))
+    rank.outgoing.open(ORDER)
+    first = StorePart(STORE, 0, 2, ((), (4, 5)), is_last=False)
+    last = StorePart(STORE, 2, 3, ((6,), (4, 5, 7)), is_last=True)
+    for layer in (1, 2):
+        rank.outgoing.put_layer([first], layer)
+    rank.outgoing.end_step([first])
+    rank.outgoing.put_layer([last], 1)
+    assert rank.agent.said[1:] == [("ready", "t1", 1), ("ready", "t1", 2)]
+    rank.outgoing.put_layer([last], 2)
+    rank.outgoing.end_step([last])
+    assert rank.agent.said[3:] == [("ready", "t1", 3)]
+    staged = rank.agent.staging(STORE.staging).reshape(-1, WIDTH)[:, 0]
+    assert staged[:7].tolist() == [6, 14, 15, 17, 24, 25, 27]
 
 
 def windowed() -> Rank:

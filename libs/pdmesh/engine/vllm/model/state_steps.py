@@ -1,0 +1,35 @@
+"""Decides whether a step may be as long as asked, for models whose layers keep Mamba-2's states.
+
+Where a step passes a block's end, vLLM keeps the state there for prefixes. Its Mamba-2 for CPUs
+(0.32) returns no states within a step, and its engine ends with an IndexError at the first prompt
+that is longer than a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdmesh.errors import EngineMisconfigured
+
+
+def check_state_steps(config: Any) -> None:
+    """Raises EngineMisconfigured that names the setting. Any: vLLM's `VllmConfig`."""
+    block_size = config.cache_config.block_size
+    step_tokens = config.scheduler_config.max_num_batched_tokens
+    if config.device_config.device_type != "cpu" or step_tokens <= block_size:
+        return
+    if keeps_mamba2_states(config.model_config):
+        name = config.model_config.served_model_name
+        raise EngineMisconfigured(
+            f"{name} has Mamba-2 layers, which vLLM computes on a CPU only in steps of one block: "
+            f"set max_num_batched_tokens to {block_size}, not {step_tokens} (docs/cache-kinds.md)",
+            reason="BAD_OPTION",
+            field="max_num_batched_tokens",
+        )
+
+
+def keeps_mamba2_states(model: Any) -> bool:
+    """Mamba-2 computes in chunks, whose size is in the model's configuration."""
+    facts = model.hf_text_config
+    names = ("mamba_chunk_size", "chunk_size")
+    return bool(model.has_inner_state) and any(getattr(facts, name, None) for name in names)

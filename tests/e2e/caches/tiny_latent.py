@@ -1,0 +1,62 @@
+"""A model with random weights and latent attention (MLA), as DeepSeek V3 has it: a few MB.
+
+Its latents and heads have DeepSeek's own sizes, which are the only ones of some of vLLM's kernels.
+It has an output layer of its own: vLLM's DeepSeek ignores `tie_word_embeddings`, and would draw
+with whatever lies in the memory of that layer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from tests.e2e.caches.tiny_windowed import VOCABULARY_SIZE
+
+LATENT: Final = 512  # numbers of a token in a layer, and
+ROTATED: Final = 64  # those that are turned by its position
+NUM_LAYERS: Final = 3
+_SHARPNESS: Final = 16.0  # of the last norm: few tokens are nearly as likely as the likeliest
+_LONGEST: Final = 4096
+_YARN: Final[dict[str, Any]] = {  # Any: numbers and a name of transformers
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": _LONGEST // 4,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+
+
+def write_tiny_deepseek(directory: Path, seed: int = 0) -> Path:
+    """DeepSeek V3 without experts, which keep no KV. The same seed gives the same weights."""
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=LATENT,
+        q_lora_rank=64,
+        qk_rope_head_dim=ROTATED,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        first_k_dense_replace=NUM_LAYERS,
+        max_position_embeddings=_LONGEST,
+        rope_parameters=_YARN,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(seed)
+    model = DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(_SHARPNESS)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
