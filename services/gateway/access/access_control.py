@@ -18,6 +18,7 @@ from typing import Final, Protocol, TypeVar
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile
 from pdmesh.core.access.exposure import lacks_keys
+from pdmesh.core.tenancy.limit_parts import num_parts
 from pdmesh.core.tenancy.limits import (
     ANYONE,
     Charge,
@@ -26,7 +27,6 @@ from pdmesh.core.tenancy.limits import (
     Tenant,
     Tenants,
 )
-from pdmesh.core.tenancy.shared_limits import num_parts
 from pdmesh.errors import MeshError, Overloaded
 from pdmesh.followed_keys import FollowedKeys
 from pdmesh.net.tasks import together

@@ -1,4 +1,4 @@
-"""Shares tenants' limits among all gateways of a mesh: the ledgers of `core.tenancy.shared_limits`.
+"""Shares tenants' limits among all gateways of a mesh: the ledgers of `core.tenancy.limit_parts`.
 
 All gateways write one bucket. A call does not wait if this gateway holds a part of its limit.
 Otherwise the gateway asks the others for a part, and the call waits for at most half a second.
@@ -17,13 +17,13 @@ from typing import Final, Literal, NamedTuple, Protocol
 import msgspec
 import structlog
 
+from pdmesh.core.tenancy.limit_parts import Ledger, TenantParts
 from pdmesh.core.tenancy.limits import (
     Clock,
     Tenant,
     TenantLimits,
     Tenants,
 )
-from pdmesh.core.tenancy.shared_limits import Ledger, TenantParts
 from pdmesh.errors import Unavailable
 from pdmesh.net.nats.buckets import TENANTS
 from pdmesh.net.nats.bus import NatsBus

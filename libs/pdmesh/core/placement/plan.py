@@ -32,6 +32,7 @@ from pdmesh.core.placement.policies import (
     Scored,
     Weights,
 )
+from pdmesh.core.placement.request_region import nearest
 from pdmesh.core.placement.shortlist import shortlist
 
 DEFAULT_MODEL = "default"  # stands for whatever model the scenario serves
@@ -249,9 +250,9 @@ class Placement:
         exchange = self._exchange
         whole = [c for cell in narrowed if (c := cell.reconciled(exchange)).is_whole]
         if any(cell.has_good_pair(exchange) for cell in whole):
-            return _nearest(self._by_share(whole), query.region)
+            return nearest(self._by_share(whole), query.region)
         alone = [cell for n in narrowed if (cell := n.colocated(query, exchange)).prefills]
-        return _nearest(alone, query.region) or self._why_none(query)
+        return nearest(alone, query.region) or self._why_none(query)
 
     def _by_share(self, cells: list[_Cell]) -> list[_Cell]:
         """A group with a share gets only that share of requests while others serve (S24)."""
@@ -442,16 +443,6 @@ class Placement:
         if query.chat_id:
             turn = Turn(request_id, prefill.id, decode.id if decode else "", query.excluded)
             self.fleet.chats.put(query.chat_id, turn, now)
-
-
-def _nearest(cells: list[_Cell], region: str) -> list[_Cell]:
-    """The cells of the region, unless they are full and others are not (S58)."""
-    if not region or len(cells) < 2:
-        return cells
-    near = [cell for cell in cells if cell.region in (region, "")]
-    if not near or len(near) == len(cells) or any(cell.has_room for cell in near):
-        return near or cells
-    return [cell for cell in cells if cell.has_room] or near
 
 
 def _exchange_among(fleet: Fleet) -> KvExchange:

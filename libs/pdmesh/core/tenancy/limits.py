@@ -5,7 +5,7 @@ A call pays for one request on arrival. It pays for its prompt and its longest a
 known, and gets back at its end what it did not use. A call that is refused pays nothing.
 
 With several gateways on one mesh, each grants only the parts of a limit that it holds
-(`shared_limits`), and only the tokens of the day that it has leased (`quota_leases`). So together
+(`limit_parts`), and only the tokens of the day that it has leased (`quota_leases`). So together
 they never grant more than the limit.
 """
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from pdmesh.core.tenancy.limit_parts import num_parts
 from pdmesh.core.tenancy.limits import Tenant, TenantLimits, Tenants
-from pdmesh.core.tenancy.shared_limits import num_parts
 from pdmesh.net.nats.kv_bucket import KvEntry, KvWatch
 from pdmesh.services.gateway.access.tenant_ledgers import TenantLedgers
 

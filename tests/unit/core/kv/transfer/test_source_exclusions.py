@@ -13,6 +13,7 @@ from pdmesh.core.kv.transfer.source_exclusions import (
     KvSource,
     KvSources,
     SourceFault,
+    SourceStrikes,
 )
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.core.request.events import Candidate
@@ -159,3 +160,22 @@ def test_a_pull_that_was_overdue_at_the_decode_is_no_strike_against_its_source()
     for n in range(9):
         assert record.failed(P0, PullFailure.OVERDUE, float(n)) is None
     assert record.excluded() == []
+
+
+# --- when a source is excluded, and for how long ---
+
+
+@pytest.mark.fault("F34")
+def test_the_third_corruption_within_the_window_excludes_a_source_for_a_while() -> None:
+    strikes: SourceStrikes[str] = SourceStrikes(limit=3, window_s=60, excluded_s=30)
+    assert [strikes.record("p0", now) for now in (0.0, 61.0, 62.0)] == [False] * 3
+    assert not strikes.record("p1", 63.0), "another source"
+    assert strikes.record("p0", 63.0)
+    assert not strikes.record("p0", 64.0), "it is reported once"
+    assert strikes.is_excluded("p0", 92.9)
+    assert not strikes.is_excluded("p1", 92.9)
+    assert not strikes.is_excluded("p0", 93.0)
+    assert strikes.release_due(92.9) == []
+    assert strikes.release_due(93.0) == ["p0"]
+    assert [strikes.record("p0", now) for now in (94.0, 95.0)] == [False, False]
+    strikes.check_invariants()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 
@@ -12,6 +13,7 @@ from pdmesh.core.placement.fleet import LoadReported as Load
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement, Plan
 from pdmesh.core.placement.policies import Query
+from pdmesh.core.placement.request_region import nearest
 
 pytestmark = pytest.mark.req("S58")
 
@@ -58,3 +60,34 @@ def test_requests_go_to_another_region_when_theirs_is_full_or_gone(role: str) ->
     assert place(among, "eu") == "chat-eu"
     among.fleet.handle(InstanceUnrecorded(f"eu-{role}"), 0.0)
     assert place(among, "eu") == "chat-us"
+
+
+@dataclass(frozen=True)
+class Cell:
+    region: str
+    has_room: bool = True
+
+
+EAST, WEST, ANYWHERE = Cell("east"), Cell("west"), Cell("")
+FULL = Cell("east", has_room=False)
+FULL_WEST = Cell("west", has_room=False)
+
+
+@pytest.mark.req("S58")
+@pytest.mark.parametrize(
+    ("cells", "region", "expected"),
+    [
+        ([EAST, WEST, ANYWHERE], "east", [EAST, ANYWHERE]),
+        ([FULL, EAST, WEST], "east", [FULL, EAST]),  # one with room is enough
+        ([FULL, WEST, FULL_WEST], "east", [WEST]),
+        ([FULL, FULL_WEST], "east", [FULL]),  # all are full: it waits near
+        ([EAST, WEST], "north", [EAST, WEST]),  # none is near
+        ([EAST, WEST], "", [EAST, WEST]),
+        ([WEST], "east", [WEST]),
+        ([], "east", []),
+    ],
+)
+def test_a_request_leaves_its_region_only_if_that_is_full_or_empty(
+    cells: list[Cell], region: str, expected: list[Cell]
+) -> None:
+    assert nearest(cells, region) == expected

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.core.tenancy.limit_parts import num_parts
 from pdmesh.core.tenancy.limits import (
     Charge,
     Clock,
     Tenant,
     TenantLimits,
 )
-from pdmesh.core.tenancy.shared_limits import num_parts
-from tests.property.request.test_shared_limits import Gateway, Store
+from tests.property.request.test_limit_parts import Gateway, Store
 
 pytestmark = pytest.mark.req("S97")
 

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from pdmesh.core.tenancy.limit_parts import Ledger, TenantParts, num_parts
 from pdmesh.core.tenancy.limits import (
     Charge,
     Clock,
@@ -27,7 +28,6 @@ from pdmesh.core.tenancy.limits import (
     TenantLimits,
     Tenants,
 )
-from pdmesh.core.tenancy.shared_limits import Ledger, TenantParts, num_parts
 
 DAY_S = 2000.0
 
