@@ -192,9 +192,14 @@ class Placing:
 
     def _key_of(self, prepared: PreparedCall, beginning: bytes) -> bytes:
         spec, prompt = prepared.spec, prepared.prompts[0]
-        by_beginning = self._key(spec.tenant, beginning) if beginning else b""
-        reference = self._shared.fleet.reference(spec.base_model)
-        blocks = prompt.hashes(reference) if reference is not None else ()
+
+        def by_beginning() -> bytes:
+            return self._key(spec.tenant, beginning) if beginning else b""
+
+        def blocks() -> Sequence[bytes]:
+            reference = self._shared.fleet.reference(spec.base_model)
+            return prompt.hashes(reference) if reference is not None else ()
+
         return key_of(prompt.chat_key(spec.chat_id), by_beginning, blocks)
 
     def _key(self, tenant: Tenant, beginning: bytes) -> bytes:

@@ -43,6 +43,7 @@ from pdmesh.core.moves.next_move import (
     PlanResumed,
     PlanRunner,
     StartMove,
+    resumable,
 )
 from pdmesh.core.moves.schedule import Schedule
 from pdmesh.core.ratio.controller import (
@@ -226,7 +227,8 @@ class MoveLoop:
     def _resume(self, states: Groups) -> None:
         """The plans of an earlier leader's schedules: schedules fire only once."""
         for left in pending_from(self._groups.view.desired.adjustments):
-            plan, age_s = left.plan, self._wall() - left.plan.asked_at
+            age_s = self._wall() - left.plan.asked_at
+            plan = resumable(left, age_s)
             log.info("plan.resumed", scenario=plan.scenario, num_moves=len(plan.moves), age_s=age_s)
             self._feed(PlanResumed(left, states, age_s))
 

@@ -50,7 +50,7 @@ _OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # prefixes of faults that no revisio
 
 
 class Plans(Protocol):
-    """What upgrades need of the plan loop."""
+    """What upgrades need of the move loop."""
 
     def busy(self, group_id: str, role: Role) -> float | None: ...
     def planning(self) -> frozenset[str]: ...

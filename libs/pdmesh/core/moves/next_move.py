@@ -42,6 +42,13 @@ class PendingPlan:
     is_moving: bool
 
 
+def resumable(left: PendingPlan, age_s: float) -> MovePlan:
+    """What of an earlier leader's plan is made; the move under way is always finished."""
+    if age_s <= RESUME_WITHIN_S:
+        return left.plan
+    return replace(left.plan, moves=left.plan.moves[: left.is_moving])
+
+
 @dataclass(frozen=True, slots=True)
 class PlanResumed:
     """An earlier leader left this plan; `groups` are as they are now.
@@ -217,9 +224,7 @@ class PlanRunner:
         return []
 
     def _on_resumed(self, event: PlanResumed, now: float) -> list[Effect]:
-        left, plan = event.left, event.left.plan
-        if event.age_s > RESUME_WITHIN_S:
-            plan = replace(plan, moves=plan.moves[: left.is_moving])
+        left, plan = event.left, resumable(event.left, event.age_s)
         if not left.is_moving or plan.scenario in self._running:
             return self._on_asked(plan)
         touched = frozenset({plan.scenario, *_scenarios(plan.moves[0], event.groups)})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def key_of_id(secret: bytes, tenant: str, chat_id: str) -> str:
@@ -32,9 +32,14 @@ def num_in_beginning(roles: Sequence[str]) -> int:
     return next((i for i, role in enumerate(roles) if role == "user"), len(roles)) + 1
 
 
-def key_of(by_id: str, by_beginning: bytes, blocks: Sequence[bytes]) -> bytes:
-    """The first of these that there is. `blocks`: the names of the prompt's blocks."""
-    return by_id.encode() or by_beginning or (blocks[0] if blocks else b"")
+def key_of(
+    by_id: str, by_beginning: Callable[[], bytes], blocks: Callable[[], Sequence[bytes]]
+) -> bytes:
+    """The first of these that there is; those after it are not asked for, as hashing takes time.
+
+    `blocks`: the names of the prompt's blocks.
+    """
+    return by_id.encode() or by_beginning() or next(iter(blocks()), b"")
 
 
 def _key(secret: bytes, tenant: str) -> bytes:

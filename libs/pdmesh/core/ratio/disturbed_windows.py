@@ -27,8 +27,9 @@ class DisturbedWindows:
         `moving`: scenarios with a planned move that waits or is made. `upgrading`: those with a
         group that gets another revision.
         """
+        self._disturbed.update(upgrading)
         for scenario, groups in serving.items():
-            if not all(groups) or scenario in moving or scenario in upgrading:
+            if not all(groups) or scenario in moving:
                 self._disturbed.add(scenario)
 
     def close(self) -> frozenset[str]:

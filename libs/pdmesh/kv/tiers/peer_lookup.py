@@ -38,7 +38,6 @@ class PeerLookup:
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id
         self._records: Mapping[str, InstanceRecord] = {}
-        self._owners: Mapping[str, PoolOwner] = {}
         self._kv_region = ""  # the region that its KV stays in, by its record
         self._corrupt: set[KvSource] = set()  # the peers that it ejects, by its record
         self._channel: grpc.aio.Channel | None = None
@@ -53,7 +52,6 @@ class PeerLookup:
     async def read(self, registry: Registry) -> None:
         view = await registry.watch()
         self._records = dict(view.records)
-        self._owners = {i: _owner(record) for i, record in self._records.items()}
         own = self._records.get(self._instance_id)
         self._kv_region = own.kv_region if own is not None else ""
         held = excluded_from(own) if own is not None else ()
@@ -76,9 +74,9 @@ class PeerLookup:
             PoolMatch(KvSource(m.instance_id, m.incarnation), m.num_blocks)
             for m in response.matches
         ]
-        found = peers_to_ask(
-            matches, self._owners, self._instance_id, self._kv_region, self._corrupt
-        )
+        ids = [match.instance_id for match in response.matches]
+        owners = {i: _owner(self._records[i]) for i in ids if i in self._records}
+        found = peers_to_ask(matches, owners, self._instance_id, self._kv_region, self._corrupt)
         return [
             PeerHolding(o.source.instance_id, o.source.incarnation, tuple(o.addresses), first, num)
             for o, num in found

@@ -27,6 +27,7 @@ from pdmesh.core.moves.next_move import (
     PlanResumed,
     PlanRunner,
     StartMove,
+    resumable,
 )
 
 P, D = Role.PREFILL, Role.DECODE
@@ -82,6 +83,7 @@ def test_a_plan_that_an_earlier_leader_left_long_ago_ends_with_the_move_under_wa
     groups = {"g0": replace(GROUP, prefill_busy=0.1)}
     for age_s, num_moves in ((RESUME_WITHIN_S, 3), (RESUME_WITHIN_S + 1, num_late)):
         runner = PlanRunner()
+        assert len(resumable(left, age_s).moves) == num_moves
         runner.handle(PlanResumed(left, groups, age_s), 0.0)
         assert sum(len(each.plan.moves) for each in runner.outstanding()) == num_moves
 

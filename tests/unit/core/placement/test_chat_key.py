@@ -13,10 +13,25 @@ SECRET = b"secret"
 
 
 def test_the_clients_id_counts_before_the_messages_and_these_before_the_first_block() -> None:
-    assert key_of("id", b"messages", [b"block", b"next"]) == b"id"
-    assert key_of("", b"messages", [b"block", b"next"]) == b"messages"
-    assert key_of("", b"", [b"block", b"next"]) == b"block"
-    assert key_of("", b"", []) == b"", "then any gateway may take it"
+    hashed: list[str] = []
+
+    def key(by_id: str, messages: bytes, blocks: list[bytes]) -> bytes:
+        def by_beginning() -> bytes:
+            hashed.append("messages")
+            return messages
+
+        def names() -> list[bytes]:
+            hashed.append("blocks")
+            return blocks
+
+        return key_of(by_id, by_beginning, names)
+
+    assert key("id", b"messages", [b"block", b"next"]) == b"id"
+    assert not hashed
+    assert key("", b"messages", [b"block", b"next"]) == b"messages"
+    assert hashed == ["messages"], "a long prompt is not hashed for nothing"
+    assert key("", b"", [b"block", b"next"]) == b"block"
+    assert key("", b"", []) == b"", "then any gateway may take it"
 
 
 def test_all_turns_of_a_chat_have_the_messages_up_to_the_first_of_the_user() -> None:

@@ -26,3 +26,6 @@ def test_one_disturbed_moment_spoils_its_own_scenarios_window_and_no_other(
     assert windows.close() == {"chat"}
     windows.see(SERVING, (), ())
     assert windows.close() == set()
+    windows.see({}, (), {"chat"})  # its first group is not there yet
+    windows.see(SERVING, (), ())
+    assert windows.close() == {"chat"}
