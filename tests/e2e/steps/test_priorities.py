@@ -29,6 +29,7 @@ from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.nightly,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),  # vLLM's own
     pytest.mark.asyncio(loop_scope="module"),
