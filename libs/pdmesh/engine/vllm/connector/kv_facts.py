@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pdmesh.core.kv.layout.compatibility import UNSCALED
 from pdmesh.engine.vllm.model.fingerprint import digest
+from pdmesh.engine.vllm.model.rotation import rotation_text
 
 BESIDE = "per-token-head"  # scales lie in the same block as the numbers and travel with them
 _DIGEST_CHARS = 8
@@ -67,6 +68,7 @@ def how_computed(vllm_config: Any) -> list[str]:
         f"length {length}",
         f"overrides {_plain(model.hf_overrides)}",
         f"adapters {vllm_config.lora_config is not None}",
+        *rotation_text(vllm_config),
     ]
 
 

@@ -27,7 +27,16 @@ def rotate_rightly(config: Any) -> None:
         operations.append(f"-{ROTATION}")
 
 
+def rotation_text(config: Any) -> list[str]:
+    """What a fingerprint says of the rotation, where the kernel and PyTorch give different KV."""
+    if config.device_config.device_type != "cpu" or not rotates_by_head(config.model_config):
+        return []
+    is_right = f"-{ROTATION}" in config.compilation_config.custom_ops
+    return ["rotation by head" if is_right else "rotation by vLLM's kernel"]
+
+
 def rotates_by_head(model: Any) -> bool:
-    """Whether it hands over [tokens, heads, size]: latent attention, and LFM2 with its experts."""
-    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-    return bool(model.use_mla) or _CONVOLUTION in kinds
+    """Whether it hands over [tokens, heads, size]: DeepSeek's models, and LFM2 with its experts."""
+    facts = model.hf_text_config
+    is_latent = bool(model.use_mla) or getattr(facts, "kv_lora_rank", None) is not None
+    return is_latent or _CONVOLUTION in (getattr(facts, "layer_types", None) or ())

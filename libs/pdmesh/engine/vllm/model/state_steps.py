@@ -20,11 +20,15 @@ def check_state_steps(config: Any) -> None:
         return
     if keeps_mamba2_states(config.model_config):
         name = config.model_config.served_model_name
+        num_slots = config.scheduler_config.max_num_seqs
+        field = "max_num_batched_tokens" if num_slots <= block_size else "num_slots"
+        also = "" if field == "max_num_batched_tokens" else " (each slot takes a token of a step)"
         raise EngineMisconfigured(
             f"{name} has Mamba-2 layers, which vLLM computes on a CPU only in steps of one block: "
-            f"set max_num_batched_tokens to {block_size}, not {step_tokens} (docs/cache-kinds.md)",
+            f"set {field} to {block_size} at most{also}, or to the larger block_size that the "
+            f"model needs; steps have {step_tokens} tokens now (docs/cache-kinds.md)",
             reason="BAD_OPTION",
-            field="max_num_batched_tokens",
+            field=field,
         )
 
 

@@ -41,8 +41,9 @@ def vllm_config(stored: str, *scales: tuple[float, float]) -> Any:
             hf_overrides={},
         ),
         lora_config=None,
+        device_config=SimpleNamespace(device_type="cpu"),
         cache_config=SimpleNamespace(cache_dtype=stored),
-        compilation_config=SimpleNamespace(static_forward_context=layers),
+        compilation_config=SimpleNamespace(static_forward_context=layers, custom_ops=["all"]),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.engine.vllm.model.rotation import rotate_rightly
+from pdmesh.engine.vllm.model.rotation import rotate_rightly, rotation_text
 
 CONVOLUTIONS = SimpleNamespace(layer_types=["conv", "full_attention"])
 
@@ -22,10 +22,13 @@ def config(  # Any: it stands for vLLM's VllmConfig
     )
 
 
+LATENT = SimpleNamespace(kv_lora_rank=512)
+
+
 @pytest.mark.parametrize(
     "made",
-    [config("all", facts=CONVOLUTIONS), config("all", use_mla=True)],
-    ids=["short-convolution", "latent-attention"],
+    [config("all", facts=CONVOLUTIONS), config("all", use_mla=True), config("all", facts=LATENT)],
+    ids=["short-convolution", "latent-attention", "latent-attention-off"],
 )
 def test_a_model_that_hands_over_heads_apart_uses_pytorch_s_operation(made: Any) -> None:
     rotate_rightly(made)
@@ -47,6 +50,16 @@ def test_other_models_and_what_engine_args_choose_stay(made: Any) -> None:
     before = list(made.compilation_config.custom_ops)
     rotate_rightly(made)
     assert made.compilation_config.custom_ops == before
+
+
+def test_kv_of_the_kernel_and_of_pytorch_have_other_fingerprints_where_they_differ() -> None:
+    kernel = rotation_text(config("all", "+rotary_embedding", facts=CONVOLUTIONS))
+    right = rotation_text(config("all", "-rotary_embedding", facts=CONVOLUTIONS))
+    assert kernel != right
+    assert kernel
+    assert right
+    assert rotation_text(config("all")) == []  # the fingerprints of other models stay
+    assert rotation_text(config("all", facts=CONVOLUTIONS, device="cuda")) == []
 
 
 @pytest.mark.vllm

@@ -19,11 +19,14 @@ def config(  # Any: it stands for vLLM's VllmConfig
     facts: dict[str, int],
     *,
     has_inner_state: bool = True,
+    num_slots: int = 8,
     device: str = "cpu",
 ) -> Any:
     return SimpleNamespace(
         cache_config=SimpleNamespace(block_size=256),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=step_tokens),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=step_tokens, max_num_seqs=num_slots
+        ),
         device_config=SimpleNamespace(device_type=device),
         model_config=SimpleNamespace(
             served_model_name="m",
@@ -41,6 +44,12 @@ def test_a_step_longer_than_a_block_is_refused_in_a_line_that_names_the_size(
         check_state_steps(config(257, facts))
     assert caught.value.field == "max_num_batched_tokens"
     assert "\n" not in str(caught.value)
+
+
+def test_if_the_slots_alone_make_the_step_too_long_the_line_names_them() -> None:
+    with pytest.raises(EngineMisconfigured, match="set num_slots to 256 at most") as caught:
+        check_state_steps(config(512, GRANITE, num_slots=512))
+    assert caught.value.field == "num_slots"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
-from pdmesh.core.kv.layout.cache_groups import NULL_BLOCK, BlockIds, CacheGroups
+from pdmesh.core.kv.layout.cache_groups import NULL_BLOCK, STATE_WINDOW, BlockIds, CacheGroups
 from pdmesh.engine.vllm.connector.worker.caches import OnDone, PagedCaches, Span, layout_of
 from pdmesh.kv.transport.base import KvBytes
 
@@ -26,6 +26,9 @@ class GroupCaches:
         self.num_layers, self.num_heads = caches.num_layers, caches.num_heads
         self.block_bytes = caches.block_bytes
         self.wait_for_model = caches.wait_for_model
+        self.layers_with_states = frozenset(
+            layer for layer, group in enumerate(group_of) if groups.windows[group] == STATE_WINDOW
+        )
         self.layout = lru_cache(maxsize=256)(self._layout)  # of a prompt of so many tokens
 
     def _layout(self, num_tokens: int) -> KvLayout:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pdmesh import failpoints
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.layer_order import LayerOrder
 from pdmesh.engine.vllm.connector.scheduler.handoff import Store, StorePart
 from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches
 from pdmesh.engine.vllm.messages import (
@@ -54,7 +55,7 @@ class Outgoing:
         self._begun: OrderedDict[str, None] = (
             OrderedDict()
         )  # per-layer tickets, opened once and never again
-        self._num_layers_put = 0  # in the current forward
+        self._order = LayerOrder(caches.num_layers, caches.layers_with_states)
 
     # -- orders of the host -----------------------------------------------------------------------
 
@@ -96,24 +97,16 @@ class Outgoing:
             self._stage(store)
 
     def put_layer(self, parts: Sequence[StorePart], layer: int) -> None:
-        """The current step has computed a layer, and those before it.
-
-        Layers with a state have no hook of their own: they are put with the next one that has.
-        """
-        first, self._num_layers_put = self._num_layers_put, layer + 1
-        for part in parts:
-            if self._is_writable(part):
-                for computed in range(min(first, layer), layer + 1):
-                    self._put(part, computed)
+        """The current step has computed a layer; those that may go now are gathered."""
+        self._put_layers(parts, self._order.told(layer))
 
     def end_step(self, parts: Sequence[StorePart]) -> None:
-        """After the forward, gather the layers for which no hook was called (in a graph)."""
-        if parts:
-            if self._num_layers_put < self._caches.num_layers:
-                self.put_layer(parts, self._caches.num_layers - 1)
-            if any(part.is_last for part in parts):
-                failpoints.hit("prefill.staged")
-        self._num_layers_put = 0
+        """After the forward, gather the layers that did not go within it."""
+        if not parts:
+            return
+        self._put_layers(parts, self._order.end_step())
+        if any(part.is_last for part in parts):
+            failpoints.hit("prefill.staged")
 
     # -- the agent's thread -----------------------------------------------------------------------
 
@@ -147,6 +140,12 @@ class Outgoing:
         self._open(part.store)
         with self._lock:
             return part.store.ticket_id in self._held
+
+    def _put_layers(self, parts: Sequence[StorePart], layers: range) -> None:
+        for part in parts:
+            if layers and self._is_writable(part):
+                for layer in layers:
+                    self._put(part, layer)
 
     def _put(self, part: StorePart, layer: int) -> None:
         """Gather a part of a layer if blocks are opaque.

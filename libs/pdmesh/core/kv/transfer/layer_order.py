@@ -1,0 +1,58 @@
+"""Decides which layers of a prompt may be sent while a step still computes the others (S48).
+
+The receiver pulls layers in their order, so a layer may be announced only if it and all layers
+before it have been computed. An engine tells when a layer with attention is computed (its hook).
+It tells nothing of layers that keep a state: these count as computed when the next layer with a
+hook is. That holds only if the model computes its layers in the order in which it was built, and
+some models do not (Zamba2 builds its shared layers first). So a model with states shows its order
+in a whole step before any of its layers is sent early, and none is once it has broken the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class LayerOrder:
+    """Layers are numbered as the model was built. `without_hook`: those that keep a state."""
+
+    num_layers: int
+    without_hook: Collection[int] = frozenset()
+    _told: list[int] = field(default_factory=list)  # in this step, by hooks
+    _num_done: int = 0  # layers of this step that were returned, from the first one on
+    _is_shown: bool = False  # a whole step told all layers in order
+    _is_broken: bool = False  # a step told them in another order
+
+    def told(self, layer: int) -> range:
+        """The hook of a layer was called: the layers that may be sent now.
+
+        A layer whose hook comes again is sent again.
+        """
+        if self._told and layer < self._told[-1]:
+            self._is_broken = True
+        self._told.append(layer)
+        if self.without_hook and (self._is_broken or not self._is_shown):
+            return range(0)
+        if layer < self._num_done:
+            return range(layer, layer + 1)
+        first, computed = self._num_done, set(self._told)
+        while (following := self._next_with_hook()) in computed:
+            self._num_done = following + 1
+        return range(first, self._num_done)
+
+    def _next_with_hook(self) -> int:
+        layer = self._num_done
+        while layer in self.without_hook:
+            layer += 1
+        return layer
+
+    def end_step(self) -> range:
+        """The step is over: the layers that were not sent in it yet."""
+        hooked = [n for n in range(self.num_layers) if n not in self.without_hook]
+        self._is_shown = self._is_shown or self._told == hooked
+        rest = range(self._num_done, self.num_layers)
+        self._told.clear()
+        self._num_done = 0
+        return rest
