@@ -28,6 +28,7 @@ from tests.e2e.caches.tiny_stateful import (
     write_tiny_granite,
     write_tiny_lfm2,
     write_tiny_qwen3_next,
+    write_tiny_zamba2,
 )
 from tests.e2e.caches.transformers_answers import num_unlike_transformers
 from tests.e2e.cases import VOCABULARY, Case, Generate, differences, generate_all
@@ -379,3 +380,27 @@ async def test_steps_that_would_end_mamba_2_on_a_cpu_are_refused_in_one_line(
         async with running(asked):
             pytest.fail("it started")
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.nightly
+@pytest.mark.req("S48")
+async def test_layers_computed_in_another_order_than_built_are_not_sent_too_early(
+    tmp_path: Path,
+) -> None:
+    """A layer sent too early has what its blocks held before. Long prompts show it."""
+    kind, rng = KINDS["mamba-2"], random.Random(3)
+    asked = replace(
+        config(kind, write_tiny_zamba2(tmp_path), "prefill-zamba", 11),
+        max_model_len=1024,
+        kv_cache_bytes=128 << 20,
+    )
+    lengths = (608, 640, 671, 704, 768, 800, 832, 863)
+    cases = [Case(tuple(rng.choices(VOCABULARY, k=length)), 24) for length in lengths]
+    async with (
+        running(asked) as prefill,
+        running(replace(asked, instance_id="decode-zamba", incarnation=12)) as decode,
+    ):
+        whole = await generate_all(Pair(prefill, decode, salt="whole").generate, cases, 1)
+        pair = Pair(prefill, decode, salt="per layer")
+        assert differences(whole, await generate_all(pair.generate_per_layer, cases, 1)) == []
+        assert pair.num_computed_at_decode == 0

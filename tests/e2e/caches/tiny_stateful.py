@@ -92,6 +92,27 @@ def write_tiny_qwen3_next(directory: Path, seed: int = 0) -> Path:
     return _write(Qwen3NextForCausalLM, config, directory, seed, WORDS)
 
 
+def write_tiny_zamba2(directory: Path, seed: int = 0) -> Path:
+    """Mamba-2 beside attention layers that vLLM builds in another order than it computes them."""
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    config = Zamba2Config(
+        **_SIZES | {"num_hidden_layers": 8},
+        layers_block_type=["mamba", "hybrid"] * 4,
+        num_mem_blocks=2,  # blocks of attention, which take turns
+        use_shared_attention_adapter=False,
+        adapter_rank=8,
+        use_mem_rope=True,
+        n_mamba_heads=8,
+        mamba_headdim=32,
+        mamba_d_state=16,
+        mamba_ngroups=1,
+        mamba_expand=2,
+        chunk_size=32,
+    )
+    return _write(Zamba2ForCausalLM, config, directory, seed)
+
+
 def _write(  # Any: of transformers
     kind: Any, config: Any, directory: Path, seed: int, words: slice | None = None
 ) -> Path:
