@@ -20,7 +20,10 @@ Config = Mapping[str, Any]
 
 _BYTES: Final[Mapping[str, float]] = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-_NO_KV_PER_TOKEN: Final = ("ssm_state_size", "mamba_d_state", "ssm_cfg", "rwkv_version")
+_NO_KV_PER_TOKEN: Final = (
+    "ssm_state_size", "mamba_d_state", "ssm_cfg", "rwkv_version",
+    "full_attention_interval", "linear_attn_config", "linear_num_value_heads", "conv_L_cache",
+)  # fmt: skip
 _KNOWN_LAYERS: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _UNGATED: Final = frozenset(
     {
@@ -252,7 +255,7 @@ def _layer_kinds(config: Config, notes: list[str]) -> int:
 def _refuse_other_kinds(config: Config) -> None:
     for field in _NO_KV_PER_TOKEN:
         if config.get(field):
-            raise SizingProblem("model", f"{field}: state-space layers are not planned for")
+            raise SizingProblem("model", f"{field}: layers with a state are not planned for")
     if config.get("is_encoder_decoder"):
         raise SizingProblem("model", "is_encoder_decoder: only decoders are planned for")
     if (kind := str(config.get("model_type"))) in _UNGATED:

@@ -82,6 +82,8 @@ def test_the_files_size_wins_and_a_difference_is_told() -> None:
         ({"quantization_config": {"quant_method": "magic"}}, "quant_method"),
         ({"layer_types": ["linear_attention"]}, "layer_types"),
         ({"ssm_state_size": 16}, "ssm_state_size"),
+        ({"full_attention_interval": 4}, "full_attention_interval"),
+        ({"linear_attn_config": {"kda_layers": [1]}}, "linear_attn_config"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"model_type": "gpt2"}, "model_type"),
         ({"num_experts": 4, "num_experts_per_tok": 8}, "num_experts_per_tok"),
