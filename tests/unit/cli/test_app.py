@@ -494,7 +494,7 @@ def test_a_file_that_wants_more_instances_than_there_are_says_how_many(
             self, request: pb.ListGroupStatesRequest, **_: object
         ) -> pb.ListGroupStatesResponse:
             group = pb.GroupState(group_id="old", members=[pb.GroupMember(instance_id="i-0")])
-            blank = [f"i-{i}" for i in range(1, 6)]
+            blank = [f"i-{i}" for i in range(6)]  # i-0 leaves the group: it counts once
             return pb.ListGroupStatesResponse(groups=[group], blank_instance_ids=blank)
 
     ask_leader(monkeypatch, Applying())

@@ -113,7 +113,9 @@ async def _missing_instances(options: argparse.Namespace, text: str) -> str:
     if not wanted:
         return ""
     states = await leader_of(options).groups()
-    there = len(states.blank_instance_ids) + sum(len(g.members) for g in states.groups)
+    # An instance that goes from one role to another may be in both lists.
+    members = (member.instance_id for group in states.groups for member in group.members)
+    there = len({*states.blank_instance_ids, *members})
     if wanted <= there:
         return ""
     return (
