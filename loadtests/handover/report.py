@@ -176,8 +176,10 @@ def _row(first: str, cells: Sequence[str]) -> str:
 
 
 def _cost(pairs: Sequence[tuple[float, float]]) -> str:
-    shares = [100 * (a - b) / a for a, b in pairs]
-    return f"{statistics.median(a - b for a, b in pairs):.1f}, {_spread(shares, 1)} %"
+    more = f"{statistics.median(a - b for a, b in pairs):.1f}"
+    if not all(a for a, _ in pairs):  # two tokens came in one piece
+        return more
+    return f"{more}, {_spread([100 * (a - b) / a for a, b in pairs], 1)} %"
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
