@@ -1,3 +1,4 @@
-"""Decides who a process, a client or an operator is, and which methods each of them may call; when
-the keys of tokens are fetched; and what may be exposed without a key or TLS.
+"""Decides how processes, clients and operators are identified, and which methods each may call.
+
+It also decides when the keys of tokens are fetched, and what may be exposed without a key or TLS.
 """

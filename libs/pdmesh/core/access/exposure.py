@@ -77,5 +77,5 @@ def _is_exposed(url: str) -> bool:
 
 
 def lacks_https(scheme: str, host: str, *, is_trusted: bool) -> bool:
-    """An OpenID provider: whoever changes its keys on their way can make tokens."""
+    """An OpenID provider. With its keys changed on their way, anybody could make tokens."""
     return scheme == "http" and not is_trusted and not is_loopback(host)

@@ -1,7 +1,7 @@
-"""Decides which role an operator has who shows no token, and which role each method needs.
+"""Decides the role of an operator who shows no token, and the role that each method needs.
 
 The methods are those of AdminService, in one table. A role may do all that the roles below it may.
-A method that is not in the table may be called by nobody.
+Nobody may call a method that is not in the table.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def role_without_token(
 ) -> ShownRole | None:
     """The role of an operator who shows neither a token nor a key; None: the call is refused.
 
-    If the mesh has an admin token, that is refused always. Otherwise the certificate decides, and
-    without mutual TLS (`certificate_role` None) callers on this machine are admins.
+    If the mesh has an admin token, the call is always refused. Otherwise the certificate decides,
+    and without mutual TLS (`certificate_role` None) callers on this machine are admins.
     """
     if has_admin_token:
         return None

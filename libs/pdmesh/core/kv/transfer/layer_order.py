@@ -20,7 +20,8 @@ class LayerOrder:
 
     num_layers: int
     without_hook: Collection[int] = frozenset()
-    _told: list[int] = field(default_factory=list)  # in this step, by hooks
+    _told: dict[int, None] = field(default_factory=dict)  # in this step, by hooks, in their order
+    _last: int = -1  # of them
     _num_done: int = 0  # layers of this step that were returned, from the first one on
     _is_shown: bool = False  # a whole step told all layers in order
     _is_broken: bool = False  # a step told them in another order
@@ -30,15 +31,15 @@ class LayerOrder:
 
         A layer whose hook comes again is sent again.
         """
-        if self._told and layer < self._told[-1]:
+        if layer < self._last:
             self._is_broken = True
-        self._told.append(layer)
+        self._told[layer], self._last = None, layer
         if self.without_hook and (self._is_broken or not self._is_shown):
             return range(0)
         if layer < self._num_done:
             return range(layer, layer + 1)
-        first, computed = self._num_done, set(self._told)
-        while (following := self._next_with_hook()) in computed:
+        first = self._num_done
+        while (following := self._next_with_hook()) in self._told:
             self._num_done = following + 1
         return range(first, self._num_done)
 
@@ -50,9 +51,10 @@ class LayerOrder:
 
     def end_step(self) -> range:
         """The step is over: the layers that were not sent in it yet."""
-        hooked = [n for n in range(self.num_layers) if n not in self.without_hook]
-        self._is_shown = self._is_shown or self._told == hooked
+        if self.without_hook and not self._is_shown:
+            hooked = [n for n in range(self.num_layers) if n not in self.without_hook]
+            self._is_shown = list(self._told) == hooked
         rest = range(self._num_done, self.num_layers)
         self._told.clear()
-        self._num_done = 0
+        self._last, self._num_done = -1, 0
         return rest
