@@ -44,6 +44,7 @@ from pdmesh.engine.vllm.connector.worker.work_signs import sign_adapter_loads
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
 from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED
 from pdmesh.engine.vllm.model.cache_kinds import may_reuse_prefixes
+from pdmesh.engine.vllm.model.stage_inputs import make_room_for_inputs
 from pdmesh.engine.vllm.speculation.bonus_token import count_proposed_tokens
 from pdmesh.engine.vllm.speculation.cpu_sampling import mend_drawing_on_cpu
 
@@ -108,6 +109,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
                 group_of=group_of_layers(kv_cache_config),
             )
             self._clock = StepClock()
+            if place.stage:
+                make_room_for_inputs()
             if place.is_first_to_draw:
                 time_steps(self._clock)
             if vllm_config.lora_config is not None:
