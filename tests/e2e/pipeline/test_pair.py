@@ -35,6 +35,7 @@ from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.nightly,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),  # vLLM's own
     pytest.mark.asyncio(loop_scope="module"),
@@ -42,11 +43,11 @@ pytestmark = [
 NUM_STAGES: Final = 2
 POOL: Final = TierConfig(host_pool_bytes=64 << 20, timeout_s=20.0)
 TOKEN_BYTES: Final = NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 4  # K and V, in float32
-SHAPINGS: Final = (
-    LogitShaping(),
-    LogitShaping(repetition_penalty=1.3, frequency_penalty=0.4),
-    LogitShaping(min_tokens=9, bad_words=((1234,), (1235, 1236))),
-)
+SHAPINGS: Final = {
+    "seed": LogitShaping(),
+    "penalties": LogitShaping(repetition_penalty=1.3, frequency_penalty=0.4),
+    "words": LogitShaping(min_tokens=9, bad_words=((1234,), (1235, 1236))),
+}
 NUM_CONCURRENT: Final = 6  # enough for a batch in each stage
 
 
@@ -131,7 +132,6 @@ async def test_each_stage_moves_its_own_layers(stages: Pair) -> None:
     await idle(stages.prefill, stages.decode)
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S120", "S76", "S77")
 async def test_each_stage_has_its_layers_in_the_host_pool_and_in_files(
     stages: Pair, plain: Plain, tiny_llama: Path, tmp_path: Path
@@ -153,7 +153,6 @@ async def test_each_stage_has_its_layers_in_the_host_pool_and_in_files(
     assert len(folders) == NUM_STAGES, "by rank"
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S120")
 async def test_the_comparison_sees_kv_that_was_zeroed_on_arrival(
     stages: Pair, plain: Plain, tiny_llama: Path
@@ -168,7 +167,6 @@ async def test_the_comparison_sees_kv_that_was_zeroed_on_arrival(
     await idle(stages.prefill)
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S120", "S126")
 async def test_an_engine_with_two_ranks_of_one_stage_is_refused_in_words(
     stages: Pair, tiny_llama: Path
@@ -190,9 +188,8 @@ async def test_an_engine_with_two_ranks_of_one_stage_is_refused_in_words(
             await idle(pair.prefill, pair.decode)
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S120", "S111")
-@pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
+@pytest.mark.parametrize("shaping", SHAPINGS.values(), ids=SHAPINGS)
 async def test_penalties_and_seeds_look_at_what_the_last_stage_drew(
     stages: Pair, shaping: LogitShaping
 ) -> None:
@@ -209,7 +206,6 @@ async def test_penalties_and_seeds_look_at_what_the_last_stage_drew(
     await idle(stages.prefill, stages.decode)
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S120", "S16")
 async def test_each_stage_probes_its_own_stage_of_a_peer(stages: Pair) -> None:
     prefill = stages.prefill
@@ -224,7 +220,6 @@ async def test_each_stage_probes_its_own_stage_of_a_peer(stages: Pair) -> None:
     await stages.decode.engine.verify_peer(peer, 20)
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S120", "S57")
 @pytest.mark.parametrize("stage", range(NUM_STAGES))
 async def test_the_loss_of_a_stage_ends_its_engine(
@@ -246,7 +241,6 @@ async def test_the_loss_of_a_stage_ends_its_engine(
     await idle(stages.prefill)
 
 
-@pytest.mark.nightly
 @pytest.mark.req("S120")
 @pytest.mark.parametrize(
     ("changes", "says"),
