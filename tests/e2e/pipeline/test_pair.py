@@ -43,6 +43,7 @@ pytestmark = [
 NUM_STAGES: Final = 2
 POOL: Final = TierConfig(host_pool_bytes=64 << 20, timeout_s=20.0)
 TOKEN_BYTES: Final = NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 4  # K and V, in float32
+NO_ARENAS: Final = {"staging_bytes": 0, "landing_bytes": 0}
 SHAPINGS: Final = {
     "seed": LogitShaping(),
     "penalties": LogitShaping(repetition_penalty=1.3, frequency_penalty=0.4),
@@ -151,6 +152,20 @@ async def test_each_stage_has_its_layers_in_the_host_pool_and_in_files(
             await idle(host, stages.decode)
     folders = {path.parent.parent.parent for path in tmp_path.rglob("*.kv")}
     assert len(folders) == NUM_STAGES, "by rank"
+
+
+@pytest.mark.req("S120")
+async def test_a_fusion_of_two_stages_draws_what_plain_vllm_draws(
+    stages: Pair, plain: Plain, tiny_llama: Path
+) -> None:
+    todo, expected = plain.decided(stage_cases())
+    async with running(config(tiny_llama, "fusion-0", 5, **NO_ARENAS)) as host:
+
+        async def alone(prompt: Sequence[int], sampling: Sampling) -> list[int]:
+            return await locally(host, prompt, sampling)
+
+        assert differences(expected, await generate_all(alone, todo, NUM_CONCURRENT)) == []
+        await host.until_idle()
 
 
 @pytest.mark.req("S120")
