@@ -39,15 +39,20 @@ class Shape:
     stages: tuple[int, ...]
 
 
-SHAPES = [Shape(1, 2, (2, 2)), Shape(2, 1, (2, 2)), Shape(1, 1, (3, 1)), Shape(1, 1, (1, 3))]
+SHAPES = {
+    "1-to-2": Shape(1, 2, (2, 2)),
+    "2-to-1": Shape(2, 1, (2, 2)),
+    "3+1": Shape(1, 1, (3, 1)),
+    "1+3": Shape(1, 1, (1, 3)),
+}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SHAPES, ids=str)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SHAPES)
 async def unequal(
     request: pytest.FixtureRequest, tiny_llama: Path, plain: Plain
 ) -> AsyncIterator[Pair]:
     plain.tokens()  # not beside six ranks
-    shape: Shape = request.param
+    shape = SHAPES[request.param]
     prefill, decode = (
         replace(config(tiny_llama, name, number), tensor_parallel_size=num_ranks)
         for name, number, num_ranks in (
