@@ -37,16 +37,9 @@ def python_with(requirements: str) -> str:
     with INSTALLING:
         if not done.exists() or done.read_text() != pinned.read_text():
             subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-            install = [
-                str(python),
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "--require-hashes",
-            ]
-            subprocess.run([*install, "-r", str(pinned)], check=True)
+            pip = [str(python), "-m", "pip", "install", "--quiet"]
+            options = ["--no-deps", "--require-hashes", "-r", str(pinned)]
+            subprocess.run([*pip, *options], check=True)
             done.write_text(pinned.read_text())
     return str(python)
 
