@@ -156,7 +156,7 @@ async def test_each_stage_has_its_layers_in_the_host_pool_and_in_files(
 
 @pytest.mark.req("S120")
 async def test_a_fusion_of_two_stages_draws_what_plain_vllm_draws(
-    stages: Pair, plain: Plain, tiny_llama: Path
+    plain: Plain, tiny_llama: Path
 ) -> None:
     todo, expected = plain.decided(stage_cases())
     async with running(config(tiny_llama, "fusion-0", 5, **NO_ARENAS)) as host:
