@@ -42,6 +42,7 @@ from pdmesh.net.grpc import rpc
 from pdmesh.net.tasks import end
 from pdmesh.net.tls.own_certificate import own_certificates, use_certificates
 from pdmesh.telemetry import logs, metrics, names, traces
+from pdmesh.telemetry.gc_watch import GcWatch
 from pdmesh.telemetry.loop_watch import LoopWatch
 from pdmesh.telemetry.ops_server import OpsServer
 
@@ -54,6 +55,7 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 log = structlog.get_logger(__name__)
 
 _GC_NEW_OBJECTS: Final = 20_000
+_LOOK_READY_S: Final = 0.5
 _FLUSH_MS: Final = 2000
 _TELL_AGAIN_S: Final = 1.0
 _ALLOW_PLAIN_TEXT: Final = "set PDMESH_INSECURE_NETWORK=true on a network that you trust"
@@ -277,9 +279,14 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
         )
     watch = asyncio.create_task(LoopWatch(settings.loop_watch_s).run(), name="loop-watch")
     calm_the_collector()
+    collections = GcWatch()
+    collections.start()
+    settled = asyncio.create_task(_freeze_when_ready(app), name="freeze-when-ready")
     try:
         yield
     finally:
+        collections.stop()
+        settled.cancel()
         if telling is not None:
             telling.cancel()
         watch.cancel()
@@ -309,6 +316,17 @@ async def _tell(ops_file: Path, address: str) -> None:
         await asyncio.sleep(_TELL_AGAIN_S)
         with contextlib.suppress(OSError):
             return write_atomically(ops_file, address)
+
+
+async def _freeze_when_ready(app: App) -> None:
+    """Exclude from garbage collection what `main` has loaded until the process is ready, too.
+
+    An engine's libraries are most of an instance's objects, and a collection that visits them stops
+    it for a fifth of a second. Nothing is collected here, since that would stop it as long.
+    """
+    while app.not_ready():
+        await asyncio.sleep(_LOOK_READY_S)
+    gc.freeze()
 
 
 def calm_the_collector() -> None:

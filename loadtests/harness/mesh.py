@@ -32,6 +32,7 @@ class MeshOptions:
     num_gateways: int = 1
     is_fusion: bool = False
     model_dir: str = ""  # empty: the launcher's own
+    max_model_len: int | None = None  # None: the engine's own
 
     @property
     def description(self) -> str:
@@ -46,6 +47,7 @@ class RunningMesh:
     port: int
     processes: ProcessSet
     description: str
+    gateway_ops: str  # host:port of the first gateway's metrics
 
 
 @asynccontextmanager
@@ -57,11 +59,19 @@ async def running_mesh(options: MeshOptions) -> AsyncIterator[RunningMesh]:
             assert url.hostname is not None
             assert url.port is not None
             pids = {name: mesh.pid(name) for name in mesh.names}
-            yield RunningMesh(url.hostname, url.port, ProcessSet(pids), options.description)
+            yield RunningMesh(
+                url.hostname,
+                url.port,
+                ProcessSet(pids),
+                options.description,
+                mesh.ops_address("gateway-0"),
+            )
 
 
 def _spec(options: MeshOptions) -> MeshSpec:
-    settings = instance_settings(options.engine)
+    settings = dict(instance_settings(options.engine))
+    if options.max_model_len is not None:
+        settings["MAX_MODEL_LEN"] = str(options.max_model_len)
     return MeshSpec(
         engine=options.engine,
         model_dir=Path(options.model_dir) if options.model_dir else None,
