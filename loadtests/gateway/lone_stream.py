@@ -239,12 +239,12 @@ def _beside_text(turns: Sequence[Turn], loads: Loads) -> str:
         of = [read(t) for t in turns if (t.situation, t.stack) == (situation, stack)]
         return Spread.of(of).text(",.0f")
 
-    told = [
-        f"The steady load is {loads.short_per_s:.0f} streams/s of {_LOAD_TOKENS} tokens, a third of "
-        f"what ours carried at {_LOAD_CONNECTIONS} connections. The greedy client has one "
+    about = (
+        f"The steady load is {loads.short_per_s:.0f} streams/s of {_LOAD_TOKENS} tokens, a third "
+        f"of what ours carried at {_LOAD_CONNECTIONS} connections. The greedy client has one "
         f"connection, and asks at most {loads.long_per_s:.1f} prompts/s, which is what one client "
         "got of ours."
-    ]
+    )
     rows = [
         (
             situation,
@@ -257,7 +257,7 @@ def _beside_text(turns: Sequence[Turn], loads: Loads) -> str:
         for situation, stack in dict.fromkeys((t.situation, t.stack) for t in turns)
     ]
     head = ("", "stack", "streams of a turn", "gaps", "errors", "answers/s beside")
-    return "\n\n".join(["## Load", *told, table(head, rows)])
+    return f"## Load\n\n{about}\n\n{table(head, rows)}"
 
 
 def _collector_text(turns: Sequence[Turn]) -> str:

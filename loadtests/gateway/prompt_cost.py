@@ -1,6 +1,6 @@
 """What a long prompt costs a gateway: on its event loop, on its other threads, and the rate.
 
-    make bench NAME=prompt-cost [ARGS="--rounds 5 --prompts 32 --cores 8"]
+    make bench NAME=prompt-cost [ARGS="--rounds 5 --prompts 24 --cores 8"]
 
 A mesh on sim, whose instances compute in no time, gets prompts one after the other: new ones of
 60,000 and of 100,000 tokens, and a chat of 100,000 tokens that grows by 1,000 a turn, whose earlier
@@ -47,7 +47,7 @@ MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 _CHARS_PER_TOKEN: Final = 3.1  # of this text, by SmolLM2's tokenizer
 ROOM: Final = 1 << 18  # tokens
 _AT_ONCE: Final = 4
-_NUM_LOCKED: Final = 20
+_NUM_ENCODED: Final = 4
 _PER_S_BAR: Final = 60.0  # of prompts of 60,000 tokens
 _CORES_BAR: Final = 0.1  # for one prompt of 100,000 tokens per second
 ABOUT: Final = (
@@ -172,19 +172,37 @@ def _spent(
     return spent.pop(first), sum(spent.values())
 
 
-def lock_ms(text: str) -> float:
-    """For how long a thread that tokenizes `text` holds the interpreter's lock, about.
+@dataclass(frozen=True, slots=True)
+class Library:
+    """CPU of the tokenizer's library alone, in this process, for one text.
 
-    The library encodes without it, and then makes numbers of the tokens and frees them with it.
+    It encodes without the interpreter's lock, and then makes numbers of the tokens and frees them
+    with it, for `lock_ms`.
     """
-    inner, found = HfTokenizer.from_file(str(MODEL / "tokenizer.json")), list[float]()
-    for _ in range(_NUM_LOCKED):
-        encoded = inner.encode_batch_fast([text], add_special_tokens=False)
-        began = time.thread_time()
-        token_array(encoded[0].ids)
-        del encoded
-        found.append(1e3 * (time.thread_time() - began))
-    return statistics.median(found)
+
+    ms: float
+    lock_ms: float
+
+    @classmethod
+    def measured(cls, inner: HfTokenizer, texts: Sequence[str]) -> Library:
+        all_s = lock_s = 0.0
+        for text in texts:
+            began = time.process_time()
+            encoded = inner.encode_batch_fast([text], add_special_tokens=False)
+            encoded_at = time.process_time()
+            token_array(encoded[0].ids)
+            del encoded
+            now = time.process_time()
+            all_s, lock_s = all_s + now - began, lock_s + now - encoded_at
+        return cls(1e3 * all_s / len(texts), 1e3 * lock_s / len(texts))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """`libraries`: for texts of 60,000 and of 100,000 tokens."""
+
+    samples: Sequence[Sample]
+    libraries: Sequence[Library]
 
 
 @asynccontextmanager
@@ -214,23 +232,27 @@ def _turns(texts: Texts, num_tokens: int, num_grown: int, count: int) -> list[st
     messages: list[dict[str, str]] = []
     bodies = []
     for number in range(num_tokens // num_grown + count):
-        for role in ("assistant", "user"):
-            messages.append({"role": role, "content": texts.new(num_grown // 2)})
+        messages += [
+            {"role": role, "content": texts.new(num_grown // 2)} for role in ("assistant", "user")
+        ]
         if number >= num_tokens // num_grown - 1:
             bodies.append(chat_body(messages, 1, is_stream=False))
     return bodies
 
 
-async def run(rounds: int, num_prompts: int) -> list[list[Sample]]:
-    texts, found = Texts(), list[list[Sample]]()
+async def run(rounds: int, num_prompts: int) -> list[Round]:
+    texts, found = Texts(), list[Round]()
+    inner = HfTokenizer.from_file(str(MODEL / "tokenizer.json"))
     progress = Progress(4 * rounds)
     async with _prober() as prober:
         for body in _cold(texts, 60_000, _AT_ONCE):
             await prober.ask(body)
         for number in range(rounds):
-            samples = []
+            samples, libraries = list[Sample](), list[Library]()
             for num_tokens in (60_000, 100_000):
                 progress.step(f"round {number + 1}: new, {num_tokens:,} tokens")
+                alone = [texts.new(num_tokens) for _ in range(_NUM_ENCODED)]
+                libraries.append(Library.measured(inner, alone))
                 bodies = _cold(texts, num_tokens, num_prompts)
                 samples.append(await prober.sample(f"new, {num_tokens:,}", bodies))
             progress.step(f"round {number + 1}: a chat that grows")
@@ -240,61 +262,104 @@ async def run(rounds: int, num_prompts: int) -> list[list[Sample]]:
             progress.step(f"round {number + 1}: {_AT_ONCE} at once")
             bodies = _cold(texts, 60_000, num_prompts)
             samples.append(await prober.sample(f"new, {_AT_ONCE} at once", bodies, _AT_ONCE))
-            found.append(samples)
+            found.append(Round(samples, libraries))
     progress.close()
     return found
 
 
-def as_markdown(rounds: Sequence[Sequence[Sample]], num_cores: int, held_ms: float) -> str:
-    cases = list(zip(*rounds, strict=True))
+Cases = Sequence[Sequence[Sample]]
+
+
+def as_markdown(rounds: Sequence[Round], num_cores: int) -> str:
+    cases = list(zip(*(each.samples for each in rounds), strict=True))
+    bounds = [
+        Bounds(num_cores, each.libraries[0].lock_ms, sample)
+        for each, sample in zip(rounds, cases[0], strict=True)
+    ]
+    parts = [
+        _costs(cases),
+        _beside_library(rounds, cases),
+        _projection(bounds, cases[1]),
+        _at_once(cases[-1]),
+        f"Load average at the end: {os.getloadavg()[0]:.1f}.",
+    ]
+    return "\n\n".join(parts)
+
+
+def _costs(cases: Cases) -> str:
     head = ("prompts", "tokens", "loop's thread, ms", "other threads, ms", "together, ms")
     rows = [
         (
             case[0].case,
             f"{statistics.mean(s.num_tokens for s in case):,.0f}",
             *(
-                Spread.of([getattr(s, name) for s in case]).text(".1f")
+                _spread([getattr(s, name) for s in case], ".1f")
                 for name in ("loop_ms", "others_ms", "gateway_ms")
             ),
         )
         for case in cases
     ]
-    bounds = [Bounds(num_cores, held_ms, sample) for sample in cases[0]]
-    per_s = Spread.of([each.per_s for each in bounds])
-    cores = Spread.of([sample.gateway_ms / 1e3 for sample in cases[1]])
-    lines = [
-        ("by the loop, and the lock", Spread.of([b.of_loop for b in bounds]).text(".0f"), ""),
+    return table(head, rows)
+
+
+def _beside_library(rounds: Sequence[Round], cases: Cases) -> str:
+    """The gateway's CPU over that of the library alone, in each round."""
+    short, long = (
+        _spread(
+            [s.gateway_ms / r.libraries[at].ms for s, r in zip(cases[at], rounds, strict=True)],
+            ".2f",
+        )
+        for at in range(2)
+    )
+    alone = _spread([each.libraries[1].ms for each in rounds], ".1f")
+    lock = _spread([each.libraries[0].lock_ms for each in rounds], ".1f")
+    return (
+        "The tokenizer's library alone, asked in turn in another process, takes "
+        f"{alone} ms for 100,000 tokens. The gateway takes {long} times as much, and {short} times "
+        "for 60,000 tokens. The library's thread holds the interpreter's lock for "
+        f"{lock} ms per prompt of 60,000 tokens."
+    )
+
+
+def _projection(bounds: Sequence[Bounds], long: Sequence[Sample]) -> str:
+    per_s = [each.per_s for each in bounds]
+    cores = [sample.gateway_ms / 1e3 for sample in long]
+    num_cores = bounds[0].num_cores
+    rows = [
+        ("by the loop, and the lock", _spread([b.of_loop for b in bounds], ".0f"), ""),
         (
             f"by {long_threads(num_cores)} threads for long texts",
-            Spread.of([b.of_tokenizer for b in bounds]).text(".0f"),
+            _spread([b.of_tokenizer for b in bounds], ".0f"),
             "",
         ),
-        (f"by {num_cores} cores", Spread.of([b.of_cores for b in bounds]).text(".0f"), ""),
+        (f"by {num_cores} cores", _spread([b.of_cores for b in bounds], ".0f"), ""),
         (
             f"**prompts/s of 60,000 tokens, a gateway on {num_cores} cores**",
-            per_s.text(".0f"),
-            f">= {_PER_S_BAR:.0f}: {_verdict(per_s.median >= _PER_S_BAR)}",
+            _spread(per_s, ".0f"),
+            f">= {_PER_S_BAR:.0f}: {_verdict(statistics.median(per_s) >= _PER_S_BAR)}",
         ),
         (
             "**cores for one prompt of 100,000 tokens per second**",
-            cores.text(".3f"),
-            f"<= {_CORES_BAR}: {_verdict(cores.median <= _CORES_BAR)}",
+            _spread(cores, ".3f"),
+            f"<= {_CORES_BAR}: {_verdict(statistics.median(cores) <= _CORES_BAR)}",
         ),
     ]
-    at_once = cases[-1]
-    agrees = Spread.of([s.per_s / s.expected_per_s for s in at_once]).text(".2f")
-    rate = Spread.of([s.per_s for s in at_once]).text(".1f")
+    return table(("projected from these times", "median (lowest..highest)", "bar"), rows)
+
+
+def _at_once(samples: Sequence[Sample]) -> str:
+    rate = _spread([s.per_s for s in samples], ".1f")
+    agrees = _spread([s.per_s / s.expected_per_s for s in samples], ".2f")
+    free = _spread([s.free_cores for s in samples], ".2f")
     return (
-        f"{table(head, rows)}\n\n"
-        f"Other threads hold the interpreter's lock for about {held_ms:.1f} ms per prompt of "
-        "60,000 tokens. Projected from these times:\n\n"
-        f"{table(('projection', 'median (lowest..highest)', 'bar'), lines)}\n\n"
         f"On this machine, {_AT_ONCE} at once: {rate} prompts/s, with all processes of the mesh on "
         f"the same cores. That is {agrees} of what the CPU of all these processes per prompt gives "
-        "on the cores that other work left free "
-        f"({Spread.of([s.free_cores for s in at_once]).text('.2f')} of {os.cpu_count()}).\n\n"
-        f"Load average at the end: {os.getloadavg()[0]:.1f}."
+        f"on the cores that other work left free ({free} of {os.cpu_count()})."
     )
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    return Spread.of(values).text(form)
 
 
 def _verdict(is_met: bool) -> str:
@@ -306,18 +371,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=32, help="of each case in a round")
+    parser.add_argument("--prompts", type=int, default=24, help="of each case in a round")
     parser.add_argument("--cores", type=int, default=8, help="of the projection")
     parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
     args = parser.parse_args()
     rounds = asyncio.run(run(args.rounds, args.prompts))
-    held_ms = lock_ms(Texts().new(60_000))
-    text = as_markdown(rounds, args.cores, held_ms)
+    text = as_markdown(rounds, args.cores)
     print(text)
     if args.out:
-        samples = [[asdict(sample) for sample in each] for each in rounds]
+        found = [asdict(each) for each in rounds]
         title = "What a long prompt costs a gateway"
-        write(args.out, "loadtests.gateway.prompt_cost", title, ABOUT, text, rounds=samples)
+        write(args.out, "loadtests.gateway.prompt_cost", title, ABOUT, text, rounds=found)
 
 
 if __name__ == "__main__":
