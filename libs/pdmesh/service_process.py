@@ -55,7 +55,6 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 log = structlog.get_logger(__name__)
 
 _GC_NEW_OBJECTS: Final = 20_000
-_LOOK_READY_S: Final = 0.5
 _FLUSH_MS: Final = 2000
 _TELL_AGAIN_S: Final = 1.0
 _ALLOW_PLAIN_TEXT: Final = "set PDMESH_INSECURE_NETWORK=true on a network that you trust"
@@ -281,12 +280,10 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
     calm_the_collector()
     collections = GcWatch()
     collections.start()
-    settled = asyncio.create_task(_freeze_when_ready(app), name="freeze-when-ready")
     try:
         yield
     finally:
         collections.stop()
-        settled.cancel()
         if telling is not None:
             telling.cancel()
         watch.cancel()
@@ -318,18 +315,6 @@ async def _tell(ops_file: Path, address: str) -> None:
             return write_atomically(ops_file, address)
 
 
-async def _freeze_when_ready(app: App) -> None:
-    """Exclude from garbage collection what `main` has loaded until the process is ready, too.
-
-    vLLM's libraries alone are 600,000 objects. A collection that visits them takes some hundred
-    milliseconds, in which the instance does nothing else. Nothing is collected here, since that
-    would take as long.
-    """
-    while app.not_ready():  # noqa: ASYNC110  # its checks are functions, not events
-        await asyncio.sleep(_LOOK_READY_S)
-    gc.freeze()
-
-
 def calm_the_collector() -> None:
     """Exclude what is loaded by now from garbage collection, and collect less often.
 
@@ -338,6 +323,22 @@ def calm_the_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_NEW_OBJECTS, 20, 20)
+
+
+def exclude_from_collection() -> None:
+    """Exclude what is loaded by now from garbage collection, without collecting.
+
+    vLLM's libraries alone are 600,000 objects. A collection that visits them takes some hundred
+    milliseconds, in which an instance does nothing else.
+    """
+    gc.freeze()
+
+
+def collect_everything() -> None:
+    """Free all garbage, also that of what was excluded, which is excluded again."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _open_ops(settings: ServiceSettings, app: App) -> OpsServer:

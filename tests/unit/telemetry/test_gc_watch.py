@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import Mapping
 
-import pytest
-
-from pdmesh import service_process
-from pdmesh.service_process import App
+from pdmesh.service_process import collect_everything, exclude_from_collection
 from pdmesh.telemetry.gc_watch import GcWatch
 
 Pause = tuple[float, str]
@@ -49,20 +46,29 @@ def test_it_sees_the_collections_of_all_threads_while_it_runs() -> None:
     assert len([each for each in found if each[1] == "2"]) == 1, "none after the stop"
 
 
-async def test_what_is_loaded_until_a_process_is_ready_is_never_collected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A collection of an engine's libraries would stop an instance for long."""
-    monkeypatch.setattr(service_process, "_LOOK_READY_S", 0.001)
-    app, is_ready = App("gateway", "gateway-0", 1, asyncio.Event()), False
-    app.add_readiness("model", lambda: is_ready)
-    waiting = asyncio.create_task(service_process._freeze_when_ready(app))
-    loaded: list[object] = [[]]
-    await asyncio.sleep(0.01)
-    assert any(each is loaded for each in gc.get_objects())
-    is_ready = True
+class Loaded:
+    """An object in a cycle, so that only a collection frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_is_excluded_is_visited_by_no_collection_until_everything_is_collected() -> None:
+    """A collection of an engine's libraries would stop an instance for long. When an incarnation
+    ends, it must leave nothing behind, though.
+    """
+    gone: list[int] = []
+    loaded = Loaded()
+    weakref.finalize(loaded, gone.append, 1)
     try:
-        await waiting
+        assert any(each is loaded for each in gc.get_objects())
+        exclude_from_collection()
         assert not any(each is loaded for each in gc.get_objects())
+        del loaded
+        gc.collect()
+        assert gone == []
+        collect_everything()
+        assert gone == [1]
+        assert gc.get_freeze_count() > len(gc.get_objects())
     finally:
         gc.unfreeze()
