@@ -21,7 +21,7 @@ import os
 import re
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -48,6 +48,9 @@ _THINK_S: Final = 0.001
 _TOKEN_PAUSE_S: Final = 0.002  # the gateway's own interval between writes to a stream
 _LOOK_S: Final = 3.0  # for how long the rates of the load are found out
 _WARMUP_S: Final = 0.5
+_WATCH_S: Final = 0.02  # how often processes look how late their loops are
+_GATEWAY: Final = "gateway-0"
+_PROCESSES: Final = (_GATEWAY, "master-scheduler", "prefill-0", "decode-0")
 _SHARES: Final = (0.5, 0.99, 0.999)
 _PAUSE: Final = re.compile(
     r'^pdmesh_process_gc_pause_seconds_(count|sum)\{.*generation="(\d)".*\} (\S+)$', re.MULTILINE
@@ -62,13 +65,15 @@ ABOUT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One stack in one situation in one round. `collections`: of ours, and their seconds."""
+    """One stack in one situation in one round. Of ours: how long each process held its loop at
+    most, and the collections of the gateway and their seconds, by generation.
+    """
 
     situation: str
     stack: str
     lone: LoadResult
     beside_per_s: float
-    held_ms: float
+    held_ms: Mapping[str, float]
     collections: Mapping[str, tuple[float, float]]
 
     @property
@@ -83,22 +88,25 @@ def _quantiles(of: Histogram) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """`ops`: host:port of its metrics; empty: it has none."""
+    """`ops`: host:port of the metrics of its processes."""
 
     name: str
     port: int
-    ops: str = ""
+    ops: Mapping[str, str] = field(default_factory=dict)
 
     def spec(self, bodies: Sequence[str], connections: int, seconds: float) -> LoadSpec:
         return LoadSpec(
             "127.0.0.1", self.port, CHAT_PATH, tuple(bodies), connections, _WARMUP_S, seconds
         )
 
-    def metrics(self) -> str:
-        if not self.ops:
-            return ""
-        with urllib.request.urlopen(f"http://{self.ops}/metrics", timeout=30) as answer:
-            return str(answer.read(), "utf-8")
+    def metrics(self) -> dict[str, str]:
+        """By process. Reading the longest hold of a loop forgets it."""
+        return {name: _page(ops) for name, ops in self.ops.items()}
+
+
+def _page(ops: str) -> str:
+    with urllib.request.urlopen(f"http://{ops}/metrics", timeout=30) as answer:
+        return str(answer.read(), "utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +142,18 @@ def find_loads(stack: Stack, prompts: Sequence[str]) -> Loads:
 
 def take_turn(stack: Stack, situation: str, lone: LoadSpec, loads: Loads, seconds: float) -> Turn:
     load = loads.beside(situation, stack, 10 * seconds)
-    before = stack.metrics()  # reading the worst hold forgets it
+    before = stack.metrics()
     with _beside(load) as other:
         found = measure(lone, ProcessSet({})).load
     after = stack.metrics()
-    held = _HELD.search(after)
+    held = {name: _HELD.search(after[name]) for name in _PROCESSES if name in after}
     return Turn(
         situation,
         stack.name,
         found,
         other[0].requests_per_s if other else 0.0,
-        1e3 * float(held[1]) if held else 0.0,
-        _collections(before, after),
+        {name: 1e3 * float(found[1]) for name, found in held.items() if found is not None},
+        _collections(before.get(_GATEWAY, ""), after.get(_GATEWAY, "")),
     )
 
 
@@ -187,12 +195,17 @@ def measured(stacks: Sequence[Stack], options: argparse.Namespace) -> tuple[list
 
 async def run(options: argparse.Namespace) -> tuple[list[Turn], Loads]:
     prompts = make_prompts(512, 32)
-    mesh_options = MeshOptions("sim", model_dir=str(MODEL), max_model_len=ROOM)
+    mesh_options = MeshOptions(
+        "sim",
+        model_dir=str(MODEL),
+        max_model_len=ROOM,
+        env={"PDMESH_LOOP_WATCH_S": str(_WATCH_S)},
+    )
     with canned_server(_TOKEN_PAUSE_S) as upstream, passthrough(upstream) as passed:
         async with running_mesh(mesh_options) as mesh:
             await asyncio.to_thread(ask_once, mesh, prompts[0])
             await asyncio.to_thread(warm_up, mesh, prompts)
-            stacks = [Stack(OURS, mesh.port, mesh.gateway_ops), Stack(PASSED, passed)]
+            stacks = [Stack(OURS, mesh.port, mesh.ops), Stack(PASSED, passed)]
             return await asyncio.to_thread(measured, stacks, options)
 
 
@@ -265,21 +278,31 @@ def _collector_text(turns: Sequence[Turn]) -> str:
     rows = []
     for situation in dict.fromkeys(turn.situation for turn in ours):
         of = [turn for turn in ours if turn.situation == situation]
-        held = Spread.of([turn.held_ms for turn in of]).text(".1f")
+        held = [
+            Spread.of([turn.held_ms.get(name, 0.0) for turn in of]).text(".1f")
+            for name in _PROCESSES
+        ]
         cells = []
         for generation in "012":
             pairs = [turn.collections.get(generation, (0.0, 0.0)) for turn in of]
             count, total_s = (sum(each) for each in zip(*pairs, strict=True))
             cells.append(f"{count:.0f}, {1e3 * total_s / count:.1f} ms" if count else "none")
-        rows.append((situation, *cells, held))
-    head = ("", *(f"collections of generation {n}" for n in range(3)), "loop held at most, ms")
+        rows.append((situation, *cells, *held))
+    head = (
+        "",
+        *(f"collections of generation {n}" for n in range(3)),
+        *(f"loop of {name} held, ms" for name in _PROCESSES),
+    )
     about = (
         "Garbage collections of our gateway in all rounds, with their mean pause (its clock runs "
-        "on while another process has the core), and the longest that it held its loop itself, as "
-        "`pdmesh.process.loop_held` samples it."
+        "on while another process has the core). Then the longest that processes on a stream's "
+        "way held their loops themselves, by `pdmesh.process.loop_held`, sampled every "
+        f"{1e3 * _WATCH_S:.0f} ms. For the gateway that is an upper bound, which includes its "
+        "tokenizer's thread. The prefill's is that of the sim engine: it writes the KV of a whole "
+        "prompt at once on the prefill's loop, and a real engine has a process of its own."
     )
     load = f"Load average at the end: {os.getloadavg()[0]:.1f}."
-    return f"## Our gateway's collector and loop\n\n{about}\n\n{table(head, rows)}\n\n{load}"
+    return f"## Our collector and loops\n\n{about}\n\n{table(head, rows)}\n\n{load}"
 
 
 def main() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -33,6 +33,7 @@ class MeshOptions:
     is_fusion: bool = False
     model_dir: str = ""  # empty: the launcher's own
     max_model_len: int | None = None  # None: the engine's own
+    env: Mapping[str, str] = field(default_factory=dict)  # of all services
 
     @property
     def description(self) -> str:
@@ -47,7 +48,7 @@ class RunningMesh:
     port: int
     processes: ProcessSet
     description: str
-    gateway_ops: str  # host:port of the first gateway's metrics
+    ops: Mapping[str, str]  # host:port of the metrics of each service, by its name
 
 
 @asynccontextmanager
@@ -64,7 +65,7 @@ async def running_mesh(options: MeshOptions) -> AsyncIterator[RunningMesh]:
                 url.port,
                 ProcessSet(pids),
                 options.description,
-                mesh.ops_address("gateway-0"),
+                {name: ops for name in mesh.names if (ops := mesh.ops_address(name))},
             )
 
 
@@ -81,6 +82,7 @@ def _spec(options: MeshOptions) -> MeshSpec:
         num_gateways=options.num_gateways,
         http_port=0,
         grpc_port=0,
+        env=options.env,
         service_env={
             "prefill": {f"PDMESH_PREFILL_{key}": value for key, value in settings.items()},
             "decode": {f"PDMESH_DECODE_{key}": value for key, value in settings.items()},

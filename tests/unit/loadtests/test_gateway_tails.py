@@ -61,7 +61,7 @@ def result(*ttfts_ms: float) -> LoadResult:
 
 
 def turn(situation: str, stack: str, ttfts_ms: Sequence[float]) -> Turn:
-    return Turn(situation, stack, result(*ttfts_ms), 7.0, 1.5, {"0": (2.0, 0.01)})
+    return Turn(situation, stack, result(*ttfts_ms), 7.0, {"gateway-0": 1.5}, {"0": (2.0, 0.01)})
 
 
 def test_the_longest_of_few_is_in_the_tail_and_not_in_the_median() -> None:
@@ -85,7 +85,7 @@ def test_a_ratio_is_that_of_one_round() -> None:
     ):
         (line, _) = (each for each in text.splitlines() if each.startswith(f"| {row} |"))
         assert line.endswith(f" | {ratio:.2f} ({ratio:.2f}..{ratio:.2f}) |")
-    assert f"| {ALONE} | 6, 5.0 ms | none | none | 1.5 (1.5..1.5) |" in text
+    assert f"| {ALONE} | 6, 5.0 ms | none | none | 1.5 (1.5..1.5) | 0.0" in text
 
 
 def test_collections_of_a_turn_are_those_between_two_looks() -> None:
