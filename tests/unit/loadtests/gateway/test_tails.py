@@ -114,7 +114,7 @@ async def test_an_open_loop_asks_as_often_as_its_times_say_and_ends_on_a_signal(
     pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Times between requests are drawn; these are all equal."""
-    monkeypatch.setattr(client.random, "expovariate", lambda rate: 1 / rate)
+    monkeypatch.setattr("random.expovariate", lambda rate: 1 / rate)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: _Canned(pause_s), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
