@@ -5,10 +5,11 @@
 
 Simulated on the virtual clock: 320 prefills and 120 decodes in one group, so a shortlist has less
 than a third of the prefills. The prompts take 32 times as long as on the mocker, so that a run of
-thousands of requests lasts longer than what placement remembers of recent work. The first three
+thousands of requests lasts about as long as placement remembers recent work. The first three
 eighths of the requests warm the caches and are not counted. Each run begins with empty caches, so a
-shortlist's effect on what is held where counts, too. With --chance, all are scored once more with other
-random draws, which says how much of a difference is chance.
+shortlist's effect on what is held where counts, too. `busy` is the share of the prefills that have
+a prompt, at forty times while the counted requests arrive. With --chance, all are scored once more
+with other random draws, which says how much of a difference is chance.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from loadtests.harness.results import Spread, quantile, spread_table, write
 from loadtests.placement import families
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.traffic.workloads import Arrival
+from pdmesh.core.instance.admission import Work
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.policies import MOST_SCORED, Weights
 from pdmesh.engine.step_time_laws import MOCKER
@@ -34,6 +36,7 @@ _PREFILLS: Final = 320
 _MESHES: Final = _PREFILLS // 4  # the families are made for four instances
 _SLOWER: Final = 32.0
 _MOST_BLOCKS: Final = 96  # of a prompt; longer ones are left out, since they are few and heavy
+_LOOKS: Final = 40
 _WARM_UP: Final = 3 / 8  # of the requests
 _SHAPE: Final = MeshShape(
     replace(
@@ -54,7 +57,7 @@ _SHAPE: Final = MeshShape(
 
 def tools(seed: int, count: int) -> list[Arrival]:
     """One population: forty tool definitions that all share, and sessions that go on."""
-    asked = families.toolagent(seed, count, 6.7 * _MESHES * 6.0, num_recent=60 * _MESHES)
+    asked = families.toolagent(seed, count, 6.7 * _MESHES * 9.0, num_recent=60 * _MESHES)
     return _slowed(_spread_ticks(asked, seed))
 
 
@@ -64,21 +67,21 @@ def tenants(seed: int, count: int) -> list[Arrival]:
     asked = [
         _of_tenant(arrival, tenant)
         for tenant in range(_MESHES)
-        for arrival in families.toolagent(1000 * seed + tenant, each, 6.7 * 4.4)
+        for arrival in families.toolagent(1000 * seed + tenant, each, 6.7 * 5.0)
     ]
     return _slowed(_spread_ticks(asked, seed))
 
 
 def hot_prefixes(seed: int, count: int) -> list[Arrival]:
     """4,800 prefixes by Zipf's law, more than the caches hold."""
-    asked = families.hot_prefixes(seed, count, 12.0 * _MESHES * 2.6, num_heads=60 * _MESHES)
+    asked = families.hot_prefixes(seed, count, 12.0 * _MESHES * 3.4, num_heads=60 * _MESHES)
     return _slowed(asked)
 
 
 def agents(seed: int, count: int) -> list[Arrival]:
     """Sessions with pauses, behind one system prompt that every instance comes to hold."""
     asked = families.agents(seed, count // 8, apart_s=0.1)
-    return [replace(a, at_s=a.at_s / 4) for a in asked]
+    return [replace(a, at_s=a.at_s / 2) for a in asked]
 
 
 FAMILIES: Final[Mapping[str, Callable[[int, int], list[Arrival]]]] = {
@@ -103,7 +106,7 @@ CHANCE: Final = Variant("all scored, other draws", 0, 1_000_000)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run. `busy`: the mean share of their time that the prefills computed prompts."""
+    """One run. `busy_percent`: of the prefills, those with a prompt."""
 
     family: str
     variant: str
@@ -122,13 +125,14 @@ def play(family: str, variant: Variant, seed: int, count: int) -> Outcome:
     mesh.placement.policy = replace(POLICIES["default"](), most_scored=variant.most_scored)
     asked = [a for a in FAMILIES[family](seed, count) if len(a.blocks) <= _MOST_BLOCKS]
     begin_s, end_s = asked[int(_WARM_UP * len(asked))].at_s, asked[-1].at_s
-    computed_s = list[float]()
+    num_busy = list[int]()
 
     def look() -> None:
-        computed_s.append(sum(i.computed_s for i in mesh.fleet.instances.values()))
+        prefills = (w for w in mesh.workers.values() if w.work is Work.PREFILL)
+        num_busy.append(sum(w.admission.num_slots_used > 0 for w in prefills))
 
-    for at_s in (begin_s, end_s):
-        mesh.clock.at(at_s, look)
+    for number in range(_LOOKS):
+        mesh.clock.at(begin_s + (end_s - begin_s) * number / _LOOKS, look)
     mesh.run(asked)
     counted = [s for s in mesh.served if s.arrival.at_s >= begin_s]
     done = [s for s in counted if not s.is_refused]
@@ -144,7 +148,7 @@ def play(family: str, variant: Variant, seed: int, count: int) -> Outcome:
         statistics.fmean(ttft),
         quantile(ttft, 0.95),
         quantile(ttft, 0.99),
-        100 * (computed_s[1] - computed_s[0]) / (_PREFILLS * (end_s - begin_s)),
+        100 * statistics.fmean(num_busy) / _PREFILLS,
     )
 
 
