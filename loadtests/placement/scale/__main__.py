@@ -11,7 +11,6 @@ without messages.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import random
 import statistics
@@ -25,13 +24,11 @@ from typing import Any, Final
 
 import psutil
 
-from loadtests.harness.results import quantile, write
+from loadtests.harness.results import write
 from loadtests.placement.index import measure_memory
-from loadtests.placement.plan import ask, build, in_process, master
+from loadtests.placement.plan import build
 from loadtests.placement.scale_mesh import run as run_clock
 from pdmesh.core.kv.prefix.prefix_index import IndexDelta, PrefixIndex
-from pdmesh.core.model import Role
-from pdmesh.core.placement.local_ranking import LocalInstance, LocalQuery, LocalRanking
 from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.net.bus import Message
 from pdmesh.net.events import BINARY, CONTENT_TYPE, decode_event
@@ -63,9 +60,10 @@ def main() -> None:
     ]
     clock = [asdict(c) | {"virtual seconds per CPU second": c.factor} for c in clocks]
     for number in range(options.rounds):
-        _decisions(found, options.count)
-        _through_grpc(found, options.count)
-        _at_a_gateway(found, options.count)
+        _in_a_child(found, in_the_core, options.count)
+        _note(found, through_grpc(options.count))
+        _in_a_child(found, at_a_gateway, options.count // 4)
+        _in_a_child(found, held_by_a_gateway, options.requests)
         _in_a_child(found, _snapshot, options.blocks)
         _in_a_child(found, _events, options.blocks // 4)
         text = f"Rounds: {number + 1}.\n\n{_tables(found, clock)}"
@@ -95,57 +93,6 @@ def _in_a_child(found: Found, measure: Callable[[int], dict[str, float]], size: 
 def _note(found: Found, figures: dict[str, float]) -> None:
     for name, value in figures.items():
         found[name].append(value)
-
-
-# --- decisions -----------------------------------------------------------------------------------
-
-
-def _decisions(found: Found, count: int) -> None:
-    by_size = {}
-    for num_workers in _WORKERS:
-        ours = by_size[num_workers] = in_process(num_workers, count)
-        every = in_process(num_workers, count // 4, scores_all=True)
-        where = f"core, {num_workers:,} instances"
-        found[f"{where}: CPU ms of a decision, p50"].append(ours.p50_ms)
-        found[f"{where}: p99"].append(ours.p99_ms)
-        found[f"{where}: all scored, p50"].append(every.p50_ms)
-        found[f"{where}: p50 / all scored"].append(ours.p50_ms / every.p50_ms)
-    few, many = by_size[_RTP], by_size[max(_WORKERS)]
-    found["core: 10,000 / 1,250 instances, p50"].append(many.p50_ms / few.p50_ms)
-
-
-def _through_grpc(found: Found, count: int) -> None:
-    for scores_all in (False, True):
-        how = "all scored" if scores_all else "shortlist"
-        with master(_RTP, 0.6, scores_all=scores_all) as (port, processes):
-            for batch, streams in ((1, 4), (16, 2)):
-                cost = asyncio.run(ask(port, processes, _RTP, batch, streams, count))
-                where = f"gRPC, 750 + 500, {how}, {streams} gateways, {batch} a message"
-                found[f"{where}: decisions/s"].append(cost.per_s)
-                found[f"{where}: p99 ms of a message"].append(cost.p99_ms)
-                found[f"{where}: master's CPU ms of a decision"].append(cost.cpu_ms)
-
-
-def _at_a_gateway(found: Found, count: int) -> None:
-    """The ranking of a gateway whose master is away: by its own open legs, without prefixes."""
-    ranking = LocalRanking("", "gateway-0")
-    ranking.see(
-        LocalInstance(f"{role.value}-{i}", 1, role, "m", "default", "g0", "g0/f", "")
-        for role, num in ((Role.PREFILL, 750), (Role.DECODE, 500))
-        for i in range(num)
-    )
-    times = []
-    for _ in range(count // 4):
-        began = time.thread_time()
-        plan = ranking.rank(LocalQuery("m"), lambda instance_id, incarnation: 0)
-        times.append(time.thread_time() - began)
-        assert plan.prefills
-        assert plan.decodes
-    times.sort()
-    found["gateway without a master, 750 + 500: CPU ms of a ranking, p50"].append(
-        1e3 * quantile(times, 0.5)
-    )
-    found["gateway without a master: p99"].append(1e3 * quantile(times, 0.99))
 
 
 # --- the index -----------------------------------------------------------------------------------

@@ -57,25 +57,23 @@ _SHAPE: Final = MeshShape(
 
 def tools(seed: int, count: int) -> list[Arrival]:
     """One population: forty tool definitions that all share, and sessions that go on."""
-    asked = families.toolagent(seed, count, 6.7 * _MESHES * 9.0, num_recent=60 * _MESHES)
-    return _slowed(_spread_ticks(asked, seed))
+    return _poisson(families.toolagent(seed, count, num_recent=60 * _MESHES), seed, 90.0)
 
 
 def tenants(seed: int, count: int) -> list[Arrival]:
     """Eighty tenants, each with tool definitions of its own, which few instances hold."""
-    each = count // _MESHES
+    rng = random.Random(seed)
     asked = [
-        _of_tenant(arrival, tenant)
+        (number + rng.random(), _of_tenant(arrival, tenant))
         for tenant in range(_MESHES)
-        for arrival in families.toolagent(1000 * seed + tenant, each, 6.7 * 5.0)
+        for number, arrival in enumerate(families.toolagent(1000 * seed + tenant, count // _MESHES))
     ]
-    return _slowed(_spread_ticks(asked, seed))
+    return _poisson([a for _, a in sorted(asked, key=_turn)], seed, 65.0)
 
 
 def hot_prefixes(seed: int, count: int) -> list[Arrival]:
     """4,800 prefixes by Zipf's law, more than the caches hold."""
-    asked = families.hot_prefixes(seed, count, 12.0 * _MESHES * 3.4, num_heads=60 * _MESHES)
-    return _slowed(asked)
+    return _poisson(families.hot_prefixes(seed, count, num_heads=60 * _MESHES), seed, 105.0)
 
 
 def agents(seed: int, count: int) -> list[Arrival]:
@@ -187,18 +185,17 @@ def tables(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, "", f"Refused requests: {num_refused}."])
 
 
-def _slowed(asked: Sequence[Arrival]) -> list[Arrival]:
-    return [replace(a, at_s=_SLOWER * a.at_s) for a in asked]
+def _poisson(asked: Sequence[Arrival], seed: int, rate_per_s: float) -> list[Arrival]:
+    """The same requests in the same order, at the times of a large population."""
+    rng, now, arrivals = random.Random(seed), 0.0, list[Arrival]()
+    for arrival in asked:
+        now += rng.expovariate(rate_per_s)
+        arrivals.append(replace(arrival, at_s=now))
+    return arrivals
 
 
-def _spread_ticks(asked: Sequence[Arrival], seed: int) -> list[Arrival]:
-    """The family's arrivals come in ticks of 3 s, which a large population has no reason for."""
-    rng = random.Random(seed)
-    return sorted((replace(a, at_s=a.at_s + 3 * rng.random()) for a in asked), key=_at)
-
-
-def _at(arrival: Arrival) -> float:
-    return arrival.at_s
+def _turn(numbered: tuple[float, Arrival]) -> float:
+    return numbered[0]
 
 
 def _of_tenant(arrival: Arrival, tenant: int) -> Arrival:
