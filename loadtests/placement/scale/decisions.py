@@ -69,7 +69,8 @@ class Decider:
             plan = self._plan(query)
             profile.disable()
             settle(self.placement, plan, query.request_id, self.now)
-        return pstats.Stats(profile).total_calls / _PROFILED  # type: ignore[attr-defined]
+        calls: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+        return calls / _PROFILED
 
     def run(self, num_decisions: int) -> tuple[list[float], list[float]]:
         """Seconds of each decision, by the wall and of CPU, with nothing between them."""

@@ -123,7 +123,7 @@ def held_by_a_gateway(num_requests: int) -> dict[str, float]:
         "KV events": 1e3 * blocks_s / num_requests,
     }
     whole = sum(per_request.values())
-    where = "the mesh's events at a gateway, 750 + 500"
+    where = "the mesh's events at a gateway"
     return {
         f"{where}: load reports of a request": len(tape.loads) / num_requests,
         f"{where}: KV events of a request": len(tape.blocks) / num_requests,
