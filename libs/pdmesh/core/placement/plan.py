@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Final
 
@@ -30,10 +30,11 @@ from pdmesh.core.placement.policies import (
     Policy,
     Query,
     Scored,
+    TypicalWork,
     Weights,
 )
 from pdmesh.core.placement.request_region import nearest
-from pdmesh.core.placement.shortlist import shortlist
+from pdmesh.core.placement.shortlist import Shortlist, shortlist
 
 DEFAULT_MODEL = "default"  # stands for whatever model the scenario serves
 DEFAULT_SCENARIO = "default"
@@ -200,6 +201,7 @@ class Placement:
     _cells_version: int = -1
     _exchange: KvExchange = field(default_factory=KvExchange)
     _num_plans: int = 0
+    _works: dict[tuple[str, str, str], TypicalWork] = field(default_factory=dict)
 
     def plan(
         self,
@@ -296,7 +298,10 @@ class Placement:
 
         A prefill that all decodes avoid comes last.
         """
-        instances = self._shortlisted(query, cells, known)
+        listed = self._shortlisted(query, cells, known)
+        instances = listed.instances
+        if listed.drawn:
+            known = replace(known, typical=self._typical(query, listed.drawn, known.now))
         scored = self._score(query, instances, known)
         if len(cells) == 1 and not self._exchange:
             return self.policy.pick_prefill(scored, self.rng, self.max_candidates), cells[0]
@@ -315,7 +320,16 @@ class Placement:
         scores = self.policy.score_prefills(query, instances, known)
         return [Scored(i, s) for i, s in zip(instances, scores, strict=True)]
 
-    def _shortlisted(self, query: Query, cells: Sequence[_Cell], known: Known) -> list[Instance]:
+    def _typical(self, query: Query, drawn: Sequence[Instance], now: float) -> TypicalWork:
+        """The mean work of all that could serve such a query."""
+        key = (query.scenario, query.model, query.region)
+        if key not in self._works and len(self._works) >= _MAX_CELL_SETS:
+            self._works.clear()
+        work = self._works.setdefault(key, TypicalWork())
+        work.hear(drawn, now)
+        return work
+
+    def _shortlisted(self, query: Query, cells: Sequence[_Cell], known: Known) -> Shortlist:
         """The prefills to be scored: all, unless there are too many."""
         most = self.policy.most_scored or _ALL
         by_key = {cell.key: cell for cell in cells}
@@ -346,7 +360,7 @@ class Placement:
         """Few of the cell's prefills were on the shortlist: rank others of the cell behind them."""
         seen = {s.instance.id for s in own}
         most = _OTHERS * self.max_candidates
-        drawn = shortlist([cell.prefills], most, self.rng, known.matches, cell.member)
+        drawn = shortlist([cell.prefills], most, self.rng, known.matches, cell.member).instances
         others = [i for i in drawn if i.id not in seen and not (i.is_decode and cell.decodes)]
         if not others:
             return own
@@ -398,7 +412,8 @@ class Placement:
         most = self.policy.most_scored
         if most and len(decodes) > most:
             own = [name for name in affine if (i := find(name)) is not None and i.is_decode]
-            decodes = shortlist([decodes], most, self.rng, {}, find, own, can_serve)
+            listed = shortlist([decodes], most, self.rng, {}, find, own, can_serve)
+            decodes = listed.instances
         with_room = [d for d in decodes if has_room(d)]
         asked = with_room or decodes
         scores = self.policy.score_decodes(query, asked)

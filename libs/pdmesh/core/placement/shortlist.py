@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Final, TypeVar
 
@@ -23,6 +24,14 @@ _TRIES: Final = 1024  # holders looked at, as most may be decodes, or of other g
 _WIDER: Final = 4  # so many times as many are sampled, where none of the first has a free slot
 
 
+@dataclass(frozen=True, slots=True)
+class Shortlist:
+    """`drawn`: the random ones among `instances`, which stand for all; empty: all are listed."""
+
+    instances: list[Instance]
+    drawn: Sequence[Instance] = ()
+
+
 def shortlist(
     parts: Sequence[Sequence[Instance]],
     most: int,
@@ -31,7 +40,7 @@ def shortlist(
     find: Callable[[str], Instance | None],
     kept: Sequence[str] = (),
     can_serve: Callable[[Instance], bool] = lambda i: i.used_slots() < i.num_slots,
-) -> list[Instance]:
+) -> Shortlist:
     """At most `most` instances of all `parts`, or more if no sampled one can serve.
 
     Then four times as many are sampled; if none of these can serve either, all are looked at.
@@ -40,14 +49,15 @@ def shortlist(
     the instance of this name, if it is in one of the parts. `kept` are among the result if found.
     """
     if sum(map(len, parts)) <= most:
-        return [instance for part in parts for instance in part]
+        return Shortlist([instance for part in parts for instance in part])
     chosen: dict[str, Instance] = {}
     for name in kept:
         if (instance := find(name)) is not None:
             chosen[name] = instance
     for instance in _holders(matches, max(1, int(most * _HOLDERS)), rng, find):
         chosen[instance.id] = instance
-    for instance in sampled(parts, max(1, most - len(chosen)), rng):
+    drawn = list(sampled(parts, max(1, most - len(chosen)), rng))
+    for instance in drawn:
         chosen[instance.id] = instance
     if not any(map(can_serve, chosen.values())):
         for instance in sampled(parts, _WIDER * most, rng):
@@ -56,7 +66,7 @@ def shortlist(
             able = [instance for part in parts for instance in part if can_serve(instance)]
             for instance in rng.sample(able, min(most, len(able))):
                 chosen[instance.id] = instance
-    return list(chosen.values())
+    return Shortlist(list(chosen.values()), drawn)
 
 
 def _holders(

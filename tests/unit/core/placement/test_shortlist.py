@@ -28,7 +28,7 @@ def instances(count: int, num_slots_used: int = 0) -> list[Instance]:
 
 def test_few_instances_are_all_listed_in_order() -> None:
     parts = [instances(3), instances(2)]
-    found = shortlist(parts, 5, random.Random(1), {}, lambda name: None)
+    found = shortlist(parts, 5, random.Random(1), {}, lambda name: None).instances
     assert found == [*parts[0], *parts[1]]
 
 
@@ -36,7 +36,7 @@ def test_of_many_the_best_holders_and_the_chats_home_are_listed_beside_random_on
     fleet = instances(1000)
     by_id = {i.id: i for i in fleet}
     matches = {f"p{i}": 1 for i in range(400)} | {"p998": 7, "p999": 9, "stranger": 9}
-    found = shortlist([fleet], 40, random.Random(1), matches, by_id.get, ["p500", "gone"])
+    found = shortlist([fleet], 40, random.Random(1), matches, by_id.get, ["p500", "gone"]).instances
     ids = {i.id for i in found}
     assert {"p500", "p998", "p999"} <= ids
     assert len(ids) == len(found) <= 40
@@ -47,7 +47,7 @@ def test_where_all_sampled_are_full_more_are_looked_at() -> None:
     fleet = instances(2000, num_slots_used=8)
     for instance in fleet[:40]:
         instance.num_slots_used = 0
-    found = shortlist([fleet], 20, random.Random(3), {}, lambda name: None)
+    found = shortlist([fleet], 20, random.Random(3), {}, lambda name: None).instances
     assert any(i.used_slots() < i.num_slots for i in found)
     assert len(found) <= 5 * 20
 
@@ -55,7 +55,7 @@ def test_where_all_sampled_are_full_more_are_looked_at() -> None:
 def test_a_small_cell_that_alone_can_serve_is_always_found() -> None:
     full, idle = instances(1000, num_slots_used=8), instances(4)
     for seed in range(50):
-        found = shortlist([full, idle], 20, random.Random(seed), {}, lambda name: None)
+        found = shortlist([full, idle], 20, random.Random(seed), {}, lambda name: None).instances
         assert [i for i in found if i in idle]
 
 
@@ -64,7 +64,7 @@ def test_few_holders_are_found_among_many_that_are_not_asked_for() -> None:
     by_id = {i.id: i for i in fleet}
     matches = {f"d{i}": 9 for i in range(500)} | {f"p{i}": 9 for i in range(3)}
     for seed in range(50):
-        found = shortlist([fleet], 40, random.Random(seed), matches, by_id.get)
+        found = shortlist([fleet], 40, random.Random(seed), matches, by_id.get).instances
         assert {"p0", "p1", "p2"} <= {i.id for i in found}
 
 
@@ -102,7 +102,7 @@ def test_every_instance_is_sampled_sooner_or_later() -> None:
     parts, rng = [instances(30), instances(50)], random.Random(5)
     seen = set()
     for _ in range(60):
-        seen |= {id(i) for i in shortlist(parts, 10, rng, {}, lambda name: None)}
+        seen |= {id(i) for i in shortlist(parts, 10, rng, {}, lambda name: None).instances}
     assert len(seen) == 80
 
 
