@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 from loadtests.placement.plan import NUM_BLOCKS, build, prompt
 from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import POLICIES
-from pdmesh.core.placement.instance import Identity, Instance
+from pdmesh.core.placement.instance import Identity, Instance, RecentWork
 from pdmesh.core.placement.plan import Placement, Plan
 from pdmesh.core.placement.policies import MOST_SCORED, Known, Policy, Query
 from pdmesh.core.placement.shortlist import shortlist
@@ -132,6 +133,30 @@ def test_a_decision_scores_as_many_instances_in_a_large_mesh_as_in_a_small_one(
         assert len(plan.prefills) == len(plan.decodes) == placement.max_candidates
     assert max(scored) <= MOST_SCORED
     assert held >= 20  # three prefills of hundreds hold a half of each prompt, and are found
+
+
+@pytest.mark.req("S94", "S107")
+def test_scores_count_the_mean_work_of_all_and_not_that_of_busy_holders() -> None:
+    """Forty of 500 prefills hold a prefix that all ask for, and did a hundred times the work."""
+    placement, _ = build(1000)
+    for number, instance in enumerate(placement.fleet.instances.values()):
+        instance.recent = RecentWork()
+        instance.add_computed(20.0 if number < 40 else 0.2, 0.0)
+    own, heard, listed = POLICIES["default"](), list[float](), list[float]()
+
+    def prefills(query: Query, asked: Sequence[Instance], known: Known) -> Sequence[float]:
+        assert known.typical is not None
+        heard.append(known.typical.used_s)
+        listed.append(statistics.fmean(i.recent.at(0.0)[0] for i in asked))
+        return own.score_prefills(query, asked, known)
+
+    placement.policy = replace(own, score_prefills=prefills)
+    matches = {f"prefill-{i}": 8 for i in range(40)}
+    for number in range(120):
+        placement.plan(query_of(number), matches, 0.0)
+    mean = (40 * 20.0 + 460 * 0.2) / 500
+    assert statistics.fmean(heard[40:]) == pytest.approx(mean, rel=0.2)
+    assert statistics.fmean(listed) > 2.5 * mean
 
 
 def query_of(number: int) -> Query:
