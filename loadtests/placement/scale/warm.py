@@ -8,13 +8,15 @@ than a third of the prefills. The prompts take 32 times as long as on the mocker
 thousands of requests lasts about as long as placement remembers recent work. The first three
 eighths of the requests warm the caches and are not counted. Each run begins with empty caches, so a
 shortlist's effect on what is held where counts, too. `busy` is the share of the prefills that have
-a prompt, at forty times while the counted requests arrive. With --chance, all are scored once more
+a prompt, at forty times while the counted requests arrive. "Against its own mean" takes those on
+the shortlist as typical of all, as the product did until this was measured. With --chance, all are scored once more
 with other random draws, which says how much of a difference is chance.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +31,8 @@ from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.traffic.workloads import Arrival
 from pdmesh.core.instance.admission import Work
 from pdmesh.core.placement.baselines import POLICIES
-from pdmesh.core.placement.policies import MOST_SCORED, Weights
+from pdmesh.core.placement.instance import Instance
+from pdmesh.core.placement.policies import MOST_SCORED, Known, Policy, Query, Weights
 from pdmesh.engine.step_time_laws import MOCKER
 
 _PREFILLS: Final = 320
@@ -95,10 +98,12 @@ class Variant:
     name: str
     most_scored: int  # 0: all
     other_draws: int = 0
+    by_its_own_mean: bool = False  # as if those on the shortlist were typical of all
 
 
 ALL: Final = Variant("all scored", 0)
 SHORTLIST: Final = Variant("shortlist", MOST_SCORED)
+OWN_MEAN: Final = Variant("shortlist, against its own mean", MOST_SCORED, by_its_own_mean=True)
 CHANCE: Final = Variant("all scored, other draws", 0, 1_000_000)
 
 
@@ -120,7 +125,7 @@ class Outcome:
 
 def play(family: str, variant: Variant, seed: int, count: int) -> Outcome:
     mesh = VirtualMesh(_SHAPE, "default", seed + variant.other_draws, Weights())
-    mesh.placement.policy = replace(POLICIES["default"](), most_scored=variant.most_scored)
+    mesh.placement.policy = _policy(variant)
     asked = [a for a in FAMILIES[family](seed, count) if len(a.blocks) <= _MOST_BLOCKS]
     begin_s, end_s = asked[int(_WARM_UP * len(asked))].at_s, asked[-1].at_s
     num_busy = list[int]()
@@ -150,6 +155,16 @@ def play(family: str, variant: Variant, seed: int, count: int) -> Outcome:
     )
 
 
+def _policy(variant: Variant) -> Policy:
+    own = POLICIES["default"]()
+
+    def by_own_mean(query: Query, asked: Sequence[Instance], known: Known) -> Sequence[float]:
+        return own.score_prefills(query, asked, replace(known, typical=None))
+
+    scores = by_own_mean if variant.by_its_own_mean else own.score_prefills
+    return replace(own, most_scored=variant.most_scored, score_prefills=scores)
+
+
 _FIGURES: Final[Sequence[tuple[str, Callable[[Outcome], float], str]]] = (
     ("reuse %", lambda o: o.reuse_percent, ".1f"),
     ("TTFT mean s", lambda o: o.ttft_s_mean, ".3f"),
@@ -163,7 +178,7 @@ def tables(outcomes: Sequence[Outcome]) -> str:
     rows = [
         ((family, variant.name), runs)
         for family in FAMILIES
-        for variant in (ALL, SHORTLIST, CHANCE)
+        for variant in (ALL, SHORTLIST, OWN_MEAN, CHANCE)
         if (runs := [o for o in outcomes if (o.family, o.variant) == (family, variant.name)])
     ]
     columns = [*_FIGURES, ("busy %", lambda o: o.busy_percent, ".0f")]
@@ -212,23 +227,36 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--families", default=";".join(FAMILIES), help="separated by ;")
     parser.add_argument("--chance", action="store_true", help="all scored with other draws, too")
+    parser.add_argument("--kept", type=Path, help="a file of runs, which are not repeated")
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     options = parser.parse_args()
     names = options.families.split(";")
     if unknown := [name for name in names if name not in FAMILIES]:
         parser.error(f"--families: no family is called {unknown[0]!r}")
-    variants = (ALL, SHORTLIST, CHANCE) if options.chance else (ALL, SHORTLIST)
+    variants = [ALL, SHORTLIST, OWN_MEAN, *([CHANCE] if options.chance else [])]
     progress = Progress(options.seeds * len(names) * len(variants))
-    outcomes: list[Outcome] = []
+    kept, outcomes = _kept(options.kept), list[Outcome]()
     for seed in range(1, options.seeds + 1):
         for family in names:
             for variant in variants:
                 progress.step(f"{family}, {variant.name}, seed {seed}")
-                outcomes.append(play(family, variant, seed, options.requests))
+                done = kept.get((family, variant.name, seed, options.requests))
+                outcomes.append(done or play(family, variant, seed, options.requests))
+                if options.kept and not done:
+                    line = json.dumps([options.requests, asdict(outcomes[-1])])
+                    with options.kept.open("a") as file:
+                        file.write(f"{line}\n")
             if options.out:  # after each, since a run may be cut short
                 _write(options.out, outcomes)
     progress.close()
     print(tables(outcomes))
+
+
+def _kept(path: Path | None) -> dict[tuple[str, str, int, int], Outcome]:
+    """By family, variant, seed and number of requests. Delete the file when the code changes."""
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    runs = [(count, Outcome(**outcome)) for count, outcome in map(json.loads, lines)]
+    return {(o.family, o.variant, o.seed, count): o for count, o in runs}
 
 
 def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
