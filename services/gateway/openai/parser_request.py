@@ -1,6 +1,8 @@
 """Decides whether the answers to a chat are parsed, and which part of it the parsers read.
 
-That part is small, however large the messages are.
+That part is small, however large the messages are. When tool calls must keep to a grammar, and to
+which one, is decided by the parsers themselves, which are vLLM's (`adjust_request`, called in
+`parsing/vllm_parsers.py`). This module names the field of the request to which that is due.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ for its instance are called in this order:
   compute in lockstep, prompts of similar length go together.
 
 A request may wait for several instances. It is called once and must join again if it is rejected.
+Grammars that wait to be compiled take turns here, too: the compiler is their only instance
+(`services/gateway/text/grammar_checks.py`).
 
 Bounded. A full room takes a newcomer only in place of a request with a weaker claim: one of a lower
 priority, or of a tenant that holds more of the room for its weight. So a tenant that floods the

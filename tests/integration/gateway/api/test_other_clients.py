@@ -11,6 +11,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.tiny_model import EOS, write_tiny_model
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.nightly
+# The first test of a client installs it, which takes minutes on a busy machine.
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[4]
+# A test that ends in time leaves its thread behind, which may still be installing.
+INSTALLING = threading.Lock()
 
 
 def python_with(requirements: str) -> str:
@@ -30,11 +34,13 @@ def python_with(requirements: str) -> str:
     folder = ROOT / ".cache" / "clients" / requirements
     python, done = folder / "bin" / "python", folder / ".done"
     pinned = ROOT / "requirements" / f"{requirements}.txt"
-    if not done.exists() or done.read_text() != pinned.read_text():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
-        subprocess.run([*install, "-r", str(pinned)], check=True)
-        done.write_text(pinned.read_text())
+    with INSTALLING:
+        if not done.exists() or done.read_text() != pinned.read_text():
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+            pip = [str(python), "-m", "pip", "install", "--quiet"]
+            options = ["--no-deps", "--require-hashes", "-r", str(pinned)]
+            subprocess.run([*pip, *options], check=True)
+            done.write_text(pinned.read_text())
     return str(python)
 
 
