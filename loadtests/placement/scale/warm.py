@@ -9,8 +9,8 @@ thousands of requests lasts about as long as placement remembers recent work. Th
 eighths of the requests warm the caches and are not counted. Each run begins with empty caches, so a
 shortlist's effect on what is held where counts, too. `busy` is the share of the prefills that have
 a prompt, at forty times while the counted requests arrive. "Against its own mean" takes those on
-the shortlist as typical of all, as the product did until this was measured. With --chance, all are scored once more
-with other random draws, which says how much of a difference is chance.
+the shortlist as typical of all, as the product did until this was measured. With --chance, all are
+scored once more with other random draws, which says how much of a difference is chance.
 """
 
 from __future__ import annotations
