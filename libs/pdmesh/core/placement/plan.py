@@ -173,6 +173,9 @@ class _Cell:
         """
         if not exchange or self.key[2]:
             return self
+        silent = exchange.of_silent(len(self.decodes))
+        if silent is not None and not silent:
+            return self._without_lonely_decodes(exchange)
         cell = _Cell(self.key)
 
         def may(decode: Instance, prefill: Instance) -> bool:
@@ -184,6 +187,22 @@ class _Cell:
         for decode in self.decodes:
             if any(may(decode, prefill) for prefill in self.prefills):
                 cell.add(decode)
+        return cell
+
+    def _without_lonely_decodes(self, exchange: KvExchange) -> _Cell:
+        """No prefill is ejected by all. Only a decode that reports can eject every prefill."""
+        lonely = [
+            decode_id
+            for decode_id in exchange.reporters()
+            if len(exchange.exclusions(decode_id).ejected) >= len(self.prefills)
+            and all(exchange.fit(decode_id, p.id) is Fit.EJECTED for p in self.prefills)
+        ]
+        if not lonely:
+            return self
+        cell = _Cell(self.key)
+        for instance in (*self.prefills, *self.decodes):
+            if not (instance.is_decode and instance.id in lonely):
+                cell.add(instance)
         return cell
 
 
@@ -374,6 +393,8 @@ class Placement:
         """How well the prefill goes with the best decode of its cell."""
         if cell.key[2] or not cell.decodes:
             return Fit.GOOD
+        if (silent := self._exchange.of_silent(len(cell.decodes))) is not None:
+            return silent.fit(prefill.id)
         return min(self._exchange.fit(decode.id, prefill.id) for decode in cell.decodes)
 
     def _rank_decodes(
@@ -383,7 +404,7 @@ class Placement:
 
         Decodes that avoid or eject it come last; other prefills of the plan may use them.
         """
-        if not self._exchange:
+        if not self._exchange.excludes(prefill.id):
             return self._rank_alike(query, cell.decodes, affine, cell.member)
         ranked: list[Scored] = []
         for fit in Fit:
