@@ -68,7 +68,6 @@ REASONS: Final[Mapping[str, str]] = {
         "in part: whole blocks are shared and counted. A block that is not full belongs to one "
         "request, which appends to it, and nothing of it is reused later (ADR 0042)"
     ),
-    "S120": "not implemented: pipeline parallelism is not passed on to vLLM",
     "S122": (
         "passed on to vLLM (`engine_args: {enable_expert_parallel: true}`), and not tried: it "
         "needs GPUs and a model with experts"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -47,6 +48,7 @@ from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.kv.tiers.peers import FindHolders
 
 PULL_DEADLINE_S = 60.0
+CORES = "VLLM_CPU_OMP_THREADS_BIND"  # of each rank; an engine sets it if it is not set
 _legs = itertools.count(1)  # keys for all engines, because pairs share engines
 
 
@@ -172,7 +174,10 @@ async def running(
 ) -> AsyncIterator[Host]:
     """A running engine whose outputs are collected. It is always stopped at the end."""
     engine = VllmEngine(config, find_holders)
+    is_bound = CORES in os.environ
     info = await engine.start()
+    if not is_bound:  # the next engine in this process may have another number of ranks
+        os.environ.pop(CORES, None)
     host = Host(
         engine, ArenaAllocator(config.staging_bytes), ArenaAllocator(config.landing_bytes), info
     )

@@ -70,6 +70,7 @@ class EngineSettings:
     dtype: str = ""
     kv_cache_dtype: str = "auto"  # vLLM
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1  # vLLM
     domain: DomainRank | None = None  # vLLM: its place in a data-parallel domain
     kv_cache_bytes: int = 0  # vLLM
     max_num_batched_tokens: int = 0  # vLLM
@@ -112,6 +113,12 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
 
     If `find_holders` is None, peers are not asked for blocks.
     """
+    if settings.pipeline_parallel_size > 1 and (settings.is_pooling or settings.is_encoder):
+        raise EngineMisconfigured(
+            "pipeline_parallel_size: only instances that generate are pipelines (docs/gpu.md)",
+            reason="BAD_OPTION",
+            field="pipeline_parallel_size",
+        )
     match settings.engine:
         case "sim" if settings.is_pooling:
             return build_sim_pooling(settings)
@@ -306,6 +313,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
         tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
         domain=settings.domain,
         block_size=settings.block_size,
         kv_cache_bytes=_kv_cache_bytes(settings),

@@ -39,7 +39,15 @@ class InstanceSettings(ServiceSettings):
         description="vLLM: number format of stored KV; auto: as computed; fp8 halves the bytes "
         "that move",
     )
-    tensor_parallel_size: int = Field(1, ge=1, description="vLLM: tensor-parallel ranks")
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="vLLM: tensor-parallel ranks, of each pipeline stage"
+    )
+    pipeline_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="vLLM: pipeline stages, each with some of the model's layers; for prefill, "
+        "decode and fusion",
+    )
     domain_port: int = Field(
         0,
         ge=0,

@@ -19,6 +19,7 @@ from pdmesh.core.kv.layout.buffer_layout import KvShape  # noqa: E402
 from pdmesh.core.kv.layout.cache_groups import CacheGroups  # noqa: E402
 from pdmesh.core.kv.layout.compatibility import UNSCALED, KvFormat  # noqa: E402
 from pdmesh.core.kv.layout.rank_heads import heads_of  # noqa: E402
+from pdmesh.core.kv.layout.rank_place import RankPlace  # noqa: E402
 from pdmesh.core.kv.transfer.ticket import Ticket  # noqa: E402
 from pdmesh.engine.vllm.connector.kv_facts import BESIDE  # noqa: E402
 from pdmesh.engine.vllm.connector.scheduler.handoff import KvLoad  # noqa: E402
@@ -133,7 +134,7 @@ class Rank:
 
     def pull(self, ticket: Ticket, ids: list[int], first_block: int = 0) -> TogetherPull:
         layout = layout_of(self.caches, len(ids), self.fingerprint)
-        share = Share(self.num_heads, self.num_ranks, self.rank)
+        share = Share(self.num_heads, RankPlace(self.rank, self.num_ranks))
         wanted = share.pieces(ticket, ArenaRange(4096, layout.total_bytes), layout.total_bytes)
         return pull_pieces(
             self.agent,
@@ -301,7 +302,7 @@ def test_a_rank_waits_for_all_its_sources_and_fails_if_one_fails(
             wait_until(lambda: sources[-1].events)
         said: list[RankMessage] = []
         incoming = IncomingKv(
-            Share(num_heads, 1, 0),
+            Share(num_heads, RankPlace(0, 1)),
             GroupCaches(target.caches, CacheGroups(TOKENS), [0] * NUM_LAYERS, ""),
             target.agent,
             max_pulls=1,

@@ -29,6 +29,7 @@ class Schedules:
     hands_on_all: bool = False
     proposes_tokens: bool = False
     reads_images: bool = False
+    num_stages: int = 1  # of a pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ def decide(asked: AsyncScheduling, engine: Schedules) -> Decision:
         return Decision(False, "tokens are proposed from those of the step before")
     if engine.reads_images:
         return Decision(False, "no test has shown it with a model that reads images")
+    if engine.num_stages > 1:
+        return Decision(False, "a pipeline has a step for each of its stages under way")
     if asked is AsyncScheduling.ON:
         return Decision(True, "the setting")
     if engine.hands_on_all:

@@ -66,7 +66,7 @@ class Placed(Protocol):
     @property
     def kv_cache_bytes(self) -> int: ...
     @property
-    def tensor_parallel_size(self) -> int: ...
+    def num_ranks(self) -> int: ...
     @property
     def has_worker_process(self) -> bool: ...
 
@@ -97,7 +97,8 @@ class VllmConfig:
     max_model_len: int = 2048
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 0  # per step; 0: `CPU_STEP_TOKENS` on a CPU, vLLM's own on a GPU
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  # ranks of each pipeline stage
+    pipeline_parallel_size: int = 1  # stages, each with some of the model's layers
     domain: DomainRank | None = None  # its place in a data-parallel domain; None: it has none
     tiers: TierConfig = field(default_factory=TierConfig)
     speculation: Speculation = NO_SPECULATION
@@ -110,6 +111,10 @@ class VllmConfig:
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
     file_digests: Mapping[str, str] = field(default_factory=dict)
     failpoints: str = ""  # armed in the workers, see failpoints.py
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def has_vision(self) -> bool:
@@ -143,6 +148,7 @@ class VllmConfig:
                 hands_on_all=bool(self.staging_bytes and not self.landing_bytes),
                 proposes_tokens=self.speculation.max_tokens > 0,
                 reads_images=self.has_vision,
+                num_stages=self.pipeline_parallel_size,
             ),
         )
 
@@ -156,7 +162,7 @@ class VllmConfig:
 
         In one process on a CPU, a step is computed by the thread that schedules.
         """
-        return self.tensor_parallel_size > 1 or (self.device == "cpu" and self.scheduling.is_async)
+        return self.num_ranks > 1 or (self.device == "cpu" and self.scheduling.is_async)
 
     @property
     def is_eager(self) -> bool:
@@ -179,7 +185,7 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if config.device == "cpu":
-        num_ranks, cores = config.tensor_parallel_size, usable_cores()
+        num_ranks, cores = config.num_ranks, usable_cores()
         values |= {
             "OMP_NUM_THREADS": str(threads_per_rank(len(cores), num_ranks)),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -236,6 +242,7 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         "max_num_seqs": config.max_num_seqs,
         "seed": engine_seed(config),
         "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
         "enable_prefix_caching": True,
         "prefix_cache_retention_interval": None,  # a prefix may end at any block of a window
         "use_tqdm_on_load": False,
@@ -269,7 +276,7 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         arguments |= lora_arguments(config)
     if config.has_vision:
         arguments |= vision_arguments()
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         arguments["distributed_executor_backend"] = "mp" if config.has_worker_process else "uni"
     return arguments
 

@@ -38,6 +38,7 @@ from pdmesh.engine.base import (
 from pdmesh.engine.vllm.child.domain import domain_arguments
 from pdmesh.engine.vllm.child.extra_arguments import extra_arguments
 from pdmesh.engine.vllm.child.llm_process import START_TIMEOUT_S, LlmProcess
+from pdmesh.engine.vllm.child.pipeline import check_pipeline
 from pdmesh.engine.vllm.child.preflight import check_memory, check_processor
 from pdmesh.engine.vllm.child.private_dir import make_private_dir
 from pdmesh.engine.vllm.child.startup import PROGRESS_EVERY_S, vllm_version, with_progress
@@ -145,6 +146,8 @@ class VllmEngine:
             "vllm.starting",
             model=config.model,
             dtype=config.effective_dtype,
+            num_ranks=config.num_ranks,
+            num_stages=config.pipeline_parallel_size,
             async_scheduling=scheduling.is_async,
             because=scheduling.reason,
             reads_in_file_order=loader.is_file_order,
@@ -167,6 +170,7 @@ class VllmEngine:
         config = self._config
         check_processor(config)
         check_speculation(config.speculation)
+        check_pipeline(config)
         await asyncio.to_thread(check_weights, config.loader, config.model_dir)
         files = await asyncio.to_thread(
             read_model, config.model_dir, self._digests, config.file_digests
@@ -178,7 +182,7 @@ class VllmEngine:
         self._control = ControlServer(self._on_worker_message, self._on_worker_lost)
         await self._control.listen(control_path(self._private_dir))
         if config.has_vision:
-            self._embeddings = EmbeddingClient(config.tensor_parallel_size)
+            self._embeddings = EmbeddingClient(config.num_ranks)
             await self._embeddings.listen(embeddings_path(self._private_dir), self._on_worker_lost)
         version = await with_progress("vllm.importing", asyncio.to_thread(vllm_version))
         log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))

@@ -25,8 +25,8 @@ S = TypeVar("S", bound=InstanceSettings)
 
 OPTIONS: Final = frozenset(
     {
-        "dtype", "kv_cache_dtype", "tensor_parallel_size", "kv_cache_bytes", "num_slots",
-        "block_size", "max_model_len",
+        "dtype", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size",
+        "kv_cache_bytes", "num_slots", "block_size", "max_model_len",
         "num_kv_blocks", "staging_bytes", "landing_bytes", "max_retrievals", "max_pulls",
         "max_waiting",
         "max_reserved_output", "kv_host_pool_bytes", "sim_law", "sim_eos_period", "sim_num_layers",
@@ -108,6 +108,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
         tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
         kv_cache_bytes=settings.kv_cache_bytes,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         speculation=(

@@ -301,7 +301,11 @@ def adapter_from_proto(m: common_pb2.Adapter) -> Adapter:
 
 
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
-    """Check the ticket's numbers, unless it has another fingerprint: admission refuses that."""
+    """Check the ticket's numbers, unless it has another fingerprint: admission refuses that.
+
+    Of layers with windows or states fewer bytes travel than are reserved. The KV agent compares the
+    exact number.
+    """
     if len(ticket.ticket_id.encode()) > MAX_TICKET_ID:
         raise InvalidRequest(f"must have at most {MAX_TICKET_ID} bytes", field="ticket.ticket_id")
     if ticket.model_fingerprint != capacity.model_fingerprint:
@@ -315,7 +319,8 @@ def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity
         capacity.num_ranks,
         len(ticket.addresses),
     )
-    if (ticket.num_tokens, ticket.kv_bytes) != (num_tokens, kv_bytes):
+    fits = kv_bytes is not None and 0 < ticket.kv_bytes <= kv_bytes
+    if ticket.num_tokens != num_tokens or not fits:
         raise InvalidRequest("the ticket belongs to another prompt", field="ticket")
 
 

@@ -11,9 +11,10 @@ from pdmesh.core.instance.async_scheduling import AsyncScheduling, Schedules, de
 DECODE = Schedules("cuda")
 FLAGS = (False, True)
 ENGINES = [
-    Schedules(device, *facts)
+    Schedules(device, *facts, num_stages=num_stages)
     for device in ("cpu", "cuda")
     for facts in itertools.product(FLAGS, FLAGS, FLAGS, FLAGS)
+    for num_stages in (1, 2)
 ]
 
 
@@ -35,6 +36,14 @@ def test_an_engine_that_pools_proposes_tokens_or_reads_images_never_schedules_ah
     )
     assert not decide(asked, Schedules(device, proposes_tokens=True)).is_async
     assert not decide(asked, Schedules(device, reads_images=True)).is_async
+
+
+@pytest.mark.req("S120", "S149")
+@pytest.mark.parametrize("asked", [AsyncScheduling.AUTO, AsyncScheduling.ON])
+def test_a_pipeline_has_steps_under_way_anyhow(asked: AsyncScheduling) -> None:
+    decision = decide(asked, Schedules("cuda", num_stages=2))
+    assert not decision.is_async
+    assert "pipeline" in decision.reason
 
 
 @pytest.mark.req("S149")

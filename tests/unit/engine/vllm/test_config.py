@@ -145,6 +145,19 @@ def test_ranks_compute_on_cores_of_their_own_if_there_are_enough() -> None:
     assert two["VLLM_CPU_OMP_THREADS_BIND"] == thread_binding(usable_cores(), 2)
 
 
+@pytest.mark.req("S120")
+def test_stages_are_ranks_too() -> None:
+    staged = replace(CPU, pipeline_parallel_size=2, async_scheduling=AsyncScheduling.ON)
+    assert (staged.num_ranks, staged.has_worker_process) == (2, True)
+    assert not staged.scheduling.is_async
+    told = environment(staged, {})
+    assert told["VLLM_CPU_OMP_THREADS_BIND"] == thread_binding(usable_cores(), 2)
+    assert told["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert scheduler_class(staged).endswith("TimedScheduler")
+    four = environment(replace(staged, tensor_parallel_size=2), {})
+    assert four["VLLM_CPU_OMP_THREADS_BIND"] == thread_binding(usable_cores(), 4)
+
+
 def test_the_instruction_sets_that_pack_kv_are_read_from_cpuinfo() -> None:
     text = "processor : 0\nflags\t\t: fpu sse2 avx2 avx512f amx_tile\nbugs : x\n"
     assert cpu_kernels(text) == "amx_tile avx2 avx512f"
@@ -155,6 +168,8 @@ def test_memory_is_checked_before_vllm_is_started(model_dir: Path) -> None:
     assert available_bytes("MemTotal: 9 kB\nMemAvailable:    2048 kB\n") == 2 << 20
     assert available_bytes("") is None
     assert needed_bytes(CPU, 100) == 200 + CPU.kv_cache_bytes + RUNTIME_BYTES
+    four = replace(CPU, tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert needed_bytes(four, 100) == 200 + 4 * (CPU.kv_cache_bytes + RUNTIME_BYTES)
     with pytest.raises(EngineFailed, match="lower kv_cache_bytes") as caught:
         check_memory(replace(CPU, model_dir=model_dir, kv_cache_bytes=1 << 60))
     assert caught.value.reason == "OUT_OF_MEMORY"

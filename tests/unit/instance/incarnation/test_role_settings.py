@@ -10,7 +10,8 @@ from pdmesh.core.loading.weights_loader import WeightsLoader
 from pdmesh.core.model import Role, RoleSpec
 from pdmesh.core.speculation.proposal_length import NO_SPECULATION, Method, Speculation
 from pdmesh.engine.base import EngineInfo
-from pdmesh.engine.factory import BuiltEngine
+from pdmesh.engine.factory import BuiltEngine, build_engine
+from pdmesh.errors import EngineMisconfigured
 from pdmesh.instance.incarnation.role_settings import (
     RoleRefused,
     capacity_of,
@@ -34,6 +35,24 @@ def test_only_a_decode_accepts_more_requests_than_it_has_slots(
     settings = InstanceSettings(num_slots=4, max_waiting=3)
     capacity = capacity_of(settings, role, BuiltEngine(ENGINE, 1 << 20, 1 << 20), INFO)
     assert (capacity.num_slots, capacity.max_waiting) == (4, num_waiting)
+
+
+@pytest.mark.req("S119", "S120")
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.FUSION])
+def test_an_assignment_says_how_an_engine_is_divided(role: Role) -> None:
+    options = (("tensor_parallel_size", "4"), ("pipeline_parallel_size", "2"))
+    spec = RoleSpec(role, "default", "default", options=options)
+    found = engine_settings(settings_for(InstanceSettings(), spec, {}), role, 1)
+    assert (found.tensor_parallel_size, found.pipeline_parallel_size) == (4, 2)
+
+
+@pytest.mark.req("S120")
+@pytest.mark.parametrize("role", [Role.POOLING, Role.ENCODER])
+def test_only_instances_that_generate_are_pipelines(role: Role) -> None:
+    given = InstanceSettings(pipeline_parallel_size=2)
+    with pytest.raises(EngineMisconfigured, match="only instances that generate") as refused:
+        build_engine(engine_settings(given, role, 1))
+    assert refused.value.field == "pipeline_parallel_size"
 
 
 def assigned(text: str, role: Role = Role.DECODE, **settings: Any) -> Speculation:

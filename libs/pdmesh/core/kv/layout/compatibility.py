@@ -3,7 +3,9 @@
 All that they must have in common is in one short string: the `model_fingerprint` of tickets,
 registry and index. Engines with equal strings may exchange KV, others must not. The string names
 the number of ranks only where blocks are opaque. Where blocks can be cut by heads, it names the
-number of heads, and the numbers of ranks may differ (`rank_heads.py`).
+number of heads, and the numbers of ranks may differ (`rank_heads.py`). If an engine is a pipeline
+of stages, the string says how many layers each stage has, and both sides need the same stages
+(`rank_place.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ UNSCALED = "unscaled"
 _TEXT = re.compile(
     r"(?P<model>[0-9a-z]+)\.(?P<dtype>\w+)\.(?P<scales>[\w-]+)\.b(?P<block_size>\d+)"
     r"\.(?P<block>[0-9a-z]+)\.(?P<cut>heads|tp)(?P<count>\d+)"
+    r"(\.pp(?P<stages>[1-9]\d*(-[1-9]\d*)+))?"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """It has `num_heads` of the whole model or, for opaque blocks, `num_ranks`; the other is 0."""
+    """It has `num_heads` of the whole model or, for opaque blocks, `num_ranks`; the other is 0.
+
+    `num_ranks` are those of one pipeline stage.
+    """
 
     model: str  # digest of the weights, of how they are used, and of the engine's version
     dtype: str  # of the stored K and V
@@ -32,10 +38,17 @@ class KvFormat:
     block: str  # digest of how a block is laid out when it travels
     num_ranks: int = 0
     num_heads: int = 0
+    stages: tuple[int, ...] = ()  # layers of each pipeline stage; (): the engine has one stage
 
     def __str__(self) -> str:
         cut = f"heads{self.num_heads}" if self.num_heads else f"tp{self.num_ranks}"
+        if self.stages:
+            cut += f".pp{'-'.join(map(str, self.stages))}"
         return f"{self.model}.{self.dtype}.{self.scales}.b{self.block_size}.{self.block}.{cut}"
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages) or 1
 
     @property
     def kv(self) -> str:
@@ -56,6 +69,7 @@ def parse(text: str) -> KvFormat | None:
         found["block"],
         num_ranks=0 if is_cut else count,
         num_heads=count if is_cut else 0,
+        stages=tuple(map(int, found["stages"].split("-"))) if found["stages"] else (),
     )
 
 
@@ -65,17 +79,23 @@ def may_meet(fingerprint: str, our_ranks: int, their_ranks: int) -> bool:
 
 
 def rank_bytes(fingerprint: str, our_bytes: int, our_ranks: int, their_ranks: int) -> int | None:
-    """The share on each of their ranks, if each of ours has `our_bytes`; None: no exchange."""
+    """The share on each of their ranks, if each of ours has `our_bytes`; None: no exchange.
+
+    Of a pipeline, both are shares of the stage that has most layers.
+    """
     if our_ranks == their_ranks:
         return our_bytes
     kind = parse(fingerprint)
     if kind is None or not kind.num_heads:
         return None
+    if our_ranks % kind.num_stages or their_ranks % kind.num_stages:
+        return None
     try:
-        ours = heads_of(kind.num_heads, our_ranks, 0).count
-        return our_bytes // ours * heads_of(kind.num_heads, their_ranks, 0).count
+        ours = heads_of(kind.num_heads, our_ranks // kind.num_stages, 0).count
+        theirs = heads_of(kind.num_heads, their_ranks // kind.num_stages, 0).count
     except ValueError:
         return None
+    return our_bytes // ours * theirs
 
 
 def difference(theirs: str, ours: str, them: str = "the sender", us: str = "this instance") -> str:
@@ -91,6 +111,11 @@ def difference(theirs: str, ours: str, them: str = "the sender", us: str = "this
         return f"{them} runs another model, draft, number format or engine version than {us}"
     if a.block_size != b.block_size:
         return f"{them} has blocks of {a.block_size} tokens, {us} of {b.block_size}"
+    if a.stages != b.stages:
+        return (
+            f"{them} is {_pipeline(a)}, {us} {_pipeline(b)}: both need the same "
+            "pipeline_parallel_size, and the same layers on each stage"
+        )
     if bool(a.num_heads) != bool(b.num_heads):
         return (
             f"{them} keeps {_cut(a)}, {us} {_cut(b)}: they run other releases of pdmesh or "
@@ -102,6 +127,12 @@ def difference(theirs: str, ours: str, them: str = "the sender", us: str = "this
             "both need the same number of ranks"
         )
     return f"{them} packs its blocks in another way than {us}"
+
+
+def _pipeline(kind: KvFormat) -> str:
+    if not kind.stages:
+        return "no pipeline"
+    return f"a pipeline of {' + '.join(map(str, kind.stages))} layers"
 
 
 def _cut(kind: KvFormat) -> str:

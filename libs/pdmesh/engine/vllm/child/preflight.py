@@ -12,7 +12,7 @@ from pdmesh.errors import EngineFailed, EngineMisconfigured
 
 log = structlog.get_logger(__name__)
 
-RUNTIME_BYTES = 900 << 20  # torch, vLLM and activations, only in the worker
+RUNTIME_BYTES = 900 << 20  # torch, vLLM and activations, only in a worker
 _DTYPE_BYTES = {"float32": 4}  # other formats take the size of the stored weights
 
 
@@ -22,12 +22,12 @@ def weight_bytes(model_dir: Path) -> int:
 
 
 def needed_bytes(config: Placed, weights: int) -> int:
-    """Roughly how much memory a CPU worker takes.
+    """Roughly how much memory an engine's workers take on a CPU, which share the weights out.
 
     Arenas do not count: their memory is committed as it is used.
     """
     loaded = weights * _DTYPE_BYTES.get(config.effective_dtype, 2) // 2
-    return loaded + config.kv_cache_bytes + RUNTIME_BYTES
+    return loaded + config.num_ranks * (config.kv_cache_bytes + RUNTIME_BYTES)
 
 
 def available_bytes(meminfo: str) -> int | None:
@@ -39,7 +39,7 @@ def available_bytes(meminfo: str) -> int | None:
 
 
 def check_memory(config: Placed, draft_dir: Path | None = None) -> None:
-    """Raises EngineFailed if a CPU worker cannot fit, with its draft model.
+    """Raises EngineFailed if the workers of a CPU cannot fit, with their draft model.
 
     vLLM itself checks a GPU's memory.
     """

@@ -14,6 +14,7 @@ import structlog
 from pydantic import ValidationError
 
 from pdmesh.engine.vllm.child import child_main
+from pdmesh.engine.vllm.child.pipeline import check_stages
 from pdmesh.engine.vllm.host.stats import SchedulerView
 from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds, may_reuse_prefixes
 from pdmesh.engine.vllm.model.rotation import rotate_rightly
@@ -75,6 +76,7 @@ def build(
                 has_tiers=bool(told.get("tiers")),
             )
             check_state_steps(config)
+            check_stages(config)
         rotate_rightly(config)
         # vLLM's platform for CPUs ignores the argument, after vLLM has checked that it may be set.
         config.scheduler_config.async_scheduling = bool(arguments.get("async_scheduling"))
@@ -111,7 +113,7 @@ def engine_config(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any
     """
     try:
         return make(**arguments).create_engine_config()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         raise EngineMisconfigured(f"vLLM refuses its arguments ({_cause(error)})") from error
 
 

@@ -27,7 +27,7 @@ from pdmesh.engine.vllm.connector.cache_specs import (
     states_text,
     with_state_pages,
 )
-from pdmesh.engine.vllm.connector.kv_facts import kv_facts
+from pdmesh.engine.vllm.connector.kv_facts import as_stage, kv_facts, rank_place
 from pdmesh.engine.vllm.connector.refusal import told_to_host
 from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests
 from pdmesh.engine.vllm.connector.scheduler.grammars import compile_with_drawn, has_failed
@@ -44,6 +44,7 @@ from pdmesh.engine.vllm.connector.worker.work_signs import sign_adapter_loads
 from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
 from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED
 from pdmesh.engine.vllm.model.cache_kinds import may_reuse_prefixes
+from pdmesh.engine.vllm.model.stage_inputs import make_room_for_inputs
 from pdmesh.engine.vllm.speculation.bonus_token import count_proposed_tokens
 from pdmesh.engine.vllm.speculation.cpu_sampling import mend_drawing_on_cpu
 
@@ -96,21 +97,21 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             tell_each_its_own()
             if vllm_config.scheduler_config.async_scheduling:
                 keep_placeholders()
-            parallel = vllm_config.parallel_config
             if vllm_config.speculative_config is not None:
                 count_proposed_tokens()
                 if told["device"] == "cpu":
                     mend_drawing_on_cpu()
             self._worker = HandoffWorker(
                 told,
-                rank=parallel.rank,
-                num_ranks=parallel.world_size,
+                place=(place := rank_place(vllm_config)),
                 num_blocks=kv_cache_config.num_blocks,
                 groups=groups,
                 group_of=group_of_layers(kv_cache_config),
             )
             self._clock = StepClock()
-            if parallel.rank == 0:
+            if place.stage:
+                make_room_for_inputs()
+            if place.is_first_to_draw:
                 time_steps(self._clock)
             if vllm_config.lora_config is not None:
                 sign_adapter_loads(self._worker.signs.layer)
@@ -227,6 +228,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         facts = kv_facts(self._vllm_config, in_order)
         if specs:
             facts = replace(facts, backends=f"{facts.backends} {states_text(specs)}")
+        if self._vllm_config.parallel_config.pipeline_parallel_size > 1:
+            facts = as_stage(facts)
         with told_to_host(told["control_path"]):
             self.worker.start(with_state_pages(in_order, specs), facts)
 

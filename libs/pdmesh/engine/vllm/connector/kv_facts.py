@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pdmesh.core.kv.layout.compatibility import UNSCALED
+from pdmesh.core.kv.layout.rank_place import RankPlace
 from pdmesh.engine.vllm.model.fingerprint import digest
 from pdmesh.engine.vllm.model.rotation import rotation_text
 
 BESIDE = "per-token-head"  # scales lie in the same block as the numbers and travel with them
+CHECKPOINT = "per-tensor-checkpoint"  # scales of a tensor each, which come with the model's files
 _DIGEST_CHARS = 8
 _ALIASES = {"fp8": "fp8_e4m3"}
 # Kinds of rope that turn a position independently of the longest position.
@@ -26,6 +28,36 @@ class KvFacts:
     num_heads: int  # kv heads of the whole model; 1 for latent attention, copied by every rank
     computed: str  # digest of all that decides the numbers, apart from the model's files
     backends: str  # names of the attention kernels, which lay out the inside of an opaque block
+
+
+def as_stage(facts: KvFacts) -> KvFacts:
+    """The facts without what differs from one pipeline stage to the next: its layers' scales.
+
+    Scales come with the model's files, of which the fingerprint has a digest.
+    """
+    is_tensors = facts.scales not in (UNSCALED, BESIDE)
+    return replace(facts, scales=CHECKPOINT if is_tensors else facts.scales)
+
+
+def layers_by_stage(vllm_config: Any) -> tuple[int, ...]:
+    """As vLLM shares the model's layers out to its pipeline stages; (): there is one stage.
+
+    Raises ValueError if `VLLM_PP_LAYER_PARTITION` does not fit the model.
+    """
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    if num_stages == 1:
+        return ()
+    from vllm.distributed.utils import get_pp_indices
+
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    runs = [get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)]
+    return tuple(end - start for start, end in runs)
+
+
+def rank_place(vllm_config: Any) -> RankPlace:
+    """Where this worker's rank stands. Raises ValueError like `layers_by_stage`."""
+    parallel = vllm_config.parallel_config
+    return RankPlace(parallel.rank, parallel.world_size, layers_by_stage(vllm_config))
 
 
 def kv_facts(vllm_config: Any, layer_names: Iterable[str]) -> KvFacts:

@@ -51,7 +51,7 @@ class VllmEncoderConfig:
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
     file_digests: Mapping[str, str] = field(default_factory=dict)
     failpoints: str = ""
-    tensor_parallel_size: int = 1
+    num_ranks: int = 1
     kv_cache_dtype: str = "auto"
 
     @property

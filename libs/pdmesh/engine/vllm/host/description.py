@@ -33,7 +33,7 @@ def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]
         incarnation=config.incarnation,
         model_fingerprint=first.model_fingerprint,
         addresses=tuple(h.address for h in hellos if h.address),
-        kv_bytes_per_token=first.block_bytes // config.block_size,
+        kv_bytes_per_token=max(h.block_bytes for h in hellos) // config.block_size,
         block_size=config.block_size,
         lease_ms=round(1000 * config.lease_s),
         max_model_len=config.max_model_len,

@@ -64,7 +64,7 @@ class Endpoint:
     incarnation: int
     model_fingerprint: str
     addresses: tuple[str, ...]  # one per rank
-    kv_bytes_per_token: int  # of one rank
+    kv_bytes_per_token: int  # of one rank; in a pipeline, of the stage that has most layers
     block_size: int
     lease_ms: int
     max_model_len: int

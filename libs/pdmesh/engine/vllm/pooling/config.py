@@ -37,6 +37,10 @@ class VllmPoolingConfig:
     failpoints: str = ""
 
     @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size
+
+    @property
     def effective_dtype(self) -> str:
         return self.dtype or ("float32" if self.device == "cpu" else "auto")
 

@@ -139,6 +139,25 @@ def test_states_of_another_shape_or_number_format_are_another_kind_of_kv() -> No
     assert states_text(state_specs(config(FULL, WINDOW))) == ""
 
 
+@pytest.mark.req("S120")
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("shape", [(8, 2, 16, 128), (8, 16, 2, 100)])  # cut by heads, opaque
+def test_all_stages_of_a_pipeline_have_one_layout(shape: tuple[int, ...], is_packed: bool) -> None:
+    def stage(first: int, end: int, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+        own = {f"model.layers.{n}.self_attn.attn": torch.zeros(shape) for n in range(first, end)}
+        return own | more
+
+    def block(caches: dict[str, torch.Tensor], *, is_stage: bool) -> str:
+        return read_layout(caches, 8, 2, is_packed=is_packed, is_stage=is_stage).block
+
+    early, late = stage(0, 3), stage(3, 5)
+    assert block(early, is_stage=True) == block(late, is_stage=True)
+    assert block(early, is_stage=False) != block(late, is_stage=False)
+    assert block(early, is_stage=True) != block(early, is_stage=False)
+    half = {name: cache.half() for name, cache in early.items()}
+    assert block(half, is_stage=True) != block(early, is_stage=True)
+
+
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("order", [("state", "full"), ("full", "state")])
 def test_blocks_beside_states_are_opaque_and_arrive_bit_for_bit(

@@ -12,11 +12,15 @@ pytest.importorskip("torch")
 from pdmesh.core.kv.layout.compatibility import UNSCALED
 from pdmesh.engine.vllm.connector.kv_facts import (
     BESIDE,
+    CHECKPOINT,
     KvFacts,
+    as_stage,
     kv_dtype,
     kv_facts,
     kv_scales,
+    layers_by_stage,
     length_decides,
+    rank_place,
 )
 from pdmesh.engine.vllm.connector.worker.cache_layout import known_axes
 
@@ -85,6 +89,49 @@ def test_facts_are_read_from_vllms_configuration() -> None:
     for layer in kernels.compilation_config.static_forward_context.values():
         layer.attn_backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
     assert kv_facts(kernels, names).backends == "FLASH_ATTN"
+
+
+@pytest.mark.req("S120", "S126")
+@pytest.mark.parametrize("stored", ["auto", "fp8", "int8_per_token_head"])
+def test_stages_with_other_scales_have_one_name(stored: str) -> None:
+    ones, twos = vllm_config(stored, (1.0, 1.0)), vllm_config(stored, (0.5, 2.0))
+    first, second = (as_stage(kv_facts(each, ["layer.0"])) for each in (ones, twos))
+    assert first == second
+    assert (first.scales == CHECKPOINT) == (stored == "fp8")
+
+
+@pytest.mark.req("S120")
+def test_layers_are_shared_out_as_vllm_shares_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm.distributed.utils")
+
+    def shared(num_layers: int, num_stages: int) -> tuple[int, ...]:
+        return layers_by_stage(
+            SimpleNamespace(
+                model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: num_layers),
+                parallel_config=SimpleNamespace(pipeline_parallel_size=num_stages),
+            )
+        )
+
+    assert shared(61, 1) == ()
+    assert shared(30, 2) == (15, 15)
+    assert shared(61, 2) == (31, 30)
+    assert shared(61, 4) == (15, 15, 16, 15)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "20,41")
+    assert shared(61, 2) == (20, 41)
+    with pytest.raises(ValueError, match="num_hidden_layers=60"):
+        shared(60, 2)
+
+
+@pytest.mark.req("S120")
+def test_a_workers_place_is_read_from_vllms_configuration() -> None:
+    pytest.importorskip("vllm.distributed.utils")
+    place = rank_place(
+        SimpleNamespace(
+            model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 5),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=2, rank=2, world_size=4),
+        )
+    )
+    assert (place.stage, place.rank_in_stage, place.stages) == (1, 0, (3, 2))
 
 
 @pytest.mark.req("S80", "S126")

@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 
 from pdmesh.core.instance.arena import ArenaRange  # noqa: E402
 from pdmesh.core.kv.layout.compatibility import may_meet  # noqa: E402
+from pdmesh.core.kv.layout.rank_place import RankPlace  # noqa: E402
 from pdmesh.core.kv.transfer.ticket import Ticket  # noqa: E402
 from pdmesh.engine.vllm.connector.cache_specs import groups_of  # noqa: E402
 from pdmesh.engine.vllm.connector.kv_facts import kv_facts  # noqa: E402
@@ -92,7 +93,9 @@ def test_each_rank_pulls_the_whole_from_one_rank_and_every_source_hears_of_it(
     told: dict[int, int] = dict.fromkeys(range(num_sources), 0)
     takers: dict[int, set[int]] = {source: set() for source in range(num_sources)}
     for rank in range(num_ranks):
-        wanted = Share(1, num_ranks, rank).pieces(ticket(num_sources), ArenaRange(0, 4096), 4096)
+        wanted = Share(1, RankPlace(rank, num_ranks)).pieces(
+            ticket(num_sources), ArenaRange(0, 4096), 4096
+        )
         bringing = [piece for piece in wanted if piece.count]
         assert [piece.num_bytes for piece in bringing] == [4096], "a rank takes one copy"
         for piece in wanted:

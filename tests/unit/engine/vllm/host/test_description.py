@@ -27,6 +27,20 @@ def test_both_ranks_are_described() -> None:
     assert (info.num_ranks, info.num_kv_blocks, info.kv_bytes_per_token) == (2, 10, 128)
 
 
+@pytest.mark.req("S120")
+def test_a_pipelines_tickets_have_the_bytes_of_its_largest_stage() -> None:
+    """A range of that size holds any stage's share. Stages of 3 and 2 layers, 512 bytes each."""
+    first, last = (
+        RankHello(0, 2, 1, "a", "f", 11, 1536, 3),
+        RankHello(1, 2, 2, "b", "f", 11, 1024, 2),
+    )
+    endpoint = endpoint_of(CONFIG, 16, [first, last])
+    info = info_of(CONFIG, endpoint, [first, last])
+    job = PrefillJob(1, "r", 0, array("I", range(33)), Sampling(max_tokens=1), "t")
+    assert endpoint.ticket(job).kv_bytes == 3 * 1536
+    assert info.kv_bytes_per_token * 16 // info.num_ranks == 1536
+
+
 def test_layers_with_a_window_make_tickets_smaller_and_count_as_full_in_the_capacity() -> None:
     """Of 100 tokens the next one sees 20 in layer 1: tokens 81 to 99, in blocks 5 and 6 of 7."""
     hello = RankHello(0, 1, 1, "a", "f", 41, 1024, 2, (0, 20), 2, 1)

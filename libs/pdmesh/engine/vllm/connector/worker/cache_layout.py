@@ -10,6 +10,7 @@ block is opaque: it moves whole, between equal numbers of ranks.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,27 +44,30 @@ def read_layout(
     *,
     is_packed: bool,
     kernels: str = "",
+    is_stage: bool = False,
 ) -> CacheLayout:
     """`num_heads` are this rank's; `is_packed`: kernels decide what is where in a head's block.
 
-    `kernels` names these kernels. Raises ValueError if layers differ, or if a layer's blocks are
-    not contiguous.
+    `kernels` names these kernels. `is_stage`: other ranks have other layers, so the digest tells
+    neither which layers these are nor how many. Raises ValueError if layers differ, or if a layer's
+    blocks are not contiguous.
     """
     caches = list(kv_caches.values())
+    count = "stage" if is_stage else str(len(caches))
     if is_packed:
-        heads = packed_heads(kv_caches, num_blocks, num_heads, kernels)
-        return heads or _opaque(kv_caches, num_blocks, kernels)
+        heads = packed_heads(caches, num_blocks, num_heads, (kernels, count))
+        return heads or _opaque(kv_caches, num_blocks, kernels, is_stage=is_stage)
     axes = known_axes(tuple(caches[0].shape), num_blocks, num_heads)
     has_states = len({cache.ndim for cache in caches}) > 1  # whole blocks beside KV by token
     if axes is None or has_states:
-        return _opaque(kv_caches, num_blocks, kernels)
+        return _opaque(kv_caches, num_blocks, kernels, is_stage=is_stage)
     item = caches[0].element_size()
     layouts = {head_blocks(axes, c.shape, c.stride(), item) for c in caches}
     if len(layouts) != 1:
         raise ValueError("the layers' caches have different layouts")
     (where,) = layouts
     travels = travel_shape(axes, caches[0].shape, item)
-    return CacheLayout(where, _digest("heads", *map(str, (len(caches), *travels))), is_opaque=False)
+    return CacheLayout(where, _digest("heads", count, *map(str, travels)), is_opaque=False)
 
 
 def with_windows(block: str, windows: Sequence[int]) -> str:
@@ -84,10 +88,12 @@ def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str |
 
 
 def packed_heads(
-    kv_caches: Mapping[str, torch.Tensor], num_blocks: int, num_heads: int, kernels: str
+    caches: Sequence[torch.Tensor], num_blocks: int, num_heads: int, named: tuple[str, str]
 ) -> CacheLayout | None:
-    """[blocks, heads, ...] with each head's block in one piece; None if the caches differ."""
-    caches = list(kv_caches.values())
+    """[blocks, heads, ...] with each head's block in one piece; None if the caches differ.
+
+    `named`: the kernels, and the number of layers as the digest has it.
+    """
     shape = tuple(caches[0].shape)
     if shape[:2] != (num_blocks, num_heads) or len({c.dtype for c in caches}) != 1:
         return None
@@ -99,8 +105,8 @@ def packed_heads(
         Axis(num_blocks, num_heads * head_bytes), Axis(num_heads, head_bytes), (), head_bytes
     )
     kind = machine_kernels(_device_kind(caches[0]))
-    parts = (str(len(caches)), str(caches[0].dtype), *map(str, inner))
-    return CacheLayout(where, _digest("packed heads", kind, kernels, *parts), is_opaque=False)
+    parts = (*named, str(caches[0].dtype), *map(str, inner))
+    return CacheLayout(where, _digest("packed heads", kind, *parts), is_opaque=False)
 
 
 def block_rows(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -118,7 +124,9 @@ def block_rows(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return dense.view(num_blocks, -1).view(torch.uint8)
 
 
-def _opaque(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, kernels: str) -> CacheLayout:
+def _opaque(
+    kv_caches: Mapping[str, torch.Tensor], num_blocks: int, kernels: str, *, is_stage: bool
+) -> CacheLayout:
     sizes = {block_rows(cache, num_blocks).shape[1] for cache in kv_caches.values()}
     if len(sizes) != 1:
         raise ValueError("the layers' blocks differ in size")
@@ -127,10 +135,17 @@ def _opaque(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, kernels: str
         blocks = [d for d in range(cache.ndim) if cache.shape[d] == num_blocks]
         shape = [s for d, s in enumerate(cache.shape) if d not in blocks[:1]]
         order = sorted(range(cache.ndim), key=lambda d: (-cache.stride(d), -cache.shape[d]))
-        parts.append(f"{name} {cache.dtype} {shape} {order}")
+        parts.append(f"{any_layer(name) if is_stage else name} {cache.dtype} {shape} {order}")
+    if is_stage:
+        parts = sorted(set(parts))
     kind = machine_kernels(_device_kind(next(iter(kv_caches.values()))))
     block = _digest(kind, kernels, *parts)
     return CacheLayout(opaque_blocks(num_blocks, sizes.pop()), block, is_opaque=True)
+
+
+def any_layer(name: str) -> str:
+    """A layer's name, or a text with such names, without the layers' numbers."""
+    return re.sub(r"\b\d+\b", "#", name)
 
 
 def _device_kind(cache: torch.Tensor) -> str:

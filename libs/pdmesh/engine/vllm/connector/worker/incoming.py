@@ -93,7 +93,7 @@ class IncomingKv:
         max_pulls: int,
         send: Callable[[RankMessage], None],
     ) -> None:
-        self._share, self._rank = share, share.rank
+        self._share, self._rank = share, share.place.rank
         self._caches, self._agent, self._send = caches, agent, send
         self._lock = threading.RLock()  # reentrant, since an effect may cause the next event
         self._has_news = threading.Condition(self._lock)

@@ -116,4 +116,4 @@ class PeerProber:
             reason = KvTransferFailed.default_reason
         if isinstance(error, KvTransferFailed):
             reason = error.reason
-        self._send(Probed(self._share.rank, order.check_id, reason, message))
+        self._send(Probed(self._share.place.rank, order.check_id, reason, message))

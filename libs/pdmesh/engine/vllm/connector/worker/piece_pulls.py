@@ -3,7 +3,7 @@
 If both sides have the same number of ranks, the pull is one piece: the whole ticket, from the rank
 of the same number. Otherwise each piece has some heads of one source rank and lands in its own part
 of the landing range. The pull is over when the last piece has ended, successful or not: only then
-nothing writes into the range any more.
+nothing writes into the range any more. A rank of a pipeline pulls from its own stage's ranks alone.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.rank_heads import heads_of, num_takers, pieces
+from pdmesh.core.kv.layout.rank_place import RankPlace
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.thread import AgentThread
@@ -41,22 +42,25 @@ class PiecePull:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The model's kv heads that this rank holds."""
+    """The model's kv heads that this rank holds, in its stage's layers."""
 
     num_heads: int  # of the model
-    num_ranks: int
-    rank: int
+    place: RankPlace
 
     def is_like(self, ticket: Ticket) -> bool:
         """Whether the ticket's sender has the same number of ranks."""
-        return len(ticket.addresses) == self.num_ranks
+        return len(ticket.addresses) == self.place.num_ranks
 
     def sources(self, num_sources: int) -> tuple[int, ...]:
         """The ranks of `num_sources` that this rank pulls from. Raises ValueError like `pieces`."""
-        if num_sources == self.num_ranks:
-            return (self.rank,)
-        found = pieces(self.num_heads, num_sources, self.num_ranks, self.rank)
-        return tuple(sorted({piece.source_rank for piece in found}))
+        place = self.place
+        if num_sources == place.num_ranks:
+            return (place.rank,)
+        first = place.first_of(num_sources)
+        found = pieces(
+            self.num_heads, place.num_beside_of(num_sources), place.num_beside, place.rank_in_stage
+        )
+        return tuple(sorted({first + piece.source_rank for piece in found}))
 
     def pieces(self, ticket: Ticket, landing: ArenaRange, num_bytes: int) -> tuple[PiecePull, ...]:
         """The pieces to pull for a prompt: from which rank, and to which part of `landing`.
@@ -64,23 +68,26 @@ class Share:
         This rank takes `num_bytes` of the prompt. Raises ValueError if the ranks cannot share the
         heads equally; `kv_format` lets no such ticket come here.
         """
+        place, num_heads = self.place, self.num_heads
+        num_beside, rank = place.num_beside, place.rank_in_stage
         if self.is_like(ticket):
-            count = max(1, self.num_heads // self.num_ranks)
-            return (PiecePull(self.rank, landing, num_bytes, None, None, count, 1),)
-        num_sources = len(ticket.addresses)
-        head_bytes = num_bytes // heads_of(self.num_heads, self.num_ranks, self.rank).count
+            count = max(1, num_heads // num_beside)
+            return (PiecePull(place.rank, landing, num_bytes, None, None, count, 1),)
+        num_sources = place.num_beside_of(len(ticket.addresses))
+        first = place.first_of(len(ticket.addresses))
+        head_bytes = num_bytes // heads_of(num_heads, num_beside, rank).count
         at, pulls = landing.offset, []
-        for piece in pieces(self.num_heads, num_sources, self.num_ranks, self.rank):
+        for piece in pieces(num_heads, num_sources, num_beside, rank):
             size = piece.count * head_bytes
             pulls.append(
                 PiecePull(
-                    piece.source_rank,
+                    first + piece.source_rank,
                     ArenaRange(at, size),
                     size,
                     (piece.source_head, piece.count) if piece.count else None,
                     (piece.head, piece.count),
                     piece.count,
-                    num_takers(self.num_heads, num_sources, self.num_ranks, piece.source_rank),
+                    num_takers(num_heads, num_sources, num_beside, piece.source_rank),
                 )
             )
             at += size or 1  # an empty piece needs its own offset: ranges are freed by offset
@@ -108,7 +115,7 @@ def pull_pieces(
     def pull(piece: PiecePull) -> Future[PullResult]:
         landed = None if on_range is None else partial(on_range, piece)
         return agent.pull(
-            ticket,
+            ticket if first_block else _of_stage(ticket, piece),
             piece.landing,
             deadline_s=deadline_s,
             stall_s=stall_s,
@@ -122,6 +129,13 @@ def pull_pieces(
         )
 
     return TogetherPull([(piece, pull(piece)) for piece in wanted])
+
+
+def _of_stage(ticket: Ticket, piece: PiecePull) -> Ticket:
+    """The ticket with the bytes of this rank's stage. It has those of the largest stage."""
+    if piece.heads is not None or piece.num_bytes == ticket.kv_bytes:
+        return ticket
+    return replace(ticket, kv_bytes=piece.num_bytes)
 
 
 class TogetherPull:

@@ -16,12 +16,13 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.cache_groups import CacheGroups
 from pdmesh.core.kv.layout.compatibility import KvFormat
 from pdmesh.core.kv.layout.rank_heads import heads_of
+from pdmesh.core.kv.layout.rank_place import RankPlace
 from pdmesh.core.kv.transfer.gpu_or_host import KvMemory, KvPath, NoSuchPath, decide_path
 from pdmesh.engine.vllm.connector.kv_facts import KvFacts
 from pdmesh.engine.vllm.connector.refusal import CannotMoveKv, HasNoKvPath
 from pdmesh.engine.vllm.connector.scheduler.handoff import StepPlan
 from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches
-from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout, with_windows
+from pdmesh.engine.vllm.connector.worker.cache_layout import CacheLayout, read_layout, with_windows
 from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches
 from pdmesh.engine.vllm.connector.worker.incoming import IncomingKv
 from pdmesh.engine.vllm.connector.worker.outgoing import Outgoing
@@ -68,15 +69,14 @@ class HandoffWorker:
     def __init__(
         self,
         config: Mapping[str, Any],
-        rank: int,
-        num_ranks: int,
+        place: RankPlace,
         num_blocks: int,
         groups: CacheGroups,
         group_of: Mapping[str, int],
     ) -> None:
         """`group_of` has the cache group of each layer, by vLLM's name."""
         failpoints.arm(config["failpoints"])
-        self._config, self._rank, self._num_ranks = config, rank, num_ranks
+        self._config, self._place, self._rank = config, place, place.rank
         self._num_blocks, self._groups, self._group_of = num_blocks, groups, group_of
         self._fingerprint = ""
         self._layers: dict[str, int] = {}  # by vLLM's name, in order of computation
@@ -89,23 +89,21 @@ class HandoffWorker:
         self.tiers: TierWorker | None = None
         self._prober: PeerProber | None = None
         self._control = WorkerControl(config["control_path"], self._on_message, _exit)
-        self.signs = WorkSigns(rank, self._control.send)
+        self.signs = WorkSigns(place.rank, self._control.send)
 
     def start(self, kv_caches: Mapping[str, torch.Tensor], facts: KvFacts) -> None:
         """Open the agent over the allocated cache and greet the host.
 
         `kv_caches` are in the order in which the model computes the layers. Raises CannotMoveKv.
         """
-        is_packed = self._config["device"] == "cpu"
-        try:
-            mine = heads_of(facts.num_heads, self._num_ranks, self._rank)
-            layout = read_layout(
-                kv_caches, self._num_blocks, mine.count, is_packed=is_packed, kernels=facts.backends
-            )
-        except ValueError as error:
-            raise CannotMoveKv(str(error)) from error
+        layout = self._read_layout(kv_caches, facts)
         group_of = [self._group(name) for name in kv_caches]
         windows = [self._groups.windows[group] for group in group_of]
+        if self._place.stages and any(windows):
+            raise CannotMoveKv(
+                "the mesh moves no KV of a pipeline whose layers have windows or states: set "
+                "pipeline_parallel_size to 1"
+            )
         block_size = self._groups.block_size
         kind = KvFormat(
             digest((self._config["computation"], facts.computed))[:COMPUTATION_CHARS],
@@ -113,8 +111,9 @@ class HandoffWorker:
             facts.scales,
             block_size,
             with_windows(layout.block, windows),
-            num_ranks=self._num_ranks if layout.is_opaque else 0,
+            num_ranks=self._place.num_beside if layout.is_opaque else 0,
             num_heads=0 if layout.is_opaque else facts.num_heads,
+            stages=self._place.stages,
         )
         self._fingerprint = str(kind)
         caches = GroupCaches(
@@ -128,7 +127,7 @@ class HandoffWorker:
             self.tiers = TierWorker(
                 tiers,
                 caches,
-                RankBlocks(self._fingerprint, block_size, self._rank, self._num_ranks),
+                RankBlocks(self._fingerprint, block_size, self._rank, self._place.num_ranks),
                 self._control.send,
                 _die,
             )
@@ -136,13 +135,13 @@ class HandoffWorker:
         address, send = self._open_agent(), self._control.send
         if self._agent is not None:
             self.outgoing = Outgoing(self._rank, caches, self._agent, send)
-            share = Share(facts.num_heads, self._num_ranks, self._rank)
+            share = Share(facts.num_heads, self._place)
             self.incoming = IncomingKv(share, caches, self._agent, self._config["max_pulls"], send)
             self._prober = PeerProber(share, self._agent, send)
         self._control.send(
             RankHello(
                 self._rank,
-                self._num_ranks,
+                self._place.num_ranks,
                 os.getpid(),
                 address,
                 self._fingerprint,
@@ -155,6 +154,28 @@ class HandoffWorker:
                 str(self._path or ""),
             )
         )
+
+    def _read_layout(self, kv_caches: Mapping[str, torch.Tensor], facts: KvFacts) -> CacheLayout:
+        """Raises CannotMoveKv."""
+        place = self._place
+        if place.stages and len(kv_caches) != place.stages[place.stage]:
+            raise CannotMoveKv(
+                f"{len(kv_caches)} of the {place.stages[place.stage]} layers on stage "
+                f"{place.stage} keep KV of their own, and the mesh moves KV of pipelines only "
+                "where all layers do: set pipeline_parallel_size to 1"
+            )
+        try:
+            mine = heads_of(facts.num_heads, place.num_beside, place.rank_in_stage)
+            return read_layout(
+                kv_caches,
+                self._num_blocks,
+                mine.count,
+                is_packed=self._config["device"] == "cpu",
+                kernels=facts.backends,
+                is_stage=bool(place.stages),
+            )
+        except ValueError as error:
+            raise CannotMoveKv(str(error)) from error
 
     def _decide_path(self) -> KvPath:
         """Where the arenas are. Raises HasNoKvPath if the settings ask for another one."""

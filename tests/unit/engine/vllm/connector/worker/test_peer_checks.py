@@ -14,6 +14,7 @@ import pytest
 
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.layout.rank_place import RankPlace
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.engine.base import KvPeer
 from pdmesh.engine.vllm.connector.worker.peer_checks import PeerChecks, PeerProber
@@ -68,7 +69,7 @@ def host_of(
         loop.call_soon_threadsafe(checks.on_probed, message)
 
     probers = [
-        PeerProber(Share(num_heads, len(receivers), rank), agent, hear)
+        PeerProber(Share(num_heads, RankPlace(rank, len(receivers))), agent, hear)
         for rank, (agent, _) in enumerate(receivers)
     ]
 
@@ -127,7 +128,7 @@ async def test_connections_grow_with_the_ranks_and_not_with_their_square() -> No
             ticket = await staged(prefill, layout)
             for rank, (agent, _) in enumerate(decode):
                 landing = ArenaRange(0, layout.total_bytes)
-                wanted = Share(4, 2, rank).pieces(ticket, landing, layout.total_bytes)
+                wanted = Share(4, RankPlace(rank, 2)).pieces(ticket, landing, layout.total_bytes)
                 pull = pull_pieces(
                     agent,
                     ticket,

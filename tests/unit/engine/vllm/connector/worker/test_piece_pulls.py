@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.rank_heads import heads_of
+from pdmesh.core.kv.layout.rank_place import RankPlace
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.engine.vllm.connector.worker.piece_pulls import PiecePull, Share, TogetherPull
 from pdmesh.errors import KvTransferFailed
@@ -31,7 +33,7 @@ def test_pieces_tile_the_landing_range_and_have_different_offsets(
 ) -> None:
     for rank in range(num_ranks):
         num_bytes = 64 * max(1, num_heads // num_ranks)
-        share = Share(num_heads, num_ranks, rank)
+        share = Share(num_heads, RankPlace(rank, num_ranks))
         found = share.pieces(of_ranks(num_sources), LANDING, num_bytes)
         offsets = [piece.landing.offset for piece in found]
         assert len(set(offsets)) == len(found), "the agent names a freed landing by its offset"
@@ -48,8 +50,44 @@ def test_pieces_tile_the_landing_range_and_have_different_offsets(
             assert found[0].source_rank == rank
 
 
+@pytest.mark.req("S57", "S120")
+@given(
+    st.sampled_from([(), (2, 2), (3, 2), (1, 2, 1)]),
+    st.sampled_from((1, 2, 4, 8)),
+    st.sampled_from((1, 2, 4, 8)),
+    st.sampled_from((1, 2, 4, 8)),
+)
+def test_every_rank_gets_each_head_of_each_of_its_layers_once_and_every_source_is_told(
+    stages: tuple[int, ...], num_heads: int, at_source: int, here: int
+) -> None:
+    """`at_source` and `here`: ranks of a stage. Only a layer's own stage has it."""
+    num_stages, num_layers = max(1, len(stages)), stages or (2,)
+    ticket = of_ranks(at_source * num_stages)
+    told: dict[int, int] = {}
+    for rank in range(here * num_stages):
+        place = RankPlace(rank, here * num_stages, stages)
+        share = Share(num_heads, place)
+        num_mine = max(1, num_heads // here)
+        num_bytes = 64 * num_mine * num_layers[place.stage]
+        found = share.pieces(ticket, LANDING, num_bytes)
+        assert {piece.source_rank for piece in found} == set(share.sources(len(ticket.addresses)))
+        got: list[tuple[int, int]] = []  # (the head of the model, the head here)
+        for piece in found:
+            source = RankPlace(piece.source_rank, at_source * num_stages, stages)
+            assert source.stage == place.stage, "it has other layers"
+            told[piece.source_rank] = told.get(piece.source_rank, 0) + 1
+            theirs = heads_of(num_heads, at_source, source.rank_in_stage)
+            first, count = piece.heads or (0, theirs.count if piece.count else 0)
+            to = (piece.here or (0, count))[0]
+            got += [(theirs.first + first + i, to + i) for i in range(count)]
+        mine = heads_of(num_heads, here, place.rank_in_stage)
+        assert sorted(got) == [(mine.first + i, i) for i in range(mine.count)]
+        assert sum(piece.num_bytes for piece in found) == num_bytes
+    assert set(told) == set(range(at_source * num_stages)), "an untold source keeps its range"
+
+
 def test_a_wholly_cached_prompt_still_has_a_place_for_each_acknowledgement() -> None:
-    found = Share(4, 1, 0).pieces(of_ranks(4), LANDING, 0)
+    found = Share(4, RankPlace(0, 1)).pieces(of_ranks(4), LANDING, 0)
     assert [piece.source_rank for piece in found] == [0, 1, 2, 3]
     assert len({piece.landing.offset for piece in found}) == 4
 

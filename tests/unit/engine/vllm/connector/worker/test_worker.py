@@ -12,6 +12,7 @@ import pytest
 
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.cache_groups import STATE_WINDOW, CacheGroups
+from pdmesh.core.kv.layout.rank_place import RankPlace
 from pdmesh.core.kv.transfer.source_exclusions import KvSource, KvSources
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.engine.vllm.connector.scheduler.handoff import (
@@ -144,7 +145,9 @@ class Rank:
         paged: Any = self.caches
         agent: Any = self.agent
         caches = GroupCaches(paged, groups, group_of, "fp")
-        self.incoming = IncomingKv(Share(1, 1, 0), caches, agent, max_pulls, self.sent.append)
+        self.incoming = IncomingKv(
+            Share(1, RankPlace(0, 1)), caches, agent, max_pulls, self.sent.append
+        )
         self.outgoing = Outgoing(0, caches, agent, self.sent.append)
 
     def heard(self) -> list[RankMessage]:

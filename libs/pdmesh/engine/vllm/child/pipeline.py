@@ -1,0 +1,49 @@
+"""What a pipeline of several stages cannot be told to do, checked before vLLM's processes start.
+
+vLLM plans a step while the steps before it are still on their way through the stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdmesh.engine.vllm.config import VllmConfig
+from pdmesh.engine.vllm.connector.kv_facts import layers_by_stage
+from pdmesh.errors import EngineMisconfigured
+
+
+def check_pipeline(config: VllmConfig) -> None:
+    """Raises EngineMisconfigured that names the setting.
+
+    With proposed tokens, vLLM 0.32 plans the step after the next one before it knows which of them
+    were right (`EngineCore.post_step`), and computes other tokens than it should.
+    """
+    if config.pipeline_parallel_size == 1:
+        return
+    if config.speculation.max_tokens:
+        raise refused(
+            config.pipeline_parallel_size,
+            "does not go with speculation: vLLM 0.32 "
+            "plans a step before it knows which proposed tokens were right",
+        )
+    if config.has_vision:
+        raise refused(
+            config.pipeline_parallel_size,
+            "does not go with a model that reads images: no test has shown it",
+        )
+
+
+def check_stages(vllm_config: Any) -> None:
+    """`vllm_config`: vLLM's own, of no stable type. Raises EngineMisconfigured."""
+    try:
+        stages = layers_by_stage(vllm_config)
+    except ValueError as error:
+        raise EngineMisconfigured(f"VLLM_PP_LAYER_PARTITION: {error}") from error
+    if stages and min(stages) < 1:
+        raise refused(len(stages), f"is too many stages for a model of {sum(stages)} layers")
+
+
+def refused(num_stages: int, problem: str) -> EngineMisconfigured:
+    field = "pipeline_parallel_size"
+    message = f"{field}: {num_stages} {problem} (docs/gpu.md)"
+    return EngineMisconfigured(message, reason="BAD_OPTION", field=field)

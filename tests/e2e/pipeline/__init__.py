@@ -1,0 +1,1 @@
+"""Engines of several pipeline stages, each of which has some of the model's layers."""
