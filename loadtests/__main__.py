@@ -138,6 +138,11 @@ BENCHES = {
         "decisions, the index and the virtual clock at up to 10,000 instances",
         record=True,
     ),
+    "shortlist": Bench(
+        "placement.scale.warm",
+        "what a shortlist costs in TTFT and reuse on warm caches, simulated",
+        record=True,
+    ),
     "staleness": Bench(
         "placement.staleness", "how old the master's knowledge is, with 10 to 1,000 instances"
     ),

@@ -8,6 +8,7 @@ of blocks seen before) and of their synthetic trace (15,325 in, 149 out, 66 %).
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,8 +27,13 @@ BLOCK: Final = 512
 _TICK_S: Final = 3.0
 
 
-def toolagent(seed: int, count: int, rate_per_s: float = 6.7) -> list[Arrival]:
-    """Tool calls behind long definitions of tools that many share, and some long sessions."""
+def toolagent(
+    seed: int, count: int, rate_per_s: float = 6.7, num_recent: int = 60
+) -> list[Arrival]:
+    """Tool calls behind long definitions of tools that many share, and some long sessions.
+
+    `num_recent`: the last sessions, of which one may go on.
+    """
     rng = random.Random(seed)
     heads = [2 + int(rng.triangular(0, 22, 10)) for _ in range(40)]
     popular = [1 / (rank + 1) for rank in range(len(heads))]
@@ -37,7 +43,7 @@ def toolagent(seed: int, count: int, rate_per_s: float = 6.7) -> list[Arrival]:
         now += rng.expovariate(rate_per_s)
         at_s = now // _TICK_S * _TICK_S
         if sessions and rng.random() < 0.25:
-            place = rng.randrange(max(0, len(sessions) - 60), len(sessions))
+            place = rng.randrange(max(0, len(sessions) - num_recent), len(sessions))
             head, name, length = sessions[place]
             length += 1 + int(rng.expovariate(1 / 3))
             sessions[place] = (head, name, length)
@@ -68,14 +74,16 @@ def documents(seed: int, count: int, rate_per_s: float = 1.5) -> list[Arrival]:
     return arrivals
 
 
-def hot_prefixes(seed: int, count: int, rate_per_s: float = 12.0) -> list[Arrival]:
-    """Sixty prefixes by Zipf's law, more than the caches hold; arrivals of Poisson."""
+def hot_prefixes(
+    seed: int, count: int, rate_per_s: float = 12.0, num_heads: int = 60
+) -> list[Arrival]:
+    """Prefixes by Zipf's law, more than the caches hold; arrivals of Poisson."""
     rng = random.Random(seed)
-    popular = [1 / (rank + 1) ** 0.8 for rank in range(60)]
+    popular = list(itertools.accumulate(1 / (rank + 1) ** 0.8 for rank in range(num_heads)))
     arrivals, now = [], 0.0
     for number in range(count):
         now += rng.expovariate(rate_per_s)
-        (head,) = rng.choices(range(60), popular)
+        (head,) = rng.choices(range(num_heads), cum_weights=popular)
         names = (*_named(-1 - head, 6 + head % 7), *_named(number, rng.randrange(4)))
         num_tokens = len(names) * BLOCK + rng.randrange(BLOCK)
         arrivals.append(Arrival(now, num_tokens, 1 + int(rng.expovariate(1 / 60)), names))

@@ -117,11 +117,12 @@ def in_process(num_workers: int, count: int, *, scores_all: bool = False) -> Cos
         plan = placement.plan(query, matches, now, num_cached=index.num_blocks_of)
         times.append(time.thread_time() - began)
         assert isinstance(plan, Plan)
-        _settle(placement, plan, query.request_id, now)
+        settle(placement, plan, query.request_id, now)
     return _cost("core", num_workers, 1, times, sum(times), count, sum(times))
 
 
-def _settle(placement: Placement, plan: Plan, request_id: str, now: float) -> None:
+def settle(placement: Placement, plan: Plan, request_id: str, now: float) -> None:
+    """The instances report that they took the request and computed its prompt."""
     fleet = placement.fleet
     for chosen, is_prefill in ((plan.prefills[0], True), (plan.decodes[0], False)):
         used = fleet.instances[chosen.instance_id].num_slots_used

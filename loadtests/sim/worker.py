@@ -223,8 +223,10 @@ class Worker:
 
     def _computed(self, job: Job) -> None:
         self._keep(job, len(job.hashes))
-        if self.work is Work.PREFILL:
+        if self.work is Work.PREFILL:  # its KV is staged, so the engine's blocks are free
             self.admission.computed(job.leg)
+            self.pool.release(job.blocks)
+            job.blocks = []
         self.on_computed(self, job, job.seconds)
         job.on_first()
         if self.work is Work.LOCAL:

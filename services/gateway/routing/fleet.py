@@ -6,7 +6,7 @@ not mean that the instances are dead (F18).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -143,6 +143,34 @@ class MeshView:
     out_of_service: OutOfServiceView = field(default_factory=OutOfServiceView)
     canaries: CanaryShares = field(default_factory=CanaryShares)
     adapters: AdapterNames = field(default_factory=AdapterNames)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfit:
+    """The instances that cannot serve a request. Asked of few: a large mesh has thousands."""
+
+    records: Mapping[str, InstanceRecord]
+    wanted: Wanted
+    excluded: frozenset[str]
+    board: OutOfServiceView
+
+    def __contains__(self, instance_id: object) -> bool:
+        record = self.records.get(str(instance_id))
+        if record is None or instance_id in self.excluded or self.board.is_out(record.instance_id):
+            return True
+        return not self.wanted.is_served_by(record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Avoided:
+    """The instances that get only requests that no other can take."""
+
+    records: Mapping[str, InstanceRecord]
+    board: OutOfServiceView
+
+    def __contains__(self, instance_id: object) -> bool:
+        record = self.records.get(str(instance_id))
+        return record is not None and self.board.is_avoided(record.instance_id, record.incarnation)
 
 
 class FleetView:
@@ -410,14 +438,13 @@ class FleetView:
         num_open: Callable[[str, int], int],
     ) -> tuple[list[Candidate], list[Candidate]]:
         """Prefills (or fusions) and decodes, in the order of `core.placement.local_ranking`."""
-        out, avoided = self._out_and_avoided()
         canary = self._mesh.canaries.draw(scenario or DEFAULT_SCENARIO)
-        others = [i for i, r in self._records.items() if not wanted.is_served_by(r)]
+        board = self._mesh.out_of_service
         query = LocalQuery(
             wanted.model,
             scenario,
-            {*excluded, *out, *others},
-            frozenset(avoided),
+            _Unfit(self._records, wanted, frozenset(excluded), board),
+            _Avoided(self._records, board),
             canary,
             wanted.adapter,
             wanted.has_images,
@@ -427,13 +454,6 @@ class FleetView:
             self._candidates(plan.prefills, wanted, is_local=plan.is_colocated),
             self._candidates(plan.decodes, wanted),
         )
-
-    def _out_and_avoided(self) -> tuple[list[str], list[str]]:
-        board, records = self._mesh.out_of_service, self._records
-        if board.is_empty:
-            return [], []
-        out = [i for i in records if board.is_out(i)]
-        return out, [i for i, r in records.items() if board.is_avoided(i, r.incarnation)]
 
     def _candidates(
         self, ranked: Sequence[LocalInstance], wanted: Wanted, *, is_local: bool = False

@@ -30,12 +30,6 @@ class OutOfServiceView:
             if view is not None:
                 await view.close()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no board names any instance, as is usual."""
-        views = (self._out_of_service, self._faults)
-        return not any(view.known for view in views if view is not None)
-
     def is_out(self, instance_id: str) -> bool:
         """Whether the instance gets no requests, whatever it reports."""
         found = self._entry(instance_id)

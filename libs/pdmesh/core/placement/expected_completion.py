@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.placement.instance import USED_S, Instance
-from pdmesh.core.placement.policies import Known, Query
+from pdmesh.core.placement.policies import Known, Query, TypicalWork
 
 _MOST_USED: Final = 0.9  # beyond that share of its time, an instance is as good as full
 _HOME_SHARE: Final = 0.25  # of the balance price, where the chat is: new ones spread first
@@ -48,9 +48,7 @@ class ExpectedCompletion:
         now, prices = known.now, self.prices
         count = max(1, len(instances))
         recent = [i.recent.at(now) for i in instances]
-        backlog_s = sum(i.backlog_s for i in instances)
-        used = min(_MOST_USED, (sum(u for u, _ in recent) + backlog_s) / (USED_S * count))
-        even = (sum(b for _, b in recent) + backlog_s) / count
+        used, even = _shares(instances, recent, known.typical)
         price = 1.0 + prices.future * used / (1 - used)
         times = _Times(query, known)
         costs: list[float] = []
@@ -82,6 +80,21 @@ class ExpectedCompletion:
         for i, instance in enumerate(instances):
             if instance.id in known.affine:
                 costs[i] = max(0.0, costs[i] - self.prices.chat * times.whole_s(instance))
+
+
+def _shares(
+    instances: Sequence[Instance],
+    recent: Sequence[tuple[float, float]],
+    typical: TypicalWork | None,
+) -> tuple[float, float]:
+    """The share of its time that the mean instance is used, and its work in the balance."""
+    if typical is not None:
+        used_s, even = typical.used_s + typical.backlog_s, typical.balance_s + typical.backlog_s
+    else:
+        count, backlog_s = max(1, len(instances)), sum(i.backlog_s for i in instances)
+        used_s = (sum(u for u, _ in recent) + backlog_s) / count
+        even = (sum(b for _, b in recent) + backlog_s) / count
+    return min(_MOST_USED, used_s / USED_S), even
 
 
 class _Times:

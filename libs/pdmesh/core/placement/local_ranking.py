@@ -5,16 +5,28 @@ first (S58), then the instances with the fewest of these legs. It avoids instanc
 leave or are judged faulty: they are named only if the others cannot serve. A canary gets its share
 of the requests, and more if no other group serves (S24). If all instances of one role are gone,
 instances of the other role do both phases.
+
+A ranking must not cost more in a larger mesh. So of more than `MOST_RANKED` instances of a role, it
+names random ones, ordered in the same way: the least used of these is nearly the least used of all.
+All are looked at only if few of the drawn ones can serve.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+import random
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from pdmesh.core.model import Role
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
+from pdmesh.core.placement.shortlist import sampled
+
+MOST_RANKED: Final = 64  # of a role; of so few, all are
+_LEAST_ABLE: Final = 8  # of a role that must be among those drawn, as many as a request tries
+_LOADED: Final = MOST_RANKED // 4  # places for instances that have loaded the query's adapter
+_PREFILL_ROLES: Final = (Role.PREFILL, Role.FUSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +56,8 @@ class LocalQuery:
 
     model: str
     scenario: str = ""
-    excluded: Collection[str] = ()
-    avoided: Collection[str] = ()
+    excluded: Container[str] = ()
+    avoided: Container[str] = ()
     canary: tuple[str, bool] | None = None
     adapter: str = ""  # digest
     has_images: bool = False  # only instances that take images can serve it
@@ -60,53 +72,97 @@ class LocalPlan:
     is_colocated: bool = False
 
 
+_Order = Callable[[LocalInstance], tuple[bool, bool, int, bytes]]
+_Kind = list[LocalInstance]  # alike for every query, but for their names and loaded adapters
+
+
 @dataclass(slots=True)
 class LocalRanking:
     """`region` is the gateway's own.
 
     `gateway_id` orders instances that the gateway has used equally, so that gateways without a
-    master do not all begin with the same instance.
+    master do not all begin with the same instance. It also seeds the draws.
     """
 
     region: str = ""
     gateway_id: str = ""
     _instances: list[LocalInstance] = field(default_factory=list)
+    _kinds: list[_Kind] = field(default_factory=list)
+    _loaded: dict[str, list[LocalInstance]] = field(default_factory=dict)  # by adapter
     _ties: dict[str, bytes] = field(default_factory=dict)
+    _rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.gateway_id)
 
     def see(self, instances: Iterable[LocalInstance]) -> None:
         """`instances`: all that there are now."""
         self._instances = list(instances)
         self._ties = {i.id: self._ties.get(i.id) or self._tie(i.id) for i in self._instances}
+        kinds: dict[object, _Kind] = {}
+        self._loaded = {}
+        for instance in self._instances:
+            kinds.setdefault(_kind(instance), []).append(instance)
+            for adapter in instance.adapters:
+                self._loaded.setdefault(adapter, []).append(instance)
+        self._kinds = list(kinds.values())
 
     def rank(self, query: LocalQuery, num_open: Callable[[str, int], int]) -> LocalPlan:
         """`num_open`: own open legs by instance and incarnation. Empty if nothing can serve."""
-        scenario = query.scenario or DEFAULT_SCENARIO  # scenarios share no instances (S4)
-        able = [
-            i
-            for i in self._instances
-            if i.model == query.model
-            and i.id not in query.excluded
-            and (i.scenario or scenario) == scenario
-            and (not query.adapter or i.takes_adapters)
-            and (not query.has_images or i.takes_images)
-        ]
 
         def order(instance: LocalInstance) -> tuple[bool, bool, int, bytes]:
-            is_far = bool(self.region) and instance.region not in (self.region, "")
             is_new = bool(query.adapter) and query.adapter not in instance.adapters
             num = num_open(instance.id, instance.incarnation)
-            return is_far, is_new, num, self._ties[instance.id]
+            return self._is_far(instance), is_new, num, self._ties[instance.id]
 
+        if len(self._instances) > MOST_RANKED and (plan := self._rank_drawn(query, order)):
+            return plan
+        return self._rank_all(query, order)
+
+    def _rank_drawn(self, query: LocalQuery, order: _Order) -> LocalPlan | None:
+        """None: all must be looked at."""
+        able = [k for k in self._kinds if _can_serve(k[0], query) and _has_its_turn(k[0], query)]
+        pairs = {kind[0].pair for kind in able if kind[0].role is Role.PREFILL}
+        given = [k for k in able if k[0].role is Role.DECODE and k[0].pair in pairs]
+        decodes = self._drawn(query, given, order)
+        best = {d.pair for d in decodes[:_LEAST_ABLE]}
+        taking = [k for k in able if _computes_for(k[0], best)]
+        prefills = self._drawn(query, taking, order)
+        for kinds, drawn in ((given, decodes), (taking, prefills)):
+            if len(drawn) < _LEAST_ABLE and sum(map(len, kinds)) > MOST_RANKED:
+                return None
+        return _paired([*prefills, *decodes])
+
+    def _drawn(
+        self, query: LocalQuery, kinds: Sequence[_Kind], order: _Order
+    ) -> list[LocalInstance]:
+        """At most MOST_RANKED that may serve the query now, best first; near ones before others."""
+        near = [kind for kind in kinds if not self._is_far(kind[0])]
+        drawn = list(sampled(near, MOST_RANKED, self._rng))
+        if len(drawn) < MOST_RANKED and len(near) < len(kinds):
+            far = [kind for kind in kinds if self._is_far(kind[0])]
+            drawn += sampled(far, MOST_RANKED - len(drawn), self._rng)
+        if query.adapter and (loaded := self._loaded.get(query.adapter)):
+            names, known = {_kind(kind[0]) for kind in kinds}, {i.id for i in drawn}
+            more = sampled([loaded], _LOADED, self._rng)
+            drawn += [i for i in more if i.id not in known and _kind(i) in names]
+        able = [i for i in drawn if i.id not in query.excluded and i.id not in query.avoided]
+        return sorted(able, key=order)
+
+    def _rank_all(self, query: LocalQuery, order: _Order) -> LocalPlan:
+        able = [i for i in self._instances if _can_serve(i, query) and i.id not in query.excluded]
         able.sort(key=order)
         for some in ([i for i in able if i.id not in query.avoided], able):
             if query.canary is not None:
-                group_id, is_its_turn = query.canary
-                one_side = [i for i in some if (i.group_id == group_id) is is_its_turn]
+                one_side = [i for i in some if _has_its_turn(i, query)]
                 if (plan := _paired(one_side)) is not None:
                     return plan
             if (plan := _paired(some) or _colocated(some)) is not None:
                 return plan
         return LocalPlan()
+
+    def _is_far(self, instance: LocalInstance) -> bool:
+        return bool(self.region) and instance.region not in (self.region, "")
 
     def _tie(self, instance_id: str) -> bytes:
         name = instance_id.encode()
@@ -115,8 +171,36 @@ class LocalRanking:
         return hashlib.blake2b(name, key=self.gateway_id.encode()[:64], digest_size=8).digest()
 
 
+def _kind(i: LocalInstance) -> tuple[object, ...]:
+    takes = (i.takes_adapters, i.takes_images)
+    return (i.role, i.model, i.scenario, i.group_id, i.pair, i.region, takes)
+
+
+def _can_serve(instance: LocalInstance, query: LocalQuery) -> bool:
+    scenario = query.scenario or DEFAULT_SCENARIO  # scenarios share no instances (S4)
+    return (
+        instance.model == query.model
+        and (instance.scenario or scenario) == scenario
+        and (not query.adapter or instance.takes_adapters)
+        and (not query.has_images or instance.takes_images)
+    )
+
+
+def _has_its_turn(instance: LocalInstance, query: LocalQuery) -> bool:
+    if query.canary is None:
+        return True
+    group_id, is_its_turn = query.canary
+    return (instance.group_id == group_id) is is_its_turn
+
+
+def _computes_for(instance: LocalInstance, pairs: Container[str]) -> bool:
+    """It computes prompts, and may hand them to a decode of these pairs if it does not decode."""
+    is_pair = instance.role is Role.PREFILL and instance.pair in pairs
+    return is_pair or instance.role is Role.FUSION
+
+
 def _paired(ranked: Sequence[LocalInstance]) -> LocalPlan | None:
-    prefills = [i for i in ranked if i.role in (Role.PREFILL, Role.FUSION)]
+    prefills = [i for i in ranked if i.role in _PREFILL_ROLES]
     decodes = [i for i in ranked if i.role is Role.DECODE]
     pairs = {i.pair for i in decodes}
     can_serve = any(i.role is Role.FUSION or i.pair in pairs for i in prefills)

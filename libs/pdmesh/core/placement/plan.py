@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Final
 
@@ -30,10 +30,11 @@ from pdmesh.core.placement.policies import (
     Policy,
     Query,
     Scored,
+    TypicalWork,
     Weights,
 )
 from pdmesh.core.placement.request_region import nearest
-from pdmesh.core.placement.shortlist import shortlist
+from pdmesh.core.placement.shortlist import Shortlist, shortlist
 
 DEFAULT_MODEL = "default"  # stands for whatever model the scenario serves
 DEFAULT_SCENARIO = "default"
@@ -172,6 +173,9 @@ class _Cell:
         """
         if not exchange or self.key[2]:
             return self
+        silent = exchange.of_silent(len(self.decodes))
+        if silent is not None and not silent:
+            return self._without_lonely_decodes(exchange)
         cell = _Cell(self.key)
 
         def may(decode: Instance, prefill: Instance) -> bool:
@@ -183,6 +187,22 @@ class _Cell:
         for decode in self.decodes:
             if any(may(decode, prefill) for prefill in self.prefills):
                 cell.add(decode)
+        return cell
+
+    def _without_lonely_decodes(self, exchange: KvExchange) -> _Cell:
+        """No prefill is ejected by all. Only a decode that reports can eject every prefill."""
+        lonely = [
+            decode_id
+            for decode_id in exchange.reporters()
+            if len(exchange.exclusions(decode_id).ejected) >= len(self.prefills)
+            and all(exchange.fit(decode_id, p.id) is Fit.EJECTED for p in self.prefills)
+        ]
+        if not lonely:
+            return self
+        cell = _Cell(self.key)
+        for instance in (*self.prefills, *self.decodes):
+            if not (instance.is_decode and instance.id in lonely):
+                cell.add(instance)
         return cell
 
 
@@ -200,6 +220,7 @@ class Placement:
     _cells_version: int = -1
     _exchange: KvExchange = field(default_factory=KvExchange)
     _num_plans: int = 0
+    _works: dict[tuple[str, str, str], TypicalWork] = field(default_factory=dict)
 
     def plan(
         self,
@@ -296,7 +317,10 @@ class Placement:
 
         A prefill that all decodes avoid comes last.
         """
-        instances = self._shortlisted(query, cells, known)
+        listed = self._shortlisted(query, cells, known)
+        instances = listed.instances
+        if listed.drawn:
+            known = replace(known, typical=self._typical(query, listed.drawn, known.now))
         scored = self._score(query, instances, known)
         if len(cells) == 1 and not self._exchange:
             return self.policy.pick_prefill(scored, self.rng, self.max_candidates), cells[0]
@@ -315,7 +339,16 @@ class Placement:
         scores = self.policy.score_prefills(query, instances, known)
         return [Scored(i, s) for i, s in zip(instances, scores, strict=True)]
 
-    def _shortlisted(self, query: Query, cells: Sequence[_Cell], known: Known) -> list[Instance]:
+    def _typical(self, query: Query, drawn: Sequence[Instance], now: float) -> TypicalWork:
+        """The mean work of all that could serve such a query."""
+        key = (query.scenario, query.model, query.region)
+        if key not in self._works and len(self._works) >= _MAX_CELL_SETS:
+            self._works.clear()
+        work = self._works.setdefault(key, TypicalWork())
+        work.hear(drawn, now)
+        return work
+
+    def _shortlisted(self, query: Query, cells: Sequence[_Cell], known: Known) -> Shortlist:
         """The prefills to be scored: all, unless there are too many."""
         most = self.policy.most_scored or _ALL
         by_key = {cell.key: cell for cell in cells}
@@ -346,7 +379,7 @@ class Placement:
         """Few of the cell's prefills were on the shortlist: rank others of the cell behind them."""
         seen = {s.instance.id for s in own}
         most = _OTHERS * self.max_candidates
-        drawn = shortlist([cell.prefills], most, self.rng, known.matches, cell.member)
+        drawn = shortlist([cell.prefills], most, self.rng, known.matches, cell.member).instances
         others = [i for i in drawn if i.id not in seen and not (i.is_decode and cell.decodes)]
         if not others:
             return own
@@ -360,6 +393,8 @@ class Placement:
         """How well the prefill goes with the best decode of its cell."""
         if cell.key[2] or not cell.decodes:
             return Fit.GOOD
+        if (silent := self._exchange.of_silent(len(cell.decodes))) is not None:
+            return silent.fit(prefill.id)
         return min(self._exchange.fit(decode.id, prefill.id) for decode in cell.decodes)
 
     def _rank_decodes(
@@ -369,7 +404,7 @@ class Placement:
 
         Decodes that avoid or eject it come last; other prefills of the plan may use them.
         """
-        if not self._exchange:
+        if not self._exchange.excludes(prefill.id):
             return self._rank_alike(query, cell.decodes, affine, cell.member)
         ranked: list[Scored] = []
         for fit in Fit:
@@ -398,7 +433,8 @@ class Placement:
         most = self.policy.most_scored
         if most and len(decodes) > most:
             own = [name for name in affine if (i := find(name)) is not None and i.is_decode]
-            decodes = shortlist([decodes], most, self.rng, {}, find, own, can_serve)
+            listed = shortlist([decodes], most, self.rng, {}, find, own, can_serve)
+            decodes = listed.instances
         with_room = [d for d in decodes if has_room(d)]
         asked = with_room or decodes
         scores = self.policy.score_decodes(query, asked)

@@ -23,6 +23,8 @@ from pdmesh.core.placement.predictor import LatencyPredictor
 _TIE: Final = 0.03
 _EPSILON: Final = 1e-9
 _TO_LOAD: Final = 8.0
+_HEARD: Final = 24  # of the random ones of a decision, at least
+_HEARD_WEIGHT: Final = 0.05
 MOST_SCORED: Final = 96  # prefills, and decodes; of so few, all are scored
 
 
@@ -70,12 +72,36 @@ class Weights:
     adapter: float = 0.5
 
 
+@dataclass(slots=True)
+class TypicalWork:
+    """Seconds of recent work and of backlog of the mean instance, by random ones of many decisions.
+
+    Those on a shortlist are no measure of all: who holds what many ask for has more to do.
+    """
+
+    used_s: float = 0.0  # of compute, as in `RecentWork`
+    balance_s: float = 0.0
+    backlog_s: float = 0.0
+    num_heard: int = 0
+
+    def hear(self, drawn: Sequence[Instance], now: float) -> None:
+        """`drawn`: instances of one decision, each with equal probability."""
+        some = drawn[:: max(1, len(drawn) // _HEARD)]
+        self.num_heard += 1
+        weight = max(_HEARD_WEIGHT, 1 / self.num_heard) / len(some)
+        recent = [i.recent.at(now) for i in some]
+        self.used_s += weight * sum(used - self.used_s for used, _ in recent)
+        self.balance_s += weight * sum(balance - self.balance_s for _, balance in recent)
+        self.backlog_s += weight * sum(i.backlog_s - self.backlog_s for i in some)
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """What is known about the candidates of one query.
 
     `matches`: how many contiguous blocks each candidate holds. `peers`: which of the prompt's
-    blocks host pools can give to an instance that fetches from peers.
+    blocks host pools can give to an instance that fetches from peers. `typical`: the work of the
+    mean instance, where only a shortlist is scored; None: that of the candidates.
     """
 
     matches: Mapping[str, int]
@@ -85,6 +111,7 @@ class Known:
     affine: Sequence[str] = ()
     peers: PeerRuns = NO_PEERS
     num_cached: Callable[[str], int] = lambda instance_id: 0  # all blocks that an instance holds
+    typical: TypicalWork | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,25 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Final
+from typing import Final, TypeVar
 
 from pdmesh.core.placement.instance import Instance
+
+T = TypeVar("T")
 
 _HOLDERS: Final = 0.25  # of the places
 _TRIES: Final = 1024  # holders looked at, as most may be decodes, or of other groups
 _WIDER: Final = 4  # so many times as many are sampled, where none of the first has a free slot
+
+
+@dataclass(frozen=True, slots=True)
+class Shortlist:
+    """`drawn`: the random ones among `instances`, which stand for all; empty: all are listed."""
+
+    instances: list[Instance]
+    drawn: Sequence[Instance] = ()
 
 
 def shortlist(
@@ -29,7 +40,7 @@ def shortlist(
     find: Callable[[str], Instance | None],
     kept: Sequence[str] = (),
     can_serve: Callable[[Instance], bool] = lambda i: i.used_slots() < i.num_slots,
-) -> list[Instance]:
+) -> Shortlist:
     """At most `most` instances of all `parts`, or more if no sampled one can serve.
 
     Then four times as many are sampled; if none of these can serve either, all are looked at.
@@ -37,26 +48,25 @@ def shortlist(
     `matches`: blocks by instance, in ascending order, as `PrefixIndex.match` gives them. `find`:
     the instance of this name, if it is in one of the parts. `kept` are among the result if found.
     """
-    ends = list(accumulate(map(len, parts)))
-    total = ends[-1] if ends else 0
-    if total <= most:
-        return [instance for part in parts for instance in part]
+    if sum(map(len, parts)) <= most:
+        return Shortlist([instance for part in parts for instance in part])
     chosen: dict[str, Instance] = {}
     for name in kept:
         if (instance := find(name)) is not None:
             chosen[name] = instance
     for instance in _holders(matches, max(1, int(most * _HOLDERS)), rng, find):
         chosen[instance.id] = instance
-    for instance in _sampled(parts, ends, max(1, most - len(chosen)), rng):
+    drawn = list(sampled(parts, max(1, most - len(chosen)), rng))
+    for instance in drawn:
         chosen[instance.id] = instance
     if not any(map(can_serve, chosen.values())):
-        for instance in _sampled(parts, ends, _WIDER * most, rng):
+        for instance in sampled(parts, _WIDER * most, rng):
             chosen[instance.id] = instance
         if not any(map(can_serve, chosen.values())):
             able = [instance for part in parts for instance in part if can_serve(instance)]
             for instance in rng.sample(able, min(most, len(able))):
                 chosen[instance.id] = instance
-    return list(chosen.values())
+    return Shortlist(list(chosen.values()), drawn)
 
 
 def _holders(
@@ -90,14 +100,26 @@ def _shuffled(first: int, end: int, rng: random.Random) -> Iterator[int]:
             moved[other] = moved.pop(at, at)
 
 
-def _sampled(
-    parts: Sequence[Sequence[Instance]], ends: Sequence[int], count: int, rng: random.Random
-) -> Iterator[Instance]:
-    """Each instance with equal probability; fewer than `count` if one was drawn twice."""
-    total, draw = ends[-1], rng.random
+def sampled(parts: Sequence[Sequence[T]], count: int, rng: random.Random) -> Iterator[T]:
+    """So many different ones of all parts, each with equal probability; all if there are no more.
+
+    They come in the order of the parts.
+    """
+    ends = list(accumulate(map(len, parts)))
     part = first = 0
-    for number in sorted({int(draw() * total) for _ in range(count)}):
+    for number in _drawn(ends[-1] if ends else 0, count, rng):
         while number >= ends[part]:
             first = ends[part]
             part += 1
         yield parts[part][number - first]
+
+
+def _drawn(total: int, count: int, rng: random.Random) -> Sequence[int]:
+    """`count` different numbers below `total`, ascending; a few draws more than `count`."""
+    if 2 * count >= total:
+        return sorted(rng.sample(range(total), min(count, total)))
+    draw = rng.random
+    numbers = {int(draw() * total) for _ in range(count)}
+    while len(numbers) < count:
+        numbers.add(int(draw() * total))
+    return sorted(numbers)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pdmesh.core.model import Role
 from pdmesh.core.placement.local_ranking import (
+    MOST_RANKED,
     LocalInstance,
     LocalPlan,
     LocalQuery,
@@ -179,3 +180,93 @@ def test_images_go_to_instances_that_take_them() -> None:
     made.see(replace(instance(name), takes_images=it) for name, it in takes.items())
     assert named(made.rank(LocalQuery("m", has_images=True), none_open)) == "p-1 d-1"
     assert named(made.rank(LocalQuery("m"), none_open)) == "p-0 p-1 d-0 d-1"
+
+
+_MANY = 500
+
+
+def many(**more: object) -> list[LocalInstance]:
+    return [replace(instance(f"{r}-{i}"), **more) for r in "pd" for i in range(_MANY)]  # type: ignore[arg-type]
+
+
+def test_of_many_instances_the_least_used_of_random_ones_come_first() -> None:
+    made, legs, firsts = LocalRanking(gateway_id="g"), Counter[str](), Counter[str]()
+    made.see(many())
+    for _ in range(2 * _MANY):
+        plan = made.rank(_QUERY, lambda name, _: legs[name])
+        assert len(plan.prefills) == len(plan.decodes) == MOST_RANKED
+        for ranked in (plan.prefills, plan.decodes):
+            assert [legs[i.id] for i in ranked] == sorted(legs[i.id] for i in ranked)
+            legs[ranked[0].id] += 1
+            firsts[ranked[0].id] += 1
+    assert max(firsts.values()) <= 3  # two on average: requests spread nearly evenly
+    assert len(firsts) >= 0.98 * 2 * _MANY
+
+
+def test_excluded_and_avoided_ones_of_many_are_never_named_while_others_serve() -> None:
+    made = LocalRanking()
+    made.see(many())
+    excluded = frozenset(f"{r}-{i}" for r in "pd" for i in range(0, _MANY, 3))
+    avoided = frozenset(f"{r}-{i}" for r in "pd" for i in range(1, _MANY, 3))
+    for _ in range(20):
+        plan = made.rank(LocalQuery("m", excluded=excluded, avoided=avoided), none_open)
+        names = {i.id for i in (*plan.prefills, *plan.decodes)}
+        assert names
+        assert not names & (excluded | avoided)
+
+
+@pytest.mark.parametrize("is_avoided", [True, False])
+def test_the_few_of_many_that_can_serve_are_found(is_avoided: bool) -> None:
+    made = LocalRanking()
+    made.see(many())
+    others = frozenset(f"{r}-{i}" for r in "pd" for i in range(3, _MANY))
+    query = LocalQuery("m", **{"avoided" if is_avoided else "excluded": others})  # type: ignore[arg-type]
+    assert named(made.rank(query, none_open)) == "p-0 p-1 p-2 d-0 d-1 d-2"
+
+
+def test_prefills_of_many_groups_have_a_decode_of_theirs_among_the_first() -> None:
+    made = LocalRanking()
+    made.see(
+        instance(f"{r}-{g}-{i}", pair=f"g{g}/f", group=f"g{g}")
+        for g in range(40)
+        for r in "pd"
+        for i in range(6)
+    )
+    for _ in range(50):
+        plan = made.rank(_QUERY, none_open)
+        pairs = {d.pair for d in plan.decodes[:8]}
+        assert plan.prefills
+        assert {p.pair for p in plan.prefills} <= pairs
+
+
+@pytest.mark.req("S58")
+def test_of_many_instances_those_of_the_region_come_first() -> None:
+    made = LocalRanking(region="us")
+    near = [replace(i, id=f"{i.id}-us", region="us") for i in many()[::50]]
+    made.see([*many(region="eu"), *near])
+    plan = made.rank(_QUERY, lambda name, _: 5 * name.endswith("us"))
+    for ranked in (plan.prefills, plan.decodes):
+        assert [i.region for i in ranked] == ["us"] * 10 + ["eu"] * (MOST_RANKED - 10)
+
+
+def test_of_many_instances_those_with_the_adapter_come_first() -> None:
+    made = LocalRanking()
+    loaded = [
+        replace(i, id=f"{i.id}-a", takes_adapters=True, adapters=frozenset("a"))
+        for i in many()[::100]
+    ]
+    made.see([*many(takes_adapters=True), *loaded, *(instance(f"p-{i}-x") for i in range(99))])
+    plan = made.rank(LocalQuery("m", adapter="a"), none_open)
+    for ranked in (plan.prefills, plan.decodes):
+        assert ["a" in i.adapters for i in ranked[:6]] == [True] * 5 + [False]
+        assert all(i.takes_adapters for i in ranked)
+
+
+@pytest.mark.req("S24")
+@pytest.mark.parametrize(("is_its_turn", "group"), [(True, "c"), (False, "g")])
+def test_of_many_instances_a_canary_gets_its_turn(is_its_turn: bool, group: str) -> None:
+    made = LocalRanking()
+    canary = [replace(i, id=f"{i.id}-c", group_id="c", pair="c/f") for i in many()[::50]]
+    made.see([*many(), *canary])
+    plan = made.rank(LocalQuery("m", canary=("c", is_its_turn)), none_open)
+    assert {i.group_id for i in (*plan.prefills, *plan.decodes)} == {group}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 from loadtests.placement.plan import NUM_BLOCKS, build, prompt
 from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import POLICIES
-from pdmesh.core.placement.instance import Identity, Instance
+from pdmesh.core.placement.instance import Identity, Instance, RecentWork
 from pdmesh.core.placement.plan import Placement, Plan
 from pdmesh.core.placement.policies import MOST_SCORED, Known, Policy, Query
 from pdmesh.core.placement.shortlist import shortlist
@@ -28,7 +29,7 @@ def instances(count: int, num_slots_used: int = 0) -> list[Instance]:
 
 def test_few_instances_are_all_listed_in_order() -> None:
     parts = [instances(3), instances(2)]
-    found = shortlist(parts, 5, random.Random(1), {}, lambda name: None)
+    found = shortlist(parts, 5, random.Random(1), {}, lambda name: None).instances
     assert found == [*parts[0], *parts[1]]
 
 
@@ -36,7 +37,7 @@ def test_of_many_the_best_holders_and_the_chats_home_are_listed_beside_random_on
     fleet = instances(1000)
     by_id = {i.id: i for i in fleet}
     matches = {f"p{i}": 1 for i in range(400)} | {"p998": 7, "p999": 9, "stranger": 9}
-    found = shortlist([fleet], 40, random.Random(1), matches, by_id.get, ["p500", "gone"])
+    found = shortlist([fleet], 40, random.Random(1), matches, by_id.get, ["p500", "gone"]).instances
     ids = {i.id for i in found}
     assert {"p500", "p998", "p999"} <= ids
     assert len(ids) == len(found) <= 40
@@ -47,7 +48,7 @@ def test_where_all_sampled_are_full_more_are_looked_at() -> None:
     fleet = instances(2000, num_slots_used=8)
     for instance in fleet[:40]:
         instance.num_slots_used = 0
-    found = shortlist([fleet], 20, random.Random(3), {}, lambda name: None)
+    found = shortlist([fleet], 20, random.Random(3), {}, lambda name: None).instances
     assert any(i.used_slots() < i.num_slots for i in found)
     assert len(found) <= 5 * 20
 
@@ -55,7 +56,7 @@ def test_where_all_sampled_are_full_more_are_looked_at() -> None:
 def test_a_small_cell_that_alone_can_serve_is_always_found() -> None:
     full, idle = instances(1000, num_slots_used=8), instances(4)
     for seed in range(50):
-        found = shortlist([full, idle], 20, random.Random(seed), {}, lambda name: None)
+        found = shortlist([full, idle], 20, random.Random(seed), {}, lambda name: None).instances
         assert [i for i in found if i in idle]
 
 
@@ -64,7 +65,7 @@ def test_few_holders_are_found_among_many_that_are_not_asked_for() -> None:
     by_id = {i.id: i for i in fleet}
     matches = {f"d{i}": 9 for i in range(500)} | {f"p{i}": 9 for i in range(3)}
     for seed in range(50):
-        found = shortlist([fleet], 40, random.Random(seed), matches, by_id.get)
+        found = shortlist([fleet], 40, random.Random(seed), matches, by_id.get).instances
         assert {"p0", "p1", "p2"} <= {i.id for i in found}
 
 
@@ -102,7 +103,7 @@ def test_every_instance_is_sampled_sooner_or_later() -> None:
     parts, rng = [instances(30), instances(50)], random.Random(5)
     seen = set()
     for _ in range(60):
-        seen |= {id(i) for i in shortlist(parts, 10, rng, {}, lambda name: None)}
+        seen |= {id(i) for i in shortlist(parts, 10, rng, {}, lambda name: None).instances}
     assert len(seen) == 80
 
 
@@ -132,6 +133,30 @@ def test_a_decision_scores_as_many_instances_in_a_large_mesh_as_in_a_small_one(
         assert len(plan.prefills) == len(plan.decodes) == placement.max_candidates
     assert max(scored) <= MOST_SCORED
     assert held >= 20  # three prefills of hundreds hold a half of each prompt, and are found
+
+
+@pytest.mark.req("S94", "S107")
+def test_scores_count_the_mean_work_of_all_and_not_that_of_busy_holders() -> None:
+    """Forty of 500 prefills hold a prefix that all ask for, and did a hundred times the work."""
+    placement, _ = build(1000)
+    for number, instance in enumerate(placement.fleet.instances.values()):
+        instance.recent = RecentWork()
+        instance.add_computed(20.0 if number < 40 else 0.2, 0.0)
+    own, heard, listed = POLICIES["default"](), list[float](), list[float]()
+
+    def prefills(query: Query, asked: Sequence[Instance], known: Known) -> Sequence[float]:
+        assert known.typical is not None
+        heard.append(known.typical.used_s)
+        listed.append(statistics.fmean(i.recent.at(0.0)[0] for i in asked))
+        return own.score_prefills(query, asked, known)
+
+    placement.policy = replace(own, score_prefills=prefills)
+    matches = {f"prefill-{i}": 8 for i in range(40)}
+    for number in range(120):
+        placement.plan(query_of(number), matches, 0.0)
+    mean = (40 * 20.0 + 460 * 0.2) / 500
+    assert statistics.fmean(heard[40:]) == pytest.approx(mean, rel=0.2)
+    assert statistics.fmean(listed) > 2.5 * mean
 
 
 def query_of(number: int) -> Query:

@@ -203,8 +203,14 @@ class PrefixIndex:
         return frozenset(names)
 
     def num_blocks_of(self, instance_id: str) -> int:
+        """In all tiers. A decision asks it of each instance that it scores."""
         holder = self._instances.get(instance_id)
-        return holder.num_blocks if holder else 0
+        if holder is None:
+            return 0
+        if holder.load is not None:
+            return holder.num_blocks
+        engine, host = holder.rows
+        return len(engine) + len(host)
 
     def apply(self, delta: IndexDelta) -> DeltaOutcome:
         """After GAP, the delta waits until others fill the gap or a snapshot covers it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final, Generic, TypeVar
@@ -279,6 +279,22 @@ class KvExchange:
 
     def fit(self, decode_id: str, prefill_id: str) -> Fit:
         return self.exclusions(decode_id).fit(prefill_id)
+
+    def of_silent(self, num_decodes: int) -> SourceExclusions | None:
+        """What a decode excludes that reports nothing, if one of so many must be such a decode.
+
+        No other decode excludes less. So with few reports, no pair has to be looked at.
+        """
+        return self._others if num_decodes > len(self._of) else None
+
+    def reporters(self) -> Collection[str]:
+        """The decodes that exclude some prefill."""
+        return self._of.keys()
+
+    def excludes(self, prefill_id: str) -> bool:
+        """Whether any decode ejects or avoids it."""
+        each = (self._others, *self._of.values())
+        return any(exclusions.fit(prefill_id) is not Fit.GOOD for exclusions in each)
 
 
 def _ids(excluded: Iterable[ExcludedSource], *faults: SourceFault) -> frozenset[str]:
