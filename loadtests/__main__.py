@@ -64,6 +64,16 @@ BENCHES = {
         "what a turn of a chat of 100,000 tokens costs a gateway, and a short request beside it",
         record=True,
     ),
+    "prompt-cost": Bench(
+        "gateway.prompt_cost",
+        "what a long prompt costs a gateway's loop and its other threads, and the rate on 8 cores",
+        record=True,
+    ),
+    "lone-stream": Bench(
+        "gateway.lone_stream",
+        "p99.9 of a lone stream: alone, beside a steady load and beside a greedy client",
+        record=True,
+    ),
     "features": Bench(
         "gateway.features",
         "what tools and schemas add, beside vLLM's own server",

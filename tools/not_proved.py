@@ -69,8 +69,8 @@ REASONS: Final[Mapping[str, str]] = {
         "request, which appends to it, and nothing of it is reused later (ADR 0042)"
     ),
     "S122": (
-        "passed on to vLLM (`engine_args: {enable_expert_parallel: true}`), and not tried: it "
-        "needs GPUs and a model with experts"
+        "in part: passed on to vLLM (`engine_args: {enable_expert_parallel: true}`), and not "
+        "tried on GPUs. On a CPU it is refused, because vLLM itself fails with it there"
     ),
     "S124": (
         "passed on to vLLM (`engine_args: {quantization: fp8}`), and not tried: it needs a GPU"

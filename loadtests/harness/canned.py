@@ -1,8 +1,10 @@
 """A server that only answers: it shows the generator's ceiling and the least that HTTP costs here.
 
 It gives every request the same answer: a plain JSON document, or a stream of one event per token.
-Each event is written separately, as by a server that streams. The number of tokens comes from the
-request.
+Each event is written separately, as by a server that streams, at once or with a pause after each.
+The number of tokens comes from the request.
+
+    python -m loadtests.harness.canned [PAUSE_S]
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ def _usage(num_tokens: int) -> bytes:
 
 
 class _Canned(asyncio.Protocol):
-    def __init__(self) -> None:
-        self._received = b""
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self._pause_s = pause_s
+        self._received = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # TCP gives no other kind
@@ -45,7 +48,7 @@ class _Canned(asyncio.Protocol):
         length = _LENGTH.search(self._received)
         if end < 0 or length is None or len(self._received) < end + 4 + int(length[1]):
             return
-        request, self._received = self._received, b""
+        request, self._received = self._received, bytearray()
         asked = _MAX_TOKENS.search(request)
         num_tokens = int(asked[1]) if asked else 1
         if b'"stream": true' in request:
@@ -57,19 +60,37 @@ class _Canned(asyncio.Protocol):
 
     def _stream(self, num_tokens: int) -> None:
         self._transport.write(_HEAD + b"text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        if self._pause_s:
+            self._next_event(num_tokens)
+            return
         event = _chunk(_EVENT)
         for _ in range(num_tokens):
             self._transport.write(event)
+        self._end(num_tokens)
+
+    def _next_event(self, num_tokens: int, num_written: int = 0) -> None:
+        if self._transport.is_closing():
+            return
+        if num_written == num_tokens:
+            self._end(num_tokens)
+            return
+        self._transport.write(_chunk(_EVENT))
+        num_written += 1
+        pause_s = self._pause_s if num_written < num_tokens else 0.0
+        asyncio.get_running_loop().call_later(pause_s, self._next_event, num_tokens, num_written)
+
+    def _end(self, num_tokens: int) -> None:
         end = _chunk(b"data: " + _usage(num_tokens) + b"\n\n") + _chunk(b"data: [DONE]\n\n")
         self._transport.write(end + b"0\r\n\r\n")
 
 
-async def _serve() -> None:
-    server = await asyncio.get_running_loop().create_server(_Canned, "127.0.0.1", 0)
+async def _serve(pause_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: _Canned(pause_s), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.to_thread(sys.stdin.read)  # until the parent ends
 
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(_serve())
+        runner.run(_serve(float(sys.argv[1]) if len(sys.argv) > 1 else 0.0))

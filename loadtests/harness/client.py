@@ -1,9 +1,10 @@
-"""A closed-loop load generator for the OpenAI endpoints that costs less than what it measures.
+"""A load generator for the OpenAI endpoints that costs less than what it measures.
 
 Each connection is an `asyncio.Protocol` on a kept-alive TCP_NODELAY socket that sends its next
-request the moment an answer ends. Answers are not parsed but searched: HTTP framing shows the end,
-events are counted, and tokens come from the `usage` that the server reports. The same run measures
-the generator's own ceiling, against `loadtests.harness.canned`.
+request the moment an answer ends, or, with a rate, at Poisson times. Answers are not parsed but
+searched: HTTP framing shows the end, events are counted, and tokens come from the `usage` that the
+server reports. The same run measures the generator's own ceiling, against
+`loadtests.harness.canned`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import itertools
 import json
 import random
 import re
+import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
@@ -52,6 +54,10 @@ class LoadSpec:
     # from half to one and a half of the mean: with equal pauses, requests could fall into step with
     # the timers of the measured server.
     think_s: float = 0.0
+    # Requests per second of all connections together, at Poisson times of each (an open loop); 0:
+    # as fast as they are answered. A request whose time comes before the last answer is sent with
+    # that answer's end, so there are never more than `concurrency`.
+    rate_per_s: float = 0.0
 
     @classmethod
     def of_url(
@@ -184,6 +190,7 @@ class _Connection(asyncio.Protocol):
         self.sent_at = 0.0
         self.is_waiting = False
         self._transport: asyncio.Transport | None = None
+        self._due_at = time.perf_counter()  # of the next request, if there is a rate
         self._reset()
 
     def _reset(self) -> None:
@@ -199,7 +206,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # TCP gives no other kind
         sock = self._transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._send()
+        self._send_in(self._pause_s())
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.is_waiting and not self._run.is_over:
@@ -274,15 +281,26 @@ class _Connection(asyncio.Protocol):
         self.is_waiting = False
         if self._is_ok:
             self._count(now)
-        think_s = self._run.spec.think_s
         if self._run.is_over:
             self._close()
-        elif self._is_ok and not think_s:
-            self._send()
         elif self._is_ok:
-            asyncio.get_running_loop().call_later(think_s * random.uniform(0.5, 1.5), self._send)
+            self._send_in(self._pause_s())
         else:
             asyncio.get_running_loop().call_later(_RECONNECT_S, self._close)
+
+    def _pause_s(self) -> float:
+        """How long to wait before the next request."""
+        spec = self._run.spec
+        if not spec.rate_per_s:
+            return spec.think_s * random.uniform(0.5, 1.5)
+        self._due_at += random.expovariate(spec.rate_per_s / spec.concurrency)
+        return max(0.0, self._due_at - time.perf_counter())
+
+    def _send_in(self, seconds: float) -> None:
+        if seconds:
+            asyncio.get_running_loop().call_later(seconds, self._send)
+        else:
+            self._send()
 
     def _count(self, now: float) -> None:
         tokens = _COMPLETION_TOKENS.search(self._tail)
@@ -315,6 +333,8 @@ async def run_load(
         asyncio.create_task(_keep_connected(run, connections, slot))
         for slot in range(spec.concurrency)
     ]
+    # Whoever started this process may end the window.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, run.enough.set)
     await asyncio.sleep(spec.warmup_s)
     on_window(True)
     run.is_measuring, began = True, time.perf_counter()
@@ -350,11 +370,19 @@ async def _keep_connected(run: _Run, connections: dict[int, _Connection], slot: 
         await connection.closed.wait()
 
 
-def chat_body(text: str, max_tokens: int, *, is_stream: bool, model: str = "default") -> str:
-    """A chat request that runs to `max_tokens` and reports usage."""
+def chat_body(
+    chat: str | Sequence[Mapping[str, str]],
+    max_tokens: int,
+    *,
+    is_stream: bool,
+    model: str = "default",
+) -> str:
+    """A chat request that runs to `max_tokens` and reports usage. `chat`: its messages, or the text
+    of its only one.
+    """
     body: dict[str, Any] = {  # Any: a JSON document
         "model": model,
-        "messages": [{"role": "user", "content": text}],
+        "messages": [{"role": "user", "content": chat}] if isinstance(chat, str) else chat,
         "max_tokens": max_tokens,
         "temperature": 0,
         "stream": is_stream,

@@ -100,9 +100,31 @@ def _expect(processes: list[subprocess.Popen[str]], word: str) -> None:
 
 
 @contextmanager
-def canned_server() -> Iterator[int]:
-    """The canned-answer server in its own process; yields its port."""
-    with _serving("loadtests.harness.canned") as port:
+def beside(spec: LoadSpec) -> Iterator[list[LoadResult]]:
+    """Load during a block, from when it has warmed up; its result is in the list at the end.
+
+    `spec.duration_s` must be longer than the block. Raises RuntimeError if the generator fails.
+    """
+    process, found = _start(spec), list[LoadResult]()
+    try:
+        _expect([process], "open")
+        yield found
+        process.terminate()
+        _expect([process], "close")
+        assert process.stdout is not None
+        found.append(LoadResult.from_json(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def canned_server(pause_s: float = 0.0) -> Iterator[int]:
+    """The canned-answer server in its own process; yields its port.
+
+    `pause_s`: between two events of a stream.
+    """
+    with _serving("loadtests.harness.canned", str(pause_s)) as port:
         yield port
 
 

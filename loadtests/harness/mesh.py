@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -32,6 +32,8 @@ class MeshOptions:
     num_gateways: int = 1
     is_fusion: bool = False
     model_dir: str = ""  # empty: the launcher's own
+    max_model_len: int | None = None  # None: the engine's own
+    env: Mapping[str, str] = field(default_factory=dict)  # of all services
 
     @property
     def description(self) -> str:
@@ -46,6 +48,7 @@ class RunningMesh:
     port: int
     processes: ProcessSet
     description: str
+    ops: Mapping[str, str]  # host:port of the metrics of each service, by its name
 
 
 @asynccontextmanager
@@ -57,11 +60,19 @@ async def running_mesh(options: MeshOptions) -> AsyncIterator[RunningMesh]:
             assert url.hostname is not None
             assert url.port is not None
             pids = {name: mesh.pid(name) for name in mesh.names}
-            yield RunningMesh(url.hostname, url.port, ProcessSet(pids), options.description)
+            yield RunningMesh(
+                url.hostname,
+                url.port,
+                ProcessSet(pids),
+                options.description,
+                {name: ops for name in mesh.names if (ops := mesh.ops_address(name))},
+            )
 
 
 def _spec(options: MeshOptions) -> MeshSpec:
-    settings = instance_settings(options.engine)
+    settings = dict(instance_settings(options.engine))
+    if options.max_model_len is not None:
+        settings["MAX_MODEL_LEN"] = str(options.max_model_len)
     return MeshSpec(
         engine=options.engine,
         model_dir=Path(options.model_dir) if options.model_dir else None,
@@ -71,6 +82,7 @@ def _spec(options: MeshOptions) -> MeshSpec:
         num_gateways=options.num_gateways,
         http_port=0,
         grpc_port=0,
+        env=options.env,
         service_env={
             "prefill": {f"PDMESH_PREFILL_{key}": value for key, value in settings.items()},
             "decode": {f"PDMESH_DECODE_{key}": value for key, value in settings.items()},

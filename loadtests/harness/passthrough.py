@@ -9,6 +9,7 @@ Its rate and its TTFT, measured in the same minutes as ours, say how fast this m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from typing import Final
 
@@ -28,10 +29,11 @@ async def _serve(upstream: str) -> None:
                 kept = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP_BY_HOP}
                 response = web.StreamResponse(status=answer.status, headers=kept)
                 response.content_length = answer.content_length
-                await response.prepare(request)
-                async for chunk in answer.content.iter_any():
-                    await response.write(chunk)
-                await response.write_eof()
+                with contextlib.suppress(ConnectionResetError):  # the client has gone
+                    await response.prepare(request)
+                    async for chunk in answer.content.iter_any():
+                        await response.write(chunk)
+                    await response.write_eof()
                 return response
 
         app = web.Application()

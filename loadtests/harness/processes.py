@@ -39,6 +39,14 @@ def _cost(family: list[psutil.Process]) -> Cost:
     return Cost(sum(t.user + t.system for t in times), rss_bytes)
 
 
+def thread_cpu_s(pid: int) -> dict[int, float]:
+    """CPU seconds of each thread of a process, by its id; the first thread has that of the process.
+
+    The kernel counts in ticks, of 10 ms as a rule.
+    """
+    return {t.id: t.user_time + t.system_time for t in psutil.Process(pid).threads()}
+
+
 def machine_busy_s() -> float:
     """CPU seconds that all cores together have spent since boot, including those the host stole."""
     times = psutil.cpu_times()

@@ -292,7 +292,15 @@ class Settings(OidcSettings):
         description="Most open HTTP connections from one address; raise it behind a proxy",
     )
     drain_s: float = Field(10.0, ge=0, description="Time for streams to finish at shutdown")
-    tokenizer_threads: int = Field(1, ge=1, description="Threads that tokenize long text")
+    tokenizer_threads: int = Field(
+        1, ge=1, description="Threads that tokenize texts of 2,049 to 65,536 characters"
+    )
+    tokenizer_long_threads: int = Field(
+        0,
+        ge=0,
+        description="Threads that tokenize longer texts, one each; 0: two fewer than processors, "
+        "at least 1",
+    )
     tokenizer_cache_bytes: int = Field(
         512 << 20,
         ge=1,
@@ -330,6 +338,7 @@ class Settings(OidcSettings):
             max_chars=self.max_body_bytes,
             has_defaults=self.generation_config == "auto",
             num_threads=self.tokenizer_threads,
+            num_long_threads=self.tokenizer_long_threads,
             max_bytes=self.tokenizer_cache_bytes,
             max_section_bytes=self.section_cache_bytes,
         )

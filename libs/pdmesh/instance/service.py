@@ -8,7 +8,6 @@ a new incarnation (S23).
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Coroutine
 from typing import Any
 
@@ -21,7 +20,7 @@ from pdmesh.instance.settings import InstanceSettings
 from pdmesh.net.nats.assignments import NatsAssignments
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.registry import NatsRegistry
-from pdmesh.service_process import App, new_incarnation
+from pdmesh.service_process import App, collect_everything, new_incarnation
 
 
 async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
@@ -53,7 +52,7 @@ async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
                 return
             own, epoch = None, member.epoch
             del member
-            gc.collect()  # free arenas and caches now
+            collect_everything()  # free arenas and caches now
             app.incarnation = new_incarnation()
     finally:
         await bus.close()

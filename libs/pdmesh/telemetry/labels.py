@@ -19,6 +19,7 @@ LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     names.REQUEST_DURATION: (*_CALL, names.ATTR_ERROR_TYPE),
     names.TIME_TO_FIRST_TOKEN: _CALL,
     names.TIME_PER_OUTPUT_TOKEN: _CALL,
+    names.GC_PAUSE: ("generation",),
     # The gateway.
     names.REQUESTS: (names.ATTR_OUTCOME, names.ATTR_REASON, names.ATTR_REQUEST_MODEL),
     names.WAITING_REQUESTS: ("priority",),

@@ -64,6 +64,7 @@ TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
 # Metrics of every process.
 LOOP_LAG: Final = "pdmesh.process.loop_lag"
 LOOP_HELD: Final = "pdmesh.process.loop_held"
+GC_PAUSE: Final = "pdmesh.process.gc.pause"
 READY: Final = "pdmesh.process.ready"
 CERTIFICATE_LEFT: Final = "pdmesh.process.certificate_left"
 

@@ -288,6 +288,7 @@ class Frontend:
         )
         if self.shared.poison:
             self._refuse_poison(prompts)
+        await self._name_blocks(spec, prompts)
         spec, by = await self._with_scenario(spec, prompts)
         return PreparedCall(spec, prompts, budgets, by)
 
@@ -314,6 +315,14 @@ class Frontend:
         if found is None or found.model != spec.adapter.model:
             raise NoInstance(f"{spec.model} has become another model during this request")
         return replace(spec, adapter=found)
+
+    async def _name_blocks(self, spec: CallSpec, prompts: Sequence[Prompt]) -> None:
+        """Hash long prompts in steps, between which the loop does other work."""
+        record = self.shared.fleet.reference(spec.base_model)
+        if record is not None:
+            for prompt in prompts:
+                for _ in prompt.hashing(record, self.shared.kept_hashes):
+                    await asyncio.sleep(0)
 
     async def _with_scenario(
         self, spec: CallSpec, prompts: Sequence[Prompt]

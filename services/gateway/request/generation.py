@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import structlog
 
+from pdmesh.core.kv.prefix.kept_hashes import KeptHashes
 from pdmesh.core.model import Tick
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.request.events import (
@@ -101,6 +102,7 @@ class Collaborators:
     answer_kv: AnswerKv
     session_hints: SessionHints
     grammars: GrammarChecks = field(default_factory=lambda: GrammarChecks(GrammarProcess()))
+    kept_hashes: KeptHashes = field(default_factory=KeptHashes)
     handed_plans: HandedPlans | None = None  # of endpoint pickers; None: they are not used
 
     def refusal(self, spec: CallSpec, num_prompt_tokens: int) -> Overloaded | None:

@@ -2,13 +2,16 @@
 
 A hop to a thread and back costs as much as encoding a thousand characters. So texts that gather
 while a thread works share one hop. A text as long as a context takes a tenth of a second. It waits
-behind other long texts, and never delays a short one. The many texts of a call for vectors or
-scores have a queue with a bound of their own, too. The amount of waiting text is bounded.
+behind other long texts, and never delays a short one. Two processors remain for the event loop and
+for short texts, so one thread for long texts would be the bound of a gateway on many processors.
+The many texts of a call for vectors or scores have a queue with a bound of their own, too. The
+amount of waiting text is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -34,16 +37,37 @@ class EncodingJob:
 Encode = Callable[[Sequence[EncodingJob]], list["array[int]"]]
 
 MAX_PENDING_CHARS: Final = 32 << 20
+_KEPT_PROCESSORS: Final = 2  # for the event loop and for short texts
 _LONG_CHARS: Final = 65536
 _MAX_BATCH_CHARS: Final = 131072
 
 
-class EncodingQueues:
-    """The queues of all tokenizers of a gateway. Their bounds are for all models together."""
+def usable_processors() -> int:
+    """Those that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
-    def __init__(self, num_threads: int, max_pending_chars: int = MAX_PENDING_CHARS) -> None:
+
+def long_threads(num_processors: int) -> int:
+    """How many long texts are encoded at once on so many processors, if no setting says it."""
+    return max(1, num_processors - _KEPT_PROCESSORS)
+
+
+class EncodingQueues:
+    """The queues of all tokenizers of a gateway. Their bounds are for all models together.
+
+    `num_long_threads`: those for long texts; 0: by the processors.
+    """
+
+    def __init__(
+        self,
+        num_threads: int,
+        max_pending_chars: int = MAX_PENDING_CHARS,
+        num_long_threads: int = 1,
+    ) -> None:
         self._short = _Queue(num_threads, "tokenizer")
-        self._long = _Queue(1, "tokenizer-long")
+        self._long = _Queue(num_long_threads or long_threads(usable_processors()), "tokenizer-long")
         self._bulk = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-bulk")
         self._max_pending_chars = max_pending_chars
         self.num_pending_chars = self.num_bulk_chars = 0

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from pdmesh.core.images.prompt_image import PromptImage
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root, tokens_to_bytes
+from pdmesh.core.kv.prefix.kept_hashes import CHUNK_BLOCKS, KeptHashes
 from pdmesh.core.placement.chat_key import key_of_id
 from pdmesh.v1.common_pb2 import InstanceRecord
+
+_STEP_CHUNKS: Final = 4
 
 
 class Prompt:
@@ -81,6 +85,23 @@ class Prompt:
             found = block_hashes(root, self.tokens, block_size, images=self._places)
             self._hashes[key] = found
         return found
+
+    def hashing(self, record: InstanceRecord, kept: KeptHashes) -> Iterator[None]:
+        """Compute the `hashes` of a long prompt in steps of about a millisecond.
+
+        There are none for a prompt of one step, and for one with images: `hashes` computes them.
+        """
+        size, key = record.block_size, (record.model_fingerprint, record.block_size)
+        step = _STEP_CHUNKS * CHUNK_BLOCKS * size
+        if not size or self.images or len(self.tokens) <= step or key in self._hashes:
+            return
+        hashes: list[bytes] = []
+        root = self.root(record.model_fingerprint)
+        for number, chunk in enumerate(kept.chunks(root, self.tokens, size), start=1):
+            hashes += chunk
+            if number % _STEP_CHUNKS == 0:
+                yield
+        self._hashes[key] = hashes
 
     def answer_hashes(self, record: InstanceRecord, answer: Sequence[int]) -> list[bytes]:
         """Hashes of the full blocks that the answer completes.

@@ -66,6 +66,7 @@ class TokenizerRules:
     max_chars: int
     has_defaults: bool = True
     num_threads: int = 1
+    num_long_threads: int = 0  # for long texts; 0: by the processors
     max_bytes: int = 512 << 20
     max_section_bytes: int = 64 << 20  # of tokens that are kept for the next turns of chats
 
@@ -75,7 +76,7 @@ class TokenizerPool:
 
     def __init__(self, rules: TokenizerRules, clock: Callable[[], float] = time.monotonic) -> None:
         self._rules, self._clock = rules, clock
-        self.queues = EncodingQueues(rules.num_threads)
+        self.queues = EncodingQueues(rules.num_threads, num_long_threads=rules.num_long_threads)
         self.sections = SectionCache(rules.max_section_bytes)
         self._own: TextFiles | None = None
         self._residency = Residency(rules.max_bytes)

@@ -45,7 +45,7 @@ from pdmesh.net.nats.board import adapter_board, fault_board, pin_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.registry import Registry
 from pdmesh.net.tasks import end
-from pdmesh.service_process import App
+from pdmesh.service_process import App, exclude_from_collection
 from pdmesh.telemetry import names
 from pdmesh.v1.admin_service_pb2 import Pin
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -229,6 +229,7 @@ class Member:
         if loaded.info.max_adapters:
             self._adapters = AdapterFollower(self._adapter_board, loaded.engine.keep_adapters)
         self._watch_over(serving)
+        exclude_from_collection()  # an engine and its libraries are most of a process's objects
 
     def _watch_over(self, serving: Serving) -> None:
         settings, app = self._settings, self._app

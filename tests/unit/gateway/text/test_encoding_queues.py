@@ -10,7 +10,11 @@ from collections.abc import Sequence
 import pytest
 
 from pdmesh.errors import Overloaded
-from pdmesh.services.gateway.text.encoding_queues import EncodingJob, EncodingQueues
+from pdmesh.services.gateway.text.encoding_queues import (
+    EncodingJob,
+    EncodingQueues,
+    long_threads,
+)
 from tests.support.waiting import until
 
 LONG = "x" * 70_000
@@ -106,3 +110,25 @@ async def test_each_text_is_encoded_by_the_tokenizer_of_its_model() -> None:
     assert [(await ask)[0] for ask in asks] == [1, 2, 3, 4, 5]
     assert (first.batches, second.batches) == ([[1], [2], [5]], [[3, 4]])
     queues.close()
+
+
+@pytest.mark.parametrize("num_long_threads", [1, 3])
+async def test_as_many_long_texts_are_encoded_at_once_as_there_are_threads(
+    num_long_threads: int,
+) -> None:
+    """One thread would be the bound of a gateway, however many processors it has."""
+    encoder = Encoder()
+    queues = EncodingQueues(num_threads=1, num_long_threads=num_long_threads)
+    encoder.gate.clear()
+    asks = [asyncio.create_task(queues.encode(encoder, EncodingJob(LONG))) for _ in range(4)]
+    await until(lambda: len(encoder.batches) == num_long_threads)
+    short = asyncio.create_task(queues.encode(encoder, EncodingJob("abc")))
+    await until(lambda: encoder.batches[num_long_threads:] == [[3]])
+    encoder.gate.set()
+    assert [len(await ask) for ask in (*asks, short)] == [2] * 5
+    assert len(encoder.batches) == 5
+    queues.close()
+
+
+def test_processors_remain_for_the_loop_and_for_short_texts() -> None:
+    assert [long_threads(n) for n in (1, 2, 3, 4, 8)] == [1, 1, 1, 2, 6]

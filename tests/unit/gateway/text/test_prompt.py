@@ -8,6 +8,7 @@ from array import array
 import pytest
 
 from pdmesh.core.images.prompt_image import PromptImage
+from pdmesh.core.kv.prefix.kept_hashes import CHUNK_BLOCKS, KeptHashes
 from pdmesh.services.gateway.text.prompt import Prompt
 from pdmesh.v1.common_pb2 import InstanceRecord
 
@@ -38,3 +39,27 @@ def test_the_answers_names_are_those_that_the_next_turn_has(
 
 def test_without_blocks_there_are_no_names() -> None:
     assert prompt_of(array("I", [1] * 40)).answer_hashes(InstanceRecord(), [1] * 40) == []
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_a_long_prompt_is_hashed_in_steps(num_steps: int) -> None:
+    """Between two of them, the loop may serve others."""
+    step = 4 * CHUNK_BLOCKS * 16
+    tokens = array("I", random.Random(3).choices(range(1000), k=num_steps * step + 17))
+    prompt, kept = prompt_of(tokens), KeptHashes()
+    assert len(list(prompt.hashing(RECORD, kept))) == num_steps
+    assert prompt.hashes(RECORD) == prompt_of(tokens).hashes(RECORD)
+    assert len(kept) == 4 * num_steps, "and nothing was hashed by `hashes` itself"
+    assert not list(prompt.hashing(RECORD, kept)), "once is enough"
+    assert kept.num_found == 0
+
+
+@pytest.mark.parametrize("images", [(), (PromptImage(3, 8, b"d" * 32, b""),)])
+def test_a_prompt_that_is_short_or_has_images_is_hashed_at_once(
+    images: tuple[PromptImage, ...],
+) -> None:
+    length = 40 if not images else 5 * CHUNK_BLOCKS * 16
+    prompt, kept = prompt_of(array("I", [1] * length), images), KeptHashes()
+    assert not list(prompt.hashing(RECORD, kept))
+    assert not len(kept)
+    assert len(prompt.hashes(RECORD)) == length // 16

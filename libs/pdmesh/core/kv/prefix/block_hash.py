@@ -72,7 +72,7 @@ def block_hashes(
     `images`: those that begin within `token_ids`, in order. All images have the same tokens, so the
     digest of an image is part of the block in which it begins. The chain carries it on.
     """
-    data = memoryview(tokens_to_bytes(token_ids))
+    data = tokens_to_bytes(token_ids)
     step = 4 * block_size
     hashes: list[bytes] = []
     by_block: dict[int, bytes] = {}
@@ -80,9 +80,10 @@ def block_hashes(
         start = position // block_size * step
         place = _IMAGE + (position % block_size).to_bytes(4, "little")
         by_block[start] = by_block.get(start, b"") + place + image
-    keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=root)  # a copy costs half of a new one
+    # A copy costs half of a new one.
+    copy = hashlib.blake2b(digest_size=HASH_BYTES, key=root).copy
     for start in range(0, len(data) - step + 1, step):
-        digest = keyed.copy()
+        digest = copy()
         digest.update(parent + data[start : start + step])
         if start in by_block:
             digest.update(by_block[start])

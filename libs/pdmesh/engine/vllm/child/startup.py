@@ -14,6 +14,7 @@ import structlog
 from pydantic import ValidationError
 
 from pdmesh.engine.vllm.child import child_main
+from pdmesh.engine.vllm.child.expert_parallel import check_experts
 from pdmesh.engine.vllm.child.pipeline import check_stages
 from pdmesh.engine.vllm.host.stats import SchedulerView
 from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds, may_reuse_prefixes
@@ -77,6 +78,7 @@ def build(
             )
             check_state_steps(config)
             check_stages(config)
+        check_experts(config)
         rotate_rightly(config)
         # vLLM's platform for CPUs ignores the argument, after vLLM has checked that it may be set.
         config.scheduler_config.async_scheduling = bool(arguments.get("async_scheduling"))

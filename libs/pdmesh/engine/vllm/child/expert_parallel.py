@@ -1,0 +1,26 @@
+"""What vLLM cannot share out over ranks on a CPU: whole experts (S122)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdmesh.errors import EngineMisconfigured
+
+
+def check_experts(vllm_config: Any) -> None:
+    """`vllm_config`: vLLM's own, of no stable type. Raises EngineMisconfigured.
+
+    vLLM 0.32 accepts the setting, and its kernel for CPUs takes the number of an expert for its
+    place among the rank's own experts. So it reads beyond them, and a rank ends with a segmentation
+    fault in its first step, also without pdmesh.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    is_shared_out = parallel.enable_expert_parallel and model.is_moe and parallel.world_size > 1
+    if is_shared_out and vllm_config.device_config.device_type == "cpu":
+        field = "engine_args.enable_expert_parallel"
+        raise EngineMisconfigured(
+            f"{field}: on a CPU, vLLM 0.32 fails in its first step with experts that are shared "
+            "out over ranks; leave it out, and each rank holds a part of every expert",
+            reason="BAD_OPTION",
+            field=field,
+        )
