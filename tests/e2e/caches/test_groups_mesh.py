@@ -20,6 +20,7 @@ from pdmesh.engine.vllm.config import installed_device
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from tests.e2e.caches.test_latent_mesh import ask
+from tests.e2e.caches.test_states import RIGHT_ROTATION
 from tests.e2e.caches.tiny_stateful import write_tiny_lfm2
 from tests.e2e.caches.tiny_windowed import WINDOW, write_tiny_gemma
 from tests.e2e.cases import VOCABULARY, Case
@@ -72,6 +73,7 @@ def model(
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         kv_cache_memory_bytes=64 << 20,
+        **(RIGHT_ROTATION if request.param is write_tiny_lfm2 else {}),
     ) as plain:
         todo, answers = plain.cut(asked, 5e-4)
     both = zip(todo, answers, strict=True)
