@@ -164,13 +164,14 @@ def _explain(text: str, body: bytes) -> InvalidRequest:
 def _with_key(where: str, what: str, body: bytes) -> str:
     """Add the key of a wrong value in a mapping, which msgspec does not tell.
 
-    It is the first key whose value has the kind that msgspec names.
+    It is the first key whose value has the kind that msgspec names. A key that is no UTF-8 is found
+    only here, since msgspec gives up at the wrong value.
     """
     field, _, below = where.partition(_ANY_KEY)
     got = _GOT.search(what)
     if got is None or below:
         return field
-    with contextlib.suppress(msgspec.MsgspecError, KeyError):
+    with contextlib.suppress(msgspec.MsgspecError, KeyError, UnicodeDecodeError):
         mapping = _fields.decode(_fields.decode(body)[field])
         for key, value in mapping.items():
             if _kind_of(bytes(value)) == got[1]:

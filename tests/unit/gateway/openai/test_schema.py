@@ -242,6 +242,14 @@ def test_completions_refuse_unsupported_fields() -> None:
 
 
 @pytest.mark.fault("F31")
+@pytest.mark.parametrize("key", [b"p\xb5", b"\xff", b"\xed\xa0\x80"])
+def test_a_key_that_is_no_utf8_behind_a_wrong_value_causes_no_crash(key: bytes) -> None:
+    """msgspec tells of the wrong value, and has not read the key."""
+    body = b'{"model":"a","prompt":"x","logit_bias":{"1":"","%b":""}}' % key
+    assert refused(parse_completion, body).field in ("logit_bias", "logit_bias.1")
+
+
+@pytest.mark.fault("F31")
 @pytest.mark.parametrize(
     ("body", "field"),
     [
