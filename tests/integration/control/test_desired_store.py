@@ -113,3 +113,26 @@ async def test_an_instance_is_out_of_service_until_its_entry_is_removed(bus: Nat
     await board.forget("blank-1")
     await until(lambda: not view.known)
     await view.close()
+
+
+@pytest.mark.fault("F21")
+async def test_a_change_right_after_a_wipe_takes_no_number_twice(bus: NatsBus) -> None:
+    """Found by the nemesis: the change came before the wiped version was written back, became
+    version 1, and the versions that operators had seen were higher.
+    """
+    store = desired_store(bus)
+    view = store.book()
+    view.follow(lambda: None)
+    for i in range(3):
+        await view.apply(f"a: {i}", expected_version=i, author="ann", reason="")
+    await until(lambda: view.current is not None and view.current.version == 3)
+    await bus.client.jetstream().delete_stream("KV_pdmesh-desired")
+    with pytest.raises(VersionConflict, match="version 3 is current"):
+        await view.apply("a: 3", expected_version=0, author="bob", reason="")
+    applied = await view.apply("a: 3", expected_version=3, author="bob", reason="")
+    assert applied.version == 4
+    await until(lambda: view.current is not None and view.current.version == 4)
+    await until(lambda: view.is_current)
+    await view.restore()
+    assert [each.text for each in await store.versions(9)] == ["a: 3", "a: 2"]
+    await view.close()

@@ -69,8 +69,12 @@ class DesiredStore:
         author: str,
         reason: str,
         canary_share: float = 0.0,
+        known: DesiredVersion | None = None,
     ) -> tuple[DesiredVersion, int]:
         """Make `text` the next version; returns it and the revision of its key.
+
+        `known`: the latest version that the caller has seen. It counts as current if the store was
+        wiped and has it no more. So a number is never given twice.
 
         Raises VersionConflict unless the expected version is current. Without an expected version
         it replaces any current version. If another writer applies at the same time, it tries again,
@@ -81,14 +85,16 @@ class DesiredStore:
         while True:
             num_tries -= 1
             try:
-                return after, await self._apply_once(after, expected_version)
+                return after, await self._apply_once(after, expected_version, known)
             except VersionConflict:
                 if not num_tries:
                     raise
 
-    async def _apply_once(self, after: DesiredVersion, expected_version: int | None) -> int:
+    async def _apply_once(
+        self, after: DesiredVersion, expected_version: int | None, known: DesiredVersion | None
+    ) -> int:
         found = await self._get_current()
-        current = _parse(found)
+        current = _later(_parse(found), known)
         number = current.version if current is not None else 0
         if expected_version is not None and expected_version != number:
             raise VersionConflict(f"version {number} is current, not {expected_version}")
@@ -231,6 +237,7 @@ class DesiredBook:
             author=author,
             reason=reason,
             canary_share=canary_share,
+            known=self.current,
         )
         if self._is_latest(CURRENT, revision):
             self.current = applied
@@ -327,6 +334,12 @@ def desired_store(bus: NatsBus) -> DesiredStore:
 
 def _key(number: int) -> str:
     return f"v{number}"
+
+
+def _later(one: DesiredVersion | None, other: DesiredVersion | None) -> DesiredVersion | None:
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda version: version.version)
 
 
 def _encode(message: Message) -> bytes:
