@@ -405,6 +405,7 @@ class EngineInfo:
     images: ImageFacts | None = None  # None: the model takes none
     kv_path: str = ""  # where KV waits and lands, and why; empty: it hands on none
     fetches_embeddings: bool = False  # of images: it takes jobs that await an encoder
+    windows: tuple[int, ...] = ()  # by layer, in tokens; 0: it needs all; (): all layers do
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -66,6 +66,7 @@ def model(
         shutil.copy(file, folder)
     rng = random.Random(11)
     asked = [Case(tuple(rng.choices(VOCABULARY, k=n)), MAX_TOKENS) for n in LENGTHS]
+    rotation: dict[str, Any] = RIGHT_ROTATION if request.param is write_tiny_lfm2 else {}
     with plain_vllm(
         folder,
         asked,
@@ -73,7 +74,7 @@ def model(
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         kv_cache_memory_bytes=64 << 20,
-        **(RIGHT_ROTATION if request.param is write_tiny_lfm2 else {}),
+        **rotation,
     ) as plain:
         todo, answers = plain.cut(asked, 5e-4)
     both = zip(todo, answers, strict=True)

@@ -64,6 +64,7 @@ class Capacity:
     max_reserved_output: int | None = None
     num_adapters: int = 0  # LoRA adapters that legs may use at once
     takes_images: bool = False
+    windows: tuple[int, ...] = ()  # by layer, in tokens; 0: it needs all; (): all layers do
 
 
 @dataclass(frozen=True, slots=True)

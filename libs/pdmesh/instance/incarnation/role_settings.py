@@ -179,4 +179,5 @@ def capacity_of(
         max_reserved_output=settings.max_reserved_output or None,
         num_adapters=info.max_adapters,
         takes_images=info.images is not None,
+        windows=info.windows,
     )

@@ -11,6 +11,7 @@ from pdmesh.core.images.prompt_image import DIGEST_BYTES, MAX_IMAGES, PromptImag
 from pdmesh.core.instance.admission import Capacity, RefusalReason, Refused
 from pdmesh.core.instance.urgency import DEFAULT_PRIORITY, MAX_PRIORITY
 from pdmesh.core.kv.layout import compatibility as kv_format
+from pdmesh.core.kv.layout.cache_groups import kv_bytes
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
 from pdmesh.core.kv.tiers.session_holds import MAX_SESSION_CHARS, MAX_SESSION_NAMES, SessionState
 from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID
@@ -303,24 +304,21 @@ def adapter_from_proto(m: common_pb2.Adapter) -> Adapter:
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
     """Check the ticket's numbers, unless it has another fingerprint: admission refuses that.
 
-    Of layers with windows or states fewer bytes travel than are reserved. The KV agent compares the
-    exact number.
+    Of layers with windows or states, fewer bytes travel than are reserved.
     """
     if len(ticket.ticket_id.encode()) > MAX_TICKET_ID:
         raise InvalidRequest(f"must have at most {MAX_TICKET_ID} bytes", field="ticket.ticket_id")
     if ticket.model_fingerprint != capacity.model_fingerprint:
         return
-    num_blocks = -(-num_tokens // capacity.block_size)
     if not (ticket.ticket_id and ticket.addresses):
         raise InvalidRequest("the ticket is incomplete", field="ticket")
-    kv_bytes = kv_format.rank_bytes(
+    expected = kv_format.rank_bytes(
         capacity.model_fingerprint,
-        num_blocks * capacity.block_bytes,
+        kv_bytes(num_tokens, capacity.block_size, capacity.block_bytes, capacity.windows),
         capacity.num_ranks,
         len(ticket.addresses),
     )
-    fits = kv_bytes is not None and 0 < ticket.kv_bytes <= kv_bytes
-    if ticket.num_tokens != num_tokens or not fits:
+    if (ticket.num_tokens, ticket.kv_bytes) != (num_tokens, expected):
         raise InvalidRequest("the ticket belongs to another prompt", field="ticket")
 
 

@@ -23,6 +23,7 @@ from pdmesh.core.instance.admission import (
     Refused,
     Work,
 )
+from pdmesh.core.kv.layout.compatibility import all_bytes
 from pdmesh.core.kv.transfer.source_exclusions import KvSource
 from pdmesh.core.kv.transfer.ticket import PullFailure, make_ticket_id
 from pdmesh.engine.base import (
@@ -268,8 +269,10 @@ class LegLife:
         self, leg: Leg, m: Start, parsed: convert.Parsed, landing: ArenaRange | None
     ) -> None:
         assert landing is not None
-        all_bytes = m.ticket.kv_bytes * len(m.ticket.addresses)
-        leg.compute_s_per_byte = m.prompt_compute_ms / 1000 / max(1, all_bytes)
+        num_bytes = all_bytes(
+            m.ticket.model_fingerprint, m.ticket.kv_bytes, len(m.ticket.addresses)
+        )
+        leg.compute_s_per_byte = m.prompt_compute_ms / 1000 / max(1, num_bytes)
         leg.span = spans.start(names.SPAN_DECODE, m.traceparent, m.request_id, m.attempt)
         leg.transfer_span = spans.start(
             names.SPAN_KV_TRANSFER, m.traceparent, m.request_id, m.attempt

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdmesh.core.instance.admission import Capacity, Work
+from pdmesh.core.kv.layout.cache_groups import STATE_WINDOW
 from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.errors import InvalidRequest
 from pdmesh.instance.legs.convert import parse
@@ -50,14 +53,18 @@ def test_a_ticket_of_this_prompt_is_taken_from_any_number_of_ranks(
 
 
 @pytest.mark.req("S3")
-def test_layers_with_a_window_or_a_state_send_less_than_all_blocks() -> None:
-    """As `cache_groups.kv_bytes` says: of a layer with a state, one block."""
-    assert len(parse(start(9, 32 + 3 * 32), CAPACITY).prompt) == 9
+@pytest.mark.parametrize("kv_bytes", [1, 2 * 32, 3 * 32 + 2 * 32, 2 * 3 * 32])
+def test_layers_with_a_window_or_a_state_send_less_than_all_blocks(kv_bytes: int) -> None:
+    """Of a layer with a state, one block; and neither more nor less."""
+    capacity = replace(CAPACITY, windows=(0, STATE_WINDOW))
+    assert len(parse(start(9, 3 * 32 + 32), capacity).prompt) == 9
+    with pytest.raises(InvalidRequest, match="belongs to another prompt"):
+        parse(start(9, kv_bytes), capacity)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "kv_bytes", "num_ranks"),
-    [(8, 3 * 64, 2), (9, 4 * 64, 2), (9, 3 * 128, 2), (9, 0, 2), (9, 3 * 64, 3)],
+    [(8, 3 * 64, 2), (9, 4 * 64, 2), (9, 3 * 128, 2), (9, 0, 2), (9, 1, 2), (9, 3 * 64, 3)],
 )
 def test_a_ticket_of_another_prompt_is_refused(
     num_tokens: int, kv_bytes: int, num_ranks: int

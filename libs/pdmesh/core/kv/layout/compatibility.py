@@ -98,6 +98,15 @@ def rank_bytes(fingerprint: str, our_bytes: int, our_ranks: int, their_ranks: in
     return our_bytes // ours * theirs
 
 
+def all_bytes(fingerprint: str, largest_bytes: int, num_ranks: int) -> int:
+    """What all ranks together have of a prompt, if a rank of the largest stage has so much."""
+    kind = parse(fingerprint)
+    if kind is None or not kind.stages:
+        return largest_bytes * num_ranks
+    num_beside = num_ranks // kind.num_stages
+    return largest_bytes // max(kind.stages) * sum(kind.stages) * num_beside
+
+
 def difference(theirs: str, ours: str, them: str = "the sender", us: str = "this instance") -> str:
     """Why KV of the fingerprint `theirs` cannot be used by `ours`, naming both; empty if it can."""
     if theirs == ours:

@@ -75,6 +75,7 @@ def info_of(
         images=images,
         kv_path=" | ".join(dict.fromkeys(h.kv_path for h in hellos if h.address)),
         fetches_embeddings=images is not None,  # see `EmbeddingClient`
+        windows=endpoint.windows,
     )
 
 

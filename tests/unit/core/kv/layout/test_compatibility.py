@@ -106,3 +106,15 @@ def test_a_ranks_share_follows_from_the_heads() -> None:
     assert kv_format.may_meet(heads, 2, 16)
     assert not kv_format.may_meet(heads, 2, 3)
     assert not kv_format.may_meet(heads, 2, 0)
+
+
+@pytest.mark.req("S120")
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "expected"),
+    [(BY_HEADS, 4, 4 * 320), (STAGED, 2, 320 + 300), (STAGED_BY_HEADS, 4, 2 * (320 + 300))],
+)
+def test_all_ranks_have_the_bytes_of_their_own_stages(
+    kind: KvFormat, num_ranks: int, expected: int
+) -> None:
+    assert kv_format.all_bytes(str(kind), 320, num_ranks) == expected
+    assert kv_format.all_bytes("sim", 320, num_ranks) == 320 * num_ranks
