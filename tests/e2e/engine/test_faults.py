@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pdmesh.engine.base import Failed, Prefilled, Sampling, Ticket
+from pdmesh.engine.base import Failed, Sampling, Ticket
 from pdmesh.errors import EngineFailed
+from tests.e2e.aborts import aborts_beside
 from tests.e2e.cases import differences, generate_all, longest
 from tests.e2e.conftest import Reference, decode_config
 from tests.e2e.pair import LegFailed, Pair, running
@@ -37,30 +37,9 @@ async def staged(pair: Pair, prompt: tuple[int, ...]) -> tuple[int, Ticket]:
 async def test_aborts_at_any_moment_free_everything_and_harm_no_other_request(
     pair: Pair, reference: Reference
 ) -> None:
-    """Aborted loads overlap others, whose blocks late writes would corrupt."""
-    rng = random.Random(3)
-    is_done = False
-
-    async def disturb(prompt: tuple[int, ...]) -> None:
-        while not is_done:
-            leg = await pair.start_prefill(prompt, GREEDY)
-            if rng.random() < 0.3:
-                await asyncio.sleep(rng.random() * 0.1)
-                pair.prefill.abort(leg)
-                continue
-            first = await pair.prefill.next_output(leg)
-            if not (isinstance(first, Prefilled) and first.ticket):
-                continue
-            leg = await pair.start_decode(prompt, first.token, first.ticket, GREEDY)
-            await asyncio.sleep(rng.random() * 0.1)
-            pair.decode.abort(leg)
-            pair.prefill.engine.release(first.ticket.ticket_id)
-
     long_prompts = [case.prompt for case in reference.cases if len(case.prompt) > 100][:4]
-    disturbers = [asyncio.create_task(disturb(prompt)) for prompt in long_prompts]
-    got = await generate_all(pair.generate, reference.cases[:60], num_concurrent=6)
-    is_done = True
-    await asyncio.gather(*disturbers)
+    async with aborts_beside(pair, long_prompts):
+        got = await generate_all(pair.generate, reference.cases[:60], num_concurrent=6)
     assert differences(reference.tokens[:60], got) == []
     await pair.prefill.until_idle()
     await pair.decode.until_idle()

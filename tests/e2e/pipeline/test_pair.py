@@ -25,6 +25,7 @@ from pdmesh.engine.base import KvPeer, Sampling
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.errors import EngineFailed, EngineMisconfigured, KvTransferFailed
 from pdmesh.kv.tiers.config import TierConfig
+from tests.e2e.aborts import aborts_beside
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import Plain, plain_vllm
 from tests.e2e.mesh import test_ranks as ranks
@@ -115,6 +116,44 @@ async def test_two_stages_hand_over_to_two_stages_whole_and_per_layer(
         assert run.num_computed_at_decode == 0
         assert run.num_handed_over == sum(case.max_tokens > 1 for case in todo)
     await idle(stages.prefill, stages.decode)
+
+
+@pytest.mark.req("S120", "S49")
+@pytest.mark.fault("F27")
+async def test_aborts_while_chunks_are_in_several_steps_harm_no_other_request(
+    stages: Pair, plain: Plain
+) -> None:
+    todo, expected = plain.decided(stage_cases())
+    rng = random.Random(12)
+    aborted = [rng.choices(VOCABULARY, k=n) for n in (150, 400, 700, 900)]  # up to four chunks
+    run = Pair(stages.prefill, stages.decode, salt="aborts")
+    async with aborts_beside(run, aborted):
+        for generate in (run.generate, run.generate_per_layer):
+            assert differences(expected, await generate_all(generate, todo, NUM_CONCURRENT)) == []
+    await idle(stages.prefill, stages.decode)
+
+
+@pytest.mark.req("S120")
+async def test_preempted_decodes_draw_the_same_tokens(stages: Pair, tiny_llama: Path) -> None:
+    """Eight prompts of a block each grow to three, and the cache has six. The same pair with room
+    for all, whose answers are compared with plain vLLM's above, says what to expect.
+    """
+    rng = random.Random(14)
+    prompts = [tuple(rng.choices(VOCABULARY, k=BLOCK_SIZE - 4)) for _ in range(8)]
+    todo = [Case(prompt, BLOCK_SIZE + 8) for prompt in prompts]
+    expected = await generate_all(Pair(stages.prefill, stages.decode).generate, todo, 1)
+    small = config(tiny_llama, "decode-small", 9)
+    small = replace(
+        small,
+        max_model_len=4 * BLOCK_SIZE,
+        kv_cache_bytes=7 * BLOCK_SIZE * TOKEN_BYTES // NUM_STAGES,
+    )
+    async with running(small) as decode:
+        run = Pair(stages.prefill, decode, salt="small")
+        got = await generate_all(run.generate, todo, len(todo))
+        assert decode.engine.stats().extra["num_preempted"] > 0
+        assert differences(expected, got) == []
+        await idle(stages.prefill, decode)
 
 
 @pytest.mark.req("S120", "S57")
