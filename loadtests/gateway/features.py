@@ -37,7 +37,8 @@ from loadtests.harness.generator import measure
 from loadtests.harness.processes import ProcessSet
 from loadtests.harness.progress import Progress
 from loadtests.harness.results import Spread, write
-from pdmesh.engine.vllm.config import threads_per_rank, usable_cores
+from pdmesh.cores import usable_cores
+from pdmesh.engine.vllm.config import threads_per_rank
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pdmesh.cores import usable_cores
 from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind, grammar_of
-from pdmesh.engine.vllm.config import thread_binding, usable_cores
+from pdmesh.engine.vllm.config import thread_binding
 
 
 def main() -> None:

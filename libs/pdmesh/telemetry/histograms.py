@@ -71,6 +71,7 @@ class Histogram:
             series.most = value
 
     def to_metric(self) -> Metric:
+        """A copy is read: a collection may begin at any allocation, and records its own pause."""
         now_ns = time.time_ns()
         points = [
             HistogramDataPoint(
@@ -84,7 +85,7 @@ class Histogram:
                 min=series.least,
                 max=series.most,
             )
-            for labels, series in list(self._series.items())
+            for labels, series in self._series.copy().items()
         ]
         data = export.Histogram(points, AggregationTemporality.CUMULATIVE)
         return Metric(self._name, self._help, self._unit, data)

@@ -11,7 +11,6 @@ amount of waiting text is bounded.
 from __future__ import annotations
 
 import asyncio
-import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
+from pdmesh.cores import usable_cores
 from pdmesh.errors import Overloaded
 
 T = TypeVar("T")
@@ -42,13 +42,6 @@ _LONG_CHARS: Final = 65536
 _MAX_BATCH_CHARS: Final = 131072
 
 
-def usable_processors() -> int:
-    """Those that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def long_threads(num_processors: int) -> int:
     """How many long texts are encoded at once on so many processors, if no setting says it."""
     return max(1, num_processors - _KEPT_PROCESSORS)
@@ -67,7 +60,7 @@ class EncodingQueues:
         num_long_threads: int = 1,
     ) -> None:
         self._short = _Queue(num_threads, "tokenizer")
-        self._long = _Queue(num_long_threads or long_threads(usable_processors()), "tokenizer-long")
+        self._long = _Queue(num_long_threads or long_threads(len(usable_cores())), "tokenizer-long")
         self._bulk = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-bulk")
         self._max_pending_chars = max_pending_chars
         self.num_pending_chars = self.num_bulk_chars = 0

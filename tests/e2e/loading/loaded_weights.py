@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.core.loading.weights_loader import LoaderChoice
-from pdmesh.engine.vllm.config import thread_binding, usable_cores
+from pdmesh.cores import usable_cores
+from pdmesh.engine.vllm.config import thread_binding
 from pdmesh.engine.vllm.loading.choice import loader_arguments
 
 PROMPT = [5, 17, 900, 23, 4000, 77]

@@ -76,7 +76,7 @@ class Weights:
 class TypicalWork:
     """Seconds of recent work and of backlog of the mean instance, by random ones of many decisions.
 
-    Those on a shortlist are no measure of all: who holds what many ask for has more to do.
+    A shortlist is no measure of all instances: the holders of a popular prefix are busier.
     """
 
     used_s: float = 0.0  # of compute, as in `RecentWork`

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +24,7 @@ from pdmesh.core.kv.transfer.incoming_blocks import MAX_PULLS
 from pdmesh.core.loading.weights_loader import LoaderChoice, WeightsLoader
 from pdmesh.core.model import DomainRank
 from pdmesh.core.speculation.proposal_length import NO_SPECULATION, Speculation
+from pdmesh.cores import usable_cores
 from pdmesh.engine.vllm.loading.choice import loader_arguments, loader_choice
 from pdmesh.engine.vllm.speculation.methods import speculative_config
 from pdmesh.kv.tiers.config import TierConfig
@@ -202,13 +202,6 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
 def threads_per_rank(num_cores: int, num_ranks: int) -> int:
     """Half of the cores, since prefill and decode share them, or each rank's share."""
     return max(1, num_cores // max(2, num_ranks))
-
-
-def usable_cores() -> list[int]:
-    """The cores that this process may run on, in ascending order."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def thread_binding(cores: Sequence[int], num_ranks: int) -> str:

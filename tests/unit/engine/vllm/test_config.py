@@ -9,6 +9,7 @@ import pytest
 
 from pdmesh.core.instance.async_scheduling import AsyncScheduling
 from pdmesh.core.speculation.proposal_length import Speculation
+from pdmesh.cores import usable_cores
 from pdmesh.engine.base import (
     BlocksChanged,
     Failed,
@@ -32,7 +33,6 @@ from pdmesh.engine.vllm.config import (
     lora_arguments,
     scheduler_class,
     thread_binding,
-    usable_cores,
 )
 from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.engine.vllm.host.outputs import OutputQueue

@@ -46,7 +46,7 @@ class RankPlace:
 
     @property
     def is_first_to_draw(self) -> bool:
-        """Whether it is the rank whose tokens vLLM takes: the first rank of the last stage."""
+        """Whether vLLM takes this rank's tokens: it is the first rank of the last stage."""
         return self.rank == self.num_ranks - self.num_beside
 
     def num_beside_of(self, num_theirs: int) -> int:

@@ -1,4 +1,4 @@
-"""What a pipeline of several stages cannot be told to do, checked before vLLM's processes start.
+"""Which settings do not go with a pipeline, checked before vLLM's processes start.
 
 vLLM plans a step while the steps before it are still on their way through the stages.
 """
