@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.models import smollm2
 from tests.e2e.cases import Case, cases, long_cases
 from tests.e2e.pair import Pair, running
+from tests.e2e.plain_vllm import main as plain_vllm_main
+from tests.e2e.preloaded import preloaded, run_main
 
 BLOCK_SIZE = 64
 DTYPE = "float32"
@@ -41,7 +42,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     folder: Path
 
     def tokens(self) -> list[list[int]]:
@@ -81,10 +82,16 @@ class Plain:
         return todo, drawn
 
     def _answers(self) -> dict[str, list[Any]]:
-        code = self.process.wait(timeout=400)
-        assert code == 0, (self.folder / "log").read_text()[-2000:]
+        self.process.join(400)
+        assert self.process.exitcode == 0, (self.folder / "log").read_text()[-2000:]
         answers: dict[str, list[Any]] = json.loads((self.folder / "tokens.json").read_text())
         return answers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _preloaded() -> Iterator[None]:
+    with preloaded():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -105,14 +112,12 @@ def plain_vllm(
     cases_file, tokens_file = folder / "cases.json", folder / "tokens.json"
     cases_file.write_text(json.dumps([asdict(case) for case in asked]))
     arguments = [model_dir, dtype, block_size, cases_file, tokens_file, json.dumps(engine)]
-    command = [sys.executable, "-m", "tests.e2e.plain_vllm", *map(str, arguments)]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+    process = run_main(plain_vllm_main, [str(argument) for argument in arguments], folder / "log")
     try:
         yield Plain(process, folder)
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 @pytest.fixture(scope="session")
