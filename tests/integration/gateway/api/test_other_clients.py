@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -132,6 +133,8 @@ async def test_aiperf_measures_each_endpoint(mesh: GatewayMesh, tmp_path: Path, 
         *("--request-count", "12", "--concurrency", "3"),
         *("--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8"),
         *("--artifact-dir", str(tmp_path / "artifacts")),
+        # Other tests set HF_HUB_OFFLINE, with which aiperf looks for no tokenizer in a folder.
+        env={name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
