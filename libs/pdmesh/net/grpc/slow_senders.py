@@ -25,7 +25,7 @@ _GRACE_S: Final = 0.25
 # Calls that wait for their messages. Each costs some 30 KB, and a connection may begin a thousand.
 _MAX_WAITING: Final = 4096
 
-# The types of a handler's parts, which grpc-stubs cannot express.
+# Types of gRPC's interceptors. grpc-stubs cannot express the first two.
 Details = Any
 Handler = Any
 Context = grpc.aio.ServicerContext[Any, Any]

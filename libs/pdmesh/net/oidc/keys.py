@@ -1,4 +1,4 @@
-"""The keys of a JWK set that can have signed a token: public, asymmetric and strong enough."""
+"""The keys of a JWK set with which tokens can be checked: asymmetric and strong enough."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class NoKeys(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """`algorithms`: those that a token of this key may have."""
+    """`algorithms`: those with which this key may sign tokens."""
 
     key_id: str
-    public_key: Any  # of cryptography, by its kind
+    public_key: Any  # of the library cryptography; its type depends on the kind of key
     algorithms: tuple[str, ...]
 
 
@@ -60,7 +60,10 @@ class KeySet:
         return frozenset(self._keys)
 
     def find(self, key_id: str | None) -> SigningKey | None:
-        """The key that a token names. A token that names none is of the only key."""
+        """The key that a token names; None: it is not in the set.
+
+        For a token that names no key, it is the only key; None if there are several.
+        """
         if key_id is None:
             return next(iter(self._keys.values())) if len(self._keys) == 1 else None
         return self._keys.get(key_id)

@@ -17,8 +17,8 @@ from pdmesh.core.access.exposure import is_loopback
 from pdmesh.errors import shortened
 
 _DISCOVERY: Final = "/.well-known/openid-configuration"
-_TIMEOUT_S: Final = 5.0  # of each wait for the provider
-_WHOLE_S: Final = 10.0  # of a document
+_TIMEOUT_S: Final = 5.0  # the longest wait for a single answer to a read
+_WHOLE_S: Final = 10.0  # the longest time for a whole document
 _MAX_BYTES: Final = 1 << 20
 _CHUNK_BYTES: Final = 65_536
 
@@ -36,7 +36,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass(frozen=True, slots=True)
 class KeySource:
-    """`jwks_url`: empty: as the provider says. `ca_file`: None: the system's authorities."""
+    """An empty `jwks_url`: the provider's discovery document says where its keys are.
+
+    `ca_file` None: the system's authorities.
+    """
 
     issuer: str
     jwks_url: str = ""
@@ -72,11 +75,11 @@ class KeySource:
             raise ProviderFailed(f"{url}: {exc.reason}") from exc
         except (OSError, http.client.HTTPException) as exc:
             raise ProviderFailed(f"{url}: {exc}") from exc
-        except ValueError as exc:  # of JSON, too
-            raise ProviderFailed(f"{url}: not the JSON that it should be: {exc}") from exc
+        except ValueError as exc:  # also from JSON's parser
+            raise ProviderFailed(f"{url}: not the expected JSON: {exc}") from exc
 
     def _opener(self, url: str) -> urllib.request.OpenerDirector:
-        """Proxies are the environment's, except to this machine."""
+        """It uses the environment's proxies, except for this machine. Raises ValueError."""
         parts = urlsplit(url)
         if parts.scheme not in ("https", "http"):
             raise ValueError("not an address of HTTP")
@@ -91,7 +94,7 @@ class KeySource:
 
 
 def _read(answer: http.client.HTTPResponse) -> bytes:
-    """Raises ValueError if it is too long, OSError if it takes too long."""
+    """The answer's body. Raises ValueError if it is too long, OSError if it takes too long."""
     until, found = time.monotonic() + _WHOLE_S, bytearray()
     while chunk := answer.read1(_CHUNK_BYTES):
         found += chunk

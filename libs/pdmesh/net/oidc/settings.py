@@ -29,7 +29,9 @@ _DEFAULT_ROLES: Final[dict[str, _RoleName]] = {
 
 def _algorithm(name: str) -> str:
     if name not in ALGORITHMS:
-        raise ValueError(f"one of {', '.join(ALGORITHMS)}; symmetric ones and none are refused")
+        raise ValueError(
+            f"must be one of {', '.join(ALGORITHMS)}; symmetric ones and none are refused"
+        )
     return name
 
 
@@ -105,7 +107,7 @@ class OidcSettings(ServiceSettings):
     @field_validator("oidc_issuer", "oidc_jwks_url")
     @classmethod
     def _is_private(cls, url: str, info: ValidationInfo) -> str:
-        """Who changes the keys on their way can make tokens."""
+        """An attacker who changes the keys in transit can make valid tokens."""
         if url and (problem := _problem(url, is_trusted=bool(info.data.get("insecure_network")))):
             raise PydanticCustomError("url", "{problem}", {"problem": problem})
         return url

@@ -1,7 +1,7 @@
-"""A certificate authority of the mesh's own, for a mesh that has no cert-manager or the like.
+"""The mesh's own certificate authority, for a mesh without cert-manager or a similar tool.
 
-The authority's key stays in its folder, which only this user can read. Whoever has it can be every
-process of the mesh.
+The authority's key stays in its folder, which only this user can read. Whoever has the key can
+pose as any process of the mesh.
 """
 
 from __future__ import annotations
@@ -115,8 +115,9 @@ class Authority:
 
 
 def _others(folder: Path, own: Authority) -> str:
-    """The folder's other authorities, in PEM, until they end: others may still have their
-    certificates while one authority replaces another.
+    """The folder's other authorities that have not expired, in PEM.
+
+    While one authority replaces another, some processes still have certificates of the old one.
     """
     try:
         found = x509.load_pem_x509_certificates((folder / AUTHORITIES).read_bytes())

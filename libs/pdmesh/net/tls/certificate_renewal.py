@@ -46,17 +46,20 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What the files held when they were read; PEM."""
+    """What the files contained when they were read, in PEM."""
 
     chain: bytes
     key: bytes = field(repr=False)
     authorities: bytes
     identity: ProcessIdentity
-    expires_at: datetime  # the first of the chain and its authority to end
+    expires_at: datetime  # when the first of the chain and its authority expires
 
 
 class CertificateFolder:
-    """Raises BadCertificates if the folder's files cannot be used."""
+    """The latest usable certificates of a folder.
+
+    The constructor raises BadCertificates if the folder's files cannot be used.
+    """
 
     def __init__(self, path: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self.path = path
@@ -64,7 +67,7 @@ class CertificateFolder:
         self._lock = threading.Lock()
         self._stamp = _stamp(path)
         self._latest = read(path, now())
-        self._problem = ""  # of the files that are there now
+        self._problem = ""  # what is wrong with the present files
         self._retry_at: datetime | None = None
 
     @property
@@ -161,8 +164,9 @@ def _check_time(path: Path, own: x509.Certificate, now: datetime) -> None:
 
 
 def _check_usage(path: Path, own: x509.Certificate) -> None:
-    """A process is a server and a client with one certificate; TLS would refuse it later, to the
-    other side.
+    """A process uses one certificate both as a server and as a client.
+
+    Without this check, only the other side of a later handshake would see that a usage is missing.
     """
     try:
         usages = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
@@ -188,7 +192,7 @@ def _check_key(path: Path, pem: bytes, own: x509.Certificate) -> None:
 def _issuer(
     folder: Path, chain: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]
 ) -> x509.Certificate:
-    """The authority at the chain's end; of several that fit, the one that ends last.
+    """The authority at the chain's end; of several that fit, the one that expires last.
 
     TLS checks the chain again, and more strictly; this check names the file.
     """

@@ -1,5 +1,7 @@
-"""Python's own TLS, for connections to NATS and Redis: this process's certificate on each new
-connection, and only servers that its authorities certify under the name in the address.
+"""TLS of Python's `ssl` module, for connections to NATS.
+
+A connection shows this process's certificate. It accepts only a server that the process's
+authorities certify under the name in the address.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from pdmesh.net.tls.certificate_renewal import AUTHORITIES, CERTIFICATE, KEY, Ce
 
 
 def client_context(folder: CertificateFolder | None) -> ssl.SSLContext:
-    """Without certificates: no client certificate, and the system's authorities.
+    """A context with the folder's files as they are now.
 
-    Raises OSError: the files are being replaced at this moment, or cannot be read.
+    `folder` None: no client certificate, and the system's authorities. Raises OSError if the files
+    cannot be read or do not fit each other, for example while they are being replaced.
     """
     if folder is None:
         return ssl.create_default_context()

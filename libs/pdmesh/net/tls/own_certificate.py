@@ -19,8 +19,8 @@ class _Own:
 def use_certificates(folder: CertificateFolder | None, *, nats_roles: bool = False) -> None:
     """Set what servers and connections of this process use from now on; None: no TLS.
 
-    `nats_roles`: NATS knows processes by their certificates, and tells roles apart. Call it before
-    the first of them is made.
+    Call it before the first server or connection is made. `nats_roles`: NATS identifies processes
+    by their certificates, and tells roles apart.
     """
     _Own.folder, _Own.has_nats_roles = folder, nats_roles and folder is not None
 
@@ -39,7 +39,7 @@ def role_at_nats() -> ProcessIdentity | None:
 def using_certificates(
     folder: CertificateFolder | None, *, nats_roles: bool = False
 ) -> Iterator[None]:
-    """As `use_certificates`, for as long as the block runs."""
+    """Like `use_certificates`, while the block runs."""
     before = _Own.folder, _Own.has_nats_roles
     use_certificates(folder, nats_roles=nats_roles)
     try:

@@ -69,7 +69,7 @@ def test_the_keys_are_where_the_provider_or_the_setting_says() -> None:
         ({"issuer": "URL", "jwks_uri": "URL/moved"}, "answered 302"),
         ({"issuer": "URL", "jwks_uri": "URL/nowhere"}, "answered 404"),
         ({"issuer": "URL", "jwks_uri": "URL/long"}, "more than 1048576 bytes"),
-        ({"issuer": "URL", "jwks_uri": "URL/text"}, "not the JSON that it should be"),
+        ({"issuer": "URL", "jwks_uri": "URL/text"}, "not the expected JSON"),
         ({"issuer": "URL", "jwks_uri": "http://127.0.0.1:1/"}, "Connection refused"),
     ],
 )
