@@ -248,7 +248,7 @@ async def test_new_certificates_of_a_new_authority_take_effect_while_streams_run
                 if is_served:
                     assert await status(other) == "i-0"
                 else:
-                    assert (await refusal(other)).code() is grpc.StatusCode.UNAVAILABLE
+                    assert (await refused_status(other)).code() is grpc.StatusCode.UNAVAILABLE
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF  # type: ignore[attr-defined]  # not in grpc-stubs
 
