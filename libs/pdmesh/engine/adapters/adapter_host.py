@@ -34,7 +34,7 @@ from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
 
-_INSPECTIONS: Final = 2  # that run at once
+_INSPECTIONS: Final = 2  # inspections that run at once
 _ANY_RANK: Final = 1 << 20
 
 

@@ -38,7 +38,7 @@ class AskedGrammar:
     kind: GrammarKind
     text: str = ""
     field: str = "response_format"
-    has_any_whitespace: bool = True  # between the parts of JSON
+    has_any_whitespace: bool = True  # whether JSON may have whitespace between its parts
 
 
 def grammar_of(asked: AskedGrammar, tokens: Mapping[str, int] | None = None) -> str:
@@ -88,7 +88,7 @@ def _choices(choices: Any) -> list[str]:
 
 
 def _choice_grammar(choices: list[str]) -> str:
-    """All of them in one terminal: the parser fails on some thousand alternatives of a rule."""
+    """All choices in one terminal: the parser fails on a rule with thousands of alternatives."""
     texts = [quoted(text) for text in dict.fromkeys(choices) if text]
     if not texts:
         return 'start: ""'

@@ -83,7 +83,7 @@ def _limits() -> LLParserLimits:
 
 
 def _explained(error: str) -> str:
-    """The first lines of a message, in one line, without the library's backtrace."""
+    """The beginning of the library's message in one line, or our own words for a panic."""
     if error.startswith("panic"):
         return "the grammar is too large or too complex"
     if "NoExtensionBias" in error:

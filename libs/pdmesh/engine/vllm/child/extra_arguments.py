@@ -56,7 +56,7 @@ def unusable(name: str, problem: str) -> EngineMisconfigured:
 
 
 def _words(action: argparse.Action, option: str, value: object) -> list[str]:
-    """The argument as a command line has it."""
+    """The words of a command line that set the argument."""
     if action.nargs == 0:
         is_on = value if isinstance(value, bool) else _FLAGS.get(str(value).lower())
         if is_on is None:

@@ -1,4 +1,4 @@
-"""Which settings do not go with a pipeline, checked before vLLM's processes start.
+"""Refuses settings that cannot be combined with a pipeline, before vLLM's processes start.
 
 vLLM plans a step while the steps before it are still on their way through the stages.
 """
