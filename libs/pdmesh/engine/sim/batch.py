@@ -81,7 +81,7 @@ class DecodeBatch:
         return int(self._columns[_NUM, : len(self._legs)].sum())
 
     def join(self, sequence: Running) -> None:
-        """The sequence draws from the next step on. Its context must have room for one more token."""
+        """Let the sequence draw from the next step on. Its context must have room for a token."""
         model, at = self._model, sequence.num_tokens
         state = sequence.state + (sequence.last + 1) * int(model.state_weights[at]) & MASK
         digest = sequence.digest + mix(state) * int(model.token_gain[at]) & MASK

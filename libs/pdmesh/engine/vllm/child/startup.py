@@ -121,7 +121,7 @@ def engine_config(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any
 
 @contextlib.contextmanager
 def guarded_children() -> Iterator[None]:
-    """A child spawned in this context imports `child_main` as its main module, not the service's."""
+    """Children spawned in this context import `child_main` as main module, not the service's."""
     os.environ[child_main.HOST_PID] = str(os.getpid())
     main = sys.modules["__main__"]
     spec, file = main.__spec__, main.__dict__.pop("__file__", None)

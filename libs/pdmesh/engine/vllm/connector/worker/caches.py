@@ -29,7 +29,7 @@ class PagedCaches(Protocol):
     block_bytes: int  # of one layer, all heads
 
     def wait_for_model(self) -> None:
-        """Returns when the model has computed all work that it was given."""
+        """Return when the model has finished all work that it was given."""
         ...
 
     def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
@@ -52,9 +52,9 @@ class PagedCaches(Protocol):
         on_done: OnDone = None,
         heads: Span | None = None,
     ) -> None:
-        """Scatter `source`, with `heads` or all heads of all layers, before the model's next step.
+        """Scatter `source` before the model's next step.
 
-        `on_done`: `source` may be reused.
+        It has `heads`, or all heads, of all layers. After `on_done` it may be reused.
         """
         ...
 
