@@ -16,7 +16,7 @@ _FILE: Final = "refusal"
 
 
 class CannotMoveKv(ValueError):
-    """The mesh does not move caches of this model's kind. The message names the kind in one line."""
+    """The mesh does not move caches of the model's kind. The message names the kind in one line."""
 
     reason = "MODEL_UNSUPPORTED"
     page = "docs/cache-kinds.md"

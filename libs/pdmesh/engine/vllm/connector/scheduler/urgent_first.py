@@ -75,7 +75,7 @@ class UrgentFirstScheduler(Scheduler):
         return -(-num_lacking // block_size) <= num_free
 
     def _stand_back_for(self, urgent: Request) -> None:
-        """Make less urgent prompts eligible only later, so that vLLM leaves them out of this step."""
+        """Make less urgent prompts eligible only later: vLLM then leaves them out of this step."""
         waiting = urgency_of(urgent)
         for request in self.running:
             if request.is_prefill_chunk and urgency_of(request).stands_back_for(waiting):

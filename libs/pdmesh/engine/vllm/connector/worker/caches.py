@@ -75,7 +75,7 @@ class PagedCaches(Protocol):
         block_ids: Sequence[int],
         heads: Span | None = None,
     ) -> None:
-        """`scatter_part` for one layer, which has only these blocks; `offset` is within it.
+        """`scatter_part` for one layer and its own blocks; `offset` is within the layer.
 
         It is complete when it returns.
         """
