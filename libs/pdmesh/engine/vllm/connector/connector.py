@@ -234,7 +234,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.start(with_state_pages(in_order, specs), facts)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin the step here: vLLM calls `start_load_kv` later, if need be after the forward."""
+        """Begin the step here: vLLM calls `start_load_kv` after a forward that awaits no load."""
         super().bind_connector_metadata(connector_metadata)
         metadata = self._metadata()
         self.worker.begin(metadata.plan, metadata.num_tokens)

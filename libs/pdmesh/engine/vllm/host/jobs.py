@@ -96,8 +96,8 @@ class _Taking:
     pulling: set[int] = field(default_factory=set)  # ranks that have begun to pull
     arrived: set[int] = field(default_factory=set)  # ranks that have all bytes
     received: dict[int, Received] = field(default_factory=dict)
-    held: list[Drawn] = field(default_factory=list)
-    freed: set[int] = field(default_factory=set)
+    held: list[Drawn] = field(default_factory=list)  # drawn before all ranks reported the KV
+    freed: set[int] = field(default_factory=set)  # ranks whose part of the range is free
     is_over: bool = False
 
 

@@ -33,5 +33,5 @@ def num_without_image(request: Any, num_computed_tokens: int) -> int:
 
 
 def _has_pixels(data: Any) -> bool:
-    """Any: vLLM's type, or None. A decode has at most the rows of an image's tokens."""
+    """Any: vLLM's type, or None. A decode has at most the grid of an image's patches."""
     return data is not None and set(data) != {GRID}

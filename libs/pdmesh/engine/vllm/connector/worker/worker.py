@@ -178,7 +178,7 @@ class HandoffWorker:
             raise CannotMoveKv(str(error)) from error
 
     def _decide_path(self) -> KvPath:
-        """Where the arenas are. Raises HasNoKvPath if the machine lacks what the settings ask for."""
+        """Where the arenas are. Raises HasNoKvPath if the machine lacks what the settings ask."""
         config = self._config
         num_bytes = config["staging_bytes"] + config["landing_bytes"]
         try:
