@@ -1,8 +1,9 @@
-"""The prefills of an engine that await embeddings of their images, and what became of the wait.
+"""The prefills of an engine that await embeddings of their images, and how their waits ended.
 
-One deadline holds for the encoder's work and for the fetch from it. Past it the engine encodes the
-images itself, so an encoder that dies or hangs costs a request at most `ENCODE_WAIT_S` (S130).
-After repeated failures, nothing is fetched from an encoder for a while (`AvoidedEncoders`).
+One deadline holds for the encoder's work and for the fetch from it. After it the engine encodes the
+images itself, so an encoder that dies or hangs delays a request by about `ENCODE_WAIT_S` at most
+(S130). After repeated failures, nothing is fetched from an encoder for a while
+(`AvoidedEncoders`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class EmbeddingOutcome(Enum):
 
     FETCHED = "fetched"
     NOT_MADE = "not_made"  # the encoder refused, failed or died
-    LATE = "late"  # nothing was heard in time
+    LATE = "late"  # the encoder did not answer in time
     LOST = "lost"  # the fetch failed, or the encoder had evicted them
     SKIPPED = "skipped"  # fetches from the encoder failed lately
 
@@ -80,7 +81,7 @@ class AwaitedEmbeddings:
         self._waits.pop(leg, None)
 
     async def gather(self, leg: int, num_images: int, fetch: FetchEmbeddings) -> int:
-        """How many of the prompt's first images need not be encoded here."""
+        """Wait and fetch; returns how many of the first images need not be encoded here."""
         wait = self._waits[leg]
         try:
             left_s = max(0.0, wait.until - time.monotonic())

@@ -151,7 +151,7 @@ class Holders(RankMessage):
 
 
 class ForgetLease(RankMessage):
-    """Host: the leg's lease will not be used; Fetched may not follow."""
+    """Host: the leg's lease will not be used; Fetched need not follow."""
 
     leg: int
 
@@ -282,13 +282,13 @@ class FetchEmbeddings(RankMessage):
     instance_id: str
     incarnation: int
     address: str
-    identifiers: list[str]  # of the images; those of one length stand together
+    identifiers: list[str]  # of the images; those with equal numbers of tokens stand together
     num_tokens: list[int]  # of each image
     deadline_s: float
 
 
 class ForgetEmbeddings(RankMessage):
-    """Host: no request will use the leg's embeddings; EmbeddingsFetched may not follow."""
+    """Host: no request will use the leg's embeddings; EmbeddingsFetched need not follow."""
 
     leg: int
 

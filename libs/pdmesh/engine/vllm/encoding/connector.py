@@ -86,7 +86,7 @@ class PdmeshEcConnector(ECConnectorBase):
         self.worker.load(self._metadata().plan, encoder_cache)
 
     def start_save_caches(self, **kwargs: Any) -> None:
-        """Publish what vLLM still has, in case the pool evicted it: vLLM will not encode it again."""
+        """Publish what vLLM still has: it will not encode this again if the pool evicted it."""
         encoder_cache: dict[str, torch.Tensor] = kwargs["encoder_cache"]
         for identifier in self._metadata().images:
             if identifier in encoder_cache:

@@ -68,7 +68,7 @@ class TierClient:
     async def fetch(
         self, leg: int, names: Sequence[bytes], owner: bytes, first: int
     ) -> tuple[int, int, int] | None:
-        """(leg, first, count) of the blocks that all ranks lease; None if there are none in time."""
+        """(leg, first, count) of the blocks that all ranks lease; None if they lease none."""
         answered = asyncio.get_running_loop().create_future()
         self._asked[leg] = _Asked(self._num_ranks, answered)
         names = list(names[:MAX_NAMES])

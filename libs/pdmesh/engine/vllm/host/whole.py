@@ -97,7 +97,7 @@ class WholePrefills:
         return self._settle(handing)
 
     def _settle(self, handing: _Handing) -> list[Effect]:
-        """Announce the prefill's end once vLLM and all ranks have reported, or release the ticket."""
+        """Announce the prefill's end once all have reported, or have the ranks end the ticket."""
         job, drawn = handing.job, handing.drawn
         if len(handing.ended) == self._num_ranks:
             return self._close(handing)

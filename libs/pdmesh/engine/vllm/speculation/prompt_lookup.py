@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from pdmesh.core.speculation.copy_cursor import CopyCursor
 from pdmesh.engine.vllm.sampling_extras import num_drawn_before
 
-# Tokens drawn without a proposal, after which a cursor is made anew, by numpy.
+# A cursor that is further behind its text than this many tokens is made anew, by numpy.
 MAX_BEHIND: Final = 1024
-MAX_TEXT: Final = 1 << 17  # tokens of a request that it looks through, at least
+MAX_TEXT: Final = 1 << 17  # the last tokens of a request's text that are searched, at least
 
 
 class PromptLookup:
@@ -34,7 +34,7 @@ class PromptLookup:
         self._num_tokens = 0
 
     def load_model(self, model: Any) -> None:
-        """There is none to load, but here vLLM's runner has been imported."""
+        """There is no model to load. But vLLM's runner is imported by now and can be patched."""
         tell_proposer_of_steps()
 
     def begin_step(
@@ -65,7 +65,7 @@ class PromptLookup:
         return proposals
 
     def _room(self, row: int, end: int) -> int:
-        """How many proposed tokens the answer can take, beside the one that the step draws.
+        """How many proposed tokens the answer can take, besides the one that the step draws.
 
         More would need blocks that no admission has counted (S49).
         """
