@@ -86,7 +86,7 @@ def expanded(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """Each request's value, once for each of its tokens; `cu_num_tokens`: the sums of their counts."""
+    """Each request's value, once per token; `cu_num_tokens`: sums of the token counts so far."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = x.masked_fill(x == replace_from, replace_to)
     return values.repeat_interleave(counts, output_size=num_tokens)
