@@ -1,4 +1,4 @@
-"""The prefills of an engine that await embeddings of their images, and how their waits ended.
+"""The waits of an engine's prefills for the embeddings of their images, and how these ended.
 
 One deadline holds for the encoder's work and for the fetch from it. After it the engine encodes the
 images itself, so an encoder that dies or hangs delays a request by about `ENCODE_WAIT_S` at most
@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 _LEAST_FETCH_S: Final = 0.1  # for an encoder that answered at the last moment
 
 # (encoder, seconds) -> how many of the prompt's first images have their embeddings here now.
-# Raises KvTransferFailed if the encoder could not be fetched from.
+# Raises KvTransferFailed if the fetch failed.
 FetchEmbeddings = Callable[[KvPeer, float], Awaitable[int]]
 
 

@@ -94,7 +94,7 @@ class PrefillJob:
     `Prefilled`.
 
     `staging` is None when the job is local (fusion): the engine continues with decoding and emits
-    `Tokens`. A job that ends with its first token (max_tokens 1, or a stop token) stages nothing.
+    `Tokens`. A job that ends with its first token (max_tokens 1, or a stop token) hands on no KV.
     """
 
     leg: int
@@ -146,7 +146,7 @@ class DecodeJob:
 def hands_on(job: PrefillJob, max_model_len: int) -> bool:
     """Whether the job's KV goes elsewhere.
 
-    A job that surely ends with its first token stages nothing.
+    A job that surely ends with its first token hands on no KV.
     """
     has_room = len(job.prompt) + 1 < max_model_len
     return job.staging is not None and job.sampling.max_tokens > 1 and has_room
@@ -254,7 +254,7 @@ class Failed:
 
 
 def constraint_failed(leg: int) -> Failed:
-    """No engine can go on with the answer: the constraint does not compile, or allows no token.
+    """No engine can continue the answer: the constraint does not compile, or allows no token.
 
     The message does not quote the grammar, which a client wrote.
     """

@@ -107,7 +107,7 @@ class AdapterHost:
     ) -> None:
         """Call one of the two callbacks, at once if the adapter is loaded.
 
-        After that, the adapter stays loaded until `release`.
+        After `on_ready`, the adapter stays loaded until `release`.
         """
         self._askers[leg] = _Asker(on_ready, on_refused)
         now = asyncio.get_running_loop().time()

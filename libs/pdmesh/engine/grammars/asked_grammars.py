@@ -118,6 +118,6 @@ def _tags(tag: Any) -> str:
             (t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), ""
         )
         if not trigger:
-            raise GrammarRefused(f"the begin of {where} begins with none of the triggers")
+            raise GrammarRefused(f"the begin of {where} must start with one of the triggers")
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     return StructTag.to_grammar(tags, assume_special=False)

@@ -1,7 +1,7 @@
 """The process that compiles grammars for a gateway: `python -m pdmesh.engine.grammars.checker`.
 
 `core.sampling.grammar_limits` bounds its time and memory. If a grammar makes it crash, the gateway
-goes on. Frames come on stdin, and each is answered on stdout in order.
+survives. Frames come on stdin, and each is answered on stdout in order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_VOCABULARIES: Final = 4  # beyond this, the least recently used one is dropp
 
 
 class LoadVocabulary(msgspec.Struct, tag=True):
-    """A vocabulary that checks refer to by `key`. The answer is empty, even if it is unusable."""
+    """A vocabulary that checks refer to by `key`. The answer is empty, even for one that fails."""
 
     key: int
     tokenizer: msgspec.Raw  # tokenizer.json
@@ -88,7 +88,7 @@ def _checked(compiler: GrammarCompiler, tokens: dict[str, int], asked: AskedGram
     try:
         _ = compiler.vocabulary
     except ValueError:
-        return Checked(refusal="this model's tokenizer is of another kind")
+        return Checked(refusal="constraints do not work with this model's kind of tokenizer")
     try:
         _bound_cpu()
         grammar = grammar_of(asked, tokens)
@@ -96,7 +96,7 @@ def _checked(compiler: GrammarCompiler, tokens: dict[str, int], asked: AskedGram
     except GrammarRefused as exc:
         return Checked(refusal=exc.message)
     except MemoryError:
-        os.abort()  # as the compiler does without memory; earlier grammars may hold it
+        os.abort()  # as the compiler does itself: earlier grammars may hold the memory
     finally:
         _unbound_cpu()
     return Checked(grammar=grammar)

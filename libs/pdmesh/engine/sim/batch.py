@@ -165,7 +165,7 @@ class DecodeBatch:
         return failed
 
     def _append(self, columns: Words, tokens: Words) -> None:
-        """Add the drawn tokens' KV to the digests, as if it had been computed without a fault."""
+        """Add the drawn tokens' KV to the digests, as if it were computed without a fault."""
         model, count = self._model, columns.shape[1]
         self._history[np.arange(count), columns[_DRAWN]] = tokens
         at = columns[_NUM]

@@ -138,7 +138,7 @@ class SimModel:
 
     @cached_property
     def position_weights(self) -> Words:
-        """By position: the weight of the KV in the digest."""
+        """By position: the weight of a token's KV in the digest."""
         return self._weights(2, self.params.max_model_len)
 
     @cached_property

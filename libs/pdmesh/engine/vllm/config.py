@@ -202,7 +202,7 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_per_rank(num_cores: int, num_ranks: int) -> int:
-    """Half of the cores, since prefill and decode share them, or each rank's share."""
+    """Half of the cores for one rank, since prefill and decode share them; or each rank's share."""
     return max(1, num_cores // max(2, num_ranks))
 
 

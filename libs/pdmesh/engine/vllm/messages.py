@@ -127,7 +127,7 @@ class Release(RankMessage):
 
 
 class FetchToPool(RankMessage):
-    """Host: pin the blocks of a prompt that the tiers can provide in time.
+    """Host: lease those blocks of a prompt that the tiers can provide in time.
 
     Answered by Fetched.
     """
@@ -189,7 +189,7 @@ TierOrder = FetchToPool | Holders | ForgetLease | Pin | PrefetchToPool | Session
 
 
 class Fetched(RankMessage):
-    """Worker: blocks `first` to `end - 1` of the prompt are pinned."""
+    """Worker: blocks `first` to `end - 1` of the prompt are leased."""
 
     rank: int
     leg: int

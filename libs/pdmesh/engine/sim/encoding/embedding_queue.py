@@ -1,4 +1,4 @@
-"""The sim's prefills wait here until the embeddings of their images came or will not come.
+"""The sim's prefills wait here until the embeddings of their images have come, or will not come.
 
 The sim computes with the image itself, but it checks the embeddings that it fetched. A prompt with
 wrong embeddings fails, because a real model would answer about another image.

@@ -72,6 +72,6 @@ def _text(value: object) -> str:
 
 
 def _short(text: str) -> str:
-    """In one line: pydantic's errors, which some arguments raise, have several."""
+    """The text in one line, cut to a length: pydantic's errors, which some raise, have several."""
     line = " ".join(text.split())
     return line if len(line) <= _MAX_PROBLEM_CHARS else f"{line[:_MAX_PROBLEM_CHARS]}..."

@@ -55,7 +55,7 @@ def layers_by_stage(vllm_config: Any) -> tuple[int, ...]:
 
 
 def rank_place(vllm_config: Any) -> RankPlace:
-    """Where this worker's rank stands. Raises ValueError like `layers_by_stage`."""
+    """The place of this worker's rank in its engine. Raises ValueError like `layers_by_stage`."""
     parallel = vllm_config.parallel_config
     return RankPlace(parallel.rank, parallel.world_size, layers_by_stage(vllm_config))
 
@@ -105,7 +105,7 @@ def how_computed(vllm_config: Any) -> list[str]:
 
 
 def _window(model: Any) -> str:
-    """The mark `whole` excludes KV that release 0.1.0 stored: it was wrong for such models."""
+    """The window. `whole` excludes KV of release 0.1.0, which was wrong if there was a window."""
     window = model.get_sliding_window()
     return f"{window} {model.disable_sliding_window}" + (" whole" if window is not None else "")
 

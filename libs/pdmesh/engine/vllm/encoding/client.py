@@ -101,7 +101,7 @@ class EmbeddingClient:
             self._control.broadcast(ForgetEmbeddings(leg))
         failure = fetching.failure if done else PullFailure.TIMEOUT
         if failure:
-            raise KvTransferFailed("a rank has no embeddings", reason=failure)
+            raise KvTransferFailed("a rank could not fetch the embeddings", reason=failure)
         return num
 
     def forget(self, leg: int) -> None:

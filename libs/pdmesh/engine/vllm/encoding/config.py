@@ -70,9 +70,9 @@ class VllmEncoderConfig:
     def has_language_model(self) -> bool:
         """Whether it loads all of the model, and computes one token of each image.
 
-        vLLM leaves the language model out of an encoder, but not with the code of transformers,
-        which `vision_arguments` chooses without torchvision: vLLM 0.32 then does not start ("Layer
-        0 does not dispatch through the Transformers attention interface").
+        With its own code, vLLM leaves the language model out of an encoder. With the code of
+        transformers, which `vision_arguments` chooses without torchvision, vLLM 0.32 would not
+        start so ("Layer 0 does not dispatch through the Transformers attention interface").
         """
         return find_spec("torchvision") is None
 

@@ -248,7 +248,7 @@ class VllmEncoderEngine(NoKv):
             failpoints.hit("encode.computing")
         done, _ = await asyncio.wait([stored], timeout=_STORED_S)
         if not (done and stored.result()):
-            raise EngineFailed("its pool has no room for the embeddings of the image")
+            raise EngineFailed("its pool does not hold the embeddings of the image")
 
     # -- the worker -------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class VllmSlots:
         self._loaded: dict[str, LoRARequest] = {}
 
     def request_of(self, digest: str) -> LoRARequest:
-        """What a request for this adapter, which is loaded, gives vLLM."""
+        """What a job with this adapter passes to vLLM. The adapter must be loaded."""
         return self._loaded[digest]
 
     async def load(self, digest: str, folder: Path) -> None:

@@ -80,7 +80,7 @@ def info_of(
 
 
 def unsupported_shaping(config: VllmConfig) -> tuple[str, ...]:
-    """What this engine cannot do with its settings: LogitShaping's fields, logprob_token_ids."""
+    """The shaping that this engine cannot do: fields of LogitShaping, or logprob_token_ids."""
     # vLLM cannot apply these to the tokens that it proposes.
     proposed = ("min_p", "logit_bias", "thinking_token_budget", "logprob_token_ids")
     if config.speculation.max_tokens:

@@ -1,9 +1,9 @@
 """The jobs of one vLLM engine: what its outputs and its workers' messages mean to the host.
 
-Facts about a job come in two ways, in any order: tokens through vLLM, and KV through the control
-socket. This module decides the one order that the host sees: a ticket is announced when every rank
-has staged, a decode's tokens come after its KV, and a reserved range is given back when every rank
-is done with it.
+Facts about a job come in two ways, in any order: tokens through vLLM, and reports on KV through the
+control socket. This module decides the one order that the host sees. A ticket is announced when
+every rank has staged or opened it, a decode's tokens come after its KV, and a reserved range is
+given back when every rank is done with it.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ class Requests:
             self._died(f"vllm-{reader.leg}", error)
             return
         log.error("vllm.request.died", leg=reader.leg, exc_info=error)
-        self._refused(reader.leg, EngineFailed(f"not begun: {error.__class__.__name__}"))
+        self._refused(reader.leg, EngineFailed(f"it did not begin: {error.__class__.__name__}"))
 
     def _died(self, task: str, error: BaseException) -> None:
         log.error("vllm.task.failed", task=task, exc_info=error)

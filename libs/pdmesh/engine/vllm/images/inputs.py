@@ -128,7 +128,7 @@ def _check_places(prompt: Sequence[int], images: Sequence[PromptImage], facts: I
         if tuple(prompt[image.position : image.end]) != expected:
             raise ImageMisfit("the prompt has other tokens for its images than the model here")
         if bool(image.num_rows) != (facts.grid is not None):
-            raise ImageMisfit("the prompt's images stand in rows, or they must do so here")
+            raise ImageMisfit("only one of the prompt's model and this model has images in rows")
     if facts.grid is not None and any(a.end == b.position for a, b in pairwise(images)):
         # The code of transformers looks for images in the tokens, and the step would fail.
         raise ImageUnusable("two images stand side by side: a text must be between them")

@@ -23,7 +23,7 @@ from pdmesh.core.loading.weight_header import (
 )
 from pdmesh.core.loading.window_plan import WeightWindow
 
-PIECE_BYTES: Final = 8 << 20  # of one read
+PIECE_BYTES: Final = 8 << 20  # the most bytes of one read
 
 
 class WeightFile(Protocol):

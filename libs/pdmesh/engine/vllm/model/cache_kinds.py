@@ -38,7 +38,7 @@ def check_cache_kinds(model: Any, *, reuses_prefixes: bool, has_tiers: bool = Fa
 
 
 def may_reuse_prefixes(config: Any) -> bool:
-    """Whether vLLM caches prefixes, as asked, or does not only because of its kernel.
+    """Whether prefixes may be reused: vLLM caches them, or only its kernel prevents that.
 
     With its reference kernel of latent attention for CPUs, vLLM caches none. But that KV depends
     only on the tokens before it, and the kernel can compute tokens after a prefix. Any: vLLM's

@@ -74,7 +74,7 @@ class Grammars:
 
     def drawing(self, constraint: Constraint, drawn: Sequence[int]) -> Drawing | RefusedGrammar:
         """Called on a thread, beside the steps."""
-        import xgrammar  # noqa: F401 - it takes 2 s, else within the first step with a mask
+        import xgrammar  # noqa: F401 - takes 2 s; otherwise the first step with a mask waits
 
         try:
             return Drawing(Guide.after(constraint, self._compiler, drawn))
@@ -120,18 +120,18 @@ class Drawing:
             self._guide.matcher.unsafe_compute_mask_ptr(row.data_ptr(), num_bytes)
 
     def is_terminated(self) -> bool:
-        """Always False: vLLM proposes no tokens after the end of a text, which this would mark."""
+        """Always False: True matters only for tokens proposed after the end, which do not occur."""
         return False
 
     def reset(self) -> None:
-        raise NotImplementedError("vLLM never does")
+        raise NotImplementedError("vLLM never calls this")
 
 
 class RefusedGrammar:
     """Stands in for a grammar that does not compile, and fails its request with the next token.
 
     vLLM would end such a request by itself, but would not tell the host why. The host could not
-    tell this from KV that did not come, after which another engine could serve the request.
+    distinguish this from KV that did not come, after which another engine could serve the request.
     """
 
     has_failed = True
@@ -155,7 +155,7 @@ class RefusedGrammar:
         return False
 
     def reset(self) -> None:
-        raise NotImplementedError("vLLM never does")
+        raise NotImplementedError("vLLM never calls this")
 
 
 def has_failed(request: Any) -> bool:

@@ -15,7 +15,10 @@ from pdmesh.engine.vllm.images.processing import GRID
 
 
 def images_at(request: Any) -> Sequence[ImageAt]:
-    """Any: vLLM's request. An adapter's name may stand before the digest."""
+    """The images' places and digests. An adapter's name may stand before a digest.
+
+    Any: vLLM's request.
+    """
     return [
         (feature.mm_position.offset, bytes.fromhex(feature.identifier.rpartition(":")[2]))
         for feature in request.mm_features or ()

@@ -27,8 +27,8 @@ class TimedScheduler(UrgentFirstScheduler):
         super().__init__(*args, **kwargs)
         self._times: Final = StepTimes()
         if self.num_spec_tokens and self.dynamic_sd_lookup is None:
-            # Without a table, vLLM gives a request that begins to decode proposals of -1. Its CPU
-            # kernel would read them as indices, and could accept them.
+            # Without a table, vLLM proposes tokens of -1 for a request that begins to decode. Its
+            # CPU kernel would read them as indices, and could accept them.
             size = self.scheduler_config.max_num_seqs + 1
             self.dynamic_sd_lookup = [self.num_spec_tokens] * size
 

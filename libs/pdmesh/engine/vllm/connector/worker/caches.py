@@ -35,7 +35,7 @@ class PagedCaches(Protocol):
     def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
         """Gather all layers of the blocks into `out`, as the model has written them so far.
 
-        The model may overwrite the blocks at once.
+        The model may overwrite the blocks as soon as this returns.
         """
         ...
 

@@ -125,7 +125,7 @@ class IncomingKv:
                 del self._loading[load.leg]
 
     def cancel(self, load: KvLoad) -> None:
-        """The load is no longer wanted; `take_results` reports when its blocks may go."""
+        """The load is no longer wanted; `take_results` reports when its blocks may be freed."""
         with self._lock:
             self._arrived.pop(load.leg, None)
             if load.leg in self._over:

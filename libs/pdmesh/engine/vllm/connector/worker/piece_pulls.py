@@ -66,7 +66,7 @@ class Share:
         """The pieces to pull for a prompt: from which rank, and to which part of `landing`.
 
         This rank takes `num_bytes` of the prompt. Raises ValueError if the ranks cannot share the
-        heads equally; `kv_format` lets no such ticket come here.
+        heads equally; `Jobs.decode` refuses such a ticket before it comes here.
         """
         place, num_heads = self.place, self.num_heads
         num_beside, rank = place.num_beside, place.rank_in_stage

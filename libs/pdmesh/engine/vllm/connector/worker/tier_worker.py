@@ -211,7 +211,7 @@ class TierWorker:
         self.stack.prefetch(message.names, message.owner, holder, message.chance, timeout_s)
 
     def _told(self, leg: int, holdings: Sequence[PeerHolding]) -> None:
-        """The host has said which peers hold the leg's blocks, or the fetch has ended without."""
+        """The host has said which peers hold the leg's blocks, or the fetch has ended."""
         holders = self._holders.get(leg)
         if holders is not None and not holders.done():
             holders.set_result(holdings)
