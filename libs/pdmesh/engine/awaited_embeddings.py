@@ -58,7 +58,7 @@ class AwaitedEmbeddings:
         self._patience_s = patience_s
         self._waits: dict[int, _Wait] = {}
         self._counts: Counter[EmbeddingOutcome] = Counter()  # images
-        self.num_gathered = 0  # waits that ended: the prefill goes on, which is a sign of work
+        self.num_gathered = 0  # waits that ended: then the prefill continues, a sign of work
         self._sources = AvoidedEncoders()
 
     def __len__(self) -> int:

@@ -45,7 +45,7 @@ SIM_MAX_IMAGES: Final = 8  # in a prompt
 class EngineSettings:
     """What the host knows before the engine is loaded.
 
-    Sizes in bytes are per rank. A size of 0 is derived from the others.
+    Sizes in bytes are per rank. A size of 0 means a default, which may depend on the others.
     """
 
     engine: str  # sim or vllm

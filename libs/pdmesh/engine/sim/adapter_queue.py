@@ -46,7 +46,7 @@ class AdapterQueue:
             folder = Path(tempfile.mkdtemp(prefix="pdmesh-adapters-"))
             self._host = AdapterHost(limits, SimSlots(), folder, emit, die)
         self._jobs: dict[int, PrefillJob | DecodeJob] = {}
-        self._first_tokens: dict[int, int] = {}  # of decodes that wait
+        self._first_tokens: dict[int, int] = {}  # of decodes that wait here, by leg
 
     @property
     def is_idle(self) -> bool:

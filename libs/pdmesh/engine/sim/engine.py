@@ -208,7 +208,7 @@ class SimEngine:
             self._arrive(job)
 
     def _give_up(self, job: PrefillJob) -> None:
-        """The job fails before it is computed. If its ticket is open already, the ticket closes."""
+        """The job fails before it has token 1. If its ticket is open already, the ticket closes."""
         self._embeddings.abort(job.leg)
         self._num_fetched.pop(job.leg, None)
         if self._stager.is_per_layer(job):

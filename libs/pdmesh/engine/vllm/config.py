@@ -52,7 +52,7 @@ def installed_device() -> str:
 
 
 class Placed(Protocol):
-    """Where an engine of any role runs, and what it takes there."""
+    """Where an engine of any role runs, and what it needs there."""
 
     @property
     def instance_id(self) -> str: ...

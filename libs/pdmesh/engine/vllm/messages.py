@@ -1,8 +1,8 @@
 """The messages between the instance host and vLLM's worker processes, beside vLLM's own channels.
 
 vLLM starts its workers as children of the host, and the KV agent lives in the worker. There is one
-unix socket per rank, in a private directory. Addresses, closed tickets, pulls and failures travel
-to the host, and releases to the worker. A frame is a little-endian uint32 length and one msgpack
+unix socket per rank, in a private directory. Reports on tickets, pulls, tiers and work travel to
+the host, and orders travel to the worker. A frame is a little-endian uint32 length and one msgpack
 array with a tag. Both sides act on the end of the connection: a worker without its host exits, and
 a host without one of its workers fails.
 """

@@ -71,8 +71,8 @@ class VllmEncoderConfig:
         """Whether it loads all of the model, and computes one token of each image.
 
         With its own code, vLLM leaves the language model out of an encoder. With the code of
-        transformers, which `vision_arguments` chooses without torchvision, vLLM 0.32 would not
-        start so ("Layer 0 does not dispatch through the Transformers attention interface").
+        transformers, which `vision_arguments` chooses without torchvision, vLLM 0.32 would then not
+        start ("Layer 0 does not dispatch through the Transformers attention interface").
         """
         return find_spec("torchvision") is None
 

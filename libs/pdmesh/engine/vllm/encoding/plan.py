@@ -28,7 +28,7 @@ class EmbeddingPlan:
 
 
 class EmbeddingPlanner:
-    """`consider` names the request that the next questions are about."""
+    """`consider` names the request that the next calls are about."""
 
     def __init__(self) -> None:
         self._leg, self._identifiers = 0, frozenset[str]()

@@ -30,7 +30,7 @@ from pdmesh.errors import EngineFailed
 
 log = structlog.get_logger(__name__)
 
-SETTLED_S: Final = 2.0  # the coarsest times of any file system
+SETTLED_S: Final = 2.0  # the coarsest resolution of times in any file system
 PROGRESS_EVERY_S: Final = 5.0
 _LOCK_S: Final = 300.0  # longest wait for another process that hashes the same folder
 _MAX_THREADS: Final = 8

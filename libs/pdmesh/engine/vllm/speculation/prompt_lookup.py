@@ -40,8 +40,8 @@ class PromptLookup:
     def begin_step(
         self, request_ids: Sequence[str], requests: Mapping[str, Any], num_tokens: int
     ) -> None:
-        """The rows of the batch, all requests that the runner knows, and how many tokens each
-        row may propose.
+        """A step begins: the requests of the batch by row, all requests that the runner knows, and
+        how many tokens each row may propose.
         """
         self._request_ids, self._requests, self._num_tokens = request_ids, requests, num_tokens
         for gone in self._cursors.keys() - requests.keys():
@@ -54,8 +54,8 @@ class PromptLookup:
         texts: NDArray[np.int32],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """By row: what was drawn in this step (nothing while a prompt is computed), the length of
-        the text, and the text.
+        """The arguments, by row: what this step drew (nothing while a prompt is computed), the
+        length of the text, and the text.
         """
         proposals: list[list[int]] = []
         for row, tokens in enumerate(drawn):
