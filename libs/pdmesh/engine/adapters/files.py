@@ -1,7 +1,7 @@
 """The files of an adapter, copied while they are read, so that the verified bytes are loaded.
 
-Only adapter_config.json and adapter_model.safetensors are read, so no pickle is ever loaded. The
-digest covers the names, sizes and bytes of both files. All functions here block.
+Of an adapter, only adapter_config.json and adapter_model.safetensors are read, so no pickle is ever
+loaded. The digest covers the names, sizes and bytes of both files. All functions here block.
 """
 
 from __future__ import annotations

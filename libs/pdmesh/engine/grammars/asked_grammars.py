@@ -1,7 +1,7 @@
 """Turns the forms that clients ask for into grammars of llguidance.
 
-The kinds are those of vLLM's `structured_outputs`. A structural tag is free text in which each
-trigger begins a structure: `begin`, JSON under a schema, `end`.
+The kinds are those of vLLM's `structured_outputs`, and `calls`. A structural tag is free text in
+which each trigger begins a structure: `begin`, JSON under a schema, `end`.
 """
 
 from __future__ import annotations

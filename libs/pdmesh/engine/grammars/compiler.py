@@ -47,7 +47,7 @@ class GrammarCompiler:
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of an answer. Raises GrammarRefused.
 
-        Equal grammars are compiled once; a copy costs some microseconds.
+        A grammar that is kept is not compiled again; a copy costs some microseconds.
         """
         name = hashlib.blake2b(grammar.encode(errors="replace"), digest_size=16).digest()
         with self._keeping:

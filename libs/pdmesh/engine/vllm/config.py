@@ -1,7 +1,6 @@
 """The vLLM engine's configuration, and how it becomes vLLM's arguments and environment.
 
-Every difference between a laptop's CPU and a GPU is decided here, by `device`. The rest of the
-engine does not know where it runs.
+Most differences between a laptop's CPU and a GPU are decided here, by `device`.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ class VllmConfig:
 
     @property
     def scheduling(self) -> Decision:
-        """Whether steps are scheduled asynchronously. An engine without a landing is a prefill."""
+        """Whether steps are scheduled asynchronously. With staging and no landing: a prefill."""
         return decide(
             self.async_scheduling,
             Schedules(

@@ -1,7 +1,8 @@
 """vLLM's side of the hand-over: a `KVConnectorBase_V1` that forwards to the planner and the worker.
 
-It decides nothing. vLLM loads this class by `kv_connector_module_path`, once in its scheduler and
-once in each worker. A request without our `kv_transfer_params` passes untouched.
+It leaves the decisions to them. vLLM loads this class by `kv_connector_module_path`, once in its
+scheduler and once in each worker. The KV of a request without our `kv_transfer_params` is never
+handed over; only the tiers may hold it.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class TierClient:
 
 
 def _find_died(error: BaseException) -> None:
-    """The search failed: the ranks stop waiting for its answer."""
+    """The search failed: the ranks wait for its answer until their time is over."""
     log.error("kv.tier.find_died", exc_info=error)
 
 

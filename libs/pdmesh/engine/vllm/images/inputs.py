@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_MAX_DECODED: Final = 2  # images in memory as pixels at once
+_MAX_DECODED: Final = 2  # images that are decoded and processed at once
 
 
 class VllmImages:

@@ -1,1 +1,1 @@
-"""An engine's model: digests of its files, its kinds of caches, and fixes that vLLM needs for it."""
+"""An engine's model: digests of its files, its kinds of caches, and fixes that it needs in vLLM."""
