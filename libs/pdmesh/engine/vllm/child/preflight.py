@@ -55,7 +55,7 @@ def check_memory(config: Placed, draft_dir: Path | None = None) -> None:
         raise EngineFailed(
             f"not enough memory for {config.instance_id}: it needs about {needed >> 20} MiB and "
             f"{available >> 20} MiB are free; lower kv_cache_bytes, use dtype bfloat16, or start "
-            "fewer",
+            "fewer instances",
             reason="OUT_OF_MEMORY",
         )
 
