@@ -62,7 +62,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     while head := requests.read(FRAME.size):
         frame = _decoder.decode(requests.read(FRAME.unpack(head)[0]))
         if isinstance(frame, LoadVocabulary):
-            compilers[frame.key] = _compiler(frame), added_tokens(bytes(frame.tokenizer).decode())
+            compilers[frame.key] = _compiler(frame)
             if len(compilers) > MAX_VOCABULARIES:
                 compilers.popitem(last=False)
             checked = Checked()
@@ -76,12 +76,14 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
 
-def _compiler(load: LoadVocabulary) -> GrammarCompiler:
-    text = bytes(load.tokenizer).decode()
+def _compiler(load: LoadVocabulary) -> tuple[GrammarCompiler, dict[str, int]]:
+    """The compiler, and the added tokens by text; none for a vocabulary that fails."""
+    text, tokens = bytes(load.tokenizer).decode(), dict[str, int]()
     compiler = GrammarCompiler(lambda: vocabulary_of(text, load.vocab_size, load.eos_token))
     with contextlib.suppress(ValueError):  # each check with this vocabulary reports the problem
         _ = compiler.vocabulary
-    return compiler
+        tokens = added_tokens(text)
+    return compiler, tokens
 
 
 def _checked(compiler: GrammarCompiler, tokens: dict[str, int], asked: AskedGrammar) -> Checked:
