@@ -39,7 +39,7 @@ _State = tuple[int, Stage, bool]  # assignment, stage, and whether it takes requ
 class StageClock:
     """Call `note` first in each round.
 
-    Times count from when this leader first saw a stage, or from when an instance ceased to serve.
+    Times count from when this leader first saw a stage, or saw an instance begin or cease to serve.
     """
 
     limits: StageLimits = field(default_factory=StageLimits)
@@ -90,7 +90,7 @@ class StageClock:
         return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 
     def _why_unconnected(self, round_: Round, member: GroupMember, now: float) -> str:
-        """Empty if the other one of its pair is to blame, or if it only waits for others.
+        """Why it is unconnected; empty if the other of its pair is to blame, or if it only waits.
 
         The other instances get time to connect to its substitute.
         """

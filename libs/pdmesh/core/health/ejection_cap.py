@@ -62,7 +62,7 @@ class EjectionDecision:
 @dataclass(slots=True)
 class EjectionCap:
     limits: EjectionLimits
-    _out: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)  # since when
+    _out: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)  # ejected when
 
     def rule(self, suspected: Collection[Suspected], now: float) -> EjectionDecision:
         """Decide for the whole fleet after each judgement. Ejected instances stay out."""

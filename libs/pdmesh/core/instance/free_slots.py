@@ -1,9 +1,9 @@
 """Decides whether a gateway offers a prompt to an instance, and how many of its waiting prompts the
 instance may have room for.
 
-An instance tells each gateway how many slots are free. Other gateways take them, too, so this is
-what the gateway knows, and not a promise: only the instance's admission takes a prompt. What it
-told is not trusted for long, because an older release may not tell.
+An instance tells each gateway how many slots are free. Other gateways take them, too, so the number
+is no promise: only the instance's admission takes a prompt. The gateway trusts the number only for
+a while, because an instance of an older release may never tell another one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ TRUST_S: Final = 1.0  # after this time without news, prompts are offered to a f
 class FreeSlots:
     """Times are in seconds of the caller's clock.
 
-    If `has_slot` is false, waiters are called when there is a slot: after an offered prompt was
-    answered or given up, or, if the instance is full, as soon as it tells that it is not.
+    If `has_slot` is false, waiters are called when there may be a slot: after an offered prompt was
+    answered or given up, or as soon as a full instance tells that it has one.
     """
 
-    # It refused a leg for now, and has not said yet that it has a slot, as it then will.
+    # It refused a leg for now. It will tell when it has a slot, and has not done so yet.
     is_full: bool = False
     # Slots, as the instance last told, less those that our prompts have taken since; None: it has
     # not told yet.
@@ -56,9 +56,9 @@ class FreeSlots:
     def answered(self, key: int, *, is_accepted: bool) -> bool:
         """The instance has answered a leg. Returns whether a slot may be left for a waiter.
 
-        The slot that an accepted prompt took is counted, unless the instance has told since the
-        offer: then that counts the prompt. So does what it tells with the acceptance, if an earlier
-        telling had crossed the offer.
+        An accepted prompt is subtracted from `num_free`, unless the instance has told a number
+        since the offer: that number counts the prompt already. If the number crossed the offer on
+        its way, it does not, but the number that comes with the acceptance does.
         """
         if key not in self._offered:
             return False
@@ -81,8 +81,9 @@ class FreeSlots:
     def told(self, num_free: int, now: float) -> int:
         """The instance tells its free slots. Returns how many waiters may have room now.
 
-        There are none unless there are more free slots: there are other reasons to reject, too. A
-        prompt that is not answered yet will take one of them, or has: then its answer wakes.
+        None has, unless more slots are free than before: the instance may have rejected prompts for
+        other reasons. Each prompt without an answer counts as one slot taken; if it does not take
+        the slot, its answer wakes a waiter.
         """
         self._num_loads += 1
         before, self.num_free, self._told_at = self.num_free or 0, num_free, now

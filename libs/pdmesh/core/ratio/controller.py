@@ -47,8 +47,8 @@ class RatioLimits:
     planner: PlannerLimits = field(default_factory=PlannerLimits)
     verdict: VerdictLimits = field(default_factory=VerdictLimits)
     settle_s: float = 30.0
-    # For this time a failed move is not repeated, and a good move is not reversed. It doubles each
-    # time.
+    # For this time a failed move is not repeated, and a good move is not reversed. It doubles with
+    # each failed move, and while good moves alternate between the roles.
     hold_s: float = 300.0
     max_hold_s: float = 3600.0
 

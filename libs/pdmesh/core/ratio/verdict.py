@@ -87,7 +87,7 @@ class MoveTrial:
 
 @dataclass(slots=True)
 class Cooldown:
-    """Keeps a role from getting more instances; each verdict doubles the time, up to a bound."""
+    """Keeps a role from getting more instances for a time that `failed` and `kept` set."""
 
     first_s: float
     max_s: float
@@ -103,7 +103,7 @@ class Cooldown:
         return now < self._until and role is self._role
 
     def failed(self, role: Role, now: float) -> None:
-        """A move for `role` did harm, or could not be made."""
+        """A move for `role` did harm, or could not be made: the next time is twice as long."""
         self._until, self._role = now + self._next_s, role
         self._next_s = min(2 * self._next_s, self.max_s)
 

@@ -26,7 +26,7 @@ class Candidate:
     instance_id: str
     incarnation: int
     pair: str = ""  # group and model fingerprint
-    is_local: bool = False  # fusion: it decodes what it prefilled
+    is_local: bool = False  # fusion or colocated: it also decodes what it prefilled
     num_matched_tokens: int = 0
     exclusions: SourceExclusions = NO_EXCLUSIONS  # of a decode, with prefills
 
@@ -50,8 +50,8 @@ class TicketHeld:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """An attempt ended without an answer, at `at`. `instance_ids`: those that the next one avoids;
-    empty if none is to blame. `num_emitted`: tokens of the answer so far.
+    """An attempt ended without an answer, at `at`. `instance_ids`: those that the next attempt
+    avoids; empty if none is to blame. `num_emitted`: tokens of the answer so far.
     """
 
     at: float
@@ -286,7 +286,7 @@ class SendStart:
 
 @dataclass(frozen=True, slots=True)
 class SendJoin:
-    """Tell a decode that was started early from which token it goes on."""
+    """Tell a decode that was started early from which token it continues."""
 
     key: int
     token_id: int = field(repr=False)

@@ -27,7 +27,7 @@ class LegSilence:
 
     @property
     def silent_at(self) -> float:
-        """When the leg counts as dead, if neither it nor its engine makes progress."""
+        """When the leg counts as lost, if neither it nor its engine makes progress."""
         return max(self.progress_at, self._worked_at) + self._limits.stall_s
 
     def began(self, now: float) -> None:

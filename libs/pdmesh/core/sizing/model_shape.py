@@ -307,7 +307,7 @@ def _compressed(quantised: Config) -> tuple[float, str]:
 
 
 def _per_group(quantised: Config, num_bits: int) -> float:
-    """The bits of a group, for each of its weights. -1: a group is a whole channel."""
+    """`num_bits` of a group, per weight in it. A group of size -1 is a whole channel."""
     if quantised.get("group_size") == -1:
         return 0.0
     size = _count(quantised, "group_size", 128)

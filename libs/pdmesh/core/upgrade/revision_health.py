@@ -52,14 +52,14 @@ def is_failed_leg(reason: str, request_id: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTimes:
-    """Times of a request in seconds since it came; `queued_s`: of these, in the waiting room."""
+    """Seconds since a request came; `queued_s`: how long it was in the waiting room."""
 
     queued_s: float
     first_token_s: float
     end_s: float
 
     def t_p_s(self, *, is_pooling: bool) -> float:
-        """From a prefill's acceptance to token 1; a pooling call's is all of its time."""
+        """From a prefill's acceptance to token 1; of a pooling call: to its end."""
         return max(0.0, (self.end_s if is_pooling else self.first_token_s) - self.queued_s)
 
     def tpot_s(self, num_tokens: int) -> float | None:
