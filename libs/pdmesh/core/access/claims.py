@@ -33,7 +33,7 @@ class BadClaims(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClaimNames:
-    """The claims that name the tenant, its limits and an operator's role. Empty: no claim does.
+    """The claims that name the tenant, its limits and an operator's role. Empty: none does.
 
     `roles`: the role that each value of the claim `role` gives. `default`: the limits of a tenant
     whose token has none.

@@ -85,7 +85,7 @@ def refusal(method: str, role: AdminRole | None, who: str) -> str:
     """Why `who`, who has this role (None: no role), may not call this method; empty if allowed."""
     needed = NEEDED.get(method)
     if needed is None:
-        return f"{method} is for nobody"
+        return f"{method} may be called by nobody"
     if role is not None and role >= needed:
         return ""
     return f"{method} needs the role {needed}; {who} has {role or 'none'}"

@@ -24,7 +24,10 @@ class HungParser:
         self._began_cpu_s = self._seen_cpu_s = cpu_s
 
     def is_hung(self, limit_s: float, now: float, cpu_s: float) -> bool:
-        """Whether it worked or idled for `limit_s`, or both together took `_MOST_TIMES` as long."""
+        """Whether the process worked for `limit_s`, or did nothing for as long.
+
+        It also hangs if the request has taken `_MOST_TIMES` times `limit_s`.
+        """
         if cpu_s - self._seen_cpu_s > _IDLE_SHARE * (now - self._worked_at):
             self._worked_at, self._seen_cpu_s = now, cpu_s
         return (

@@ -3,8 +3,8 @@
 The first restart is immediate. Later restarts wait longer each time, up to a limit. After a process
 was ready for a while, its next death counts as the first. A process that never became ready must
 have run much longer for that: loading a model takes minutes and may fail at the end each time. A
-process that keeps dying is given up, with its last exit code. A process that exits because of a bad
-setting, or of one that no engine accepts (code 2), is given up at once: a restart cannot help.
+process that keeps dying is given up, with its last exit code. A process that exits with code 2 has
+a bad setting, or one that no engine accepts. It is given up at once: a restart cannot help.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Adjustment:
 
 
 Adjustments = Mapping[str, Adjustment]  # by group
-Busy = Callable[[str, Role], float | None]  # (group, role) -> share that is in use
+Busy = Callable[[str, Role], float | None]  # (group, role) -> share in use, 0..1
 
 
 class CannotMove(Exception):

@@ -144,7 +144,7 @@ class InstanceStatus:
     num_slots_used: int = 0
     node_id: str = ""
     domain: DomainRank | None = None  # None: it computes alone
-    domain_address: str = ""  # where its ranks would connect to it if it were rank 0
+    domain_address: str = ""  # where the ranks of a domain would connect to it as rank 0
 
     @property
     def id(self) -> PeerId:

@@ -34,7 +34,7 @@ Options = Mapping[str, str]
 class Service:
     """A model as clients know it, and what its instances load.
 
-    An empty value leaves it to the instance's own settings.
+    Where a value is empty, the instance's own setting holds.
     """
 
     model: str = ""

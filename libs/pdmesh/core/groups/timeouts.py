@@ -16,7 +16,8 @@ from pdmesh.core.model import Phase, Stage
 class StageLimits:
     """Times in seconds.
 
-    `react_s`: until an instance reacts to an assignment. `load_s`: to fetch and build an engine.
+    `react_s`: until an instance reacts to an assignment. `load_s`: to fetch a model and build its
+    engine.
     """
 
     react_s: float = 15.0

@@ -20,7 +20,7 @@ LEGS_FAIL, REFUSES_FOREVER, PULLS_SLOW = "LEGS_FAIL", "REFUSES_FOREVER", "PULLS_
 
 @dataclass(slots=True)
 class Vitals:
-    """Counts since the incarnation began; `num_slots_used` is the present number. `_s`: seconds."""
+    """Counts since the incarnation began, but slots in use now. Times are in seconds."""
 
     num_accepted: int = 0
     num_refused: int = 0

@@ -17,7 +17,7 @@ from pdmesh.core.history.ended_request import EndedRequest
 MAX_INCIDENTS: Final = 100
 MAX_STEPS: Final = 40  # of an incident
 _MAX_WAITING: Final = 1024  # lost instances with requests that no incident counts yet
-_TOGETHER_S: Final = 60.0  # at most, between an incident and requests that lost its instance
+_TOGETHER_S: Final = 60.0  # the longest time between an incident and a request that counts for it
 _CAUSES: Final = {
     "lease_expired": "its lease ended",
     "heartbeat_missed": "no heartbeat",

@@ -65,7 +65,7 @@ class Capacity:
     max_reserved_output: int | None = None
     num_adapters: int = 0  # LoRA adapters that legs may use at once
     takes_images: bool = False
-    windows: tuple[int, ...] = ()  # of each layer, in tokens; 0: all tokens; (): all in each layer
+    windows: tuple[int, ...] = ()  # of each layer, in tokens; 0: the whole text; (): each is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class Admission:
             return Refused(RefusalReason.EXPIRED, detail="the deadline has passed")
         if self.is_draining:
             return Refused(RefusalReason.DRAINING)
-        why = self._adapters.why_not(ask.adapter, now)  # even if it is full: it notes the turn
+        why = self._adapters.why_not(ask.adapter, now)  # even if full: this notes the turn
         if len(self._held) >= self.num_places:
             return self._later(RefusalReason.BUSY, "no free slot")
         if ask.work is Work.DECODE and self._num_retrieving >= self.capacity.max_retrievals:

@@ -3,8 +3,8 @@
 With asynchronous scheduling, the next step is ready when a step ends, so the device does not wait
 for the CPU. In return, if an answer ends unforeseen (by a stop token or an abort), the engine
 computes one more token and discards it. Where vLLM cannot do it, or no test has shown that it can,
-the engine schedules between its steps, whatever the setting says. AUTO does so, too, where
-asynchronous scheduling gains nothing.
+the engine schedules between its steps, whatever the setting says. With AUTO, it also does
+so where asynchronous scheduling gains nothing.
 """
 
 from __future__ import annotations

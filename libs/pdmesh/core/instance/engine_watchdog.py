@@ -57,7 +57,7 @@ class EngineWatchdog:
 
     slow_s: float
     hung_s: float
-    _silent_since: float | None = None  # None: no ping is unanswered
+    _silent_since: float | None = None  # None: no ping is open
     _ticked_at: float | None = None
     recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
 

@@ -1,9 +1,9 @@
 """Decides whether a gateway offers a prompt to an instance, and how many of its waiting prompts the
 instance may have room for.
 
-An instance tells each gateway how many slots are free. Other gateways take them, too, so the number
-is no promise: only the instance's admission takes a prompt. The gateway trusts the number only for
-a while, because an instance of an older release may never tell another one.
+An instance reports to each gateway how many slots are free. Other gateways take them, too, so the
+number is no promise: only the instance's admission takes a prompt. The gateway trusts the number
+only for a while, because an instance of an older release may never report another one.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class FreeSlots:
     """Times are in seconds of the caller's clock.
 
     If `has_slot` is false, waiters are called when there may be a slot: after an offered prompt was
-    answered or given up, or as soon as a full instance tells that it has one.
+    answered or given up, or as soon as a full instance reports one.
     """
 
-    # It refused a leg for now. It will tell when it has a slot, and has not done so yet.
+    # It refused a leg for now. It will report when it has a slot, and has not done so yet.
     is_full: bool = False
-    # Slots, as the instance last told, less those that our prompts have taken since; None: it has
-    # not told yet.
+    # Free slots by the instance's last report, less those that our prompts have taken since; None:
+    # there was no report yet.
     num_free: int | None = None
     _told_at: float = 0.0
-    _num_loads: int = 0  # how often it has told
+    _num_loads: int = 0  # how many reports have come
     # Prompts that it has not answered yet, by key, with `_num_loads` at the offer.
     _offered: dict[int, int] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class FreeSlots:
 
     @property
     def num_unoffered(self) -> int:
-        """Slots that no prompt was offered for; 0 if the instance is full or has not told yet."""
+        """Slots that no prompt was offered for; 0 if the instance is full or never reported."""
         if self.num_free is None or self.is_full:
             return 0
         return max(0, self.num_free - len(self._offered))
@@ -56,9 +56,9 @@ class FreeSlots:
     def answered(self, key: int, *, is_accepted: bool) -> bool:
         """The instance has answered a leg. Returns whether a slot may be left for a waiter.
 
-        An accepted prompt is subtracted from `num_free`, unless the instance has told a number
-        since the offer: that number counts the prompt already. If the number crossed the offer on
-        its way, it does not, but the number that comes with the acceptance does.
+        An accepted prompt is subtracted from `num_free`, unless a report has come since the offer:
+        that report counts the prompt already. If it crossed the offer on its way, it does not, but
+        the report that comes with the acceptance does.
         """
         if key not in self._offered:
             return False
@@ -70,7 +70,7 @@ class FreeSlots:
         return False
 
     def rejected(self, now: float, *, is_for_now: bool) -> None:
-        """The instance has rejected a leg. `is_for_now`: it will say when it has a slot."""
+        """The instance has rejected a leg. `is_for_now`: it will report when it has a slot."""
         self.is_full = self.is_full or is_for_now
         self._told_at = now
 
@@ -79,7 +79,7 @@ class FreeSlots:
         return self._offered.pop(key, None) is not None
 
     def told(self, num_free: int, now: float) -> int:
-        """The instance tells its free slots. Returns how many waiters may have room now.
+        """The instance reports its free slots. Returns how many waiters may have room now.
 
         None has, unless more slots are free than before: the instance may have rejected prompts for
         other reasons. Each prompt without an answer counts as one slot taken; if it does not take

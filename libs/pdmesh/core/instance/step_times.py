@@ -4,8 +4,8 @@ A step is scheduled, computed and processed: its tokens are read, and requests e
 scheduling, the computing rank waits while a step is scheduled or processed. With asynchronous
 scheduling, step n + 1 is scheduled while step n is computed, and at most one step ahead.
 
-Steps that compute nothing do not count. A step is steady if no request was new in it or had ended
-before it. Only between such steps does a waiting rank mean that the engine is slow.
+Steps that compute nothing do not count. A step is steady if no request begins in it, and none ended
+since the step before. Only between such steps does a waiting rank mean that the engine is slow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StepTotals:
     process_s: float = 0.0
     num_steady: int = 0
     num_overlapped: int = 0  # steady steps, scheduled within the computation of the one before
-    gap_s: float = 0.0  # time before steady steps in which nothing was computed
+    gap_s: float = 0.0  # time without computation before steady steps
     most_ahead: int = 0  # steps that were not processed when another one was scheduled
     num_tokens_past_end: int = 0  # computed for requests that had ended
 

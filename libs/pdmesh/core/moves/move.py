@@ -89,7 +89,7 @@ class GroupShape:
     decode_busy: float | None = None
     pool: str = ""
     model: str = ""  # instances move only between groups of one model
-    region: str | None = None  # and only within one region; None: the group may be in several
+    region: str | None = None  # instances stay in it; None: the group may be in several
     num_blank: int | None = None  # blank members that could join it; None: any blank instance
     num_fusion: int = 0
     fusion_busy: float | None = None

@@ -18,8 +18,8 @@ from pdmesh.core.moves.move import Groups, Move, MoveKind, MovePlan, applied
 from pdmesh.core.moves.move_refusal import MAX_BUSY, refusal
 
 MAX_PLANS: Final = 16  # waiting plans per scenario
-# A plan older than this is not finished for an earlier leader: groups lent so late would soon be
-# needed again.
+# A new leader finishes an earlier leader's plan only if it is younger than this. Groups lent later
+# would soon be needed again.
 RESUME_WITHIN_S: Final = 3600.0
 
 

@@ -24,12 +24,12 @@ _HOME_SHARE: Final = 0.25  # of the balance price, for the home of a chat: new c
 class Prices:
     """What a placement costs later requests, in seconds per second.
 
-    future: for each second of compute, times used / (1 - used), where `used` is the mean share of
-    their time that instances are used; eviction: for each second of compute whose blocks evict
-    others from a full cache. The next two are for each second that the whole prompt would take
-    without reuse. balance: on an instance that has twice the mean of recent work plus this prompt,
-    and more or less on others beyond that mean; chat: a discount on the instances of the chat's
-    last turn. adapter_s: seconds to load an adapter.
+    `future` and `eviction` are for each second of compute: `future` times used / (1 - used), where
+    `used` is the mean share of their time that the instances are used; `eviction` times the share
+    of the new blocks that evict others from a full cache. `balance` and `chat` are for each second
+    that the whole prompt takes without reuse: `balance` times how far the instance's recent work is
+    above the mean plus this prompt, relative to that sum; `chat` is a discount on the instances of
+    the chat's last turn. `adapter_s`: seconds to load an adapter.
     """
 
     future: float = 6.0

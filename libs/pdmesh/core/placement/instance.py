@@ -18,7 +18,7 @@ USED_S: Final = 60.0  # compute that is this old counts 1/e in the use of an ins
 BALANCE_S: Final = 300.0  # the same for the balance between instances
 _USED_POWER: Final = round(BALANCE_S / USED_S)
 _SPEED_WEIGHT: Final = 0.05
-_SPEED_DRIFT: Final = 0.002  # back to the speed of the kind, whose fit follows all of it
+_SPEED_DRIFT: Final = 0.002  # of slowness back to 1: the kind's fit follows all instances
 _MOST_LOG_SPEED: Final = 1.4  # four times as slow, or as fast
 
 
@@ -60,14 +60,14 @@ class Identity:
 
 @dataclass(slots=True)
 class RecentWork:
-    """Seconds of compute in two decaying sums: work as old as `USED_S`, `BALANCE_S` counts 1/e."""
+    """Seconds of compute, in two sums that decay to 1/e: in `USED_S` and in `BALANCE_S`."""
 
     _used_s: float = 0.0
     _balance_s: float = 0.0
     _at: float = 0.0
 
     def at(self, now: float) -> tuple[float, float]:
-        """(over `USED_S`, over `BALANCE_S`). Fast, since every decision asks every instance."""
+        """Both sums. It computes one exponential, since every decision asks every instance."""
         left = math.exp((self._at - now) / BALANCE_S)
         return self._used_s * left**_USED_POWER, self._balance_s * left
 

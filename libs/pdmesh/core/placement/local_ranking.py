@@ -24,7 +24,7 @@ from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.placement.shortlist import sampled
 
 MOST_RANKED: Final = 64  # of a role; if there are no more, all are ranked
-_LEAST_ABLE: Final = 8  # of a role must be among those drawn: as many as a request tries
+_LEAST_ABLE: Final = 8  # of a role that a draw must find able: as many as a request tries
 _LOADED: Final = MOST_RANKED // 4  # places for instances that have loaded the query's adapter
 _PREFILL_ROLES: Final = (Role.PREFILL, Role.FUSION)
 

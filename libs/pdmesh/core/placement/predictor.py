@@ -66,7 +66,7 @@ class PrefillFit:
 
     @property
     def doubt(self) -> float:
-        """How much longer than predicted a prompt may take, as a share; 1 until a few were seen.
+        """How much longer than predicted a prompt may take, as a share; at least 1 at first.
 
         A first prediction is a guess, so an instance whose guessed time is over is not yet free.
         """

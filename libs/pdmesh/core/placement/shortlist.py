@@ -101,7 +101,7 @@ def _shuffled(first: int, end: int, rng: random.Random) -> Iterator[int]:
 
 
 def sampled(parts: Sequence[Sequence[T]], count: int, rng: random.Random) -> Iterator[T]:
-    """`count` different elements of all parts, each as probable; all if there are no more.
+    """`count` different elements of all parts, each equally likely; all if there are no more.
 
     They come in the order of the parts.
     """

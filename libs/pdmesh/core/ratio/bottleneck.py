@@ -29,7 +29,7 @@ FULL: Final = 0.95  # of a role's slots and KV: the next request waits
 class Window:
     """Means, in seconds, over the requests of a scenario that were answered in one window.
 
-    E2E = queue + t_p + t_d. `success_share`: how many of the requests that ended were answered;
+    E2E = queue + t_p + t_d. `success_share`: the share of the ended requests that was answered;
     `answered_per_s`: how many were answered per second. `prefill_busy`, `decode_busy`: shares 0..1;
     None: not known.
     """

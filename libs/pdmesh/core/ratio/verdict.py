@@ -1,7 +1,7 @@
-"""Decides whether a ratio move helped or is turned back, and how long the verdict holds (S28).
+"""Decides whether a ratio move helped or is undone, and how long the verdict holds (S28).
 
-The windows after a move are compared with the windows that led to it. A move is turned back only
-for harm that was seen: less success, slower answers, or fewer answers per second while requests
+The windows after a move are compared with the windows that led to it. A move is undone only for
+harm that was seen: less success, slower answers, or fewer answers per second while requests
 wait. Then the same role gets no more instances for a while. After a good move, the other role gets
 no instances for a while.
 """
@@ -30,7 +30,7 @@ class VerdictLimits:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`harm`: why the move is turned back; if empty, it stays."""
+    """`harm`: why the move is undone; if empty, it stays."""
 
     harm: str
     e2e_text: str

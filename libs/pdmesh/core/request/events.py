@@ -25,7 +25,7 @@ class Candidate:
 
     instance_id: str
     incarnation: int
-    pair: str = ""  # group and model fingerprint
+    pair: str = ""  # group, fingerprint, revision and region of KV
     is_local: bool = False  # fusion or colocated: it also decodes what it prefilled
     num_matched_tokens: int = 0
     exclusions: SourceExclusions = NO_EXCLUSIONS  # of a decode, with prefills

@@ -301,7 +301,7 @@ class Request:
         return [] if self._is_old(event) else self._no_plan(event.error, now)
 
     def _no_plan(self, error: MeshError, now: float) -> list[Effect]:
-        """There is no instance to ask. If one rejected or lost the request, it waits for one."""
+        """There is no instance to ask. A request that one rejected or lost waits for another."""
         if self._last_error is None or not error.is_retryable:
             return self._end(Fail(error))
         if self._exclusions.narrow():
@@ -604,7 +604,7 @@ class Request:
         return self._held.close_ticket() + self._lose(error, holder, now)
 
     def _lose(self, error: MeshError, excluded: Sequence[str], now: float) -> list[Effect]:
-        """Continue elsewhere with the emitted tokens, or end with an error if a bound forbids it."""
+        """Continue elsewhere with the emitted tokens, or end with an error at a bound."""
         if self._held.has_lost_holder:
             excluded = (*excluded, *self._held.holder_ids)
         self.losses.append(Loss(now, tuple(excluded), error.message, len(self.emitted)))

@@ -1,9 +1,10 @@
 """Decides whether a group's new revision is as healthy as its old one: whether it answers as well,
 and how many of its instances may be lost or faulty.
 
-It counts failures and times of the answers of each revision of each group. They are compared with
-the answers of the unchanged groups in the same time. If no group is unchanged, they are compared
-with the answers before the change. Missing numbers never speak against a revision.
+It counts failures and times of the answers of each revision of each group. The share of failures
+has a limit. The times are compared with those of the unchanged groups in the same time or, if these
+answered nothing, with those of the group itself before the change. Missing numbers never speak
+against a revision.
 """
 
 from __future__ import annotations
