@@ -29,8 +29,8 @@ HAD_KV_S: Final = 0.5  # for a decode to report that it has all KV of a lost pre
 
 # --- the decode, for one pull: instance/legs/leg_life.py tells the engine -------------------------
 
-TRANSFER_TIMEOUT_S: Final = 4.5  # until its turn, and again from its turn to the last byte
-TRANSFER_STALL_S: Final = 2.0  # without any byte, once prefill is done
+TRANSFER_TIMEOUT_S: Final = 4.5  # for a pull to get its turn, and again to get its last byte
+TRANSFER_STALL_S: Final = 2.0  # for a pull without any byte, once prefill is done
 # The engine's host fails a leg about which its worker said nothing: engine/vllm/engine.py.
 PULL_GRACE_S: Final = 0.25  # after TRANSFER_TIMEOUT_S
 PROGRESS_EVERY_S: Final = 0.5  # gateways hear how far the engine is: instance/legs/host.py
@@ -38,12 +38,12 @@ PROGRESS_EVERY_S: Final = 0.5  # gateways hear how far the engine is: instance/l
 # --- the receiver, for the end of one pull: core/kv/transfer/receiver.py --------------------------
 
 STOP_S: Final = 0.5  # after the deadline, for a live sender's answer and its last bytes
-SILENT_S: Final = 0.25  # without any bytes: long for a working link, short beside any stall
-PULL_DRAIN_S: Final = 5.0  # for a pull that was given up to be drained
+SILENT_S: Final = 0.25  # a link without any bytes: long if it works, short compared with any stall
+PULL_DRAIN_S: Final = 5.0  # to drain a pull that was given up
 
 # --- the sender, for staged KV: core/kv/transfer/sender.py ----------------------------------------
 
-TICKET_LEASE_S: Final = 10.0  # unless it is pulled or renewed
+TICKET_LEASE_S: Final = 10.0  # after this a ticket ends, unless it is pulled or renewed
 RENEWALS_PER_LEASE: Final = 3  # by a receiver that waits or pulls
 MAX_LEASES: Final = 30  # renewals end this many leases after the ticket's last layer
 

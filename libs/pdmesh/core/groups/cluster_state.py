@@ -37,7 +37,7 @@ class WantedGroup:
     spans_regions: bool = False  # its instances may be in several regions at once
     region: str | None = None  # where it should be now (`region.py`); None: in any
     racks: tuple[str, ...] = ()  # where its instances may be; empty: anywhere
-    dp_sizes: Mapping[Role, int] = field(default_factory=dict)  # instances of a member, if not 1
+    dp_sizes: Mapping[Role, int] = field(default_factory=dict)  # instances per member, if not 1
 
     def dp_size(self, role: Role) -> int:
         """How many instances are one member of this role: the ranks of a domain, or 1."""

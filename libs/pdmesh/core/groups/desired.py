@@ -39,7 +39,7 @@ class Service:
 
     model: str = ""
     model_dir: str = ""
-    manifests: Mapping[Role, str] = field(default_factory=dict)  # P and D artefacts differ (S17)
+    manifests: Mapping[Role, str] = field(default_factory=dict)  # they differ by role (S17)
     options: Options = field(default_factory=dict)  # settings of its instances, by name
     role_options: Mapping[Role, Options] = field(default_factory=dict)
     release: str = ""  # change it when the same names refer to new files

@@ -45,7 +45,7 @@ class StageClock:
 
     limits: StageLimits = field(default_factory=StageLimits)
     _since: dict[str, tuple[_State, float]] = field(default_factory=dict)
-    _avoided: dict[str, float] = field(default_factory=dict)  # until when
+    _avoided: dict[str, float] = field(default_factory=dict)  # until when, by instance
 
     def note(self, round_: Round, now: float) -> None:
         since: dict[str, tuple[_State, float]] = {}

@@ -20,7 +20,7 @@ _MOST_PENDING: Final = 64  # scheduled steps that are not yet known to be comput
 class StepTotals:
     """Sums since the start."""
 
-    num_steps: int = 0  # computed
+    num_steps: int = 0  # computed steps
     schedule_s: float = 0.0
     compute_s: float = 0.0
     process_s: float = 0.0

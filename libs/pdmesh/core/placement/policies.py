@@ -23,7 +23,7 @@ from pdmesh.core.placement.predictor import LatencyPredictor
 _TIE: Final = 0.03
 _EPSILON: Final = 1e-9
 _TO_LOAD: Final = 8.0
-_HEARD: Final = 24  # random instances of a decision that count, at least
+_HEARD: Final = 24  # at least so many random instances of a decision count
 _HEARD_WEIGHT: Final = 0.05
 MOST_SCORED: Final = 96  # prefills, and as many decodes; if there are no more, all are scored
 

@@ -28,7 +28,7 @@ class Candidate:
     pair: str = ""  # group, fingerprint, revision and region of KV
     is_local: bool = False  # fusion or colocated: it also decodes what it prefilled
     num_matched_tokens: int = 0
-    exclusions: SourceExclusions = NO_EXCLUSIONS  # of a decode, with prefills
+    exclusions: SourceExclusions = NO_EXCLUSIONS  # of a decode: prefills that it ejects or avoids
 
     def compatible(self, decodes: Sequence[Candidate]) -> list[Candidate]:
         """The decodes that may take this prefill's KV; those that avoid this prefill come last."""
@@ -150,7 +150,7 @@ class KvStage(IntEnum):
 
     NONE = 0
     PULLING = 1  # its turn in the pull queue has come
-    ARRIVED = 2  # it is there; the leg waits for a place in a step of the engine
+    ARRIVED = 2  # the KV is there; the leg waits for a place in a step of the engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class LegSilence:
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
         self.progress_at = 0.0
-        self._kv_stage = KvStage.NONE  # of a decode
+        self._kv_stage = KvStage.NONE  # of the active leg, if it decodes
         self._worked_at = -math.inf  # when the leg's engine last worked
         self._turn_of = -math.inf  # the `progress_at` for which `_turn_by` was computed
         self._turn_by = 0  # an engine that has computed this many tokens has forgotten the leg

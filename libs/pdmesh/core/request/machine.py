@@ -113,7 +113,7 @@ class Request:
     prefill_id: str = field(default="", init=False)
     decode_id: str = field(default="", init=False)
     prompt_compute_s: float = field(default=0.0, init=False)  # as the last plan predicts
-    expected_s: float = field(default=0.0, init=False)  # from the first plan to token 1
+    expected_s: float = field(default=0.0, init=False)  # predicted, from the first plan to token 1
     losses: list[Loss] = field(default_factory=list, init=False)  # one per attempt at most
 
     _plan: int = field(default=0, init=False)
@@ -123,7 +123,7 @@ class Request:
     _exclusions: PlanExclusions = field(default_factory=PlanExclusions, init=False)
     _held: Holdings = field(default_factory=Holdings, init=False)
     _keys: set[int] = field(default_factory=set, init=False)  # of all legs that it ever had
-    _leg_began_at: int = field(default=0, init=False)  # tokens emitted before it
+    _leg_began_at: int = field(default=0, init=False)  # tokens emitted before the active leg
     _silence: LegSilence = field(init=False)
     _deaths: Deaths = field(init=False)
     # A prefill rejected it, and none has taken it yet.

@@ -25,7 +25,7 @@ class Contexts:
 
     mean: float
     variance: float
-    reserved: float  # for its whole answer, in whole blocks
+    reserved: float  # for its prompt and whole answer, in whole blocks
 
 
 def contexts(requests: Sequence[RequestLengths], block: int) -> Contexts:

@@ -17,7 +17,7 @@ FUSION_CHUNKS: Final = (512, 2048, 8192)
 HOP_S: Final = 0.0005  # one way between gateway, master and instances
 BASE_S: Final = 4 * HOP_S  # of a first token: to the master and back, to the prefill and back
 MAX_SLOTS: Final = 256  # of a decode or fusion instance
-PREFILL_SLOTS: Final = 8  # as an instance has by default
+PREFILL_SLOTS: Final = 8  # as a prefill has by default
 MAX_LINK: Final = 0.7  # busy share of the network between prefills and decodes
 
 
@@ -49,7 +49,7 @@ class Seen:
     tpot_s: float
     busy: float
     batch: float
-    transfer_s: float = 0.0  # mean, of one prompt's KV
+    transfer_s: float = 0.0  # the mean time for one prompt's KV
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ class _Formation:
     size: int
     ranks: dict[int, InstanceStatus] = field(default_factory=dict)
     given: dict[int, Assignment] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)  # not asked to leave
-    last: Assignment | None = None  # of a lost rank
+    lost: list[str] = field(default_factory=list)  # gone, and not asked to leave
+    last: Assignment | None = None  # the assignment of a lost rank
 
     @property
     def is_complete(self) -> bool:
