@@ -3,8 +3,8 @@
 With asynchronous scheduling, the next step is ready when a step ends, so the device does not wait
 for the CPU. In return, if an answer ends unforeseen (by a stop token or an abort), the engine
 computes one more token and discards it. Pooling models schedule between their steps, whatever the
-setting says. So does an engine where vLLM cannot schedule asynchronously, or where no test has shown
-that it can. With AUTO, it also does so where asynchronous scheduling gains nothing.
+setting says. So does an engine where vLLM cannot schedule asynchronously, or where no test has
+shown that it can. With AUTO, it also does so where asynchronous scheduling gains nothing.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It is for engines that compute the prompts of a batch in lockstep, each for as l
 takes: with padding, or as ranks of a domain that exchange data in every layer.
 
 For each batch the window is w = max(DP size, |R|), where R are the waiting prompts. A short queue
-is one batch; from a long queue, the prompts that waste least go first. No prompt is passed over
+is one batch; from a long queue, the batch that wastes least goes first. No prompt is passed over
 forever: after `max_passed` batches that had a prompt from behind it, it goes before all others. So
 it begins at most `max_passed` batches later than in the order of the queue.
 """

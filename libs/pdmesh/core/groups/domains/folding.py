@@ -1,4 +1,4 @@
-"""Makes one instance of the ranks of a data-parallel domain, and ranks of it again (S75, S121).
+"""Folds the ranks of a data-parallel domain into one instance, and unfolds it (S75, S121).
 
 The group controller decides about members. A domain is one member: it is ready when all of its
 ranks are, and the loss of one rank is its loss, for the engines of a mixture of experts step
@@ -79,7 +79,7 @@ def folded(observed: Observed) -> Observed:
 
 
 def unfolded(plan: Mapping[str, Assignment], domains: Ranks) -> dict[str, Assignment]:
-    """The assignments of all instances: each rank gets its domain's, and all ranks are peers."""
+    """The assignments of all instances: each rank gets its domain's; a peer domain becomes its ranks."""
     found: dict[str, Assignment] = {}
     for member_id, assignment in plan.items():
         peers = _peers_of(assignment.peers, domains)
