@@ -159,8 +159,8 @@ class InstanceStatus:
 class Observed:
     """The registry, now.
 
-    `version` is the desired state's; 0: none was ever applied. `to_drain` and `out_at_once` hold
-    the cordoned and ejected instances: the former drain, the latter become blank at once. `domains`
+    `version` is the desired state's; 0: none was ever applied. Of the cordoned and ejected
+    instances, those in `to_drain` drain; those in `out_at_once` become blank at once. `domains`
     and `lost_ranks` are empty until `domains.folding` has made one instance of each domain: they
     have the ranks of complete domains in order, and the lost instances of broken ones.
     """

@@ -93,7 +93,7 @@ def drain_serving(
     others: list[GroupMember],
     num_short: int,
 ) -> str:
-    """Let serving instances leave that should not stay; returns why they may not.
+    """Drain serving instances that should not stay; returns why some may not leave.
 
     `num_short`: how many successors lack a blank instance.
     """

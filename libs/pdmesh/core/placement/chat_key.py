@@ -36,7 +36,7 @@ def num_in_beginning(roles: Sequence[str]) -> int:
 def key_of(
     by_id: str, by_beginning: Callable[[], bytes], blocks: Callable[[], Sequence[bytes]]
 ) -> bytes:
-    """The first of these that is not empty; those after it are not computed, which takes time.
+    """The first of these that is not empty; to save time, those after it are not computed.
 
     `blocks`: the names of the prompt's blocks.
     """

@@ -367,7 +367,7 @@ class Placement:
     def _with_adapter(
         self, query: Query, parts: Sequence[Sequence[Instance]], count: int
     ) -> list[str]:
-        """Some of those that have loaded the query's adapter; the others would have to load it."""
+        """Some prefills that have loaded the query's adapter; others would have to load it."""
         if not query.adapter:
             return []
         loaded = [i.id for part in parts for i in part if query.adapter in i.identity.adapters]

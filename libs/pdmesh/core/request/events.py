@@ -62,7 +62,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Bounds on one request, in seconds from its submission or from the last progress."""
+    """Bounds on one request. Times are in seconds from its submission or its last progress."""
 
     deadline_s: float = 600.0
     ttft_s: float = 10.0  # until a prefill must have accepted; renewed by a migration
@@ -190,7 +190,7 @@ class LegFailed(LegEvent):
 class LegLost(LegEvent):
     """The session with the leg's instance broke.
 
-    `was_silent`: by silence. The instance may be alive beyond a cable that was cut.
+    `was_silent`: only because it fell silent; the instance may be alive beyond a cut cable.
     """
 
     was_silent: bool = False

@@ -79,7 +79,7 @@ def folded(observed: Observed) -> Observed:
 
 
 def unfolded(plan: Mapping[str, Assignment], domains: Ranks) -> dict[str, Assignment]:
-    """The assignments of all instances: each rank gets its domain's; a peer domain becomes its ranks."""
+    """All assignments: each rank gets its domain's, in which peer domains become their ranks."""
     found: dict[str, Assignment] = {}
     for member_id, assignment in plan.items():
         peers = _peers_of(assignment.peers, domains)
