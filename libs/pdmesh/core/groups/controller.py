@@ -15,8 +15,8 @@ round:
 - A data-parallel domain is one member: `domains` makes one instance of its ranks for the round. So
   the controller deals with ranks only when it chooses the blank instances that become them (S121).
 - An instance leaves if it is surplus, out of service or in a wrong place, or has another revision
-  or scenario. It leaves when its successors are ready, and only if the scenario keeps its minimum. If
-  there is no room for the successors, it leaves before they come (`leave.py`).
+  or scenario. It leaves when its successors are ready, and only if the scenario keeps its minimum.
+  If there is no room for the successors, it leaves before they come (`leave.py`).
 """
 
 from __future__ import annotations

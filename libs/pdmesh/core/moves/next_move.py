@@ -43,7 +43,7 @@ class PendingPlan:
 
 
 def resumable(left: PendingPlan, age_s: float) -> MovePlan:
-    """The moves of an earlier leader's plan that are still made; one under way always is."""
+    """What of an earlier leader's plan is still made; if it is old, only the move under way."""
     if age_s <= RESUME_WITHIN_S:
         return left.plan
     return replace(left.plan, moves=left.plan.moves[: left.is_moving])
