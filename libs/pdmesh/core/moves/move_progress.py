@@ -19,7 +19,7 @@ Counts = tuple[int, int]  # prefills, decodes
 class TouchedGroup:
     """A group that the move changes.
 
-    `shall_be`: its counts once the move is made; None if the group leaves. `wanted`: the counts that the
+    `shall_be`: its counts once the move is made; None if it is to leave. `wanted`: counts that the
     group controller works towards; None if it knows no such group. `is_reported`: the controller
     has looked at the group, and the fields after it are what it said.
     """
