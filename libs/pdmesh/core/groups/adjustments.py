@@ -39,7 +39,7 @@ class Adjustment:
 
 
 Adjustments = Mapping[str, Adjustment]  # by group
-Busy = Callable[[str, Role], float | None]  # (group, role) -> share of its slots that is taken
+Busy = Callable[[str, Role], float | None]  # (group, role) -> share in use, 0..1
 
 
 class CannotMove(Exception):
@@ -81,7 +81,7 @@ def num_lent(desired: Desired, adjustments: Adjustments) -> Counter[str]:
 
 
 def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict[str, GroupShape]:
-    """The groups as plans see them: with adjusted counts and loads."""
+    """The groups as plans see them: with their adjusted counts, and their loads."""
     known = valid(desired, adjustments)
     states: dict[str, GroupShape] = {}
     for group_id, group in sorted(desired.groups.items()):
