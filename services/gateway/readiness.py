@@ -1,6 +1,6 @@
 """Probes paths of a request until one of them proves that this gateway is ready.
 
-`core.health.gateway_readiness` decides which path is next, and when the proof is given.
+`core.health.gateway_readiness` decides which path is next, and when the gateway is ready.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)
 
-Path = tuple[InstanceRecord, InstanceRecord | None]  # the second is None if the first does both
+Path = tuple[InstanceRecord, InstanceRecord | None]  # second None: the first does both phases
 _LOOK_S: Final = 0.1
 _AGAIN_S: Final = 0.5
 _TIMEOUT_S: Final = 10.0

@@ -1,7 +1,8 @@
 """Decides whether a rollout is done or has failed, and says how far it is.
 
-A canary that waits for an operator counts as done: there is nothing more to wait for. A rollout has
-failed if its upgrade went back or a newer version has replaced it. Scripts depend on this.
+A canary that waits for an operator counts as done, since only the operator can continue it. A
+rollout has failed if a newer version has replaced it, or if its upgrade stopped, is going back or
+went back. Scripts depend on the exit status that follows from this.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pdmesh.v1 import admin_service_pb2 as pb
 _SERVING: Final = "serving"
 _WENT_BACK: Final = "went back"
 _BACK: Final = ("going back", _WENT_BACK, "stopped")
-_CANARY: Final = "canary"  # it waits for an operator: there is nothing to wait for here
+_CANARY: Final = "canary"  # only an operator can continue it, so the rollout counts as done
 _SHOWN: Final = 3  # groups that are named in one line
 
 
@@ -36,12 +37,12 @@ def rollout_of(states: pb.ListGroupStatesResponse, version: int) -> Rollout:
     if failed:
         return Rollout(False, "", _upgrade_text(failed[0]))
     if states.paused:
-        return Rollout(False, f"the leader changes nothing now: {states.paused}")
+        return Rollout(False, f"the leader makes no changes now: {states.paused}")
     if states.seen_version < version:
-        return Rollout(False, "the leader has not looked at it yet")
+        return Rollout(False, "the leader has not read this version yet")
     others = [group for group in states.groups if group.state != _SERVING]
     num_serving = len(states.groups) - len(others)
-    text = f"{num_serving} of {len(states.groups)} groups are as they shall be"
+    text = f"{num_serving} of {len(states.groups)} groups are as desired"
     waiting = [f"{group.group_id} {group.state}{_why(group.detail)}" for group in others]
     waiting += [_upgrade_text(u) for u in states.upgrades if u.state not in (_WENT_BACK, _CANARY)]
     if waiting:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-MAX_SIZES: Final = 8  # a plan tries each size of prefills with each of decodes
+MAX_SIZES: Final = 8  # of `--tp`: a plan tries every pair of a prefill's and a decode's
 _MAX_DURATION_S: Final = 1000 * 86_400  # a coarse bound: the leader decides what is allowed
 
 
@@ -17,7 +17,7 @@ def duration(text: str) -> int:
         number, unit = text, "s"
     seconds = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(unit)
     if seconds is None or not number.isdecimal():
-        raise argparse.ArgumentTypeError("must be a number and s, m, h or d")
+        raise argparse.ArgumentTypeError("must be a whole number and s, m, h or d, such as 30m")
     return _whole_number(number, _MAX_DURATION_S // seconds) * seconds
 
 
@@ -69,7 +69,7 @@ def share_or_none(text: str) -> float:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """At most `MAX_SIZES` different numbers that are separated by commas, the least first."""
+    """Comma-separated numbers from 1 to 64, at most `MAX_SIZES` different ones, sorted."""
     found = {one_or_more(part) for part in text.split(",")}
     if len(found) > MAX_SIZES:
         raise argparse.ArgumentTypeError(f"{len(found)} numbers: give at most {MAX_SIZES}")

@@ -1,4 +1,5 @@
-"""Decisions: pure, synchronous, no I/O, no clock.
+"""The mesh's decisions: pure and synchronous, without I/O and without a clock.
 
-Each is state and `handle(event, now) -> effects`.
+A decision is a function, or an object with state. Most of the larger objects change only by
+`handle(event, now) -> effects`.
 """

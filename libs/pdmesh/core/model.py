@@ -1,4 +1,4 @@
-"""Types that several rooms share: what an instance is, how far it is, what the master assigns."""
+"""Types of several packages: what an instance is, how far it is, what the master assigns."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PeerId:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An instance of the same group.
+    """An instance of the same group and of the other role.
 
     `addresses` are those of its KV transport: one per device, in device order (S14).
     """
@@ -69,7 +69,7 @@ class DomainRank:
     domain_id: str
     dp_rank: int  # 0 .. dp_size - 1
     dp_size: int
-    address: str = ""  # host:port of rank 0, where the ranks' engines meet
+    address: str = ""  # host:port of rank 0, to which the ranks' engines connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +102,4 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: the event that a core gets when nothing else happens."""
+    """Time has passed: a core gets this event at intervals."""

@@ -1,8 +1,9 @@
-"""The prefills of an engine that await embeddings of their images, and what became of the wait.
+"""The waits of an engine's prefills for the embeddings of their images, and how these ended.
 
-One deadline holds for the encoder's work and for the fetch from it. Past it the engine encodes the
-images itself, so an encoder that dies or hangs costs a request at most `ENCODE_WAIT_S` (S130).
-After repeated failures, nothing is fetched from an encoder for a while (`AvoidedEncoders`).
+One deadline holds for the encoder's work and for the fetch from it. After it the engine encodes the
+images itself, so an encoder that dies or hangs delays a request by about `ENCODE_WAIT_S` at most
+(S130). After repeated failures, nothing is fetched from an encoder for a while
+(`AvoidedEncoders`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ log = structlog.get_logger(__name__)
 _LEAST_FETCH_S: Final = 0.1  # for an encoder that answered at the last moment
 
 # (encoder, seconds) -> how many of the prompt's first images have their embeddings here now.
-# Raises KvTransferFailed if the encoder could not be fetched from.
+# Raises KvTransferFailed if the fetch failed.
 FetchEmbeddings = Callable[[KvPeer, float], Awaitable[int]]
 
 
@@ -37,7 +38,7 @@ class EmbeddingOutcome(Enum):
 
     FETCHED = "fetched"
     NOT_MADE = "not_made"  # the encoder refused, failed or died
-    LATE = "late"  # nothing was heard in time
+    LATE = "late"  # the encoder did not answer in time
     LOST = "lost"  # the fetch failed, or the encoder had evicted them
     SKIPPED = "skipped"  # fetches from the encoder failed lately
 
@@ -57,7 +58,7 @@ class AwaitedEmbeddings:
         self._patience_s = patience_s
         self._waits: dict[int, _Wait] = {}
         self._counts: Counter[EmbeddingOutcome] = Counter()  # images
-        self.num_gathered = 0  # waits that ended: the prefill goes on, which is a sign of work
+        self.num_gathered = 0  # waits that ended: then the prefill continues, a sign of work
         self._sources = AvoidedEncoders()
 
     def __len__(self) -> int:
@@ -80,7 +81,7 @@ class AwaitedEmbeddings:
         self._waits.pop(leg, None)
 
     async def gather(self, leg: int, num_images: int, fetch: FetchEmbeddings) -> int:
-        """How many of the prompt's first images need not be encoded here."""
+        """Wait and fetch; returns how many of the first images need not be encoded here."""
         wait = self._waits[leg]
         try:
             left_s = max(0.0, wait.until - time.monotonic())

@@ -5,8 +5,8 @@ arrives, so a job starts at the engine's next step. Jobs are named by the host's
 every job the engine emits exactly one terminal output: `Finished`, `Failed`, `Pooled`, `Encoded`,
 or a `Prefilled` that carries a ticket or a finish reason. An aborted job has no terminal output:
 after `abort` returns, only the end of its ranges is emitted for that leg (`TicketClosed`,
-`LandingFreed`). A terminal output that was emitted before the abort is still read: it means that no
-`TicketClosed` follows.
+`LandingFreed`). An output that was emitted before the abort may still be read. After a `Failed`, or
+a `Prefilled` without a ticket, no `TicketClosed` follows, unless `TicketOpened` came before.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Sampling:
     The last `num_drawn` tokens of the prompt belong to the answer: an earlier job drew them, on any
     engine. They count as output: a draw with a seed depends on the seed and on the token's position
     in the answer, and `shaping` and `constraint` are about all of the answer. `stop_token_ids`
-    include the model's own unless these are ignored; `ignore_eos` is for an engine that adds its
-    own.
+    include the model's EOS tokens unless these are to be ignored. `ignore_eos` matters only to an
+    engine that also adds an EOS token of its own.
     """
 
     max_tokens: int
@@ -58,10 +58,10 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     num_logprobs: int | None = None
-    logprob_token_ids: tuple[int, ...] = ()  # with `num_logprobs`: told instead of the likeliest
+    logprob_token_ids: tuple[int, ...] = ()  # with `num_logprobs`: these, not the likeliest
     num_drawn: int = 0
     shaping: LogitShaping = UNSHAPED
-    num_prompt_logprobs: int | None = None  # all of the prompt is computed for them
+    num_prompt_logprobs: int | None = None  # not None: all of the prompt is computed
     constraint: Constraint | None = None
 
 
@@ -94,7 +94,7 @@ class PrefillJob:
     `Prefilled`.
 
     `staging` is None when the job is local (fusion): the engine continues with decoding and emits
-    `Tokens`. A job that ends with its first token (max_tokens 1, or a stop token) stages nothing.
+    `Tokens`. A job that ends with its first token (max_tokens 1, or a stop token) hands on no KV.
     """
 
     leg: int
@@ -111,7 +111,7 @@ class PrefillJob:
     adapter: Adapter | None = None
     images: tuple[PromptImage, ...] = ()
     priority: int = DEFAULT_PRIORITY  # a lower number is more urgent
-    awaits_embeddings: bool = False  # of its images: `embedded` says who holds them
+    awaits_embeddings: bool = False  # of its images: `embedded` says which encoder holds them
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class DecodeJob:
 def hands_on(job: PrefillJob, max_model_len: int) -> bool:
     """Whether the job's KV goes elsewhere.
 
-    A job that surely ends with its first token stages nothing.
+    A job that surely ends with its first token hands on no KV.
     """
     has_room = len(job.prompt) + 1 < max_model_len
     return job.staging is not None and job.sampling.max_tokens > 1 and has_room
@@ -254,7 +254,7 @@ class Failed:
 
 
 def constraint_failed(leg: int) -> Failed:
-    """No engine can go on with the answer: the constraint does not compile, or allows no token.
+    """No engine can continue the answer: the constraint does not compile, or allows no token.
 
     The message does not quote the grammar, which a client wrote.
     """
@@ -268,8 +268,8 @@ class TicketClosed:
 
     It is emitted exactly once for each job that got a `staging` range, unless the job ended by
     `Failed` or with its first token. For an aborted job it is the only output after `abort`. A
-    ticket that `TicketOpened` announced is closed however the job ends. It may be closed earlier
-    than the job ends, if a decode has taken the KV.
+    ticket that `TicketOpened` announced is closed however the job ends. It may be closed before the
+    job ends, if a decode has taken the KV.
     """
 
     ticket_id: str
@@ -290,8 +290,8 @@ class LandingFreed:
 class PoolJob:
     """Make vectors or scores of `inputs`. Answered by `Pooled` or `Failed`.
 
-    `first_lengths`: of pairs of texts, how many tokens of each input are the first one's.
-    `num_dimensions` 0: the model's own. `use_activation` None: the model's own way.
+    `first_lengths`: for pairs of texts, how many tokens of each input belong to the first text.
+    `num_dimensions` 0: the model's own number. `use_activation` None: the model's default.
     """
 
     leg: int
@@ -328,7 +328,7 @@ class EncodeJob:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The embeddings of all images of the job are here; `num_computed` of them were not before."""
+    """The embeddings of all images of the job are here; `num_computed` were made for this job."""
 
     leg: int
     num_computed: int
@@ -336,7 +336,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """Blocks that one tier evicted and stored, as mesh hashes: clear, then remove, then store."""
+    """Block names that one tier evicted and stored. Apply: clear, then remove, then store."""
 
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
@@ -359,7 +359,7 @@ class AdaptersChanged:
 
     loaded: tuple[str, ...]  # digests of those that are loaded now
     event: str  # loaded, unloaded, failed
-    seconds: float = 0.0  # that it took
+    seconds: float = 0.0  # how long loading took
 
 
 Output = (
@@ -540,7 +540,7 @@ class Engine(Protocol):
         ...
 
     async def inspect_adapter(self, path: str) -> AdapterFacts:
-        """Whether it could load the LoRA adapter in this folder.
+        """The facts of the LoRA adapter in this folder, if the engine could load it.
 
         Raises AdapterUnusable with what an operator can act on.
         """

@@ -45,7 +45,7 @@ SIM_MAX_IMAGES: Final = 8  # in a prompt
 class EngineSettings:
     """What the host knows before the engine is loaded.
 
-    Sizes in bytes are per rank. A size of 0 is derived from the others.
+    Sizes in bytes are per rank. A size of 0 means a default, which may depend on the others.
     """
 
     engine: str  # sim or vllm
@@ -94,7 +94,7 @@ class EngineSettings:
     sim_fail_every: int = 0
     sim_image_tokens: int = 0  # of each image; 0: the sim model takes none
     is_encoder: bool = False  # it makes embeddings of images for others
-    embedding_pool_bytes: int = 256 << 20  # that an encoder holds
+    embedding_pool_bytes: int = 256 << 20  # of embeddings that an encoder holds
     is_pooling: bool = False  # it makes vectors or scores of whole texts
     pooling_convert: str = "auto"  # vLLM: what a model that makes answers becomes
     sim_pooling: str = "embed"
@@ -138,7 +138,7 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
 
 
 def sim_fingerprint(params: SimParams) -> str:
-    """A fingerprint of all that changes KV's bytes or layout: equal ones may exchange KV."""
+    """A fingerprint of all that changes KV's bytes or layout. Instances need equal ones."""
     identity = f"sim/{params!r}/uint64/kv{KV_WIRE_VERSION}"
     return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
@@ -343,7 +343,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
 
 
 def _kv_cache_bytes(settings: EngineSettings) -> int:
-    """The memory for KV. 0: as much as the share of memory that the operator gives vLLM leaves."""
+    """The memory for KV. 0: what is left of the share of memory that the operator gives vLLM."""
     share_decides = "gpu_memory_utilization" in settings.engine_args
     return settings.kv_cache_bytes or (0 if share_decides else 512 << 20)
 

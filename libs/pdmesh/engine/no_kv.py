@@ -1,6 +1,6 @@
 """What the engines of pooling instances and encoders answer to calls about KV and adapters.
 
-They have none. Admission refuses such jobs before they reach an engine.
+They have no KV and no adapters. Admission refuses jobs that need these before they reach an engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdmesh.errors import AdapterUnusable, KvTransferFailed
 
 
 class NoKv:
-    """The part of `Engine` that such an engine has in common with every other."""
+    """The methods of `Engine` that such an engine must have but does not use."""
 
     def prefill(self, job: PrefillJob) -> None:
         raise AssertionError("admission refuses prompts here")

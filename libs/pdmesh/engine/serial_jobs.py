@@ -1,6 +1,6 @@
 """Jobs that one loop computes one after the other, as a device does.
 
-The sim's engines without KV (pooling, encoding) are made of it.
+The sim's engines without KV (pooling, encoding) derive from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdmesh.engine.no_kv import NoKv
 from pdmesh.errors import EngineFailed
 from pdmesh.net.tasks import watched
 
-_SIGN_S: Final = 0.1  # how often a long computation gives a sign
+_SIGN_S: Final = 0.1  # seconds between a long computation's signs of work
 
 
 class HasLeg(Protocol):

@@ -299,7 +299,7 @@ async def test_the_loss_of_a_stage_ends_its_engine(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"speculation": Speculation(3, 0.6, 0.01)}, "does not go with speculation"),
+        ({"speculation": Speculation(3, 0.6, 0.01)}, "cannot be combined with speculation"),
         ({"pipeline_parallel_size": 5}, "5 is too many stages for a model of 4 layers"),
     ],
 )

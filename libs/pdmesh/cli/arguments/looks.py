@@ -26,7 +26,11 @@ def add_chat(commands: Commands) -> None:
     )
     parser.add_argument("prompt", help="the question; - reads it from stdin")
     parser.add_argument("--url", help="URL of a gateway (default: the mesh started here)")
-    parser.add_argument("--model", default="default", help="a served model (default: the first)")
+    parser.add_argument(
+        "--model",
+        default="default",
+        help="name of a served model (default: the gateway's default model)",
+    )
     parser.add_argument(
         "--max-tokens",
         type=values.positive_int,
@@ -69,8 +73,8 @@ def add_events(commands: Commands) -> None:
     parser.add_argument(
         "--periodic",
         action="store_true",
-        help="also show heartbeats and loads, which every process sends all the time; without it, "
-        "only a PATTERN shows them",
+        help="also show heartbeats, node reports and loads, which are sent all the time; "
+        "without it, they are shown only if a PATTERN is given",
     )
     parser.set_defaults(module="look.events")
 
@@ -81,7 +85,7 @@ def add_logs(commands: Commands) -> None:
     )
     add = parser.add_argument
     add("processes", nargs="*", metavar="PROCESS", help="such as decode-0 (default: all)")
-    add("-f", "--follow", action="store_true", help="go on with what is written, until Ctrl-C")
+    add("-f", "--follow", action="store_true", help="keep printing new lines, until Ctrl-C")
     add(
         "-n",
         "--lines",
@@ -94,7 +98,7 @@ def add_logs(commands: Commands) -> None:
     add(
         "--level",
         choices=["debug", "info", "warning", "error"],
-        help="only lines of this level or a graver one",
+        help="only lines of this level or a more severe one",
     )
     add(
         "--json",
@@ -116,7 +120,7 @@ def add_trace(commands: Commands) -> None:
     parser.add_argument(
         "request",
         metavar="REQUEST",
-        help="its id: that of the answer (chatcmpl-..., resp_..., msg_...) or of the header "
+        help="the id in its answer (chatcmpl-..., resp_..., msg_...), or the value of the header "
         "x-request-id",
     )
     parser.set_defaults(module="look.trace")
@@ -129,7 +133,7 @@ def add_doctor(commands: Commands) -> None:
         help="find what is wrong with this machine, the settings and the mesh",
     )
     parser.add_argument(
-        "--engine", choices=["vllm", "sim"], default="vllm", help="the engine that shall run here"
+        "--engine", choices=["vllm", "sim"], default="vllm", help="the engine to run here"
     )
     parser.add_argument("--groups", type=Path, metavar="FILE", help="also check a desired state")
     parser.set_defaults(module="look.doctor")
@@ -137,7 +141,7 @@ def add_doctor(commands: Commands) -> None:
 
 def add_top(commands: Commands) -> None:
     parser = commands.add_parser(
-        "top", parents=[options.of_mesh()], help="show what the mesh does, until Ctrl-C"
+        "top", parents=[options.of_mesh()], help="show what the mesh is doing, until Ctrl-C"
     )
     options.add_every(parser, 1.0)
     parser.set_defaults(module="look.top")

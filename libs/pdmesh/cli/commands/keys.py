@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -47,7 +48,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _add(options: argparse.Namespace, path: Path) -> int:
     if not NAME.fullmatch(options.tenant):
-        raise CommandFailed("a tenant's name is lower-case letters, digits and -, at most 63", 2)
+        raise CommandFailed(
+            "a tenant's name has 1 to 63 lower-case letters, digits or -, and no leading -",
+            2,
+        )
     expires_at = None
     if options.expires_days is not None:
         expires_at = int(time.time() + options.expires_days * _DAY_S)
@@ -65,9 +69,8 @@ def _add(options: argparse.Namespace, path: Path) -> int:
 
 def _list(options: argparse.Namespace, path: Path) -> int:
     if not path.exists():
-        raise CommandFailed(
-            f"no keys yet: {path} is made by {hint(options.state_dir, 'keys add TENANT')}"
-        )
+        add = "keys add TENANT" + (f" --file {shlex.quote(str(path))}" if options.file else "")
+        raise CommandFailed(f"no keys yet: make {path} with {hint(options.state_dir, add)}")
     file = api_keys.load(path)
     show(options, _listed(file), lambda: _keys_text(file))
     return 0
@@ -133,7 +136,7 @@ def _revoke(options: argparse.Namespace, path: Path) -> int:
 
 @contextlib.contextmanager
 def _changing(path: Path) -> Iterator[api_keys.KeyFile]:
-    """The content of the file, which is saved at the end. Concurrent commands take turns."""
+    """Lock and load the key file; save it if the block does not raise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

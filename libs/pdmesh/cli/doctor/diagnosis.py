@@ -14,7 +14,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`text` says what is so; `remedy` says what to do, empty if there is nothing to do."""
+    """`text` states the finding; `remedy` says what to do, and is empty if nothing is needed."""
 
     subject: str
     grade: Grade

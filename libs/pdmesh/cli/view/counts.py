@@ -22,7 +22,7 @@ from pdmesh.v1.common_pb2 import (
 
 
 def rank_text(domain: Domain) -> str:
-    """Such as `chat-d7 3/8`, the rank counted from 0; empty for an instance of no domain."""
+    """Domain, rank (from 0) and size, such as `chat-d7 3/8`; empty if there is no domain."""
     return f"{domain.domain_id} {domain.dp_rank}/{domain.dp_size}" if domain.domain_id else ""
 
 

@@ -27,7 +27,7 @@ class ClaimedTenants:
         self.tenants: Mapping[str, Tenant] = {}
 
     def heed(self, tenant: Tenant, issued_at: float) -> Tenant:
-        """The tenant as it counts, given what a token says that was issued at this time."""
+        """Note the tenant of a token; return the tenant with the limits that count."""
         known = self._found.get(tenant.name)
         if known is not None:
             if known[0] > issued_at:

@@ -33,9 +33,9 @@ class BadClaims(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClaimNames:
-    """Where claims have what. An empty name: no claim has it.
+    """The claims that name the tenant, its limits and an operator's role. Empty: none does.
 
-    `roles`: which role the values of the role's claim give. `default`: the limits of a tenant
+    `roles`: the role that each value of the claim `role` gives. `default`: the limits of a tenant
     whose token has none.
     """
 

@@ -1,8 +1,9 @@
 """Decides what may be exposed without a key or TLS: which ports, and which connections to servers.
 
-An address that only this machine reaches needs nothing. On any other, clients need keys, processes
-need TLS and the mesh's token, and nothing is sent in plain text. An operator may say that a network
-is trusted (`PDMESH_INSECURE_NETWORK`): then plain text is allowed, and the token is still needed.
+An address that only this machine reaches needs nothing. On any other address, clients need keys
+unless anonymous calls are allowed, processes need TLS, and nothing is sent in plain text. An
+operator may say that a network is trusted (`PDMESH_INSECURE_NETWORK`): then plain text is allowed,
+but without TLS processes still need the mesh's token.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def lacks_keys(host: str, *, has_keys: bool, is_anonymous_allowed: bool) -> bool
 
 
 def lacks_tls(host: str, *, has_tls: bool, is_trusted: bool) -> bool:
-    """A port for the mesh's own processes. `is_trusted`: the network, as an operator says."""
+    """A port for the mesh's own processes. `is_trusted`: an operator trusts the network."""
     return not (has_tls or is_trusted or is_loopback(host))
 
 
@@ -59,7 +60,7 @@ def lacks_secret(host: str, *, has_own_secret: bool) -> bool:
 
 
 def is_page_local(*, has_tls: bool, is_trusted: bool) -> bool:
-    """Whether the operators' page serves only calls from this machine: it is itself without TLS."""
+    """Whether the operators' page serves only this machine: the page itself has no TLS."""
     return has_tls and not is_trusted
 
 
@@ -77,5 +78,5 @@ def _is_exposed(url: str) -> bool:
 
 
 def lacks_https(scheme: str, host: str, *, is_trusted: bool) -> bool:
-    """An OpenID provider. With its keys changed on their way, anybody could make tokens."""
+    """An OpenID provider. Anybody who could change its keys on their way could make tokens."""
     return scheme == "http" and not is_trusted and not is_loopback(host)

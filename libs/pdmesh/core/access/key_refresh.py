@@ -1,5 +1,7 @@
-"""Decides when the keys of an identity provider are fetched: at intervals, and early if a token
-names a key that is not known, but not more often than a bound, whatever strangers send.
+"""Decides when the keys of an identity provider are fetched.
+
+They are fetched at intervals, and early if a token names an unknown key. Early fetches are bounded,
+so strangers cannot cause many with tokens of their own.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ _FIRST_RETRY_S = 1.0
 
 @dataclass(slots=True)
 class KeyRefresh:
-    """`refresh_s`: between two fetches, if nothing calls for one. `least_s`: at least, between an
-    early fetch and the one before it.
+    """`refresh_s`: the time between two fetches while no token asks for one. `least_s`: the least
+    time between an early fetch and the fetch before it.
     """
 
     refresh_s: float
@@ -41,7 +43,7 @@ class KeyRefresh:
         self._begun_at, self._is_running = now, True
 
     def end(self, now: float, *, is_good: bool) -> None:
-        """After a failure it is tried again after 1, 2, 4, ... seconds."""
+        """After a failure, retry after 1, 2, 4, ... seconds, and at most `refresh_s`."""
         self._is_running = False
         if is_good:
             self._fetched_at, self._num_failed = now, 0
@@ -52,5 +54,5 @@ class KeyRefresh:
         self._next_at = now + pause
 
     def age_s(self, now: float) -> float:
-        """Since the keys were fetched; infinite: never."""
+        """Seconds since the keys were last fetched; infinite if they never were."""
         return now - self._fetched_at

@@ -29,7 +29,7 @@ ROLES: Final[Mapping[str, AdminRole]] = MappingProxyType({str(role): role for ro
 
 @dataclass(frozen=True, slots=True)
 class ShownRole:
-    """`by`: certificate, or local: nothing but the caller's address. `role` None: it has none."""
+    """`by`: `certificate`, or `local` (the caller's address alone). `role` None: it gives none."""
 
     by: str
     role: AdminRole | None
@@ -82,13 +82,10 @@ def changes(method: str) -> bool:
 
 
 def refusal(method: str, role: AdminRole | None, who: str) -> str:
-    """Why `who`, who has this role, may not call this method; empty: who may.
-
-    None: no role.
-    """
+    """Why `who`, who has this role (None: no role), may not call this method; empty if allowed."""
     needed = NEEDED.get(method)
     if needed is None:
-        return f"{method} is for nobody"
+        return f"{method} may be called by nobody"
     if role is not None and role >= needed:
         return ""
     return f"{method} needs the role {needed}; {who} has {role or 'none'}"

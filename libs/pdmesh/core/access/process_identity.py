@@ -65,8 +65,8 @@ PROXIES: Final = frozenset({"proxy"})  # Envoy before the gateways
 _INSTANCES: Final = frozenset({"prefill", "decode", "instance"})
 _EVERYONE: Final = None
 
-# A whole service, or one of its methods, which wins. None: the port is public, with rules of its
-# own.
+# By service or method; the entry of a method overrides that of its service. None: the port is
+# public, and has rules of its own.
 _CALLERS: Final[Mapping[str, frozenset[str] | None]] = {
     "/pdmesh.v1.InstanceService/Session": frozenset({"gateway", "health-monitor"}),
     "/pdmesh.v1.InstanceService/GetStatus": OPERATORS,
@@ -82,7 +82,8 @@ _CALLERS: Final[Mapping[str, frozenset[str] | None]] = {
     "/pdmesh.v1.KvIndexService/Snapshot": frozenset({"master-scheduler"}),
     "/pdmesh.v1.InferenceService": _EVERYONE,
     "/grpc.health.v1.Health": _EVERYONE,
-    "/envoy.service.ext_proc.v3.ExternalProcessor": _EVERYONE,  # PROXIES, by the picker's setting
+    # A setting of the picker restricts this service to PROXIES.
+    "/envoy.service.ext_proc.v3.ExternalProcessor": _EVERYONE,
 }
 
 

@@ -2,8 +2,8 @@
 (P/D-Serve 3.3; S22).
 
 An instance counts for its group from its assignment to its release, set-up and drain included. An
-instance that is kept for a pool counts for the group that was lent and for the pool. An instance
-without a role counts for the pool `free`. So all accounts together are the whole time of the fleet.
+instance that is kept for a pool counts for the group that was lent and for the pool. A blank
+instance without a role counts for the pool `free`. So the accounts add up to the time of the fleet.
 """
 
 from __future__ import annotations

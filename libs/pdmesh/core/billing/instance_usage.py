@@ -46,7 +46,7 @@ class UsageBook:
     def resume(
         self, used: Iterable[Used], away_s: float, nums: Mapping[Account, int], now: float
     ) -> None:
-        """Go on from what an earlier leader wrote `away_s` ago; `nums` is our first look."""
+        """Continue what an earlier leader wrote `away_s` ago; `nums` is our first look."""
         before: Counter[Account] = Counter()
         for each in used:
             self._seconds[each.account] = each.instance_s

@@ -19,7 +19,7 @@ FORGET_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Offer:
-    """Instances accept requests for this model in this scenario, or if it is empty, in all."""
+    """Instances accept requests for this model in this scenario (empty: in all scenarios)."""
 
     model: str
     scenario: str
@@ -33,8 +33,8 @@ class ModelCatalogue:
     # When the model was last offered, by model and scenario; inf: it is offered now.
     _seen: dict[str, dict[str, float]] = field(default_factory=dict)
     _since: dict[str, float] = field(default_factory=dict)  # when the model was first offered
-    # Looked up by every request, and not changed by time alone: the scenario of each model that is
-    # served now, and what `default` means in each scenario while no model is away.
+    # Every request looks these up, and time alone does not change them: the scenario of each model
+    # that is served now, and what `default` means in each scenario while no model is away.
     _served: dict[str, str] = field(default_factory=dict)
     _defaults: dict[str, str] = field(default_factory=dict)
 
@@ -72,8 +72,8 @@ class ModelCatalogue:
         """The model that a request means, or None if no model has or lately had that name.
 
         `default` is the preferred model. If none is preferred, it is the first model by name of the
-        request's scenario, and a served model comes before one that is away. So all gateways choose
-        the same model.
+        request's scenario, or of all if the scenario has none. A served model comes before one that
+        is away. So all gateways choose the same model.
         """
         if asked in self._served or self._is_known(asked, now):  # a model may be called `default`
             return asked

@@ -1,7 +1,7 @@
 """Decides which tokenizers stay in memory, and when to retry one that could not be loaded.
 
 All tokenizers in memory take at most `max_bytes`, by their estimated sizes. The least recently used
-leave first. The last one that was loaded stays even if it is larger: a request waits for it.
+leave first. The one that was loaded last stays even if it is larger: a request waits for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Residency:
     def failed(self, key: str, now: float) -> float:
         """Note a failure to load it, and return when to retry.
 
-        Each wait is longer than the last.
+        Each wait is twice as long as the one before, up to a limit.
         """
         before = self._failures.pop(key, None)
         num_times = 1 + (before.num_times if before is not None else 0)

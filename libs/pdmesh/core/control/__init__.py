@@ -1,1 +1,1 @@
-"""Which replica leads, when a dead process is started again, and which hung one is killed."""
+"""Decides which replica leads, when a dead process is restarted, and which hung one is killed."""

@@ -1,4 +1,4 @@
-"""Decides when a parser's process hangs and is killed: its limit counts work, not only time.
+"""Decides when a parser's process hangs and must be killed: its limit counts work, not only time.
 
 A busy machine may give the process a hundredth of a core. So its limit counts its own processor
 time, and the time in which it uses none: a bound on the clock alone would kill a process that
@@ -24,7 +24,10 @@ class HungParser:
         self._began_cpu_s = self._seen_cpu_s = cpu_s
 
     def is_hung(self, limit_s: float, now: float, cpu_s: float) -> bool:
-        """Whether the process worked for `limit_s`, or did nothing for as long."""
+        """Whether the process worked for `limit_s`, or did nothing for as long.
+
+        It also hangs if the request has taken `_MOST_TIMES` times `limit_s`.
+        """
         if cpu_s - self._seen_cpu_s > _IDLE_SHARE * (now - self._worked_at):
             self._worked_at, self._seen_cpu_s = now, cpu_s
         return (

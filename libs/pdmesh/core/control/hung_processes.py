@@ -1,7 +1,7 @@
 """Decides which processes are killed because they run and do not answer (S74).
 
-A process that hangs is not seen by its supervisor, which waits for its end. Once it is killed,
-`restart_policy.py` decides when it is started again.
+A supervisor waits for the end of a process, and does not see that it hangs. Once the process is
+killed, `restart_policy.py` decides when it is started again.
 """
 
 from __future__ import annotations

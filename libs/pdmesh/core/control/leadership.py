@@ -1,4 +1,4 @@
-"""Decides whether this process leads, from nothing but its own lease.
+"""Decides whether this process leads, from its own lease alone.
 
 A leader that could not renew for two thirds of the lease stops leading by itself, before another
 process can start to lead. So no two processes lead at once, whatever the network does and however
@@ -68,7 +68,7 @@ class Leadership:
         return False
 
     def saw(self, epoch: int, now: float) -> bool:
-        """Another process knows of this epoch. True if our leadership goes on with a higher one.
+        """Another process knows of this epoch. True if we still lead, now with a higher epoch.
 
         No other process leads while the lease is valid. So a higher epoch comes from a store that
         was wiped since (F21), and a process that has seen it would ignore a leader with a lower

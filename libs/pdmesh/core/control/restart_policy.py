@@ -1,10 +1,10 @@
 """Decides when to start a process again after it died.
 
 The first restart is immediate. Later restarts wait longer each time, up to a limit. After a process
-was ready for a while, its next death counts as the first. Time before it is ready does not count:
-loading a model takes minutes and may fail at the end each time. A process that keeps dying is given
-up, with its last exit code. A process that exits for a bad setting, or one that no engine takes
-(code 2), is given up at once: another start cannot help.
+was ready for a while, its next death counts as the first. A process that never became ready must
+have run much longer for that: loading a model takes minutes and may fail at the end each time. A
+process that keeps dying is given up, with its last exit code. A process that exits with code 2 has
+a bad setting, or one that no engine accepts. It is given up at once: a restart cannot help.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DEATHS_WHILE_STARTING: Final = 3  # of one process; then the start of the whole 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Delays in seconds. The n-th death in a row waits 0, base, 2*base, ... up to max."""
+    """Delays in seconds: after deaths in a row, restarts wait 0, base, 2*base, ... up to max."""
 
     base_delay_s: float = 0.25
     max_delay_s: float = 5.0
     stable_after_s: float = 10.0  # ready this long: the next death counts as the first
-    # The same for a process that waits for others, such as a gateway of blank instances.
+    # The same for a process that was never ready, such as a gateway whose instances are all blank.
     stable_unready_after_s: float = 600.0
     max_deaths: int = 10  # in a row; then it is given up
 

@@ -39,7 +39,7 @@ class Adjustment:
 
 
 Adjustments = Mapping[str, Adjustment]  # by group
-Busy = Callable[[str, Role], float | None]  # (group, role) -> share of its slots that is taken
+Busy = Callable[[str, Role], float | None]  # (group, role) -> share in use, 0..1
 
 
 class CannotMove(Exception):
@@ -81,7 +81,7 @@ def num_lent(desired: Desired, adjustments: Adjustments) -> Counter[str]:
 
 
 def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict[str, GroupShape]:
-    """The groups as plans see them: with adjusted counts and loads."""
+    """The groups as plans see them: with their adjusted counts, and their loads."""
     known = valid(desired, adjustments)
     states: dict[str, GroupShape] = {}
     for group_id, group in sorted(desired.groups.items()):
@@ -105,10 +105,11 @@ def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict
 def after(move: Move, desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
     """The adjustments once this move is included. Raises CannotMove."""
     before = group_shapes(desired, adjustments, lambda group_id, role: None)
-    if move.group_id not in before or (move.to_group and move.role and move.to_group not in before):
-        raise CannotMove(f"there is no group {move.group_id}")
-    if move.role and not all(before[g].has_ratio for g in (move.group_id, move.to_group) if g):
-        raise CannotMove(f"group {move.group_id} has no prefills and decodes")
+    for group_id in (move.group_id, *([move.to_group] if move.role and move.to_group else ())):
+        if group_id not in before:
+            raise CannotMove(f"there is no group {group_id}")
+        if move.role and not before[group_id].has_ratio:
+            raise CannotMove(f"group {group_id} has no prefills and decodes")
     result = valid(desired, adjustments)
     for group_id, state in applied(before, move).items():
         if state == before[group_id]:

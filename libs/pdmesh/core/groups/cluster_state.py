@@ -37,7 +37,7 @@ class WantedGroup:
     spans_regions: bool = False  # its instances may be in several regions at once
     region: str | None = None  # where it should be now (`region.py`); None: in any
     racks: tuple[str, ...] = ()  # where its instances may be; empty: anywhere
-    dp_sizes: Mapping[Role, int] = field(default_factory=dict)  # instances of a member, if not 1
+    dp_sizes: Mapping[Role, int] = field(default_factory=dict)  # instances per member, if not 1
 
     def dp_size(self, role: Role) -> int:
         """How many instances are one member of this role: the ranks of a domain, or 1."""
@@ -144,7 +144,7 @@ class InstanceStatus:
     num_slots_used: int = 0
     node_id: str = ""
     domain: DomainRank | None = None  # None: it computes alone
-    domain_address: str = ""  # where ranks could meet if it were rank 0
+    domain_address: str = ""  # where the ranks of a domain would connect to it as rank 0
 
     @property
     def id(self) -> PeerId:
@@ -159,8 +159,8 @@ class InstanceStatus:
 class Observed:
     """The registry, now.
 
-    `version` is the desired state's; 0: none was ever applied. `to_drain` and `out_at_once` hold
-    the cordoned and ejected instances: the former drain, the latter become blank at once. `domains`
+    `version` is the desired state's; 0: none was ever applied. Of the cordoned and ejected
+    instances, those in `to_drain` drain; those in `out_at_once` become blank at once. `domains`
     and `lost_ranks` are empty until `domains.folding` has made one instance of each domain: they
     have the ranks of complete domains in order, and the lost instances of broken ones.
     """

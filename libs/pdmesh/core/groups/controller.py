@@ -8,15 +8,15 @@ lasted, how often a group has failed, and which steps were announced. These rule
 round:
 
 - A new group takes instances only when there are enough of them for the whole group. It begins to
-  serve when all pairs of its instances are verified, and its prefills begin last. If this fails,
-  all its instances become blank again (S15, S19).
+  serve when all pairs of its instances are verified, and its prefills begin last. If its set-up
+  fails several times, all its instances become blank again for a while (S15, S19).
 - One blank instance replaces each instance that is lost, failed or taken out at once. The other
-  instances of the group go on (S35).
-- A data-parallel domain is one member: `domains` makes one instance of its ranks for the round,
-  so that nothing here is about ranks but which blank instances become them (S121).
-- An instance leaves if it is surplus, or has another revision or scenario. It leaves when its
-  successors are ready, and only if the scenario keeps its minimum. If there is no room for the
-  successors, it leaves before they come (`leave.py`).
+  instances of the group keep serving (S35).
+- A data-parallel domain is one member: `domains` makes one instance of its ranks for the round. So
+  the controller deals with ranks only when it chooses the blank instances that become them (S121).
+- An instance leaves if it is surplus, out of service or in a wrong place, or has another revision
+  or scenario. It leaves when its successors are ready, and only if the scenario keeps its minimum.
+  If there is no room for the successors, it leaves before they come (`leave.py`).
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class GroupController:
         return RoleSpec(seen.role, seen.group_id, seen.scenario, seen.revision, domain=seen.domain)
 
     def _in_order(self, round_: Round) -> list[str]:
-        """Serving groups come first: they lack instances by a fault, a new group only waits."""
+        """Serving groups come first: they lack instances through a fault; a new group can wait."""
 
         def rank(group_id: str) -> tuple[bool, str]:
             return (not any(m.is_ready for m in round_.members(group_id)), group_id)
@@ -314,7 +314,7 @@ class GroupController:
                 erase(round_, record, member)
 
     def _finish_leaving(self, round_: Round, group_id: str, now: float) -> None:
-        """Erase drained instances whose peers have forgotten them (S26)."""
+        """Erase drained instances once their peers forgot them or their time is over (S26)."""
         record, members = self._record(group_id), round_.members(group_id)
         for member in members:
             if member.stage is not Stage.DRAIN:

@@ -1,6 +1,6 @@
 """The desired state of the mesh as one value, its problems and its diffs (P/D-Serve 2.2, 3.3).
 
-It has services, scenarios, groups, schedules, pools and regions. An operator writes it as a file,
+It has services, scenarios, groups, schedules and regions. An operator writes it as a file,
 and controllers compare it with what instances report. It says how many instances of each role a
 group has, never which ones. The reader of the file (`pdmesh.desired_file`) checks names; `problems`
 finds errors that show only when all parts are seen together.
@@ -34,12 +34,12 @@ Options = Mapping[str, str]
 class Service:
     """A model as clients know it, and what its instances load.
 
-    An empty value leaves it to the instance's own settings.
+    Where a value is empty, the instance's own setting holds.
     """
 
     model: str = ""
     model_dir: str = ""
-    manifests: Mapping[Role, str] = field(default_factory=dict)  # P and D artefacts differ (S17)
+    manifests: Mapping[Role, str] = field(default_factory=dict)  # they differ by role (S17)
     options: Options = field(default_factory=dict)  # settings of its instances, by name
     role_options: Mapping[Role, Options] = field(default_factory=dict)
     release: str = ""  # change it when the same names refer to new files
@@ -55,7 +55,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class UpgradeLimits:
-    """How long a group with a new revision is watched, and what rolls the upgrade back (S24).
+    """How long a group with a new revision is on trial, and what rolls the upgrade back (S24).
 
     The next group gets the revision after `soak_s`. A group must be complete within
     `group_timeout_s`. `max_failed_share`: the share of its requests that may fail; `max_slowdown`:
@@ -89,8 +89,8 @@ class Group:
     """Instances that hand KV to each other and to no instance outside (S13).
 
     A group with pooling instances has no other instances, since its model makes no answers. The
-    encoders of a group encode images for the instances that compute its prompts. These can do so
-    themselves, so no group needs encoders.
+    encoders of a group encode images for the instances that compute its prompts. Those instances
+    can encode images themselves, so no group needs encoders.
     """
 
     scenario: str = DEFAULT_NAME
@@ -182,7 +182,7 @@ class Change:
 
 
 def problems(desired: Desired) -> Iterator[Problem]:
-    """Unknown names, groups that cannot serve, and single points of failure."""
+    """Unknown names, single points of failure, and parts that cannot serve or be lent."""
     for name, scenario in desired.scenarios.items():
         if scenario.service != DEFAULT_NAME and scenario.service not in desired.services:
             yield Problem(f"scenarios.{name}.service", f"there is no service {scenario.service}")
@@ -289,7 +289,7 @@ def wanted_by_role(groups: Collection[Group]) -> dict[Role, int]:
 def _unequal_domains(
     scenario: str, own: Mapping[str, Group], desired: Desired
 ) -> Iterator[Problem]:
-    """A change of ratio turns one member into one of the other role, so both have one size."""
+    """A change of ratio gives a member the other role, so members of both have equal sizes."""
     if not desired.scenarios.get(scenario, Scenario()).has_auto_ratio:
         return
     service = desired.service_of(next(iter(own.values())))

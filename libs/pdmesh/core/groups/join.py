@@ -15,7 +15,7 @@ def partition_members(
 ) -> tuple[list[GroupMember], list[GroupMember]]:
     """Members to keep, and the others.
 
-    The others are surplus, of another scenario, revision or region, or drained by the operator.
+    The others are surplus, of another scenario or revision, in a wrong place, or out of service.
     """
     keep: list[GroupMember] = []
     others: list[GroupMember] = []

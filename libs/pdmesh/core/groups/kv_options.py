@@ -36,7 +36,7 @@ def _draft(option: dict[str, object]) -> str:
     return f"{method.value} {PurePosixPath(folder)}" if folder else method.value
 
 
-# By option: what its part that decides about KV is called, and how it is read.
+# By option: the name of the part that decides about KV, and the function that reads this part.
 _DECIDES_KV: Final[Mapping[str, tuple[str, Callable[[dict[str, object]], str]]]] = {
     "speculation": ("the draft", _draft),
     "engine_args": ("what changes KV in engine_args", kv_identity),

@@ -3,9 +3,10 @@
 Instances that serve leave when their successors are ready. If there are too few blank instances to
 become successors, the serving instances leave first and so make room:
 
-- Surplus instances leave one at a time: the next leaves when the last one serves in its new place.
-- Instances of an old revision or scenario leave in the number that is needed. So do instances whose
-  KV may cross regions while their group's may not, or the other way round.
+- Surplus instances leave one at a time: the next leaves when the one before serves in its new
+  place.
+- As many instances of an old revision or scenario leave as are needed. So do instances whose KV may
+  cross regions while their group's may not, or the other way round.
 - An instance in another region or rack makes no room, so it does not leave first.
 
 `core.upgrade.controller` decides which group gets another revision, and when.
@@ -62,7 +63,7 @@ def erase(round_: Round, record: GroupRecord, member: GroupMember) -> None:
 
 
 def erase_unready(round_: Round, record: GroupRecord, members: list[GroupMember]) -> None:
-    """Make all members blank that are not ready yet, so that no half of a group stays."""
+    """Make the members blank that are not ready yet, so that no half-formed group stays."""
     for member in members:
         if not member.is_ready and member.stage <= Stage.SERVE:
             erase(round_, record, member)
@@ -92,7 +93,7 @@ def drain_serving(
     others: list[GroupMember],
     num_short: int,
 ) -> str:
-    """Let serving instances leave that should not stay; returns why they may not.
+    """Drain serving instances that should not stay; returns why some may not leave.
 
     `num_short`: how many successors lack a blank instance.
     """
@@ -151,7 +152,7 @@ def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_
 
 
 def _in_pairs(members: list[GroupMember]) -> list[GroupMember]:
-    """The least busy first and the roles in turn, so that the rest can serve."""
+    """The least busy first, and the roles alternating, so that those that stay can serve."""
     ranks: dict[str, int] = {}
     for role in {m.role for m in members}:
         own = sorted((m for m in members if m.role is role), key=lambda m: m.seen.num_slots_used)

@@ -79,7 +79,7 @@ class RegionWatch:
     """Which instances were lost with their region. Call `note` first in each round."""
 
     _seen: dict[str, str] = field(default_factory=dict)  # region by instance
-    _lost: dict[str, tuple[str, float]] = field(default_factory=dict)  # its region, and since when
+    _lost: dict[str, tuple[str, float]] = field(default_factory=dict)  # region, lost when
 
     def note(self, seen: Mapping[str, InstanceStatus], now: float) -> None:
         gone = {i: (region, now) for i, region in self._seen.items() if i not in seen}

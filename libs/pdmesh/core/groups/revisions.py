@@ -2,7 +2,7 @@
 
 The record is kept in the registry beside the desired state. It says with which service the groups
 of a scenario have proved themselves, which one they should get, and which groups have it already.
-So a new service reaches a group only when its turn comes, and the next leader goes on from there.
+So a new service reaches a group only when its turn comes, and the next leader continues from there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Upgrade:
     target: Service  # what the desired state asks for
     version: int  # the first version of the desired state that asked for the target
     changed: Mapping[str, Service] = field(default_factory=dict)  # groups that do not run `settled`
-    current: str = ""  # the group that is being changed, or is watched after its change
+    current: str = ""  # the group that is being changed, or is on trial after it
     canary_share: float = 0.0  # above 0: only the canary group has the target, until promoted
     back: str = ""  # why it rolls back; empty: it goes forward
     outcome: str = ""  # why the last one rolled back

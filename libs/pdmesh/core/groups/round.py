@@ -132,7 +132,7 @@ class Round:
         return sorted(own | self.observed.wanted.groups.keys())
 
     def form(self, role_spec: RoleSpec, ranks: Sequence[InstanceStatus]) -> InstanceStatus:
-        """Make one instance of blank ones, the ranks of a new domain, in order."""
+        """Make one instance of the blank instances that become the ranks of a domain, in order."""
         assert role_spec.domain is not None
         domain_id = role_spec.domain.domain_id
         self.domains[domain_id] = tuple(ranks)
@@ -211,8 +211,8 @@ class Round:
     def capacity(self, scenario: str, without: str = "") -> Counter[Role]:
         """Instances that take requests of the scenario, by role, leaving out `without`.
 
-        A prefill counts only if a decode can take its KV. A canary never counts: it may have to go
-        at any moment.
+        Prefills and decodes count only where they can exchange KV. A canary never counts: it may
+        have to go at any moment.
         """
         cells: dict[tuple[str, str, str], Counter[Role]] = {}
         for instance_id, assignment in self.plan.items():

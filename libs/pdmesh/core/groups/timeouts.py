@@ -16,7 +16,8 @@ from pdmesh.core.model import Phase, Stage
 class StageLimits:
     """Times in seconds.
 
-    `react_s`: until an instance reacts to an assignment. `load_s`: to fetch and build an engine.
+    `react_s`: until an instance reacts to an assignment. `load_s`: to fetch a model and build its
+    engine.
     """
 
     react_s: float = 15.0
@@ -39,12 +40,12 @@ _State = tuple[int, Stage, bool]  # assignment, stage, and whether it takes requ
 class StageClock:
     """Call `note` first in each round.
 
-    Times count from when this leader first saw a stage, or from when an instance ceased to serve.
+    Times count from when this leader first saw a stage, or saw an instance begin or cease to serve.
     """
 
     limits: StageLimits = field(default_factory=StageLimits)
     _since: dict[str, tuple[_State, float]] = field(default_factory=dict)
-    _avoided: dict[str, float] = field(default_factory=dict)  # until when
+    _avoided: dict[str, float] = field(default_factory=dict)  # until when, by instance
 
     def note(self, round_: Round, now: float) -> None:
         since: dict[str, tuple[_State, float]] = {}
@@ -90,7 +91,7 @@ class StageClock:
         return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 
     def _why_unconnected(self, round_: Round, member: GroupMember, now: float) -> str:
-        """Empty if the other one of its pair is to blame, or if it only waits for others.
+        """Why it is unconnected; empty if the other of its pair is to blame, or if it only waits.
 
         The other instances get time to connect to its substitute.
         """

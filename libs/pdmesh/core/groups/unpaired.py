@@ -1,5 +1,5 @@
-"""Decides which instances do not pair: which of two that cannot connect is given up and replaced,
-and which ready instances of a group have no partner of the other role.
+"""Decides which of two instances that cannot connect is given up and replaced, and which ready
+instances of a group have no partner of the other role.
 
 A ready instance without a partner serves requests all the same: it computes both phases. So nothing
 fails, and only a look at the group shows that no KV is handed over.
@@ -21,7 +21,8 @@ def is_to_blame(
     """Whether `member` is given up because it and `other` did not connect in time (S16).
 
     `pairs` are all pairs of their group that are not connected. The one of the two that is in more
-    of them is given up; in as many, the decode. An instance that is ready is never given up.
+    of them is given up; if they are in equally many, the decode is. An instance that is ready is
+    never given up.
     """
 
     def blame(each: GroupMember) -> tuple[int, bool]:

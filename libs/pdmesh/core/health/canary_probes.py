@@ -1,10 +1,10 @@
-"""Decides which idle instances are probed next with a small request, and what its failures mean.
+"""Decides which idle instances are probed next with a small request, and what a failure means.
 
 Without probes, an idle mesh would learn of a fault from its first client. A probe goes the way of
 a request: a prefill, the hand-over of its KV, a decode. An instance is probed at most once a period
 and only while idle. A failure may be the fault of either side, so each gets a strike. The next
-probe has other partners, and a success clears the strikes of both sides. Two strikes in a row are
-a suspicion, never a proof.
+probe has other partners, if there are any. A success clears the strikes of both sides. Two strikes
+in a row are a suspicion, never a proof.
 """
 
 from __future__ import annotations

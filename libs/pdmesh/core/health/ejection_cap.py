@@ -3,7 +3,7 @@
 Two caps protect the fleet from a wrong judgement. The health-monitor has `EjectionCap`. It ejects
 only a share of each group and role at a time; the only instance of a group and role is ejected only
 by a proof. If much of the fleet looks sick, the fault is in our observation, and no further
-instance is ejected (panic). Not even a proof counts then, for a bad driver proves all of them sick.
+instance is ejected (panic). Not even a proof counts then: a bad driver proves every instance sick.
 Instances that were ejected earlier stay out: they were judged while most others were well, and a
 request that one of them gets would fail for certain.
 
@@ -62,7 +62,8 @@ class EjectionDecision:
 @dataclass(slots=True)
 class EjectionCap:
     limits: EjectionLimits
-    _out: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)  # since when
+    # When each instance was ejected, by group and role.
+    _out: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
 
     def rule(self, suspected: Collection[Suspected], now: float) -> EjectionDecision:
         """Decide for the whole fleet after each judgement. Ejected instances stay out."""

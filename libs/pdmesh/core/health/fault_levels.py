@@ -67,7 +67,7 @@ def level_of(number: int) -> Level:
 
 
 def must_restart(level: int, held_back: str) -> bool:
-    """Whether an instance ends itself because it was judged so; `held_back` as in `FaultJudged`."""
+    """Whether an instance of this level must end itself; `held_back` as in `FaultJudged`."""
     action = RESPONSES[level_of(level)].action
     return not held_back and action is FaultAction.RESTART_PROCESS
 

@@ -3,7 +3,8 @@ decode.
 
 The registry shows that instances exist. It does not show that this gateway can reach them, or that
 KV can move between them. One such proof is enough: later faults do not make the gateway unready,
-because requests migrate, and because a busy mesh must not make its gateways unready.
+because requests migrate, and because a busy mesh must not make its gateways unready. Many refusals
+by full instances are a proof, too: such a mesh works.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 Path = tuple[str, str]  # the ids of a prefill and a decode; the second is empty if one does both
-# If this many probes are refused, on paths that have not failed since, the mesh is busy: it works.
+# After this many refused probes, on paths that have not failed since, the mesh is busy: it works.
 MAX_REFUSALS: Final = 20
 
 
 @dataclass(slots=True)
 class GatewayReadiness:
-    """`next` says which path to probe, and one of the others takes the result of the probe."""
+    """`next` says which path to probe; `passed`, `refused` or `failed` takes the result."""
 
     is_ready: bool = False
     num_tries: int = 0
@@ -53,8 +54,9 @@ def probed_paths(
 ) -> list[Path]:
     """All paths of a request: a prefill and a decode, or one instance for both phases.
 
-    Neighbours in the list have as few instances in common as possible. `prefills` and `decodes`: by
-    id, what a pair that may hand KV over has in common.
+    Neighbours in the list have as few instances in common as possible. `prefills` and `decodes` map
+    ids to a value that is equal for a pair that may hand KV over. Without any such pair or a fusion
+    instance, each prefill and decode does both phases.
     """
     partners = [
         (p, [d for d, pair in decodes.items() if pair == own]) for p, own in prefills.items()

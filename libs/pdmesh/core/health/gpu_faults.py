@@ -12,7 +12,7 @@ from pdmesh.core.health.node_status import DEVICE_UNKNOWN
 
 @dataclass(frozen=True, slots=True)
 class GpuCounters:
-    """What the driver counts of one GPU. A counter that the GPU lacks has no fault."""
+    """What the driver counts of one GPU. A counter that the GPU lacks shows no fault."""
 
     row_remapping_failed: bool = False  # no spare rows are left in its memory
     row_remapping_pending: bool = False  # rows are replaced at its next reset
@@ -29,7 +29,7 @@ class DriverError(enum.Enum):
 
 
 class GpuFault(NamedTuple):
-    """`reason` is empty if there is none."""
+    """`reason` is empty if there is no fault."""
 
     level: Level
     reason: str
@@ -55,7 +55,7 @@ def fault_of_counters(counters: GpuCounters) -> GpuFault:
 
 
 def fault_of_error(error: DriverError, text: str) -> GpuFault:
-    """`text` is what the driver says of an error without a level of its own."""
+    """`text`: what the driver says; only `DriverError.OTHER` uses it."""
     match error:
         case DriverError.GPU_IS_LOST:
             return GpuFault(Level.LOST, "DEVICE_LOST", "fallen off the bus")

@@ -1,9 +1,9 @@
 """Decides which processes are alive, from their leases and heartbeats.
 
 A process is HEALTHY while heartbeats arrive, SUSPECT after one lease without any, and DEAD after
-three leases or when its record vanishes. A late heartbeat never revives a process. Only a record
-does, unless its incarnation deregistered or was replaced. While the bus is away, or after this
-process was paused, silence proves nothing and no process is judged (F18).
+three leases or when its record vanishes. A late heartbeat never revives a dead process. Only a
+record does, unless its incarnation deregistered or was replaced. While the bus is away, or after
+this process was paused, silence proves nothing and no process is judged (F18).
 """
 
 from __future__ import annotations

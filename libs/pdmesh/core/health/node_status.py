@@ -1,8 +1,7 @@
 """Passes the state of devices from a node's agent to its instances, as signals in a file (S33).
 
 The file has a checksum over all its content, so a torn, foreign or half-written file is never taken
-for a healthy status. An old file counts as no status, too. A device without a status is reported as
-unknown, at a level that ejects no instance.
+for a healthy status. Such a file, and an old one, give a signal at a level that ejects no instance.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def merged(statuses: Iterable[DeviceStatus]) -> tuple[DeviceStatus, ...]:
 def signals_for(devices: Sequence[str], statuses: Iterable[DeviceStatus]) -> tuple[Signal, ...]:
     """Signals for an instance on these devices.
 
-    What the driver or an operator says about a device is a proof.
+    A status at a level that ejects is a proof: the driver or an operator gave it.
     """
     return tuple(
         Signal(SOURCE, s.reason, s.level, s.level >= EJECTS_FROM, f"device {s.device} {s.detail}")

@@ -1,4 +1,4 @@
-"""Decides what an instance's counters say against it, beside those of its peers.
+"""Decides what an instance's counters say against it, some compared with those of its peers.
 
 The instance may fail what it takes, refuse forever, or pull far slower than its peers. Envoy calls
 this outlier detection. These signals are passive: they cost nothing and come from real work, but a
@@ -20,7 +20,7 @@ LEGS_FAIL, REFUSES_FOREVER, PULLS_SLOW = "LEGS_FAIL", "REFUSES_FOREVER", "PULLS_
 
 @dataclass(slots=True)
 class Vitals:
-    """Counts since the incarnation began; slots in use are of now. Times are in seconds."""
+    """Counts since the incarnation began, but slots in use now. Times are in seconds."""
 
     num_accepted: int = 0
     num_refused: int = 0
@@ -99,7 +99,7 @@ class OutlierDetector:
         )
 
     def _refusals(self, course: _Course) -> Signal | None:
-        """Full for a whole window while nothing ended or was computed: its slots hold dead legs."""
+        """It refused legs for a whole window and nothing moved: its slots hold dead legs."""
         (began, first), (at, last) = course.points[0], course.points[-1]
         num_refused = last.num_refused - first.num_refused
         is_moving = (

@@ -27,6 +27,9 @@ class InstanceLoss:
 class EndedRequest:
     """Times are milliseconds since its arrival; 0: it did not reach that stage.
 
+    `decode_queue_ms` and `kv_transfer_ms` are durations: from token 1 until a decode accepted, and
+    of the transfer of KV.
+
     `is_by_client`: it failed because of its client's input.
     """
 

@@ -2,8 +2,8 @@
 
 An incident opens when the health-monitor suspects the process or finds a fault. What the master
 and the gateways do then becomes its steps: the process leaves its group, another instance takes its
-place, requests continue elsewhere. It ends when the process is healthy again, a new one has its
-name, or its place is filled.
+place, requests continue elsewhere. It ends when the process is well again or has left in order,
+when a new process has its name, or when the place of a dead process is filled.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pdmesh.core.history.ended_request import EndedRequest
 
 MAX_INCIDENTS: Final = 100
 MAX_STEPS: Final = 40  # of an incident
-_MAX_WAITING: Final = 1024  # instances that requests lost
-_TOGETHER_S: Final = 60.0  # losses of requests belong to an incident that began so close to them
+_MAX_WAITING: Final = 1024  # lost instances with requests that no incident counts yet
+_TOGETHER_S: Final = 60.0  # the longest time between an incident and a request that counts for it
 _CAUSES: Final = {
     "lease_expired": "its lease ended",
     "heartbeat_missed": "no heartbeat",
@@ -91,7 +91,7 @@ class Trouble:
     cause: str
     ended_at: float = 0.0
     steps: list[tuple[float, str]] = field(default_factory=list)
-    num_moved: int = 0  # requests that went on elsewhere
+    num_moved: int = 0  # requests that continued elsewhere
     num_failed: int = 0  # requests that lost it, and failed
     is_dead: bool = False
     successor: str = ""
@@ -218,7 +218,7 @@ class IncidentBook:
         return trouble
 
     def _count(self, trouble: Trouble) -> None:
-        """The requests that were lost with it, and not counted yet."""
+        """Add the requests that lost it and are not counted yet."""
         _, moved, failed = self._lost.pop(trouble.instance_id, (0.0, 0, 0))
         trouble.num_moved += moved
         trouble.num_failed += failed

@@ -16,8 +16,8 @@ _MAX_PAIRS: Final = 4096  # in one slot; further pairs are not counted
 @dataclass(slots=True)
 class Flow:
     num_requests: int = 0
-    num_tokens: int = 0  # of the prompts whose KV went
-    transfer_ms: float = 0.0  # in all
+    num_tokens: int = 0  # of the prompts whose KV was transferred
+    transfer_ms: float = 0.0  # the sum over these requests
 
     def add(self, other: Flow) -> None:
         self.num_requests += other.num_requests

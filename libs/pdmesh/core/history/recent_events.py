@@ -12,7 +12,7 @@ from typing import Final
 
 MAX_OF_A_KIND: Final = 100
 _AGAIN_WITHIN_S: Final = 60.0
-_LOOK_BACK: Final = 8  # entries of the same kind
+_LOOK_BACK: Final = 8  # so many latest entries of a kind may be counted again
 KINDS: Final = ("change", "group", "upgrade", "leader", "error")
 
 

@@ -42,7 +42,7 @@ class RecentRequests:
         return None if found is None else found[1]
 
     def story(self, request_id: str) -> list[Step]:
-        """The steps by time; for a request that still runs, its errors; otherwise empty."""
+        """The steps by time: only errors while the request runs; empty if it is unknown."""
         key = key_of(request_id)
         steps = list(self._errors.get(key, ()))
         if found := self._ended.get(key):

@@ -1,8 +1,8 @@
 """What each scenario answered in the last hour, in steps of 15 s.
 
-Goodput counts requests that were answered completely: a request that finds no prefill within its
-scenario's TTFT_S fails. TTFT is counted in bins, each 10 % wider than the one before, so a quantile
-is at most 5 % off.
+Goodput counts the requests that were answered completely. A request that finds no prefill within
+its scenario's TTFT_S fails, and does not count. TTFT is counted in bins, each 10 % wider than the
+one before, so a quantile is at most 5 % off.
 """
 
 from __future__ import annotations

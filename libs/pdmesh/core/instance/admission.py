@@ -1,4 +1,5 @@
 """Decides whether an instance takes a leg. There is no queue: a leg starts now or is refused (S40).
+The only legs that wait are a few decodes beyond the slots, each to replace one that ends (S53).
 
 Admission reserves a slot, KV blocks and a range of the arena. So nothing that an admitted leg needs
 can be missing later (S49). A prefill holds its slot until its ticket is closed, so blocked decodes
@@ -22,9 +23,9 @@ class Work(Enum):
     """What a leg asks of the instance."""
 
     PREFILL = auto()  # compute a prompt and stage its KV for another instance
-    DECODE = auto()  # pull staged KV and go on
-    LOCAL = auto()  # do both here (fusion)
-    POOL = auto()  # make vectors or scores of inputs; nothing of it is kept
+    DECODE = auto()  # pull staged KV and draw the later tokens
+    LOCAL = auto()  # do both phases here (fusion, or colocated)
+    POOL = auto()  # make vectors or scores of inputs; no KV is kept
     ENCODE = auto()  # make the embeddings of images, which any instance of the group may fetch
 
 
@@ -64,14 +65,14 @@ class Capacity:
     max_reserved_output: int | None = None
     num_adapters: int = 0  # LoRA adapters that legs may use at once
     takes_images: bool = False
-    windows: tuple[int, ...] = ()  # by layer, in tokens; 0: it needs all; (): all layers do
+    windows: tuple[int, ...] = ()  # of each layer, in tokens; 0: the whole text; (): each is 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One leg that asks for admission. `max_tokens` counts the tokens it may still draw here.
 
-    For inputs to pool and images, `num_prompt_tokens` is the length of the longest one.
+    For POOL and ENCODE, `num_prompt_tokens` is the length of the longest input or image.
     """
 
     leg: int
@@ -87,7 +88,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """`range` is in the staging arena (prefill) or landing arena (decode); None for local work."""
+    """`range` is in the staging arena (prefill) or landing arena (decode); None for other work."""
 
     leg: int
     range: ArenaRange | None
@@ -273,7 +274,7 @@ class Admission:
             return Refused(RefusalReason.EXPIRED, detail="the deadline has passed")
         if self.is_draining:
             return Refused(RefusalReason.DRAINING)
-        why = self._adapters.why_not(ask.adapter, now)  # it keeps its turn while no slot is free
+        why = self._adapters.why_not(ask.adapter, now)  # even if full: this notes the turn
         if len(self._held) >= self.num_places:
             return self._later(RefusalReason.BUSY, "no free slot")
         if ask.work is Work.DECODE and self._num_retrieving >= self.capacity.max_retrievals:

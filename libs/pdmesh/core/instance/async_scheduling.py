@@ -2,8 +2,9 @@
 
 With asynchronous scheduling, the next step is ready when a step ends, so the device does not wait
 for the CPU. In return, if an answer ends unforeseen (by a stop token or an abort), the engine
-computes one more token and discards it. Where there is nothing to gain, or where vLLM cannot do it,
-the engine schedules between its steps, whatever the setting says.
+computes one more token and discards it. Pooling models schedule between their steps, whatever the
+setting says. So does an engine where vLLM cannot schedule asynchronously, or where no test has
+shown that it can. With AUTO, it also does so where asynchronous scheduling gains nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class AsyncScheduling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Schedules:
-    """What decides about an engine. `hands_on_all`: it is a prefill, whose jobs draw one token."""
+    """The facts that decide. `hands_on_all`: the engine is a prefill, whose jobs draw one token."""
 
     device: str
     is_pooling: bool = False

@@ -14,7 +14,7 @@ from typing import Final
 EngineArgs = Mapping[str, object]
 """vLLM's arguments by name. Values are as JSON has them; a number or a flag may be text."""
 
-_USE: Final = {  # another name for what a setting of the mesh decides
+_USE: Final = {  # decided by a setting of the mesh: the value names it
     "model": "model_dir",
     "served_model_name": "model",
     "dtype": "dtype",

@@ -1,8 +1,8 @@
 """Decides whether the engine still runs.
 
 Without this watch, an instance whose process lives while its engine hangs would take requests and
-answer none. A ping goes through the engine's own loop, one at a time, whether the engine has work
-or not. It is answered between two steps. Within a step the engine shows that it computes, layer by
+answer none. One ping at a time goes through the engine's own loop, whether the engine has work or
+not. It is answered between two steps. Within a step the engine shows that it computes, layer by
 layer. An engine that has neither answered nor shown work for `slow_s` is suspect. After `hung_s` it
 is given up: its instance ends itself and is started anew. How long a step takes does not matter. If
 this process itself was paused, the wait begins anew.
@@ -57,7 +57,7 @@ class EngineWatchdog:
 
     slow_s: float
     hung_s: float
-    _silent_since: float | None = None  # while a ping is out
+    _silent_since: float | None = None  # None: no ping is open
     _ticked_at: float | None = None
     recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
 

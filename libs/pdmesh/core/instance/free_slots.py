@@ -1,9 +1,9 @@
 """Decides whether a gateway offers a prompt to an instance, and how many of its waiting prompts the
 instance may have room for.
 
-An instance tells each gateway how many slots are free. Other gateways take them, too, so this is
-what the gateway knows, and not a promise: only the instance's admission takes a prompt. What it
-told is not trusted for long, because an older release may not tell.
+An instance reports to each gateway how many slots are free. Other gateways take them, too, so the
+number is no promise: only the instance's admission takes a prompt. The gateway trusts the number
+only for a while, because an instance of an older release may never report another one.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ TRUST_S: Final = 1.0  # after this time without news, prompts are offered to a f
 class FreeSlots:
     """Times are in seconds of the caller's clock.
 
-    If `has_slot` is false, waiters are called when there is a slot: after an offered prompt was
-    answered or given up, or, if the instance is full, as soon as it tells that it is not.
+    If `has_slot` is false, waiters are called when there may be a slot: after an offered prompt was
+    answered or given up, or as soon as a full instance reports one.
     """
 
-    # It refused a leg for now, and has not said yet that it has a slot, as it then will.
+    # It refused a leg for now. It will report when it has a slot, and has not done so yet.
     is_full: bool = False
-    # Slots, as the instance last told, less those that our prompts have taken since; None: it has
-    # not told yet.
+    # Free slots by the instance's last report, less those that our prompts have taken since; None:
+    # there was no report yet.
     num_free: int | None = None
     _told_at: float = 0.0
-    _num_loads: int = 0  # how often it has told
+    _num_loads: int = 0  # how many reports have come
     # Prompts that it has not answered yet, by key, with `_num_loads` at the offer.
     _offered: dict[int, int] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class FreeSlots:
 
     @property
     def num_unoffered(self) -> int:
-        """Slots that no prompt was offered for; 0 if the instance is full or has not told yet."""
+        """Slots that no prompt was offered for; 0 if the instance is full or never reported."""
         if self.num_free is None or self.is_full:
             return 0
         return max(0, self.num_free - len(self._offered))
@@ -56,9 +56,9 @@ class FreeSlots:
     def answered(self, key: int, *, is_accepted: bool) -> bool:
         """The instance has answered a leg. Returns whether a slot may be left for a waiter.
 
-        The slot that an accepted prompt took is counted, unless the instance has told since the
-        offer: then that counts the prompt. So does what it tells with the acceptance, if an earlier
-        telling had crossed the offer.
+        An accepted prompt is subtracted from `num_free`, unless a report has come since the offer:
+        that report counts the prompt already. If it crossed the offer on its way, it does not, but
+        the report that comes with the acceptance does.
         """
         if key not in self._offered:
             return False
@@ -70,7 +70,7 @@ class FreeSlots:
         return False
 
     def rejected(self, now: float, *, is_for_now: bool) -> None:
-        """The instance has rejected a leg. `is_for_now`: it will say when it has a slot."""
+        """The instance has rejected a leg. `is_for_now`: it will report when it has a slot."""
         self.is_full = self.is_full or is_for_now
         self._told_at = now
 
@@ -79,10 +79,11 @@ class FreeSlots:
         return self._offered.pop(key, None) is not None
 
     def told(self, num_free: int, now: float) -> int:
-        """The instance tells its free slots. Returns how many waiters may have room now.
+        """The instance reports its free slots. Returns how many waiters may have room now.
 
-        There are none unless there are more free slots: there are other reasons to reject, too. A
-        prompt that is not answered yet will take one of them, or has: then its answer wakes.
+        None has, unless more slots are free than before: the instance may have rejected prompts for
+        other reasons. Each prompt without an answer counts as one slot taken; if it does not take
+        the slot, its answer wakes a waiter.
         """
         self._num_loads += 1
         before, self.num_free, self._told_at = self.num_free or 0, num_free, now

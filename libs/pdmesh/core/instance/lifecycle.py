@@ -236,7 +236,7 @@ class InstanceLife:
                 yield Verify(peer)
 
     def _wanted_peers(self) -> dict[PeerId, Peer]:
-        """KV is pulled: a decode connects to each prefill, and no other instance connects (S25)."""
+        """KV is pulled, so a decode connects to each prefill, and no other role connects (S25)."""
         if (
             self.assignment is None
             or self.role_spec is None
@@ -247,7 +247,7 @@ class InstanceLife:
         return {peer.id: peer for peer, _ in zip(peers, range(MAX_PEERS), strict=False)}
 
     def _open_or_close(self) -> Iterator[Effect]:
-        """Once the instance serves, it goes on while peers come and go.
+        """An instance that serves continues to do so while peers come and go.
 
         The master decides whether it begins to serve with failed peers.
         """

@@ -15,7 +15,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The engine is there, with the role spec's model."""
+    """The engine has loaded the role spec's model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class RefuseRequests:
 
 @dataclass(frozen=True, slots=True)
 class Erase:
-    """Stop everything and forget it; the process goes on blank, as a new incarnation.
+    """Stop everything and forget it; the process continues blank, as a new incarnation.
 
     The last effect.
     """

@@ -8,7 +8,8 @@ from pdmesh.core.instance.admission import Work
 from pdmesh.core.model import Role
 
 WORKS: Final = {
-    # It does both phases (LOCAL) only while its group has no instance of the other role.
+    # A prefill or a decode does both phases (LOCAL) only of requests that a plan colocates, because
+    # the other role is gone or no pair may exchange KV (`placement/plan.py`).
     Role.PREFILL: frozenset({Work.PREFILL, Work.LOCAL}),
     Role.DECODE: frozenset({Work.DECODE, Work.LOCAL}),
     Role.FUSION: frozenset({Work.PREFILL, Work.DECODE, Work.LOCAL}),
@@ -21,5 +22,5 @@ DEFAULT_SLOTS: Final = {
 
 
 def keeps_kv(role: Role) -> bool:
-    """Whether tiers have anything to keep there: pooling and encoding leave no KV."""
+    """Whether instances of this role have KV for tiers; pooling and encoding leave none."""
     return bool(WORKS[role] & {Work.PREFILL, Work.DECODE})

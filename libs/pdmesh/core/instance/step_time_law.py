@@ -1,4 +1,4 @@
-"""How long an engine's steps take, as a law of what is in the batch.
+"""How long an engine's steps take, as a function of the batch.
 
 The terms are those of a transformer: a fixed cost per step, a cost per token, and attention over
 the context. The sim engine sleeps for these times, the virtual mesh adds them up, and the plan of
@@ -22,14 +22,14 @@ class Law:
     step_sequence_s: float = 0.0  # per sequence in the decode batch
     step_context_s: float = 0.0  # per token of context over the whole batch
     step_experts_s: float = 0.0  # to read all routed experts; a batch reads those that it uses
-    expert_share: float = 0.0  # of the experts, used by one token
+    expert_share: float = 0.0  # the share of the experts that one token uses
     pads: bool = False  # every prompt of a batch takes as long as the batch's longest
     reads_once: bool = False  # prompts and decodes of one step share what the step reads
 
     def prefill_s(
         self, num_tokens: int, num_cached: int = 0, batch: int = 1, longest: int = 0
     ) -> float:
-        """Time to compute `num_tokens` in total, of `batch` prompts.
+        """Time to compute `num_tokens` tokens, the sum over `batch` prompts.
 
         Each prompt has `num_cached` tokens already; the longest computes `longest` tokens.
         """
@@ -60,7 +60,7 @@ class Law:
         return max(prefill_s, self.read_s(batch)) + self._own_s(batch, num_context)
 
     def read_s(self, batch: float) -> float:
-        """The part of a decode step that is there for any batch: overhead and weights."""
+        """The part of a decode step that its sequences share: overhead, and reading the weights."""
         if not self.step_experts_s:
             return self.step_fixed_s
         touched: float = 1 - (1 - self.expert_share) ** batch

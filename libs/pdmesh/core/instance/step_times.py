@@ -1,11 +1,11 @@
 """Where the time of an engine's steps goes, and whether a step is scheduled in time (S139, S140).
 
 A step is scheduled, computed and processed: its tokens are read, and requests end. With synchronous
-scheduling the computing rank waits for the other two. With asynchronous scheduling step n + 1 is
-scheduled while step n is computed, and at most one step ahead.
+scheduling, the computing rank waits while a step is scheduled or processed. With asynchronous
+scheduling, step n + 1 is scheduled while step n is computed, and at most one step ahead.
 
-Steps that compute nothing do not count. A step is steady if it goes on with the requests of the
-step before it. Only between such steps does a waiting rank mean that the engine is slow.
+Steps that compute nothing do not count. A step is steady if no request begins in it, and none ended
+since the step before. Only between such steps does a waiting rank mean that the engine is slow.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-_MOST_PENDING: Final = 64  # scheduled steps whose computation was not told of; in order, few
+_MOST_PENDING: Final = 64  # scheduled steps that are not yet known to be computed; normally few
 
 
 @dataclass(slots=True)
 class StepTotals:
     """Sums since the start."""
 
-    num_steps: int = 0  # computed
+    num_steps: int = 0  # computed steps
     schedule_s: float = 0.0
     compute_s: float = 0.0
     process_s: float = 0.0
     num_steady: int = 0
     num_overlapped: int = 0  # steady steps, scheduled within the computation of the one before
-    gap_s: float = 0.0  # before steady steps, in which nothing was computed
+    gap_s: float = 0.0  # time without computation before steady steps
     most_ahead: int = 0  # steps that were not processed when another one was scheduled
     num_tokens_past_end: int = 0  # computed for requests that had ended
 
@@ -43,7 +43,7 @@ class _Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """One step at the rank. `busy_s` of the time from `begin` to `end` it computed."""
+    """One step at the rank, which computed for `busy_s` of the time from `begin` to `end`."""
 
     begin: float
     end: float
@@ -52,7 +52,7 @@ class ComputedStep:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Each method is told of the next step. All times are of one clock."""
+    """Each method takes the steps one after the other. All times are of one clock."""
 
     totals: StepTotals = field(default_factory=StepTotals)
     _pending: list[_Scheduled] = field(default_factory=list)  # not computed yet, as far as known

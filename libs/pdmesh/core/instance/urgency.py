@@ -1,12 +1,12 @@
 """Decides in which order an engine's step serves requests of different priority (S83).
 
-A lower priority number is more urgent. A class is worth a time: a request of priority p takes its
-turn as if it had come p x `CLASS_S` later. So only more urgent requests that come
-less than that time after it overtake it, and none starves. Requests of one priority
-are served in order of arrival.
+A lower priority number is more urgent. A request of priority p takes its turn as if it had arrived
+p x `CLASS_S` later. So a more urgent request overtakes only those that arrived less than the
+difference of priorities x `CLASS_S` before it, and none starves. Requests of one priority are
+served in order of arrival.
 
-Between two steps, a prompt under way stands back for a more urgent one that could begin; its chunks
-would fill the steps otherwise. It keeps its blocks, and goes on when no such prompt waits.
+Between two steps, a prompt under way stands back for a more urgent one that could begin; otherwise
+its own chunks would fill the steps. It keeps its blocks, and continues when no such prompt waits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Urgency:
 
     @property
     def turn_at(self) -> float:
-        """The order of prompts: the earliest turn is first."""
+        """When its turn is; prompts are served in the order of their turns."""
         return self.arrived_at + self.priority * CLASS_S
 
     def stands_back_for(self, waiting: Urgency) -> bool:

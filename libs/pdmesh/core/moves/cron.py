@@ -21,7 +21,7 @@ _FIELDS: Final = (
     ("month", 1, 12),
     ("day of week", 0, 7),
 )
-# 29 February comes within eight years. On a given weekday it may take 40 years: that never fires.
+# 29 February comes within eight years. On one weekday it may take 40 years: that counts as never.
 _MAX_DAYS: Final = 366 * 8 + 2
 
 
@@ -62,7 +62,7 @@ class Cron:
     def next_after(self, now: float, zone: tzinfo = UTC) -> float | None:
         """Unix seconds of the first time after `now`; None if there is none within eight years."""
         first = datetime.fromtimestamp(now, zone).date()
-        for offset in range(-1, _MAX_DAYS):  # the local day may have begun before a skipped hour
+        for offset in range(-1, _MAX_DAYS):  # a skipped time may fire on the day after its own
             day = first + timedelta(days=offset)
             if self._is_day(day):
                 for at in self._times(day, zone):

@@ -14,7 +14,8 @@ from typing import Final
 from pdmesh.core.model import Role
 
 TRAINING_POOL: Final = "training"
-OFF_POOL: Final = "off"  # of groups that are switched off: not lent, their instances are free
+# The pool of groups that are switched off: nothing borrows them, and their instances are free.
+OFF_POOL: Final = "off"
 
 
 class Trigger(enum.StrEnum):
@@ -88,8 +89,8 @@ class GroupShape:
     decode_busy: float | None = None
     pool: str = ""
     model: str = ""  # instances move only between groups of one model
-    region: str | None = None  # they also stay within one region; None: it may be in several
-    num_blank: int | None = None  # members that could join it; None: any blank instance
+    region: str | None = None  # instances stay in it; None: the group may be in several
+    num_blank: int | None = None  # blank members that could join it; None: any blank instance
     num_fusion: int = 0
     fusion_busy: float | None = None
     allows_single: bool = False  # its scenario may depend on one instance of a role
@@ -139,7 +140,7 @@ def other(role: Role) -> Role:
 
 
 def serving(groups: Groups, scenario: str) -> list[GroupShape]:
-    """The scenario's groups that are not lent, by id."""
+    """The scenario's groups that are neither lent nor switched off, by id."""
     found = [g for g in groups.values() if g.scenario == scenario and not g.pool]
     return sorted(found, key=lambda group: group.group_id)
 

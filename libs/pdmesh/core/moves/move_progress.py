@@ -1,7 +1,7 @@
 """Decides when a planned move has been made, has failed, or only waits for instances (S21, S28).
 
-A move changes one or two groups. It is made when each of them serves with the counts that it shall
-have. The group controller works on its own copy of the desired state; what it says of a group
+A move changes one or two groups. It is made when each of them serves with the counts that it should
+have. The group controller works on its own copy of the desired state. Its report about a group
 counts only once that copy has the new counts.
 """
 
@@ -19,7 +19,7 @@ Counts = tuple[int, int]  # prefills, decodes
 class TouchedGroup:
     """A group that the move changes.
 
-    `shall_be`: its counts once the move is made; None if it leaves. `wanted`: the counts that the
+    `shall_be`: its counts once the move is made; None if it is to leave. `wanted`: counts that the
     group controller works towards; None if it knows no such group. `is_reported`: the controller
     has looked at the group, and the fields after it are what it said.
     """
@@ -38,7 +38,7 @@ class TouchedGroup:
 
     @property
     def is_current(self) -> bool:
-        """Whether the controller's report is about the counts that the group shall have."""
+        """Whether the controller's report is about the counts that the group should have."""
         return self.is_reported and self.shall_be is not None and self.shall_be == self.wanted
 
 

@@ -2,7 +2,7 @@
 
 A plan leaves at least one instance of each role in a group, and at least two in a scenario (S31),
 or one if the scenario allows a single one. It takes an instance away only if the others can carry
-its load: each of N - 1 survivors carries N/(N - 1) of what it carries now. If a load is unknown,
+its load: each of N - 1 survivors carries N/(N - 1) of what it carries now. If that load is unknown,
 the move is refused. Fusion instances count for both roles. A group of only fusion instances has no
 ratio and is lent as a whole.
 """
@@ -30,8 +30,8 @@ def refusal(
 ) -> str | None:
     """Why the move must not be made now; None if it may.
 
-    `is_forced` lifts all reasons, unless the move is impossible or would leave a group without a
-    role.
+    `is_forced` lifts all reasons, unless the move is impossible, or would leave a group without a
+    role or a scenario without a group.
     """
     group = groups.get(move.group_id)
     if group is None:

@@ -18,8 +18,8 @@ from pdmesh.core.moves.move import Groups, Move, MoveKind, MovePlan, applied
 from pdmesh.core.moves.move_refusal import MAX_BUSY, refusal
 
 MAX_PLANS: Final = 16  # waiting plans per scenario
-# An earlier leader's plan is finished within this time. Groups lent later would soon be needed
-# again.
+# A new leader finishes an earlier leader's plan only if it is younger than this. Groups lent later
+# would soon be needed again.
 RESUME_WITHIN_S: Final = 3600.0
 
 
@@ -43,7 +43,7 @@ class PendingPlan:
 
 
 def resumable(left: PendingPlan, age_s: float) -> MovePlan:
-    """What of an earlier leader's plan is made; the move under way is always finished."""
+    """What of an earlier leader's plan is still made; if it is old, only the move under way."""
     if age_s <= RESUME_WITHIN_S:
         return left.plan
     return replace(left.plan, moves=left.plan.moves[: left.is_moving])

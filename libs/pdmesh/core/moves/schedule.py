@@ -29,7 +29,7 @@ from pdmesh.core.moves.move import (
 )
 
 MAX_ENTRIES: Final = 1000
-_MAX_AHEAD_S: Final = 86_400.0  # a clock that is set back by less makes nothing fire twice
+_MAX_AHEAD_S: Final = 86_400.0  # after a clock is set back by less, nothing fires twice
 _LEAD_MARGIN: Final = 1.5  # times the slowest of the recent set-ups
 
 
@@ -37,7 +37,7 @@ class ScheduleAction(enum.StrEnum):
     ADD = "add"  # groups of the desired state that a REMOVE took away
     REMOVE = "remove"  # their instances are free for other groups
     LEND = "lend"  # groups to a pool, from which RECLAIM takes them back
-    RECLAIM = "reclaim"  # groups that should serve at the entry's time: it begins earlier
+    RECLAIM = "reclaim"  # lent groups, early enough to serve at the entry's time
 
 
 _BRINGS: Final = (ScheduleAction.RECLAIM, ScheduleAction.ADD)
@@ -143,7 +143,7 @@ class Schedule:
             self.fired[entry.name] = now
 
     def _latest(self, entry: ScheduleEntry, now: float) -> float | None:
-        """The latest time that has come since the entry fired; several missed times fire once."""
+        """The latest time that is due and did not fire yet; several missed times fire once."""
         horizon = now + self.lead_of(entry)
         latest, at = None, self._next_of(entry)
         if at is not None and horizon - at > 86_400:

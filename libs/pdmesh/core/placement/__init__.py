@@ -1,1 +1,1 @@
-"""Where a request may go, best first, by a picture of all instances that this room keeps."""
+"""Decides where a request may go, best first, from a picture of all instances."""

@@ -26,7 +26,7 @@ from pdmesh.core.placement.policies import (
 from pdmesh.core.placement.weighted_sum import prefix_and_latency
 
 _REPORT_S: Final = 0.1
-_MATCH_THRESHOLD: Final = 0.5  # of the prompt, for the cache-aware baseline
+_MATCH_THRESHOLD: Final = 0.5  # of the prompt: a longer match decides in `cache_aware`
 _IMBALANCE_ABS: Final = 32
 _IMBALANCE_REL: Final = 1.1
 
@@ -55,9 +55,9 @@ def fewest_blocks_decodes(query: Query, instances: Sequence[Instance]) -> list[f
 
 @dataclass(slots=True)
 class ShortestQueue:
-    """Fewest waiting prompt blocks, as of each instance's last report (S7).
+    """Fewest waiting prompt blocks, as they were up to `period_s` ago (S7).
 
-    Between two reports nothing changes, so all requests go to the same instance.
+    Within a period nothing changes, so all requests go to the same instances.
     """
 
     period_s: float = _REPORT_S

@@ -1,7 +1,7 @@
 """Remembers which instances served a chat last, so that its next turn finds its KV (S94).
 
 A plan names them, and then the reports of instances say which of them took the request: it may have
-gone to another candidate than the first. Bounded by age and number.
+gone to another candidate than the first. Age and number of the remembered chats are bounded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Decides which requests belong to one chat, so that a proxy sends them to the same gateway.
 
 The key of a chat is made from the id that its client gives it. Without an id, it is made from the
-messages up to the first of the user, which all turns have. A completion has only the first block of
-its prompt. Equal texts of different tenants give different keys, and no key reveals its text.
+messages up to the first of the user, which all turns have. A completion has no messages, so its key
+is made from the first block of its prompt. Equal texts of different tenants give different keys,
+and no key reveals its text.
 `gateway_ranking.py` decides which gateway a key goes to.
 """
 
@@ -35,7 +36,7 @@ def num_in_beginning(roles: Sequence[str]) -> int:
 def key_of(
     by_id: str, by_beginning: Callable[[], bytes], blocks: Callable[[], Sequence[bytes]]
 ) -> bytes:
-    """The first of these that there is; those after it are not asked for, as hashing takes time.
+    """The first of these that is not empty; to save time, those after it are not computed.
 
     `blocks`: the names of the prompt's blocks.
     """

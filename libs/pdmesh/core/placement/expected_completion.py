@@ -1,8 +1,8 @@
 """Our score: the seconds until a request's first token, and what the request costs others (S93,
 S107, S108).
 
-The unit of every term is a second: the wait for the prompts before it, the fetch of KV from peers,
-the compute of the rest. So no weight has to compare a block with a slot. A second of compute also
+Every term is in seconds: the wait for the prompts before this one, the fetch of KV from peers, the
+compute of the rest. So no weight has to compare a block with a slot. A second of compute also
 delays later requests, or evicts their blocks; the few constants of `Prices` say how much of that
 counts.
 """
@@ -17,18 +17,19 @@ from pdmesh.core.placement.instance import USED_S, Instance
 from pdmesh.core.placement.policies import Known, Query, TypicalWork
 
 _MOST_USED: Final = 0.9  # beyond that share of its time, an instance is as good as full
-_HOME_SHARE: Final = 0.25  # of the balance price, where the chat is: new ones spread first
+_HOME_SHARE: Final = 0.25  # of the balance price, for the home of a chat: new chats spread first
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
     """What a placement costs later requests, in seconds per second.
 
-    future: a second of compute, times used / (1 - used) time of the instances; eviction: a second
-    of compute whose blocks push others out of a full cache; balance: a second of the whole prompt,
-    nothing reused, where the instance did twice its share of the work lately and of one such prompt
-    more; chat: a discount where the chat's last turn was, on the same time; adapter_s: to load an
-    adapter.
+    `future` and `eviction` are for each second of compute: `future` times used / (1 - used), where
+    `used` is the mean share of their time that the instances are used; `eviction` times the share
+    of the new blocks that evict others from a full cache. `balance` and `chat` are for each second
+    that the whole prompt takes without reuse: `balance` times how far the instance's recent work is
+    above the mean plus this prompt, relative to that sum; `chat` is a discount on the instances of
+    the chat's last turn. `adapter_s`: seconds to load an adapter.
     """
 
     future: float = 6.0
@@ -87,7 +88,7 @@ def _shares(
     recent: Sequence[tuple[float, float]],
     typical: TypicalWork | None,
 ) -> tuple[float, float]:
-    """The share of its time that the mean instance is used, and its work in the balance."""
+    """The share of its time that the mean instance is used, and its work over `BALANCE_S`."""
     if typical is not None:
         used_s, even = typical.used_s + typical.backlog_s, typical.balance_s + typical.backlog_s
     else:
@@ -149,7 +150,7 @@ def _evicted_share(query: Query, instance: Instance, local: int, known: Known) -
 
 
 def _put_last(instances: Sequence[Instance], costs: list[float]) -> None:
-    """Full instances, which will refuse, behind all with a slot."""
+    """Put full instances, which will refuse, behind all that have a slot."""
     highest = max(costs)
     for i, instance in enumerate(instances):
         if instance.used_slots() >= instance.num_slots:

@@ -18,7 +18,7 @@ from pdmesh.core.placement.predictor import LatencyPredictor, PromptTokens
 from pdmesh.core.placement.reservations import Reservations
 
 _MAX_JUDGED = 65_536
-_MAX_UNTIMED = 64  # prompts of an instance whose time is awaited
+_MAX_UNTIMED = 64  # computed prompts of an instance whose time is not reported yet
 _MANY_OBSERVED = 50  # of a kind, before its instances are compared with each other
 
 
@@ -60,11 +60,11 @@ class HealthMonitorLost:
 
 @dataclass(frozen=True, slots=True)
 class PrefillComputed:
-    """A prompt that is computed, or with 0 tokens one that was given up, or none.
+    """A computed prompt. `num_tokens` is 0 if the prompt was given up, or if there is none.
 
-    `seconds`, if not 0, is the time of its compute and of that of the prompts before it whose
-    seconds are 0, without the wait for others. They ended in `num_steps` steps, and `num_beside`
-    sequences decoded beside them on average (None: not known).
+    `seconds`, if not 0, is the compute time of a span: of this prompt and of those before it that
+    were reported with 0 seconds, without the wait for others. The prompts of the span ended in
+    `num_steps` steps. `num_beside` sequences decoded beside them on average (None: not known).
     """
 
     request_id: str

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-_SHARE: Final = 1.25  # of the mean number of open requests, which a gateway of the key may have
+_SHARE: Final = 1.25  # times the mean of open requests: the most for the gateway of a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class GatewayRanking:
     def rank(
         self, query: GatewayQuery, num_open: Callable[[str], int]
     ) -> Sequence[GatewayEndpoint]:
-        """`num_open`: open requests by address, as far as they are known. Empty: there is none."""
+        """`num_open`: open requests by address, as far as known. An empty result: no gateway."""
         only = query.only
         able = [g for g in self._gateways if only is None or g.address in only]
         near = [g for g in able if _is_near(g, query.region)]

@@ -14,11 +14,11 @@ from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource
 from pdmesh.core.model import Role
 from pdmesh.core.placement.predictor import PromptTokens
 
-USED_S: Final = 60.0  # compute of so long ago counts 1/e in what an instance is used
-BALANCE_S: Final = 300.0  # and so in the balance between instances
+USED_S: Final = 60.0  # compute that is this old counts 1/e in the use of an instance
+BALANCE_S: Final = 300.0  # the same for the balance between instances
 _USED_POWER: Final = round(BALANCE_S / USED_S)
 _SPEED_WEIGHT: Final = 0.05
-_SPEED_DRIFT: Final = 0.002  # back to the kind's speed; the kind's fit follows what all do
+_SPEED_DRIFT: Final = 0.002  # of slowness back to 1: the kind's fit follows all instances
 _MOST_LOG_SPEED: Final = 1.4  # four times as slow, or as fast
 
 
@@ -60,14 +60,14 @@ class Identity:
 
 @dataclass(slots=True)
 class RecentWork:
-    """Seconds of compute, over `USED_S` and over `BALANCE_S`: what is so old counts 1/e."""
+    """Seconds of compute, in two sums that decay to 1/e: in `USED_S` and in `BALANCE_S`."""
 
     _used_s: float = 0.0
     _balance_s: float = 0.0
     _at: float = 0.0
 
     def at(self, now: float) -> tuple[float, float]:
-        """(over `USED_S`, over `BALANCE_S`). One exponential, since every decision asks all."""
+        """Both sums. It computes one exponential, since every decision asks every instance."""
         left = math.exp((self._at - now) / BALANCE_S)
         return self._used_s * left**_USED_POWER, self._balance_s * left
 
@@ -90,7 +90,7 @@ class Instance:
     is_draining: bool = False
     reported_at: float | None = None
     computed_s: float = 0.0  # the time of all its prefills so far, by its own measure
-    slowness: float = 1.0  # its time for a prompt, in those of its kind
+    slowness: float = 1.0  # its time for a prompt, divided by the time of its kind
     id: str = field(init=False)
     kind: str = field(init=False)  # instances of one kind take equally long for a prompt
     available_at: float = 0.0  # when all booked prompts will have been computed (S93)
@@ -101,7 +101,7 @@ class Instance:
     num_booked_blocks: int = 0
     untimed: list[PromptTokens] = field(
         default_factory=list
-    )  # computed; their time is not told yet
+    )  # computed prompts whose time is not reported yet
     recent: RecentWork = field(default_factory=RecentWork)
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class Instance:
         return max(0, self.used_slots() - self.num_prompts)
 
     def wait_s(self, now: float, doubt: float) -> float:
-        """Until what is booked there is computed, which may take `doubt` longer than predicted."""
+        """Seconds until its booked prompts are computed: at least `doubt` of the predicted time."""
         return max(self.available_at - now, doubt * self.backlog_s)
 
     def add_computed(self, seconds: float, now: float) -> None:

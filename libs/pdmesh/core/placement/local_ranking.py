@@ -3,8 +3,8 @@
 A gateway knows what the registry says and its own open legs. It names the instances of its region
 first (S58), then the instances with the fewest of these legs. It avoids instances that are about to
 leave or are judged faulty: they are named only if the others cannot serve. A canary gets its share
-of the requests, and more if no other group serves (S24). If all instances of one role are gone,
-instances of the other role do both phases.
+of the requests, and more if no other group serves (S24). If no pair can exchange KV, and there is
+no fusion instance, the instances of one role do both phases.
 
 A ranking must not cost more in a larger mesh. So of more than `MOST_RANKED` instances of a role, it
 names random ones, ordered in the same way: the least used of these is nearly the least used of all.
@@ -23,15 +23,15 @@ from pdmesh.core.model import Role
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.placement.shortlist import sampled
 
-MOST_RANKED: Final = 64  # of a role; of so few, all are
-_LEAST_ABLE: Final = 8  # of a role that must be among those drawn, as many as a request tries
+MOST_RANKED: Final = 64  # of a role; if there are no more, all are ranked
+_LEAST_ABLE: Final = 8  # of a role that a draw must find able: as many as a request tries
 _LOADED: Final = MOST_RANKED // 4  # places for instances that have loaded the query's adapter
 _PREFILL_ROLES: Final = (Role.PREFILL, Role.FUSION)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalInstance:
-    """An instance that takes requests, as its record shows it. If `scenario` is empty: of any."""
+    """An instance that takes requests, as its record shows it. Empty `scenario`: of any."""
 
     id: str
     incarnation: int
@@ -194,7 +194,7 @@ def _has_its_turn(instance: LocalInstance, query: LocalQuery) -> bool:
 
 
 def _computes_for(instance: LocalInstance, pairs: Container[str]) -> bool:
-    """It computes prompts, and may hand them to a decode of these pairs if it does not decode."""
+    """Whether it computes prompts, and decodes itself or may hand KV to decodes of these pairs."""
     is_pair = instance.role is Role.PREFILL and instance.pair in pairs
     return is_pair or instance.role is Role.FUSION
 

@@ -1,10 +1,10 @@
 """Decides where a request may go, best first: filter, score, pick (S89, S94, S107, S108).
 
-A plan names prefills and decodes of one cell (group and model fingerprint), since only those can
-hand KV to each other; or it names fusion instances, which need no decode. If no whole cell can
-serve the request, one instance serves both phases (colocated). It is in a cell that has lost one of
-the two roles, or in which no pair can exchange KV. Cells of the region where the request came in go
-first.
+A plan names prefills and decodes of one cell (group, fingerprint, revision and region of KV), since
+only those can hand KV to each other; or it names fusion instances, which need no decode. If no
+whole cell can serve the request, one instance serves both phases (colocated). It is in a cell that
+has lost one of the two roles, or in which no pair can exchange KV. Cells of the region where the
+request came in go first.
 
 The ranking is advice: each instance decides itself whether it takes the request.
 """
@@ -72,11 +72,11 @@ class NoPlan:
     message: str
 
 
-CellKey = tuple[str, str, bool]  # group, model fingerprint, is fusion
+CellKey = tuple[str, str, bool]  # group; fingerprint, revision and region of KV; is fusion
 _MAX_CELL_SETS: Final = 256
 _ALL: Final = 1 << 60
 _ADAPTER_PART: Final = 4  # one in so many places is for prefills that have loaded the adapter
-_OTHERS: Final = 4  # prefills scored for each further candidate of a plan
+_OTHERS: Final = 4  # prefills drawn per candidate of a plan, if the shortlist has too few
 _BY_ID: Final = attrgetter("id")
 
 
@@ -153,7 +153,7 @@ class _Cell:
     def narrowed(self, query: Query) -> _Cell:
         """The cell without instances that are excluded or cannot hold the query.
 
-        Returns the cell itself if there are none.
+        May return the cell itself if there are none.
         """
         is_plain = not (query.excluded or query.adapter or query.has_images)
         if is_plain and query.num_prompt_tokens <= self.safe_tokens:
@@ -367,7 +367,7 @@ class Placement:
     def _with_adapter(
         self, query: Query, parts: Sequence[Sequence[Instance]], count: int
     ) -> list[str]:
-        """Some of those that have loaded the query's adapter; the others would have to load it."""
+        """Some prefills that have loaded the query's adapter; others would have to load it."""
         if not query.adapter:
             return []
         loaded = [i.id for part in parts for i in part if query.adapter in i.identity.adapters]

@@ -23,9 +23,9 @@ from pdmesh.core.placement.predictor import LatencyPredictor
 _TIE: Final = 0.03
 _EPSILON: Final = 1e-9
 _TO_LOAD: Final = 8.0
-_HEARD: Final = 24  # of the random ones of a decision, at least
+_HEARD: Final = 24  # at least so many random instances of a decision count
 _HEARD_WEIGHT: Final = 0.05
-MOST_SCORED: Final = 96  # prefills, and decodes; of so few, all are scored
+MOST_SCORED: Final = 96  # prefills, and as many decodes; if there are no more, all are scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Weights:
 
 @dataclass(slots=True)
 class TypicalWork:
-    """Seconds of recent work and of backlog of the mean instance, by random ones of many decisions.
+    """Recent work and backlog of the mean instance, in seconds, from samples of many decisions.
 
     A shortlist is no measure of all instances: the holders of a popular prefix are busier.
     """
@@ -116,7 +116,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Higher is better; scores compare within one plan only."""
+    """Higher is better; scores are comparable only within one plan."""
 
     instance: Instance
     score: float

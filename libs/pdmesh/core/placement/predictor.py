@@ -1,11 +1,11 @@
 """Predicts how long a prefill will take, learnt online for each kind of instance (S93, S107).
 
 An instance computes parts of several prompts in one step, and times a span of prompts. So the
-formula is one of spans: linear in the sums over its prompts of compute, compute^2, compute * reuse
-and fetched tokens (thousands), plus for each step a fixed cost, and what the sequences add that
-decode beside it. It is fitted by recursive least squares with forgetting, so that it follows an
-instance that grows slower. Residuals beyond a few times the usual error count less (Huber), so that
-a pause of the machine teaches nothing.
+formula is for a span. It is linear in four sums over the span's prompts: of compute, compute^2,
+compute * reuse, and fetched tokens, all in thousands. Each step adds a fixed cost, and a cost of
+the sequences that decode beside it. The formula is fitted by recursive least squares with
+forgetting, so that it follows an instance that becomes slower. Residuals beyond a few times the
+usual error count less (Huber), so that a pause of the machine teaches little.
 
 All prompts of a workload may have one length, so some directions are never excited. The fit forgets
 only along the directions that it observes (Kulhavy's directional forgetting); otherwise the
@@ -66,7 +66,7 @@ class PrefillFit:
 
     @property
     def doubt(self) -> float:
-        """How much longer than predicted a prompt may take; before a few were seen, as long again.
+        """How much longer than predicted a prompt may take, as a share; at least 1 at first.
 
         A first prediction is a guess, so an instance whose guessed time is over is not yet free.
         """
@@ -109,7 +109,7 @@ class PrefillFit:
         num_steps: int = 1,
         num_beside: float = 0,
     ) -> float:
-        """Learn from prompts that were computed together. Returns the relative error before."""
+        """Learn from prompts computed together. Returns the prediction's relative error."""
         x = _features(prompts, num_steps, num_beside)
         predicted = max(_MIN_S, self._of(x))
         error = abs(predicted - seconds) / max(seconds, _MIN_S)

@@ -24,7 +24,7 @@ C = TypeVar("C", bound=InRegion)
 
 
 def nearest(cells: Sequence[C], region: str) -> list[C]:
-    """Those of the region, unless they are full and others are not. `region`: the gateway's."""
+    """The cells of the gateway's `region`, unless they are full and others are not."""
     if not region or len(cells) < 2:
         return list(cells)
     near = [cell for cell in cells if cell.region in (region, "")]

@@ -19,9 +19,9 @@ from pdmesh.core.placement.instance import Instance
 
 T = TypeVar("T")
 
-_HOLDERS: Final = 0.25  # of the places
+_HOLDERS: Final = 0.25  # of the places, for instances that hold most of the prompt
 _TRIES: Final = 1024  # holders looked at, as most may be decodes, or of other groups
-_WIDER: Final = 4  # so many times as many are sampled, where none of the first has a free slot
+_WIDER: Final = 4  # times as many are sampled if no listed instance has a free slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def shortlist(
     kept: Sequence[str] = (),
     can_serve: Callable[[Instance], bool] = lambda i: i.used_slots() < i.num_slots,
 ) -> Shortlist:
-    """At most `most` instances of all `parts`, or more if no sampled one can serve.
+    """At most `most` instances of all `parts`, or more if none of these can serve.
 
     Then four times as many are sampled; if none of these can serve either, all are looked at.
 
@@ -75,7 +75,7 @@ def _holders(
     rng: random.Random,
     find: Callable[[str], Instance | None],
 ) -> Iterator[Instance]:
-    """The longest matches; of equal ones, random ones."""
+    """Instances with the longest matches, in random order where these are equal."""
     names = list(matches)
     end, tries = len(names), _TRIES
     while end and tries > 0:
@@ -101,7 +101,7 @@ def _shuffled(first: int, end: int, rng: random.Random) -> Iterator[int]:
 
 
 def sampled(parts: Sequence[Sequence[T]], count: int, rng: random.Random) -> Iterator[T]:
-    """So many different ones of all parts, each with equal probability; all if there are no more.
+    """`count` different elements of all parts, each equally likely; all if there are no more.
 
     They come in the order of the parts.
     """
@@ -115,7 +115,7 @@ def sampled(parts: Sequence[Sequence[T]], count: int, rng: random.Random) -> Ite
 
 
 def _drawn(total: int, count: int, rng: random.Random) -> Sequence[int]:
-    """`count` different numbers below `total`, ascending; a few draws more than `count`."""
+    """`count` different numbers below `total`, ascending; this takes few extra draws."""
     if 2 * count >= total:
         return sorted(rng.sample(range(total), min(count, total)))
     draw = rng.random

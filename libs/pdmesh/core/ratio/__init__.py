@@ -1,1 +1,1 @@
-"""How many prefills and decodes a scenario needs: measured, modelled, planned, judged, undone."""
+"""Decides how many prefills and decodes a scenario needs, and undoes a move that did harm."""

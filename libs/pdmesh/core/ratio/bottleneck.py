@@ -3,9 +3,9 @@
 It looks at the mean E2E, the share of prefill in it, and how busy both roles are. P/D-Serve 3.3: if
 E2E rises and the share rises, prefills are short; if E2E rises and the share falls, decodes are. A
 change counts only if it lasts for several windows. It is measured against a reference that stands
-until a move is made, or until E2E has been lower for several windows. So noise does not add up, and
-slow growth is not absorbed. Windows with too few requests are unknown: they neither confirm nor
-deny. A shortage that is there from the start never shows as a rise. So a role that stays saturated
+until a move is made, the present state counts as normal, or E2E has been lower for several windows.
+So noise does not add up, and slow growth is not absorbed. Windows with too few requests do not
+count. A shortage that is there from the start never shows as a rise. So a role that stays saturated
 while the other has room is a finding, too.
 
 The wait at the gateway counts as prefill, since prefills keep no queue (S40). But if decodes are
@@ -27,9 +27,9 @@ FULL: Final = 0.95  # of a role's slots and KV: the next request waits
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Means, in seconds, over the requests of a scenario that ended in one window.
+    """Means, in seconds, over the requests of a scenario that were answered in one window.
 
-    E2E = queue + t_p + t_d. `success_share`: the share of these requests that was answered in time;
+    E2E = queue + t_p + t_d. `success_share`: the share of the ended requests that was answered;
     `answered_per_s`: how many were answered per second. `prefill_busy`, `decode_busy`: shares 0..1;
     None: not known.
     """
@@ -49,7 +49,7 @@ class Window:
 
     @property
     def prefill_share(self) -> float:
-        """T_p / E2E; the wait at the gateway counts for the side that causes it."""
+        """T_p / E2E; the wait at the gateway counts for the role that causes it."""
         is_decode_full = self.decode_busy is not None and self.decode_busy >= FULL
         prefill_s = self.t_p_s if is_decode_full else self.t_p_s + self.queue_s
         return prefill_s / self.e2e_s if self.e2e_s else 0.0

@@ -1,7 +1,7 @@
 """Decides how a scenario's P:D ratio changes (S27-S32).
 
 It observes, finds which role is short, plans one move and waits until its effect can be seen. Then
-`verdict.py` judges the move: it stays, or is turned back. The detector then learns anew, so one
+`verdict.py` judges the move: it stays, or is undone. The detector then learns anew, so one
 change of the workload is answered once. Every step is reported as a `RatioDecided` with its inputs.
 """
 
@@ -47,8 +47,8 @@ class RatioLimits:
     planner: PlannerLimits = field(default_factory=PlannerLimits)
     verdict: VerdictLimits = field(default_factory=VerdictLimits)
     settle_s: float = 30.0
-    # For this time a failed move is not repeated, and a good move is not reversed. It doubles each
-    # time.
+    # For this time a failed move is not repeated, and a good move is not reversed. It doubles with
+    # each failed move, and while good moves alternate between the roles.
     hold_s: float = 300.0
     max_hold_s: float = 3600.0
 
@@ -291,7 +291,7 @@ class RatioController:
     def _judge(
         self, state: _Scenario, trial: MoveTrial, event: WindowSeen, window: Window, now: float
     ) -> list[Effect]:
-        """Keep the move that was made, or turn it back."""
+        """Keep the move that was made, or undo it."""
         if window.num_requests < self.limits.detector.min_requests:
             return []
         verdict = trial.judge(window, event.rate_per_s)

@@ -6,5 +6,5 @@ from pdmesh.errors import BY_REASON, InvalidRequest, MeshError
 
 
 def is_by_client(reason: str) -> bool:
-    """Whether a request failed for what its client wrote: no other ratio would have answered it."""
+    """Whether its client's input made a request fail, which no other ratio would have answered."""
     return BY_REASON.get(reason, MeshError).http_status == InvalidRequest.http_status

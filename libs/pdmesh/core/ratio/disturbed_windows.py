@@ -1,7 +1,7 @@
 """Decides which windows of requests say nothing about a scenario's ratio (S30).
 
-While a group is set up, loses an instance, is moved or gets another revision, times of requests
-tell of that and not of the ratio. One such moment spoils the whole window.
+While a group is set up, loses an instance, is moved or gets another revision, the times of requests
+show that and not the ratio. One such moment spoils the whole window.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class DisturbedWindows:
-    """Of all scenarios, for the window that is open now."""
+    """The disturbed scenarios of the window that is open now."""
 
     _disturbed: set[str] = field(default_factory=set)
 
@@ -33,6 +33,6 @@ class DisturbedWindows:
                 self._disturbed.add(scenario)
 
     def close(self) -> frozenset[str]:
-        """The window ends: the scenarios of which it says nothing."""
+        """End the window; return the scenarios about which it says nothing."""
         disturbed, self._disturbed = frozenset(self._disturbed), set()
         return disturbed

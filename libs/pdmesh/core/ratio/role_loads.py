@@ -1,10 +1,11 @@
-"""Measures how busy the roles of groups are over a window; moves are planned and checked by it
-(S28, S29).
+"""Measures how busy the roles of groups are over a window; moves are planned and checked by these
+loads (S28, S29).
 
-A prefill's load is the share of time in which its engine computes. Its slots would overstate the
-load, since prompts keep them until a decode has the KV (S41). If decodes are short, the very move
-that helps would then be refused. The load of a decode or fusion instance is the larger share of its
-slots or its KV that is taken. An instance that never reported makes its role's load unknown.
+A prefill's load is the share of time in which its engine computes; without any such time, it is the
+share of its slots that is taken. Slots alone would overstate the load, since prompts keep them
+until a decode has the KV (S41). If decodes are short, the very move that helps would then be
+refused. The load of any other instance is the larger share of its slots or its KV that is taken. An
+instance that never reported makes its role's load unknown.
 """
 
 from __future__ import annotations

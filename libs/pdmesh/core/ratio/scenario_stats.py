@@ -150,7 +150,7 @@ class Scenarios:
 
 
 def slots_by_role(scenario: str, instances: Iterable[Instance]) -> dict[Role, RoleSlots]:
-    """The places of the scenario's usable prefills, then of its decodes."""
+    """The slots of the scenario's usable prefills, then of its decodes."""
     found: dict[Role, list[int]] = {Role.PREFILL: [], Role.DECODE: []}
     for instance in instances:
         role = instance.identity.role

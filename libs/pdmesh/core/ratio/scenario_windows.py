@@ -1,7 +1,7 @@
 """Builds the windows of each scenario's requests by which its ratio is steered (S29).
 
-A window has means over the requests that ended since the last window was closed. Only scenarios
-that groups serve have windows: a name that a client invents gets none.
+A window has means over the requests that were answered since the last window was closed. Only
+scenarios that groups serve have windows: a name that a client invents gets none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Decides whether a ratio move helped or is turned back, and how long the verdict holds (S28).
+"""Decides whether a ratio move helped or is undone, and how long the verdict holds (S28).
 
-The windows after a move are compared with the windows that led to it. A move is turned back only
-for harm that was seen: less success, slower answers, or fewer answers per second while requests
+The windows after a move are compared with the windows that led to it. A move is undone only for
+harm that was seen: less success, slower answers, or fewer answers per second while requests
 wait. Then the same role gets no more instances for a while. After a good move, the other role gets
 no instances for a while.
 """
@@ -30,7 +30,7 @@ class VerdictLimits:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`harm`: why the move is turned back; if empty, it stays."""
+    """`harm`: why the move is undone; if empty, it stays."""
 
     harm: str
     e2e_text: str
@@ -87,7 +87,7 @@ class MoveTrial:
 
 @dataclass(slots=True)
 class Cooldown:
-    """Keeps a role from getting more instances; each verdict doubles the time, up to a bound."""
+    """Keeps a role from getting more instances for a time that `failed` and `kept` set."""
 
     first_s: float
     max_s: float
@@ -103,7 +103,7 @@ class Cooldown:
         return now < self._until and role is self._role
 
     def failed(self, role: Role, now: float) -> None:
-        """A move for `role` did harm, or could not be made."""
+        """A move for `role` did harm, or could not be made: the next time is twice as long."""
         self._until, self._role = now + self._next_s, role
         self._next_s = min(2 * self._next_s, self.max_s)
 

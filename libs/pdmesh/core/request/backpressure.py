@@ -1,4 +1,4 @@
-"""Decides which requests need not join a scenario's queue, by its length over all gateways (S97).
+"""Decides which requests may not join a scenario's queue, by its length over all gateways (S97).
 
 Each gateway tells the master how many of its requests wait for a prefill. The master adds the
 counts up. With every plan it says how many requests wait in all, how many may wait, and how fast
@@ -127,7 +127,7 @@ class _Heard:
 
 @dataclass(slots=True)
 class PressureView:
-    """A gateway's copy. The gateway knows its own queue better than the master does."""
+    """A gateway's copy of the pressures. It knows its own queue better than the master does."""
 
     max_age_s: float = MAX_AGE_S
     _heard: OrderedDict[str, _Heard] = field(default_factory=OrderedDict)

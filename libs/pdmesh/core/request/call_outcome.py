@@ -27,9 +27,10 @@ class EndedChoice:
 
 
 def call_outcome(choices: Sequence[EndedChoice]) -> tuple[str, str]:
-    """The outcome and its reason: of an error, or why the first answer that ended by itself ended.
+    """The outcome and its reason.
 
-    One failure is enough for `failed`. A call whose client left is `cancelled`.
+    One failure is enough for `failed`, and its error has the reason. A call whose client left is
+    `cancelled`. The reason of a completed call is the first finish reason of its choices.
     """
     errors = [c.outcome.error for c in choices if isinstance(c.outcome, Fail)]
     errors += [c.error for c in choices if c.error is not None]

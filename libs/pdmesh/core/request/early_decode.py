@@ -2,7 +2,7 @@
 
 The decode is offered the ticket when prefill accepts, so that it pulls each layer as it comes. It
 takes over at token 1. If it refuses before that, the next decode is asked. If it fails before that,
-the request goes on without an early decode and is handed on at token 1, as in whole-model mode. The
+the request continues without an early decode and is handed on at token 1, as in whole mode. The
 request loses its prefill only if a decode takes the KV and is then lost, because that decode has
 used up the ticket.
 """

@@ -25,10 +25,10 @@ class Candidate:
 
     instance_id: str
     incarnation: int
-    pair: str = ""  # group and model fingerprint
-    is_local: bool = False  # fusion: it decodes what it prefilled
+    pair: str = ""  # group, fingerprint, revision and region of KV
+    is_local: bool = False  # fusion or colocated: it also decodes what it prefilled
     num_matched_tokens: int = 0
-    exclusions: SourceExclusions = NO_EXCLUSIONS  # of a decode, with prefills
+    exclusions: SourceExclusions = NO_EXCLUSIONS  # of a decode: prefills that it ejects or avoids
 
     def compatible(self, decodes: Sequence[Candidate]) -> list[Candidate]:
         """The decodes that may take this prefill's KV; those that avoid this prefill come last."""
@@ -50,8 +50,8 @@ class TicketHeld:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """An attempt ended without an answer, at `at`. `instance_ids`: those that the next one avoids;
-    empty if none is to blame. `num_emitted`: tokens of the answer so far.
+    """An attempt ended without an answer, at `at`. `instance_ids`: those that the next attempt
+    avoids; empty if none is to blame. `num_emitted`: tokens of the answer so far.
     """
 
     at: float
@@ -62,7 +62,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Bounds on one request, in seconds from its submission or from the last progress."""
+    """Bounds on one request. Times are in seconds from its submission or its last progress."""
 
     deadline_s: float = 600.0
     ttft_s: float = 10.0  # until a prefill must have accepted; renewed by a migration
@@ -150,7 +150,7 @@ class KvStage(IntEnum):
 
     NONE = 0
     PULLING = 1  # its turn in the pull queue has come
-    ARRIVED = 2  # it is there; the leg waits for a place in a step of the engine
+    ARRIVED = 2  # the KV is there; the leg waits for a place in a step of the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class LegFailed(LegEvent):
 class LegLost(LegEvent):
     """The session with the leg's instance broke.
 
-    `was_silent`: by silence. The instance may be alive beyond a cable that was cut.
+    `was_silent`: only because it fell silent; the instance may be alive beyond a cut cable.
     """
 
     was_silent: bool = False
@@ -286,7 +286,7 @@ class SendStart:
 
 @dataclass(frozen=True, slots=True)
 class SendJoin:
-    """Tell a decode that was started early from which token it goes on."""
+    """Tell a decode that was started early from which token it continues."""
 
     key: int
     token_id: int = field(repr=False)

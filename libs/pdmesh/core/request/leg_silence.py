@@ -20,14 +20,14 @@ class LegSilence:
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
         self.progress_at = 0.0
-        self._kv_stage = KvStage.NONE  # of a decode
+        self._kv_stage = KvStage.NONE  # of the active leg, if it decodes
         self._worked_at = -math.inf  # when the leg's engine last worked
         self._turn_of = -math.inf  # the `progress_at` for which `_turn_by` was computed
         self._turn_by = 0  # an engine that has computed this many tokens has forgotten the leg
 
     @property
     def silent_at(self) -> float:
-        """When the leg counts as dead, if neither it nor its engine makes progress."""
+        """When the leg counts as lost, if neither it nor its engine makes progress."""
         return max(self.progress_at, self._worked_at) + self._limits.stall_s
 
     def began(self, now: float) -> None:

@@ -1,12 +1,12 @@
 """Decides which waiting prompts form one batch: those of similar length (S90), in a window (S91).
 
 It is for engines that compute the prompts of a batch in lockstep, each for as long as the longest
-takes: with padding, or as ranks of a DP group that meet in every layer.
+takes: with padding, or as ranks of a domain that exchange data in every layer.
 
 For each batch the window is w = max(DP size, |R|), where R are the waiting prompts. A short queue
-is one batch; from a long queue, the prompts that waste least go first. No prompt is passed over
-forever: after `max_passed` batches with a prompt from behind it, it goes before all others. So it
-begins at most `max_passed` batches later than in the order of the queue.
+is one batch; from a long queue, the batch that wastes least goes first. No prompt is passed over
+forever: after `max_passed` batches that had a prompt from behind it, it goes before all others. So
+it begins at most `max_passed` batches later than in the order of the queue.
 """
 
 from __future__ import annotations

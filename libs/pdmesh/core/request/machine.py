@@ -1,4 +1,4 @@
-"""Decides the life of one request (one choice of it): candidates, rejections, migration, deadlines.
+"""Decides the life of one request (a choice of a call): plans, rejections, migration, deadlines.
 
 Every leg has a key that is never used again. So a late message of an abandoned leg finds no owner
 and is dropped: this fence keeps two decodes from answering one request. A rejection is a normal
@@ -113,7 +113,7 @@ class Request:
     prefill_id: str = field(default="", init=False)
     decode_id: str = field(default="", init=False)
     prompt_compute_s: float = field(default=0.0, init=False)  # as the last plan predicts
-    expected_s: float = field(default=0.0, init=False)  # from the first plan to token 1
+    expected_s: float = field(default=0.0, init=False)  # predicted, from the first plan to token 1
     losses: list[Loss] = field(default_factory=list, init=False)  # one per attempt at most
 
     _plan: int = field(default=0, init=False)
@@ -123,7 +123,7 @@ class Request:
     _exclusions: PlanExclusions = field(default_factory=PlanExclusions, init=False)
     _held: Holdings = field(default_factory=Holdings, init=False)
     _keys: set[int] = field(default_factory=set, init=False)  # of all legs that it ever had
-    _leg_began_at: int = field(default=0, init=False)  # tokens emitted by then
+    _leg_began_at: int = field(default=0, init=False)  # tokens emitted before the active leg
     _silence: LegSilence = field(init=False)
     _deaths: Deaths = field(init=False)
     # A prefill rejected it, and none has taken it yet.
@@ -254,7 +254,7 @@ class Request:
         return self._deaths.witnessed(len(self.emitted))
 
     def _reason_if_complete(self) -> FinishReason | None:
-        """Set if the last token was emitted: losing the leg then costs nothing."""
+        """The reason, if the last token was emitted: losing the leg then costs nothing."""
         if self.emitted and self.emitted[-1] in self.stop_token_ids:
             return "stop"
         return "length" if self.num_remaining == 0 else None
@@ -301,7 +301,7 @@ class Request:
         return [] if self._is_old(event) else self._no_plan(event.error, now)
 
     def _no_plan(self, error: MeshError, now: float) -> list[Effect]:
-        """There is no instance to ask. If the request has lost one, it waits for one to return."""
+        """There is no instance to ask. A request that one rejected or lost waits for another."""
         if self._last_error is None or not error.is_retryable:
             return self._end(Fail(error))
         if self._exclusions.narrow():
@@ -431,7 +431,7 @@ class Request:
         return effects + (self._adopt_early(event.token_id, now) or self._offer_decode(now))
 
     def _adopt_early(self, token_id: int, now: float) -> list[Effect]:
-        """Let the decode that was started early go on from token 1. Empty if there is none."""
+        """Let the decode that was started early continue from token 1. Empty if there is none."""
         early, self._held.early = self._held.early, None
         if early is None:
             return []
@@ -604,7 +604,7 @@ class Request:
         return self._held.close_ticket() + self._lose(error, holder, now)
 
     def _lose(self, error: MeshError, excluded: Sequence[str], now: float) -> list[Effect]:
-        """Go on elsewhere with the emitted tokens if the bounds allow it, or end with an error."""
+        """Continue elsewhere with the emitted tokens, or end with an error at a bound."""
         if self._held.has_lost_holder:
             excluded = (*excluded, *self._held.holder_ids)
         self.losses.append(Loss(now, tuple(excluded), error.message, len(self.emitted)))

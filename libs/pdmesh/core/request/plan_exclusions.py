@@ -8,13 +8,13 @@ from pdmesh.core.request.events import LegRejected
 
 
 class PlanExclusions:
-    """Names, in the order in which they were excluded."""
+    """Instance ids, in the order in which they were excluded."""
 
     __slots__ = ("_has_narrowed", "_ids", "_out_of_reach", "_too_small")
 
     def __init__(self) -> None:
         self._ids: dict[str, None] = {}
-        self._out_of_reach: dict[str, None] = {}  # prefills whose KV a decode could not have
+        self._out_of_reach: dict[str, None] = {}  # prefills whose KV a decode could not get
         self._too_small: dict[str, None] = {}  # instances that could not take it even when empty
         self._has_narrowed = False  # since the request last waited
 
@@ -38,7 +38,7 @@ class PlanExclusions:
         return False
 
     def narrow(self) -> bool:
-        """Keep only the exclusions that last, at most once before the request waits.
+        """Drop all exclusions but the lasting ones, at most once before the request waits.
 
         Call it when no other pair is left. Prefills whose KV no decode can get and instances that
         are too small stay excluded, so that a decode may compute the prompt itself. Returns whether

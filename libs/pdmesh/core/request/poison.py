@@ -1,10 +1,10 @@
 """Decides which deaths of instances count against a request, and which prompts are refused for them
 (F38).
 
-A prompt that two instances died of is refused for a while. Prompts are known by digest. Without
-this rule, the client's own retries would take a prompt that migration gave up on to the next two
-instances. Instances are counted, not calls: an instance that dies ends many calls at once, perhaps
-several with one prompt. The number of prompts is bounded: the oldest one is forgotten.
+A prompt that killed two instances is refused for a while. Prompts are known by digest. Without this
+rule, the client's own retries would send such a prompt to the next two instances. Instances are
+counted, not calls: an instance that dies ends many calls at once, perhaps several with one prompt.
+The number of prompts is bounded: the oldest one is forgotten.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Deaths:
     """Instances that died while they had one request. An instance that is only silent did not die.
 
     A prompt that kills instances does so at once. If an instance dies after `num_innocent_tokens`,
-    the request did not cause that, and its earlier deaths do not count any more.
+    the request did not cause that, and earlier deaths do not count any more.
     """
 
     __slots__ = ("_num_emitted", "_num_innocent_tokens", "_victims")

@@ -31,9 +31,10 @@ class OpenTicket:
 
 
 class Holdings:
-    """`decoding_key`: the active leg's key once it needs no ticket: `push_token` takes its tokens.
+    """What a request holds: at most one active leg, one early decode and one ticket.
 
-    Otherwise it is 0.
+    `decoding_key`: the key of an active leg that decodes and needs no ticket any more, so that
+    `push_token` takes its tokens; otherwise 0.
     """
 
     __slots__ = ("decoding_key", "early", "kv_by", "leg", "ticket")

@@ -5,7 +5,7 @@ would have to compute. A label always stands: the client that sent it knows bett
 the first rule that fits decides. If none fits, the scenario is `default`.
 
 There is no lower bound on what must be computed: it would send a chat away from the scenario that
-holds it, once little of it is new. A later rule without an upper bound says the same.
+holds it, once little of it is new. A later rule without an upper bound has the same effect.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 class ScenarioRule:
     """Fits prompts of `min_prompt_tokens` to `max_prompt_tokens` (0: no upper bound).
 
-    `max_uncached_tokens`: of the prompt, the most that no instance of the scenario holds (0: no
-    bound). `operation` is chat or text_completion; empty: both.
+    `max_uncached_tokens`: the most tokens of the prompt that the scenario's best instance may lack
+    (0: no bound). `operation` is chat or text_completion; empty: both.
     """
 
     scenario: str
@@ -46,7 +46,7 @@ def scenario_by_rule(
     num_prompt_tokens: int,
     num_cached_tokens: Mapping[str, int],
 ) -> str | None:
-    """None if no rule fits. `num_cached_tokens`: by scenario; none of a scenario that is absent."""
+    """None if no rule fits. `num_cached_tokens`: by scenario; 0 for one that is absent."""
     for rule in rules:
         if rule.fits(operation, num_prompt_tokens, num_cached_tokens.get(rule.scenario, 0)):
             return rule.scenario

@@ -1,7 +1,7 @@
 """Decides how long a request may wait for its first token, by scenario and prompt length (S9).
 
-It also has the text that answers a request whose time ran out (S44), and says whether the objective
-of a call that has ended was met.
+It also has the text that answers a request that nothing served in time (S44), and says whether the
+objective of a call that has ended was met.
 """
 
 from __future__ import annotations

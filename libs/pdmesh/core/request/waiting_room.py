@@ -66,7 +66,8 @@ class WaitingRoom(Generic[W]):
     _heaps: dict[str, dict[_Group, list[tuple[float, int]]]] = field(default_factory=dict)
     _entries: dict[int, _Entry[W]] = field(default_factory=dict)
     _members: dict[_Group, dict[int, None]] = field(default_factory=dict)
-    _turns: dict[_Group, float] = field(default_factory=dict)  # when its next call would start
+    # The virtual time at which the next call of a group would start.
+    _turns: dict[_Group, float] = field(default_factory=dict)
     _clock: dict[int, float] = field(default_factory=dict)  # virtual time of each priority
     _next_id: int = 1
 

@@ -1,3 +1,4 @@
-"""How many instances a workload needs before there are any: a model's shape, an accelerator's
-roofline as a law of time, queues of prefills and decodes, and whether P/D pays against fusion.
+"""How many instances a workload needs, planned before there are any: from a model's shape, an
+accelerator's roofline as a law of time, and queues of prefills and decodes; and whether P/D pays
+against fusion.
 """

@@ -1,9 +1,8 @@
-"""Accelerators that plans know: peaks and sizes from data sheets, and the shares of them that an
-engine reaches.
+"""Accelerators that plans know, with peaks and sizes from data sheets.
 
 Peaks are dense, without sparsity. `memory_bytes` is what the driver reports. Links are one
 direction, per device; `network` assumes one network card per device, as in the vendors' reference
-hosts. The shares come from a fit to measured kernels (`efficiency.py`).
+hosts. The shares of the peaks that an engine reaches are in `efficiency.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Accelerator:
     fitted_as: str
 
     def flops(self, compute: str) -> float:
-        """Of a unit: bf16, fp8 or fp4. 0 if it has none."""
+        """The peak of a unit (bf16, fp8 or fp4); 0 if the device has none."""
         return {"bf16": self.bf16_flops, "fp8": self.fp8_flops, "fp4": self.fp4_flops}[compute]
 
 
@@ -53,7 +52,7 @@ def _made(
     source: str,
     fitted_as: str = "",
 ) -> Accelerator:
-    """`tera`: bf16, fp8, fp4 TFLOP/s; `memory`: MiB and GB/s; `links`: in the host, GB/s each."""
+    """`tera`: bf16, fp8, fp4 TFLOP/s; `memory`: MiB and GB/s; `links`: host and network, GB/s."""
     return Accelerator(
         name,
         bf16_flops=tera[0] * _TERA,
@@ -100,7 +99,7 @@ _ALL: Final = (
 )  # fmt: skip
 ACCELERATORS: Final[Mapping[str, Accelerator]] = MappingProxyType({a.name: a for a in _ALL})
 
-# The fields of `custom:`, in which unit, and what they set.
+# The fields of `custom:`, with what they set and their units.
 _FIELDS: Final[Mapping[str, tuple[str, float]]] = MappingProxyType(
     {
         "bf16_tflops": ("bf16_flops", _TERA),

@@ -1,8 +1,8 @@
 """Says whether P/D pays for a workload: the smallest deployment of each kind, side by side.
 
 The queues of a plan are approximations, whose error in load was measured against the virtual mesh
-(`make bench NAME=sizing`). So each side has a range: the devices that it needs if it carries that
-much more or less than planned. Ranges that overlap show no difference.
+(`make bench NAME=sizing`). So each side has a range: the devices that it needs if the load is
+that much larger or smaller than planned. Ranges that overlap show no difference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlanAnswer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GpuRange:
-    """Devices at the planned load, less the error, and at the load plus the error."""
+    """Devices that are needed at the planned load minus the error, and plus the error."""
 
     low: int
     high: int

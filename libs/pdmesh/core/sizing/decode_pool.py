@@ -25,7 +25,7 @@ class Contexts:
 
     mean: float
     variance: float
-    reserved: float  # for its whole answer, in whole blocks
+    reserved: float  # for its prompt and whole answer, in whole blocks
 
 
 def contexts(requests: Sequence[RequestLengths], block: int) -> Contexts:
@@ -102,7 +102,7 @@ class NextTokens:
     slowest_s: float = math.inf
 
     def exceeds(self, seconds: float) -> float:
-        """The share of requests whose tokens are slower; those that find no room count as such."""
+        """The share of requests whose tokens are slower; those that find no room count as slow."""
         slow = mean(
             [
                 above(self.mean_s + extra, deviation, seconds, skew)
@@ -145,7 +145,7 @@ def next_tokens(
 
 
 def no_tokens(most: int, steps: float) -> NextTokens:
-    """Of engines without room for a sequence, or of requests without decode steps."""
+    """For engines without room for a sequence, or requests without decode steps."""
     return NextTokens(0.0, (0.0,), (0.0,), (0.0,), 0.0, float(most < 1 and steps > 0), most)
 
 

@@ -17,7 +17,7 @@ FUSION_CHUNKS: Final = (512, 2048, 8192)
 HOP_S: Final = 0.0005  # one way between gateway, master and instances
 BASE_S: Final = 4 * HOP_S  # of a first token: to the master and back, to the prefill and back
 MAX_SLOTS: Final = 256  # of a decode or fusion instance
-PREFILL_SLOTS: Final = 8  # as an instance has by default
+PREFILL_SLOTS: Final = 8  # as a prefill has by default
 MAX_LINK: Final = 0.7  # busy share of the network between prefills and decodes
 
 
@@ -37,10 +37,10 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What requests see. Quantiles are of the goals' share; busy shares of time, 0 to 1.
+    """What requests see. `ttft_s` and `tpot_s` are the quantiles of the goals' share.
 
-    `busy`: of prefills, or of fusion's time in steps with prompts. `batch`: mean sequences of one
-    engine; `slots`: the most that it runs.
+    `busy`: the share of time, 0 to 1, in which prefills compute, or in which fusion instances run
+    steps with prompts. `batch`: the mean number of sequences of one engine.
     """
 
     ttft_p50_s: float
@@ -49,7 +49,7 @@ class Seen:
     tpot_s: float
     busy: float
     batch: float
-    transfer_s: float = 0.0  # mean, of one prompt's KV
+    transfer_s: float = 0.0  # the mean time for one prompt's KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _seen(
 
 
 def slots_for(batch: float, most: int) -> int:
-    """Slots of a decode that are seldom all taken, in eights."""
+    """Slots of a decode or fusion instance that are seldom all taken: a multiple of 8."""
     if math.isinf(batch):
         return most
     wanted = batch + 4 * math.sqrt(batch) + 4

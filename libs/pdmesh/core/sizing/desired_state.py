@@ -11,7 +11,7 @@ from pdmesh.core.sizing.traffic import BLOCK, Goals, Traffic
 NAME: Final = "planned"
 _SCENARIO: Final = "default"  # of requests that name none
 _MIB: Final = 2**20
-_MARGIN: Final = 1.25  # of the longest planned request: a longer one is refused
+_MARGIN: Final = 1.25  # times the longest planned request: longer ones are refused
 
 
 def desired_state(

@@ -27,7 +27,7 @@ class Efficiency:
     link: float
     prefill_reduce_s: float
     step_layer_s: float
-    weights: float  # of the memory's bandwidth, as the next one
+    weights: float  # of the memory's bandwidth, as `experts_read` and `kv`
     experts_read: float
     sequence: float
     kv: float
@@ -37,7 +37,7 @@ class Efficiency:
 
 
 EfficiencyKey = tuple[str, str, str]
-"""Accelerator; numbers of the matrices (bf16, fp8, or fp8 with a scale per block); dense or moe."""
+"""Accelerator; format of the matrices (bf16, fp8, or fp8 with a scale per block); dense or moe."""
 
 DEFAULT_GPU: Final = "h100"  # for kinds of which there are no measurements
 

@@ -47,7 +47,7 @@ class FusedTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Of one instance: prompts' own time per request, steps per request, both as sampled."""
+    """The prompts of one instance: their compute times and numbers of steps, as sampled."""
 
     times: tuple[float, ...]
     chunks: tuple[float, ...]
@@ -165,8 +165,8 @@ def _next(
     slope = (law.step_sequence_s + law.step_context_s * held.mean) * slower
     variance = found.variance * slope**2
     variance += batch * held.variance * (law.step_context_s * slower) ** 2
-    # The prompts that come while an answer is written: second and third moments, per second of it,
-    # of a busy period. The master spreads prompts evenly.
+    # Second and third moments of the work that prompts bring per second of a busy period while an
+    # answer is written. The master spreads prompts evenly.
     spread = prompts.rate_per_s / engines.count**_EVENNESS
     square = spread * mean([t**2 for t in prompts.times]) * slower**2
     cube = spread * mean([t**3 for t in prompts.times]) * slower**3

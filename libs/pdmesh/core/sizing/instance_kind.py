@@ -26,7 +26,7 @@ class InstanceKind:
     law: Law
     tp: int
     kv_tokens: int
-    kv_token_bytes: float = 0.0  # that travel from a prefill to a decode
+    kv_token_bytes: float = 0.0  # of one token, as they travel from a prefill to a decode
     network_bandwidth: float = math.inf  # of the whole instance, one direction
     weight_bytes: float = 0.0  # per device
     kv_bytes: int = 0  # per device

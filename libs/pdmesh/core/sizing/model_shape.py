@@ -54,9 +54,9 @@ class ModelShape:
     num_layers: int
     hidden: int
     num_kv_heads: int  # 1 if the KV of a token cannot be cut (MLA)
-    dense_params: int  # that every token is multiplied with
+    dense_params: int  # those that every token is multiplied with
     head_params: int  # only tokens that are drawn are multiplied with these
-    embedding_params: int  # looked up; 0 if the head has the same
+    embedding_params: int  # only looked up; 0 if the head shares them
     expert_params: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
@@ -66,8 +66,8 @@ class ModelShape:
     compute: str = "bf16"
     is_block_scaled: bool = False  # fp8 with a scale per block, whose kernels are slower
     kv_bytes_per_element: float = 2.0
-    max_len: int = 0  # of prompt and answer together; 0: not said
-    measured_weight_bytes: int = 0  # of the files, if they were there
+    max_len: int = 0  # of prompt and answer together; 0: unknown
+    measured_weight_bytes: int = 0  # the size of the files; 0: there were none
     notes: tuple[str, ...] = ()
 
     @property
@@ -307,7 +307,7 @@ def _compressed(quantised: Config) -> tuple[float, str]:
 
 
 def _per_group(quantised: Config, num_bits: int) -> float:
-    """The bits of a group, for each of its weights. -1: a group is a whole channel."""
+    """`num_bits` of a group, per weight in it. A group of size -1 is a whole channel."""
     if quantised.get("group_size") == -1:
         return 0.0
     size = _count(quantised, "group_size", 128)

@@ -1,7 +1,7 @@
 """The time to first token of prefills: prompts wait for one of several engines, in order.
 
-An engine takes the prompts that are there when a step begins into that step, up to its chunk. So
-they finish together, later than one after the other, and share the step's fixed cost.
+A step of an engine takes the prompts that wait when it begins, up to the engine's chunk. They end
+together, most of them later than if they were computed one by one, and share the step's fixed cost.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pdmesh.core.sizing.traffic import mean
 
 _NORMAL: Final = NormalDist()
 _LITTLE_SKEW: Final = 1e-3
-_MOST_SKEW: Final = 4.0  # beyond it the cube root is no gamma any more
+_MOST_SKEW: Final = 4.0  # beyond it, the cube root no longer fits a gamma
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def above(mean_value: float, deviation: float, limit: float, skewness: float = 0
     z = (limit - mean_value) / deviation
     if skewness > _LITTLE_SKEW:
         skewness = min(skewness, _MOST_SKEW)
-        if skewness * z / 2 + 1 <= 0:  # a gamma begins there
+        if skewness * z / 2 + 1 <= 0:  # the limit is below all values of the gamma
             return 1.0
         z = 6 / skewness * ((skewness * z / 2 + 1) ** (1 / 3) - 1) + skewness / 6
     return 1 - _NORMAL.cdf(z)

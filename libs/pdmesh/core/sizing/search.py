@@ -32,7 +32,7 @@ from pdmesh.core.sizing.instance_kind import InstanceKind
 from pdmesh.core.sizing.traffic import Goals, Traffic
 
 MAX_COUNT: Final = 1024  # instances of a role
-_ALONE: Final = 1e-3  # of the rate: a deployment without a queue
+_ALONE: Final = 1e-3  # of the rate: so few requests that none waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _decode_pool(wanted: Workload, kind: InstanceKind, sender: InstanceKind) -> 
 
 
 def _fusion_pool(wanted: Workload, kind: InstanceKind, chunk: int, most: int) -> Found:
-    """`most`: so many instances have no more devices than another kind needs."""
+    """`most`: more instances than this would need more devices than another kind."""
     traffic, goals = wanted.traffic, wanted.goals
     if traffic.longest > kind.kv_tokens:
         return NotPossible(_too_long(traffic.longest, kind))
@@ -188,7 +188,7 @@ def holds(deployment: Deployment, wanted: Workload) -> bool:
 
 
 def _fewest(kind: InstanceKind, chunk: int, least: int, is_enough: Callable[[int], bool]) -> Found:
-    """By doubling, then by halves: more instances never do worse."""
+    """The least count that is enough, by doubling, then halving: more are never worse."""
     high = least
     while not is_enough(high):
         high *= 2

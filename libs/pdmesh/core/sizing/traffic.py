@@ -81,7 +81,7 @@ class Goals:
 
 
 def traffic_of(rate_per_s: float, prompt: str, output: str, cached_share: float) -> Traffic:
-    """Traffic of which the lengths are given as `spread` reads them."""
+    """Traffic with lengths of prompts and outputs as `spread` reads them."""
     prompts, outputs = spread("prompt", prompt), spread("output", output)
     random.Random(1).shuffle(outputs)  # long prompts have answers of any length
     return Traffic(
@@ -94,7 +94,7 @@ def traffic_of(rate_per_s: float, prompt: str, output: str, cached_share: float)
 
 
 def _whole_blocks(num_tokens: float) -> int:
-    """What a cache can hold of so many tokens."""
+    """How many of these tokens a cache can hold: only whole blocks."""
     return int(num_tokens) // BLOCK * BLOCK
 
 
@@ -127,7 +127,7 @@ def _lognormal(field: str, text: str, points: Sequence[float]) -> list[float]:
     sigma = z - math.sqrt(z * z - 2 * ratio)
     mu = math.log(middle) - sigma * sigma / 2
     drawn = [math.exp(mu + sigma * NormalDist().inv_cdf(p)) for p in points]
-    scale = middle / mean(drawn)  # the tail beyond the last point
+    scale = middle / mean(drawn)  # makes up for the tail beyond the last point
     return [x * scale for x in drawn]
 
 

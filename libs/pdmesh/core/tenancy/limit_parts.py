@@ -147,7 +147,10 @@ class TenantParts:
             known.ledger, known.revision = None, 0
 
     def more(self, tenant: Tenant, clock: Clock) -> Ledger | None:
-        """Take free parts, or ask for one; None if all are ours, or if we have asked already."""
+        """Take free parts, or ask for one.
+
+        None if all are ours, if we have asked already, or while we hand parts over.
+        """
         self._trim(tenant)
         known, ledger = self._of(tenant), self._ledger(tenant, clock)
         free = [i for i, holder in enumerate(ledger.holders) if not self._is_alive(holder)]

@@ -112,7 +112,10 @@ def resized(leases: Leases, mine: QuotaLease, quota: int, *, is_idle: bool) -> Q
 
 
 def tidied(leases: Leases, day: int, is_alive: Callable[[str], bool]) -> Leases:
-    """The leases without old ones of gateways that are gone; most of today's are merged."""
+    """The leases without old ones of gateways that are gone.
+
+    If many of today's leases are of such gateways, most of these are merged.
+    """
     kept = [x for x in leases if x.day == day or is_alive(x.holder)]
     gone = [x for x in kept if not is_alive(x.holder)]
     if len(gone) <= _MAX_GONE:

@@ -1,1 +1,1 @@
-"""Rolling upgrades: which group gets the new revision next, how it does, when it is rolled back."""
+"""Rolling upgrades: which group changes next, whether it does well, when all are rolled back."""

@@ -3,7 +3,7 @@
 One group after another gets the revision, with its ratio unchanged. Each group proves itself before
 the next one begins. The controller is level-triggered: each round compares what the scenarios'
 groups run with what the desired state asks for, and says which record to keep next. So a new leader
-takes up an upgrade where it is. Only times and incidents are kept here. The rules:
+takes up an upgrade where it is. Only times, answers and incidents are kept here. The rules:
 
 - Only one group over all scenarios changes at a time, and only while the others can carry the
   scenario's requests. Groups that serve nothing get the revision when the others have proved it.

@@ -31,7 +31,7 @@ class GroupSeen:
     failure: str = ""
     detail: str = ""
     faulty: Mapping[str, str] = field(default_factory=dict)
-    dp_sizes: Mapping[Role, int] = field(default_factory=dict)  # instances of a member, if not 1
+    dp_sizes: Mapping[Role, int] = field(default_factory=dict)  # instances per member, if not 1
 
     def dp_size(self, role: Role) -> int:
         return self.dp_sizes.get(role, 1)
@@ -63,7 +63,7 @@ class GroupsObserved:
     floors: Mapping[tuple[str, Role], int] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
     gathering: frozenset[str] = frozenset()
-    lost_versions: frozenset[int] = frozenset()  # of the desired state, which cannot be restored
+    lost_versions: frozenset[int] = frozenset()  # of the desired state: not restorable
     _by_scenario: dict[str, list[GroupSeen]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )

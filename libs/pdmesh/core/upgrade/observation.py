@@ -29,7 +29,7 @@ class Surroundings:
     planning: frozenset[str] = frozenset()
     gathering: frozenset[str] = frozenset()
     canary_share: float = 0.0  # the share with which the version was applied
-    lost_versions: frozenset[int] = frozenset()  # of the desired state, which cannot be restored
+    lost_versions: frozenset[int] = frozenset()  # of the desired state: not restorable
 
 
 def observe(

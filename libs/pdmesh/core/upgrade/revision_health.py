@@ -1,9 +1,10 @@
 """Decides whether a group's new revision is as healthy as its old one: whether it answers as well,
 and how many of its instances may be lost or faulty.
 
-It counts failures and times of the answers of each revision of each group. They are compared with
-the answers of the unchanged groups in the same time. If no group is unchanged, they are compared
-with the answers before the change. Missing numbers never speak against a revision.
+It counts failures and times of the answers of each revision of each group. The share of failures
+has a limit. The times are compared with those of the unchanged groups in the same time or, if these
+answered nothing, with those of the group itself before the change. Missing numbers never speak
+against a revision.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ def is_failed_leg(reason: str, request_id: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTimes:
-    """Times of a request in seconds since it came; `queued_s`: of these, in the waiting room."""
+    """Seconds since a request came; `queued_s`: how long it was in the waiting room."""
 
     queued_s: float
     first_token_s: float
     end_s: float
 
     def t_p_s(self, *, is_pooling: bool) -> float:
-        """From a prefill's acceptance to token 1; a pooling call's is all of its time."""
+        """From a prefill's acceptance to token 1; of a pooling call: to its end."""
         return max(0.0, (self.end_s if is_pooling else self.first_token_s) - self.queued_s)
 
     def tpot_s(self, num_tokens: int) -> float | None:

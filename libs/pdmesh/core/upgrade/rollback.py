@@ -1,4 +1,4 @@
-"""Decides when a bad upgrade is turned back, and which group goes back next (S24).
+"""Decides when a bad upgrade is rolled back, and which group goes back next (S24).
 
 A revision is bad if a group cannot be set up with it or is not complete in time, or if
 `revision_health` finds it worse than the old one. Then all groups go back, one at a time, and so

@@ -1,4 +1,4 @@
-"""The trial of a group that an upgrade changes: how long it was complete, incidents, answers."""
+"""The trial of a group that an upgrade changes: since when it is complete, incidents, answers."""
 
 from __future__ import annotations
 

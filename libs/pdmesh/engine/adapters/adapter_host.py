@@ -34,7 +34,7 @@ from pdmesh.net.tasks import watched
 
 log = structlog.get_logger(__name__)
 
-_INSPECTIONS: Final = 2  # that run at once
+_INSPECTIONS: Final = 2  # inspections that run at once
 _ANY_RANK: Final = 1 << 20
 
 
@@ -107,7 +107,7 @@ class AdapterHost:
     ) -> None:
         """Call one of the two callbacks, at once if the adapter is loaded.
 
-        After that, the adapter stays loaded until `release`.
+        After `on_ready`, the adapter stays loaded until `release`.
         """
         self._askers[leg] = _Asker(on_ready, on_refused)
         now = asyncio.get_running_loop().time()

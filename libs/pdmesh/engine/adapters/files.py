@@ -1,7 +1,7 @@
 """The files of an adapter, copied while they are read, so that the verified bytes are loaded.
 
-Only adapter_config.json and adapter_model.safetensors are read, so no pickle ever is. The digest is
-that of their bytes. All functions here block.
+Of an adapter, only adapter_config.json and adapter_model.safetensors are read, so no pickle is ever
+loaded. The digest covers the names, sizes and bytes of both files. All functions here block.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def read_adapter(
 ) -> AdapterFacts:
     """The facts in the files of `folder`, which are copied to the new folder `copy_to` if given.
 
-    `on_piece` is called for each piece that was read: a sign of work. Raises AdapterUnusable with
-    the problem.
+    `on_piece` is called after each piece that was read, as a sign of work. Raises AdapterUnusable
+    with the problem.
     """
     try:
         if copy_to is not None:

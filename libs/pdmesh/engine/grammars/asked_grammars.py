@@ -1,7 +1,7 @@
 """Turns the forms that clients ask for into grammars of llguidance.
 
-The kinds are those of vLLM's `structured_outputs`. A structural tag is free text in which each
-trigger begins a structure: `begin`, JSON under a schema, `end`.
+The kinds are those of vLLM's `structured_outputs`, and `calls`. A structural tag is free text in
+which each trigger begins a structure: `begin`, JSON under a schema, `end`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AskedGrammar:
     kind: GrammarKind
     text: str = ""
     field: str = "response_format"
-    has_any_whitespace: bool = True  # between the parts of JSON
+    has_any_whitespace: bool = True  # whether JSON may have whitespace between its parts
 
 
 def grammar_of(asked: AskedGrammar, tokens: Mapping[str, int] | None = None) -> str:
@@ -88,7 +88,7 @@ def _choices(choices: Any) -> list[str]:
 
 
 def _choice_grammar(choices: list[str]) -> str:
-    """All of them in one terminal: the parser fails on some thousand alternatives of a rule."""
+    """All choices in one terminal: the parser fails on a rule with thousands of alternatives."""
     texts = [quoted(text) for text in dict.fromkeys(choices) if text]
     if not texts:
         return 'start: ""'
@@ -118,6 +118,6 @@ def _tags(tag: Any) -> str:
             (t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), ""
         )
         if not trigger:
-            raise GrammarRefused(f"the begin of {where} begins with none of the triggers")
+            raise GrammarRefused(f"the begin of {where} must start with one of the triggers")
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     return StructTag.to_grammar(tags, assume_special=False)

@@ -1,7 +1,7 @@
 """The process that compiles grammars for a gateway: `python -m pdmesh.engine.grammars.checker`.
 
-`core.sampling.grammar_limits` bounds its time and memory. Its end ends only the check. Frames come
-on stdin, and each check is answered on stdout in order.
+`core.sampling.grammar_limits` bounds its time and memory. If a grammar makes it crash, the gateway
+survives. Frames come on stdin, and each is answered on stdout in order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pdmesh.engine.grammars.compiler import GrammarCompiler, GrammarRefused
 from pdmesh.engine.grammars.vocabulary import added_tokens, vocabulary_of
 
 FRAME: Final = struct.Struct("!I")
-MAX_VOCABULARIES: Final = 4  # beyond this, the least recently used ones leave
+MAX_VOCABULARIES: Final = 4  # beyond this, the least recently used one is dropped
 
 
 class LoadVocabulary(msgspec.Struct, tag=True):
-    """A vocabulary that checks refer to by `key`. An empty answer says that it was read."""
+    """A vocabulary that checks refer to by `key`. The answer is empty, even for one that fails."""
 
     key: int
     tokenizer: msgspec.Raw  # tokenizer.json
@@ -40,7 +40,7 @@ class Check(msgspec.Struct, tag=True):
 
 
 class Checked(msgspec.Struct):
-    """The result: a grammar for engines, a refusal, or the news that the vocabulary has left."""
+    """The result: a grammar for engines, a refusal, or that the vocabulary is not loaded."""
 
     grammar: str = ""
     refusal: str = ""
@@ -62,7 +62,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     while head := requests.read(FRAME.size):
         frame = _decoder.decode(requests.read(FRAME.unpack(head)[0]))
         if isinstance(frame, LoadVocabulary):
-            compilers[frame.key] = _compiler(frame), added_tokens(bytes(frame.tokenizer).decode())
+            compilers[frame.key] = _compiler(frame)
             if len(compilers) > MAX_VOCABULARIES:
                 compilers.popitem(last=False)
             checked = Checked()
@@ -76,19 +76,21 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
 
-def _compiler(load: LoadVocabulary) -> GrammarCompiler:
-    text = bytes(load.tokenizer).decode()
+def _compiler(load: LoadVocabulary) -> tuple[GrammarCompiler, dict[str, int]]:
+    """The compiler, and the added tokens by text; none for a vocabulary that fails."""
+    text, tokens = bytes(load.tokenizer).decode(), dict[str, int]()
     compiler = GrammarCompiler(lambda: vocabulary_of(text, load.vocab_size, load.eos_token))
-    with contextlib.suppress(ValueError):  # each check says so
+    with contextlib.suppress(ValueError):  # each check with this vocabulary reports the problem
         _ = compiler.vocabulary
-    return compiler
+        tokens = added_tokens(text)
+    return compiler, tokens
 
 
 def _checked(compiler: GrammarCompiler, tokens: dict[str, int], asked: AskedGrammar) -> Checked:
     try:
         _ = compiler.vocabulary
     except ValueError:
-        return Checked(refusal="this model's tokenizer is of another kind")
+        return Checked(refusal="constraints do not work with this model's kind of tokenizer")
     try:
         _bound_cpu()
         grammar = grammar_of(asked, tokens)
@@ -96,14 +98,14 @@ def _checked(compiler: GrammarCompiler, tokens: dict[str, int], asked: AskedGram
     except GrammarRefused as exc:
         return Checked(refusal=exc.message)
     except MemoryError:
-        os.abort()  # like the compiler itself: earlier grammars may hold the memory
+        os.abort()  # as the compiler does itself: earlier grammars may hold the memory
     finally:
         _unbound_cpu()
     return Checked(grammar=grammar)
 
 
 def _bound_cpu() -> None:
-    """Bound the CPU time: more kills the process, but an honest compilation takes milliseconds."""
+    """Let the kernel kill this process if it uses too much CPU: most grammars take milliseconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = int(used.ru_utime + used.ru_stime) + 1 + MAX_COMPILE_CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))

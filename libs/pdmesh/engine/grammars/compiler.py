@@ -47,7 +47,7 @@ class GrammarCompiler:
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of an answer. Raises GrammarRefused.
 
-        Equal grammars are compiled once; a copy costs some microseconds.
+        A grammar that is kept is not compiled again; a copy costs some microseconds.
         """
         name = hashlib.blake2b(grammar.encode(errors="replace"), digest_size=16).digest()
         with self._keeping:
@@ -83,7 +83,7 @@ def _limits() -> LLParserLimits:
 
 
 def _explained(error: str) -> str:
-    """The first lines of a message, in one line, without the library's backtrace."""
+    """The beginning of the library's message in one line, or our own words for a panic."""
     if error.startswith("panic"):
         return "the grammar is too large or too complex"
     if "NoExtensionBias" in error:

@@ -1,7 +1,7 @@
 """The state of one answer under its constraint, which decides the tokens that may come next.
 
-Any token may come before the constraint begins. Any token may also come after the end of the form,
-if the answer continues (`ignore_eos`).
+Any token may come before the constraint begins. Any token may also come after the EOS token, if the
+answer continues (`ignore_eos`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Guide:
         self._start, self._eos_token = start, eos_token
         # For each token of the constraint: whether the matcher took it.
         self._consumed: list[bool] = []
-        # The number of these tokens before the end of the form.
+        # The number of these tokens up to the EOS token; None before it.
         self._num_until_end: int | None = None
 
     @classmethod

@@ -49,9 +49,9 @@ def added_tokens(tokenizer_json: str) -> dict[str, int]:
 class _Words:
     """The tokens as bytes. A token is special only if the tokenizer says so.
 
-    The library by itself takes every added token in angle brackets for special, such as Qwen's
-    `<tool_call>`. It then offers that token where a grammar has this text, and refuses it when it
-    comes.
+    The library by itself treats every added token in angle brackets as special, such as Qwen's
+    `<tool_call>`. It then offers that token where a grammar has this text, but refuses the token
+    when it comes.
     """
 
     bos_token_id = unk_token_id = None

@@ -1,7 +1,7 @@
-"""The sim engine's way to its adapters: jobs wait here until their adapter is loaded.
+"""Jobs of the sim engine wait here until their adapter is loaded.
 
-The sim model has no weights to adapt. An adapter shifts its states, by an amount that the adapter's
-digest says. So its KV and its tokens differ with the content of the adapter.
+The sim model has no weights to adapt. An adapter shifts its states by an amount that is computed
+from the adapter's digest. So its KV and its tokens differ with the content of the adapter.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AdapterQueue:
             folder = Path(tempfile.mkdtemp(prefix="pdmesh-adapters-"))
             self._host = AdapterHost(limits, SimSlots(), folder, emit, die)
         self._jobs: dict[int, PrefillJob | DecodeJob] = {}
-        self._first_tokens: dict[int, int] = {}  # of decodes that wait
+        self._first_tokens: dict[int, int] = {}  # of decodes that wait here, by leg
 
     @property
     def is_idle(self) -> bool:
@@ -58,7 +58,7 @@ class AdapterQueue:
 
     @property
     def num_signs(self) -> int:
-        """Of work on an adapter's files."""
+        """Signs of work on adapters' files."""
         return 0 if self._host is None else self._host.num_signs
 
     def begin(self, job: PrefillJob | DecodeJob) -> None:
@@ -82,7 +82,7 @@ class AdapterQueue:
         return True
 
     def abort(self, leg: int) -> PrefillJob | None:
-        """The prefill that waited here, if it did."""
+        """Returns the leg's prefill, if it waited here."""
         job = self._jobs.pop(leg, None)
         self._first_tokens.pop(leg, None)
         self.left(leg)

@@ -1,7 +1,8 @@
 """The running decode batch: every sequence draws one token per step, all at once in numpy.
 
-One column per sequence in a matrix of 64-bit words, kept dense: the last column replaces a sequence
-that leaves. A step costs some tens of microseconds for the whole batch, whatever its size.
+Each sequence has a column in a matrix of 64-bit words. The columns have no gaps: the last one
+replaces that of a sequence that leaves. A step costs some tens of microseconds for a batch of any
+usual size; sequences under a constraint cost more, because they draw one after another.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Running:
     max_tokens: int
     ignore_eos: bool
     stop_token_ids: frozenset[int] = frozenset()
-    min_tokens: int = 0  # to draw before a stop token may end it
-    guide: LimitedGuide | None = None  # it has taken `last`
+    min_tokens: int = 0  # tokens still to draw before a stop token may end the answer
+    guide: LimitedGuide | None = None  # has accepted `last` already
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class BatchStep:
     legs: Sequence[int]
     token_ids: list[int]
     finished: list[tuple[int, FinishReason]]
-    failed: Sequence[int] = ()  # legs whose constraint allows nothing any more: they drew nothing
+    failed: Sequence[int] = ()  # legs whose constraint failed: they drew no token
 
     @property
     def drawn(self) -> tuple[Sequence[int], list[int]]:
@@ -80,7 +81,7 @@ class DecodeBatch:
         return int(self._columns[_NUM, : len(self._legs)].sum())
 
     def join(self, sequence: Running) -> None:
-        """Take part from the next step on. The context must have room for one more token."""
+        """Let the sequence draw from the next step on. Its context must have room for a token."""
         model, at = self._model, sequence.num_tokens
         state = sequence.state + (sequence.last + 1) * int(model.state_weights[at]) & MASK
         digest = sequence.digest + mix(state) * int(model.token_gain[at]) & MASK
@@ -139,8 +140,8 @@ class DecodeBatch:
         self._append(columns, tokens)
         columns[_MIN_LEFT] -= ~is_long_enough
         token_ids: list[int] = tokens.tolist()
-        # Below `min_tokens`, EOS is drawn only where a constraint allows nothing else. It then
-        # ends the answer, too.
+        # Below `min_tokens`, EOS is drawn only where a constraint allows nothing else. Even then it
+        # ends the answer.
         stops = (tokens == EOS_ID) & (columns[_MAY_END] > 0)
         for leg, stop_ids in self._stops.items():
             column = self._column_of[leg]
@@ -151,7 +152,7 @@ class DecodeBatch:
     def _draw_guided(
         self, columns: Words, tokens: Words, may_end: npt.NDArray[np.bool_]
     ) -> list[int]:
-        """Put what constraints allow in the place of what was drawn; returns legs that fail."""
+        """Replace the tokens of sequences with a constraint; returns the legs that failed."""
         failed: list[int] = []
         for leg, guide in self._guides.items():
             at = self._column_of[leg]
@@ -164,7 +165,7 @@ class DecodeBatch:
         return failed
 
     def _append(self, columns: Words, tokens: Words) -> None:
-        """Add the drawn tokens' KV to the digests, as if it had been computed without a fault."""
+        """Add the drawn tokens' KV to the digests, as if it were computed without a fault."""
         model, count = self._model, columns.shape[1]
         self._history[np.arange(count), columns[_DRAWN]] = tokens
         at = columns[_NUM]

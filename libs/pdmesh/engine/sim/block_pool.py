@@ -1,8 +1,8 @@
 """The KV blocks of one instance: which are free, in use, or kept for their prefix (S80).
 
-A block in use has references. A full block may also have a hash. Without references it is then kept
-until its memory is needed and it is the least recently used. This is pure bookkeeping, without any
-bytes.
+A block in use has references. A full block may also have a hash. A block with a hash is kept after
+its last reference is dropped, until memory is needed and the block is the least recently used. This
+is pure bookkeeping, without any bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ class BlockPool:
     _references: list[int] = field(init=False)
     _hash_of: dict[int, bytes] = field(default_factory=dict)
     _block_of: dict[bytes, int] = field(default_factory=dict)
-    _idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # cached, unreferenced, LRU
-    stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
+    # Blocks with a hash and no references, the least recently used first.
+    _idle: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    # Names that were stored, and names that were removed, since the last `take_changes`.
+    stored: dict[bytes, None] = field(default_factory=dict)
     removed: dict[bytes, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -34,7 +36,7 @@ class BlockPool:
         return len(self._free) + len(self._idle)
 
     def num_held(self, hashes: Sequence[bytes]) -> int:
-        """Blocks of the longest stored prefix of `hashes`; takes no reference."""
+        """The length of the longest stored prefix of `hashes`, in blocks; takes no reference."""
         held = (block_hash in self._block_of for block_hash in hashes)
         return sum(1 for _ in itertools.takewhile(bool, held))
 

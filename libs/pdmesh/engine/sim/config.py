@@ -1,4 +1,4 @@
-"""The parts of one sim engine."""
+"""The settings of one sim engine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SimConfig:
     chunk_tokens: int = CHUNK_TOKENS  # prompt tokens computed per step
     ticket_lease_s: float = TICKET_LEASE_S
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
-    max_pulls: int = MAX_PULLS  # of KV, at once
+    max_pulls: int = MAX_PULLS  # pulls of KV at once
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
     max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
     max_adapter_rank: int = 16
-    images: ImageFacts | None = None  # None: the model takes none
+    images: ImageFacts | None = None  # None: the model takes no images
     fail_every: int = 0  # one prompt in this many fails; 0: no prompt fails

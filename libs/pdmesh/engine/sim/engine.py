@@ -2,8 +2,8 @@
 
 One loop runs steps as a continuous-batching engine does. Requests that are ready join, the step
 takes the time that the law says, every running sequence draws a token, and the prompts' chunk
-counts as computed. Pulls run beside the loop and join at the next step (S52). With the zero law,
-steps follow each other without sleep.
+counts as computed. Pulls run beside the loop; a pulled sequence joins at the next step (S52). With
+the zero law, steps follow each other without sleep.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
 from pdmesh.kv.tiers.stack import TierStack
 from pdmesh.net.tasks import watched
 
-_SIGN_S: Final = 0.1  # how often a long step gives a sign, as a worker does after each layer
+_SIGN_S: Final = 0.1  # seconds between a long step's signs of work; vLLM gives one per layer
 
 AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
 
@@ -113,8 +113,8 @@ class SimEngine:
             self._agent, self._proceed, self._give_up, self._emit, self._die
         )
         self._guides = GuideQueue(self._on_refused, self._die)
-        self._unguided: dict[int, PrefillJob] = {}  # their constraints are being compiled
-        self._held: dict[int, Retrieved] = {}  # they wait for their guides
+        self._unguided: dict[int, PrefillJob] = {}  # prompts whose constraints are being compiled
+        self._held: dict[int, Retrieved] = {}  # pulled sequences that wait for their guides
         self._arrivals: dict[int, PrefillJob] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._joining: dict[int, Running] = {}
@@ -143,7 +143,7 @@ class SimEngine:
             kv_bytes_per_token=params.num_layers * params.token_bytes,
             max_model_len=params.max_model_len,
             supports_constraints=True,
-            unsupported_shaping=("thinking_token_budget",),  # its model knows no reasoning
+            unsupported_shaping=("thinking_token_budget",),  # the sim model does not reason
             kv_addresses=(self._stager.address,),
             max_adapters=config.max_adapters,
             images=config.images,
@@ -201,14 +201,14 @@ class SimEngine:
             self._proceed(job)
 
     def _proceed(self, job: PrefillJob, num_fetched: int = 0) -> None:
-        """`num_fetched`: of its images, from the first on; the others are encoded here."""
+        """`num_fetched`: its first images whose embeddings came; the others are encoded here."""
         if num_fetched:
             self._num_fetched[job.leg] = num_fetched
         if self._tiers is None or not self._tiers.begin(job):
             self._arrive(job)
 
     def _give_up(self, job: PrefillJob) -> None:
-        """The job fails before it is computed. If its ticket is open already, the ticket closes."""
+        """The job fails before it has token 1. If its ticket is open already, the ticket closes."""
         self._embeddings.abort(job.leg)
         self._num_fetched.pop(job.leg, None)
         if self._stager.is_per_layer(job):
@@ -407,7 +407,10 @@ class SimEngine:
             self._num_signs += 1
 
     def _take_arrivals(self) -> int:
-        """Returns how many tokens the images have that are encoded for the arrived prompts."""
+        """Put arrived prompts in the queue, and ready sequences in the batch.
+
+        Returns how many image tokens this step encodes for the arrived prompts.
+        """
         num_to_encode = 0
         for job in self._arrivals.values():
             # The last token is computed even if its block is cached: the first draw needs it.
@@ -421,7 +424,7 @@ class SimEngine:
             images = job.images[self._num_fetched.pop(job.leg, 0) :]
             num_to_encode += sum(image.num_tokens for image in images if image.end > num_cached)
         self._arrivals.clear()
-        # A retrieved sequence takes the slot of a sequence that ended, in the next step (S53).
+        # A ready sequence gets the slot of one that ended, from the next step on (S53).
         while self._joining and len(self._batch) < self._config.num_slots:
             leg = next(iter(self._joining))
             self._batch.join(self._joining.pop(leg))
@@ -444,12 +447,12 @@ class SimEngine:
             self._emit(constraint_failed(leg))
 
     def _complete(self, prompt: PromptUnderWay) -> None:
-        """Write the prompt's KV, draw token 1 from the bytes in memory, and stage or continue."""
+        """Write the prompt's KV, draw token 1 from its bytes, and stage the KV or decode here."""
         job, blocks = prompt.job, prompt.blocks
         num_tokens = len(job.prompt)
         tokens = tokens_of(job.prompt, job.images)
         states = self._model.states(tokens, shift_of(job.adapter))
-        if prompt.states is None:  # if not, its layers were written one by one
+        if prompt.states is None:  # otherwise the layers have been written one by one
             self._memory.write(blocks, states, prompt.num_cached)
         for block, block_hash in zip(blocks, job.block_hashes, strict=False):
             self._pool.store(block, block_hash)
@@ -558,7 +561,7 @@ class SimEngine:
                 job, blocks = sequence.kept, sequence.blocks
                 names = keep_answer(self._memory, self._pool, job, blocks, answer)
                 if self._tiers is not None and names:
-                    # A prefill has put the blocks of a pulled prompt into its own pool.
+                    # The prefill has saved the blocks of a pulled prompt in its own tiers.
                     first = len(job.block_hashes) if isinstance(job, DecodeJob) else 0
                     self._tiers.save(job.cache_salt, names, blocks, first)
         self._pool.release(sequence.blocks)
@@ -601,6 +604,6 @@ def _min_left(sampling: Sampling) -> int:
 
 
 def _drawn(prompt: array[int], sampling: Sampling, num_to_come: int = 0) -> array[int]:
-    """The drawn tokens at the end of the prompt, which lacks the last `num_to_come` of them."""
+    """The drawn tokens in the prompt, at its end; the last `num_to_come` are not in it yet."""
     num = sampling.num_drawn - num_to_come
     return prompt[-num:] if num > 0 else array("I")

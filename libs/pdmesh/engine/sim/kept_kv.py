@@ -1,7 +1,7 @@
 """Keeps the KV of drawn tokens for the next turn of a chat.
 
 A draw updates the digest without touching memory. When a sequence ends, its full blocks are
-written, hashed from the end of the prompt's chain, and made findable.
+written, named by continuing the prompt's chain of hashes, and made findable.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def keep_answer(
 ) -> tuple[bytes, ...]:
     """Store the full blocks that the answer completed, and add them to `blocks`.
 
-    Returns the names of all full blocks that are now stored, including the prompt's; none if no
-    block was completed. The caller releases `blocks`.
+    Returns the names of all full blocks that are now stored, including the prompt's, or nothing if
+    no block was completed. The caller releases `blocks`.
 
     The last drawn token has no KV yet. A job without hashes of its full blocks keeps nothing.
     """

@@ -1,7 +1,8 @@
 """The sim engine's paged KV memory: one array of whole blocks per layer, as a real engine has it.
 
 The order of blocks in memory means nothing; a sequence's KV is found through its list of blocks.
-The digest of a sequence is always taken from these bytes, never from its tokens.
+A sequence's digest after its prompt is computed from these bytes, never from its tokens. Each drawn
+token then updates the digest.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class PagedMemory:
 
 @dataclass(frozen=True, slots=True)
 class SimKv:
-    """The blocks' bytes, and which blocks are in use under which names."""
+    """The blocks' bytes, and the pool that knows which blocks are in use and their names."""
 
     memory: PagedMemory
     pool: BlockPool

@@ -1,9 +1,9 @@
-"""The sim model: KV bytes and tokens as functions; one wrong byte of KV changes all later tokens.
+"""The sim model: KV is a function of the tokens, and each drawn token is a function of the KV.
 
-Each token has a state (a weighted sum over the whole prefix). Its KV consists of words made from
-the mixed state, and the next token is drawn from a digest of all KV words as they lie in memory.
-All sums are mod 2^64 with odd weights, so changing any one byte changes the digest, and appending a
-token updates it in O(1).
+Each token has a state, a weighted sum over the whole prefix. The token's KV consists of words made
+from the mixed state. The next token is drawn from a digest of all KV words. All sums are mod 2^64
+with odd weights, so one wrong byte changes the digest, and so the rest of the text. Only a token
+that the vocabulary forces stays the same. A new token updates the digest in O(1).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SimParams:
     num_layers: int = 2
     token_bytes: int = 64  # of KV, per layer; a multiple of 8
     max_model_len: int = 4096
-    eos_period: int = 300  # one token in this many ends the text; 0: no token does
+    eos_period: int = 300  # a draw is EOS with probability 1 / eos_period; 0: never
 
     @property
     def block_bytes(self) -> int:
@@ -70,10 +70,10 @@ def mix_words(x: Words) -> Words:
 
 
 def draw_key(sampling: Sampling, random_seed: int) -> int:
-    """What the sampling parameters add to a draw: nothing when greedy and unshaped.
+    """What the sampling parameters add to the digest for a draw: 0 if it is greedy and unshaped.
 
-    The sim model has no logits to shape. Shaping changes the draw, so that a leg that loses the
-    shaping gives another text.
+    The sim model has no logits to shape, so the shaping changes this key instead. Therefore a leg
+    that loses its shaping gives another text, and tests notice it.
     """
     key = 0 if sampling.shaping is UNSHAPED else _shaping_key(sampling.shaping)
     if sampling.temperature == 0:
@@ -83,7 +83,7 @@ def draw_key(sampling: Sampling, random_seed: int) -> int:
 
 
 def _shaping_key(shaping: LogitShaping) -> int:
-    unlimited = replace(shaping, min_tokens=0)  # `min_tokens` is enforced and changes no draw
+    unlimited = replace(shaping, min_tokens=0)  # `may_end` of a draw enforces `min_tokens`
     if unlimited == UNSHAPED:
         return 0
     return int.from_bytes(hashlib.blake2b(repr(unlimited).encode(), digest_size=8).digest())
@@ -104,13 +104,13 @@ def tokens_of(prompt: array[int], images: Sequence[PromptImage] = ()) -> npt.NDA
 
 
 def shift_of(adapter: Adapter | None) -> int:
-    """By how much an adapter shifts every state of its sequences."""
+    """The amount that an adapter adds to every state of its sequences."""
     return 0 if adapter is None else int(adapter.digest[:16], 16) | 1
 
 
 @dataclass(frozen=True)
 class SimModel:
-    """The functions, with their weights laid out once."""
+    """Computes states, KV, digests and draws. It computes their weights only once."""
 
     params: SimParams
 
@@ -133,12 +133,12 @@ class SimModel:
 
     @cached_property
     def state_weights(self) -> Words:
-        """By position: the weight of the token in the states of all later tokens."""
+        """By position: the weight of the token in its own state and in all later states."""
         return self._weights(1, self.params.max_model_len)
 
     @cached_property
     def position_weights(self) -> Words:
-        """By position: the weight of the KV in the digest."""
+        """By position: the weight of a token's KV in the digest."""
         return self._weights(2, self.params.max_model_len)
 
     @cached_property
@@ -153,13 +153,13 @@ class SimModel:
 
     @cached_property
     def readers(self) -> Words:
-        """[layer, word]: weight of each KV word of a token in the digest."""
+        """[layer, word]: the weight of each of a token's KV words in the digest."""
         layers, words = self._shape
         return self._weights(4, layers * words).reshape(layers, words)
 
     @cached_property
     def token_gain(self) -> Words:
-        """By position: how much a token's mixed state adds to the digest, if its KV is intact."""
+        """By position: the factor of a token's mixed state in the digest, if its KV is intact."""
         gain = np.sum(self.makers * self.readers, dtype=np.uint64)
         weighted: Words = self.position_weights * gain
         return weighted

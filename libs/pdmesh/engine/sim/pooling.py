@@ -1,9 +1,9 @@
 """The sim's pooling engine: vectors and scores that are a function of the tokens, time by a law.
 
-A text's vector is the normalised sum of the vectors of its tokens and of their pairs, which a hash
-of the model's seed gives: texts with tokens in common are near each other. The score of a pair of
-texts is the cosine of their vectors, in 0 to 1. One loop computes one input after the other, as a
-device does.
+A hash with the model's seed gives a vector to each token and to each pair of neighbouring tokens.
+A text's vector is the normalised, weighted sum of these, so texts with tokens in common are near
+each other. The logit of a pair of texts is eight times the cosine of their vectors; the score is
+its sigmoid, in 0 to 1. One loop computes one input after the other, as a device does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts under way: chunks of a bounded number of tokens, shared by urgency (S83)."""
+"""Prompts under way: each step computes a chunk of bounded size, shared by urgency (S83)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class PromptUnderWay:
     blocks: list[int]
     num_cached: int
     urgency: Urgency
-    num_computed: int = 0  # of the other tokens
-    num_in_chunk: int = 0
-    states: Words | None = None  # of all its tokens, once needed
+    num_computed: int = 0  # tokens computed after the cached ones
+    num_in_chunk: int = 0  # tokens in the current step's chunk
+    states: Words | None = None  # of all its tokens; None until needed
 
     @property
     def num_left(self) -> int:
@@ -32,8 +32,8 @@ class Chunk:
 
     num_tokens: int = 0
     num_before: int = 0  # tokens of context before the chunk, mean over its prompts
-    batch: int = 0
-    longest: int = 0  # tokens of one prompt in it
+    batch: int = 0  # prompts with tokens in the chunk
+    longest: int = 0  # the most tokens of one prompt in the chunk
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class PrefillQueue:
         return self._prompts.pop(leg, None)
 
     def next_chunk(self) -> Chunk:
-        """Share the next step's tokens among the prompts, by their turns."""
+        """Give the next step's tokens to the prompts, to the earliest turn first."""
         budget, before, batch, longest = self.chunk_tokens, 0, 0, 0
         for prompt in sorted(self._prompts.values(), key=lambda p: p.urgency.turn_at):
             prompt.num_in_chunk = min(budget, prompt.num_left)

@@ -1,7 +1,7 @@
-"""Receives KV at the sim engine's decode half: pulls, scatters into new blocks, reads the digest.
+"""The sim engine's decode half: pulls KV, scatters it into new blocks and reads its digest.
 
-`core.kv.transfer.incoming_blocks` decides, as it does for vLLM's workers. Pulls run beside the step
-loop, so that running sequences keep drawing (S52).
+`core.kv.transfer.incoming_blocks` decides when to do what, as it does for vLLM's workers. Pulls run
+beside the step loop, so that running sequences keep drawing (S52).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from pdmesh.net.tasks import watched
 T = TypeVar("T")
 
 _TICK_S: Final = 0.01  # the loop's timers may be early by less than this
-_QUICK_BYTES: Final = 1 << 20  # of KV; less is read at once, since a thread would cost more
+_QUICK_BYTES: Final = 1 << 20  # KV up to this size is read without a thread, which would cost more
 # A verified range is scattered in slices of this size, one in each turn of the loop: a step that is
 # due meanwhile waits for one slice, not for the range (S52).
 _SLICE_BYTES: Final = 1 << 20
@@ -61,7 +61,7 @@ _SLICE_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """A sequence whose KV is in `blocks`; `digest` is of the bytes there."""
+    """A sequence whose KV is in `blocks`; `digest` was computed from the bytes there."""
 
     job: DecodeJob
     first_token: int
@@ -77,13 +77,12 @@ class _Retrieval:
     job: DecodeJob
     first_token: int | None
     blocks: list[int] = field(default_factory=list)  # for the prompt and its longest answer
-    pull: asyncio.Task[LoadFailure | None] | None = None  # once its turn has come
+    pull: asyncio.Task[LoadFailure | None] | None = None  # None until its turn comes
     has_landing: bool = True  # the range is ours: the pull has not begun, or has ended well
-    digest: int | None = None  # of its KV, once that was read
+    digest: int | None = None  # of its KV; None until the KV was read
     is_complete: bool = False
-    # Slices to scatter, as (offset, bytes); None: none is on its way.
-    slices: deque[tuple[int, ByteArray]] = field(default_factory=deque)
-    scattered: asyncio.Future[None] | None = None
+    slices: deque[tuple[int, ByteArray]] = field(default_factory=deque)  # to scatter: offset, bytes
+    scattered: asyncio.Future[None] | None = None  # done when no slice is left; None before any
 
 
 class Retriever:
@@ -217,7 +216,7 @@ class Retriever:
         if pull.cancelled():
             failure: LoadFailure | None = LoadFailure(PullFailure.CLOSING, "it was cancelled")
         elif pull.exception() is not None:
-            return  # this error ends the engine
+            return  # this error crashes the engine
         else:
             failure = pull.result()
         landings = (job.landing.offset,) if retrieval.has_landing else ()
@@ -241,7 +240,7 @@ class Retriever:
         try:
             if retrieval.slices:
                 self._scatter(retrieval.job.leg, *retrieval.slices.popleft(), blocks)
-        except Exception as error:  # noqa: BLE001  the pull reports it, which ends the engine
+        except Exception as error:  # noqa: BLE001  the pull raises it, which crashes the engine
             retrieval.slices.clear()
             if not done.done():
                 done.set_exception(error)
@@ -259,7 +258,7 @@ class Retriever:
                 self._tell(RangeScattered(leg))
 
     async def _keep(self, job: DecodeJob) -> None:
-        """Renew the lease during the wait for a turn; if that fails, the pull reports why."""
+        """Renew the lease while the leg waits for its turn; if this fails, the pull reports why."""
         with contextlib.suppress(KvTransferFailed):
             await self._agent.keep(job.ticket, job.deadline_s)
 

@@ -1,8 +1,8 @@
 """The sim engine's prefill half: gathers blocks into the staging range, whole or per layer (S48).
 
-A prompt that is handed on whole is gathered when it is complete. A prompt that is handed on per
-layer has its ticket open from the start: each layer's part of each chunk is gathered as soon as it
-is computed, and a layer is ready with its last chunk.
+A prompt that is handed on whole is gathered when it is complete. For a prompt that is handed on per
+layer, the ticket is open from the start. Each chunk's KV in a layer is gathered as soon as it is
+computed, and the layer may be pulled after the prompt's last chunk.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pdmesh.kv.transport.memory_access import in_host
 
 
 class Stager:
-    """Knows each ticket from its opening until the agent has closed it."""
+    """Knows each ticket from when it is opened or staged until the agent has closed it."""
 
     def __init__(self, config: SimConfig, memory: PagedMemory, agent: KvAgent) -> None:
         self._config, self._memory, self._agent = config, memory, agent
         self._legs: dict[str, int] = {}  # ticket id -> leg
-        self._writing: set[str] = set()  # open, and not yet given up
+        self._writing: set[str] = set()  # open tickets, per layer, that still lack a layer
         self.address = ""
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class Stager:
         return job.is_per_layer and hands_on(job, self._config.params.max_model_len)
 
     def open(self, job: PrefillJob) -> Ticket:
-        """The ticket may be pulled from now on; `put` adds what is computed."""
+        """Open the ticket before there is KV under it; `put` adds what is computed."""
         self._legs[job.ticket_id] = job.leg
         self._writing.add(job.ticket_id)
         self._agent.open(
@@ -50,7 +50,7 @@ class Stager:
     def put(self, prompt: PromptUnderWay, layer: int) -> None:
         """Write and gather what the current chunk adds to a layer.
 
-        With the last chunk the layer is ready.
+        After the last chunk, the layer may be pulled.
         """
         job, size = prompt.job, self._config.params.block_size
         if prompt.states is None:

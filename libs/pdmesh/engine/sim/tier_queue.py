@@ -1,4 +1,4 @@
-"""The sim engine's way to the tiers: prompts wait here for missing blocks, for a bounded time.
+"""Prompts of the sim engine wait here, for a bounded time, for missing blocks from the tiers.
 
 Fetched blocks are copied into the engine's paged memory when the prompt joins a step. The blocks
 that a step completes are copied out, one by one, at memory speed (S76, S77).
@@ -91,7 +91,7 @@ class TierQueue:
         return True
 
     def abort(self, leg: int) -> PrefillJob | None:
-        """The job if it was waiting here."""
+        """Returns the leg's job, if it waited here."""
         job = self._jobs.pop(leg, None)
         if (task := self._fetches.get(leg)) is not None:
             task.cancel()
@@ -147,9 +147,9 @@ class TierQueue:
     def save(
         self, cache_salt: str, names: Sequence[bytes], blocks: Sequence[int], first: int = 0
     ) -> None:
-        """Copy the blocks from `first` on that the pool lacks, while a sequence holds the chain.
+        """Copy to the host pool those blocks from `first` on that it lacks.
 
-        `names` and `blocks` begin at the chain's start.
+        `names` and `blocks` begin at the start of the sequence, which still holds the blocks.
         """
         pool, owner = self.stack.pool, owner_of(cache_salt)
         held = pool.held(names)
@@ -178,7 +178,7 @@ class TierQueue:
                 self._emit(BlocksChanged(report.stored, report.removed, tier=Tier.HOST))
 
     def _names(self, job: PrefillJob) -> Sequence[bytes]:
-        """The names of the blocks that need not be computed.
+        """The names of the blocks that may be loaded instead of computed.
 
         The last token is always computed, since the first draw needs it.
         """

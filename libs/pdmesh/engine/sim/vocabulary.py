@@ -1,8 +1,8 @@
-"""The sim model's tokens: bytes, words and halves of characters, and which may follow which.
+"""The sim model's tokens: bytes, words and halves of characters.
 
 Output reads as words and is valid UTF-8. Some characters are split over two tokens, so a client
-that decodes the stream token by token must hold back the first half. A half is always followed by
-its other half.
+that decodes the stream token by token must hold back the first half. A first half is always
+followed by its second half.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ def byte_alphabet() -> list[str]:
 
 @dataclass(slots=True)
 class Vocabulary:
-    """`tokens[id]` is the token's bytes; `merges` build a longer token from a prefix and a byte."""
+    """The vocabulary after the `SPECIALS`: `tokens[i]` is the bytes of id `len(SPECIALS) + i`.
+
+    `merges` build a longer token from a prefix and a byte.
+    """
 
     tokens: list[bytes] = field(default_factory=list)
     merges: list[tuple[bytes, bytes]] = field(default_factory=list)
     drawable: list[int] = field(default_factory=list)  # ids the sim model draws
-    follow: dict[int, int] = field(default_factory=dict)  # a half -> its other half
+    follow: dict[int, int] = field(default_factory=dict)  # first half -> second half
     _ids: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, token: bytes) -> int:

@@ -1,7 +1,6 @@
 """The vLLM engine's configuration, and how it becomes vLLM's arguments and environment.
 
-Every difference between a laptop's CPU and a GPU is decided here, by `device`. The rest of the
-engine does not know where it runs.
+Most differences between a laptop's CPU and a GPU are decided here, by `device`.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ CONNECTOR_MODULE = "pdmesh.engine.vllm.connector.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
 SCHEDULERS = "pdmesh.engine.vllm.connector.scheduler"
 # A step on a CPU must end soon, for decodes in the same step wait for it, and so do pings. Short
-# steps cost nothing: a prompt of 1,900 tokens took 6.1 s of a core, and 6.5 s in a single step
-# (SmolLM2-135M, float32). The longest ping took 4 s, and 18 s with a single step, on a busy
-# machine. On a CPU without instructions for its number format, a step of this size takes 13 s.
+# steps cost nothing: a prompt of 1,900 tokens took 6.1 s of a core in steps of this size, and 6.5 s
+# in a single step (SmolLM2-135M, float32). On a busy machine, the longest ping took 4 s, and 18 s
+# with a single step. On a CPU without instructions for the model's number format, a step of this
+# size takes 13 s.
 CPU_STEP_TOKENS = 512
 MEMORY_SHARE = 0.3  # of a GPU's memory, which must be free: several engines may share the GPU
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of slots, as vLLM has them
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allows for its slots
 MAX_IMAGES = 8  # in a prompt
 
 
@@ -51,7 +51,7 @@ def installed_device() -> str:
 
 
 class Placed(Protocol):
-    """Where an engine of any role runs, and what it takes there."""
+    """Where an engine of any role runs, and what it needs there."""
 
     @property
     def instance_id(self) -> str: ...
@@ -92,7 +92,7 @@ class VllmConfig:
     kv_memory: KvMemory = KvMemory.AUTO  # where KV waits and lands, on a GPU
     requires_rdma: bool = False
     group_id: str = ""  # KV is handed on only within it
-    max_pulls: int = MAX_PULLS  # of KV, at once
+    max_pulls: int = MAX_PULLS  # pulls of KV at once
     lease_s: float = TICKET_LEASE_S  # how long a staged prompt waits for its decode
     max_model_len: int = 2048
     max_num_seqs: int = 16
@@ -102,7 +102,7 @@ class VllmConfig:
     domain: DomainRank | None = None  # its place in a data-parallel domain; None: it has none
     tiers: TierConfig = field(default_factory=TierConfig)
     speculation: Speculation = NO_SPECULATION
-    async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # of a step, while another is computed
+    async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # a step while another is computed
     weights_loader: WeightsLoader = WeightsLoader.AUTO
     engine_args: EngineArgs = field(default_factory=dict)  # more of vLLM's arguments
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
@@ -132,15 +132,16 @@ class VllmConfig:
 
     @property
     def num_spare_adapter_slots(self) -> int:
-        """On a CPU, vLLM computes rows without an adapter with the adapter in its last slot (index
-        -1), in a batch where another row has one. It fills the first free slot, so a slot more than
-        there are adapters stays empty.
+        """On a CPU, one more slot than there are adapters.
+
+        If a row of a batch has an adapter, vLLM computes the rows without one with the adapter in
+        its last slot (index -1). It always fills the first free slot, so the spare one stays empty.
         """
         return 1 if self.device == "cpu" else 0
 
     @property
     def scheduling(self) -> Decision:
-        """Whether steps are scheduled asynchronously. Without a landing, it is a prefill."""
+        """Whether steps are scheduled asynchronously. With staging and no landing: a prefill."""
         return decide(
             self.async_scheduling,
             Schedules(
@@ -200,7 +201,7 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_per_rank(num_cores: int, num_ranks: int) -> int:
-    """Half of the cores, since prefill and decode share them, or each rank's share."""
+    """Half of the cores for one rank, since prefill and decode share them; or each rank's share."""
     return max(1, num_cores // max(2, num_ranks))
 
 
@@ -282,7 +283,7 @@ def scheduler_class(config: VllmConfig) -> str:
 
 
 def lora_arguments(config: VllmConfig) -> dict[str, Any]:
-    """As many adapters in host memory as in slots: vLLM never chooses which one leaves."""
+    """As many adapters in host memory as in slots, so that vLLM never evicts one by itself."""
     num_slots = config.max_adapters + config.num_spare_adapter_slots
     return {
         "enable_lora": True,
@@ -306,8 +307,8 @@ def vision_arguments() -> dict[str, Any]:
 
     Its cache of processed images is off: each image is processed where its prompt is computed, and
     the encoder's cache spares the costly part. vLLM's own code of most such models needs
-    torchvision, whose builds on PyPI do not run with a CPU's torch. Then it runs the model with the
-    code of transformers.
+    torchvision, whose builds on PyPI do not run with a CPU's torch. Without torchvision, vLLM runs
+    the model with the code of transformers.
     """
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": False,

@@ -1,7 +1,7 @@
 """The vLLM engine of one instance: `Engine` over AsyncLLM.
 
 Each job is one vLLM request (`Requests`). `Jobs` decides what the requests' outputs and the
-workers' reports about KV mean. This file starts and stops vLLM, and forwards.
+workers' reports about KV mean. This file starts and stops vLLM, and connects these parts.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class VllmEngine:
         self._events: asyncio.Task[None] | None = None
         self._num_blocks = 0
         self._worker_pids: tuple[int, ...] = ()
-        self._num_connections: dict[int, int] = {}  # of KV, by rank
+        self._num_connections: dict[int, int] = {}  # KV connections, by rank
         self._working: dict[int, Working] = {}  # last report, by rank
         self._is_stopping = False
 
@@ -327,7 +327,7 @@ class VllmEngine:
         )
 
     def _names_to_fetch(self, job: PrefillJob) -> Sequence[bytes]:
-        """The names of the blocks that need not be computed; the last token always is.
+        """The names of the blocks that need not be computed; the last token is always computed.
 
         All of them are fetched, even if the engine seems to hold them: it may have evicted some by
         the time of the step.
@@ -474,7 +474,7 @@ class VllmEngine:
     # -- one job ----------------------------------------------------------------------------------
 
     def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task whose failure ends the engine: the mesh relies on it."""
+        """A task that the mesh relies on: if it fails, the engine is dead."""
         return watched(work, name, lambda error: self._task_died(name, error))
 
     def _task_died(self, name: str, error: BaseException) -> None:

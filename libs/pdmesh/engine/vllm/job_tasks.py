@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 
 class JobTasks:
-    """The engine is dead once a task fails in a way that its job did not foresee."""
+    """The engine is dead once a task fails with an error that its job does not handle."""
 
     def __init__(self, process: LlmProcess) -> None:
         self._process = process

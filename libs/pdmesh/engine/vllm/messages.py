@@ -1,8 +1,8 @@
 """The messages between the instance host and vLLM's worker processes, beside vLLM's own channels.
 
 vLLM starts its workers as children of the host, and the KV agent lives in the worker. There is one
-unix socket per rank, in a private directory. Addresses, closed tickets, pulls and failures travel
-to the host, and releases to the worker. A frame is a little-endian uint32 length and one msgpack
+unix socket per rank, in a private directory. Reports on tickets, pulls, tiers and work travel to
+the host, and orders travel to the worker. A frame is a little-endian uint32 length and one msgpack
 array with a tag. Both sides act on the end of the connection: a worker without its host exits, and
 a host without one of its workers fails.
 """
@@ -127,7 +127,7 @@ class Release(RankMessage):
 
 
 class FetchToPool(RankMessage):
-    """Host: pin the blocks of a prompt that the tiers can provide in time.
+    """Host: lease those blocks of a prompt that the tiers can provide in time.
 
     Answered by Fetched.
     """
@@ -151,7 +151,7 @@ class Holders(RankMessage):
 
 
 class ForgetLease(RankMessage):
-    """Host: the leg's lease will not be used; Fetched may not follow."""
+    """Host: the leg's lease will not be used; Fetched need not follow."""
 
     leg: int
 
@@ -189,7 +189,7 @@ TierOrder = FetchToPool | Holders | ForgetLease | Pin | PrefetchToPool | Session
 
 
 class Fetched(RankMessage):
-    """Worker: blocks `first` to `end - 1` of the prompt are pinned."""
+    """Worker: blocks `first` to `end - 1` of the prompt are leased."""
 
     rank: int
     leg: int
@@ -282,13 +282,13 @@ class FetchEmbeddings(RankMessage):
     instance_id: str
     incarnation: int
     address: str
-    identifiers: list[str]  # of the images; those of one length stand together
+    identifiers: list[str]  # of the images; those with equal numbers of tokens stand together
     num_tokens: list[int]  # of each image
     deadline_s: float
 
 
 class ForgetEmbeddings(RankMessage):
-    """Host: no request will use the leg's embeddings; EmbeddingsFetched may not follow."""
+    """Host: no request will use the leg's embeddings; EmbeddingsFetched need not follow."""
 
     leg: int
 

@@ -1,4 +1,5 @@
-"""Where the engines of a data-parallel domain meet if this instance becomes its rank 0 (S121).
+"""The address that the engines of a data-parallel domain connect to if this instance is its rank 0
+(S121).
 
 The master chooses the ranks of a domain among blank instances, and tells all of them the address of
 rank 0. So a blank instance keeps a port free, and gives it up just before its engine binds it.

@@ -1,6 +1,4 @@
-"""Converts the senders that a decode ejects or avoids between its record and the types of
-`source_exclusions`.
-"""
+"""Converts the KV sources that a decode excludes: in its record, and as types of `core`."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def excluded_to_proto(excluded: ExcludedSource) -> ExcludedKvSource:
 
 
 def excluded_from(record: InstanceRecord) -> tuple[ExcludedSource, ...]:
-    """Exclusions for an unknown fault are left out: the decode itself refuses what it must."""
+    """Without exclusions for an unknown fault: the decode itself applies those anyway."""
     return tuple(
         ExcludedSource(KvSource(h.source.instance_id, h.source.incarnation), fault)
         for h in record.excluded_kv_sources

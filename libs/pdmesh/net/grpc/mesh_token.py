@@ -21,7 +21,7 @@ _REFUSAL: Final = (
     "(PDMESH_MESH_TOKEN or PDMESH_MESH_TOKEN_FILE)"
 )
 
-# The types of a handler's parts, which grpc-stubs cannot express.
+# grpc-stubs has no types for a call's details and for handlers that fit here.
 Details = Any
 Handler = Any
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -73,7 +73,7 @@ class TokenChannel(grpc.aio.Channel):
         await self._inner.channel_ready()
 
 
-class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in grpc-stubs alone
+class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in grpc-stubs
     """Checks the token before it reads a call's first message, even for unknown methods."""
 
     def __init__(self, token: str, refuse: Callable[[Context, Exception], Awaitable[None]]) -> None:
@@ -85,7 +85,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     ) -> Handler:
         if self._is_shown(handler_call_details.invocation_metadata):
             return await continuation(handler_call_details)
-        # A stream's handler decides when to read, and this handler never reads.
+        # For a unary handler, gRPC reads the request first. A stream's handler reads by itself, and
+        # this one never does.
         return grpc.stream_stream_rpc_method_handler(self._answer)
 
     def _is_shown(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:

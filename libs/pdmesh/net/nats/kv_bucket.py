@@ -1,4 +1,4 @@
-"""A JetStream key-value bucket that survives restarts of the server, and being wiped (F21).
+"""A JetStream key-value bucket that survives restarts of the server and the loss of its data (F21).
 
 nats-py's own watcher needs 18 s to notice a restarted server. Ours opens a plain push consumer and
 watches its heartbeats. It opens a new consumer whenever the server comes back, a heartbeat or a
@@ -45,7 +45,7 @@ _EXPECTED: Final = "Nats-Expected-Last-Subject-Sequence"
 class KvEntry:
     """The bucket's entry for a key.
 
-    If `value` is None, it is gone; `is_expired` if its time to live ended.
+    `value` is None if the key was deleted or has expired; `is_expired` tells which.
     """
 
     key: str
@@ -55,15 +55,15 @@ class KvEntry:
 
 
 class WrongRevision(Exception):
-    """Another writer changed the key since."""
+    """The key is not at the expected revision: it was changed, or the bucket lost its data."""
 
 
 class KvBucket:
     """One bucket on file storage, history 1. `ttl_s` 0: values do not expire.
 
     The server tells watchers when a value expires, except in a bucket that several roles write: see
-    `lease_ends`. Every method raises Unavailable within about a second if the server does not
-    answer.
+    `lease_ends`. Methods that read or write values, or open a consumer, raise Unavailable within
+    about a second if the server does not answer.
     """
 
     def __init__(self, bus: NatsBus, name: str, ttl_s: float = 0.0) -> None:
@@ -78,7 +78,8 @@ class KvBucket:
     async def ensure(self) -> None:
         """Make the bucket if it is absent; update its settings if they differ.
 
-        A process that may not make buckets waits for a master: its calls raise Unavailable.
+        A process that may not make buckets does nothing here: until a master has made the bucket,
+        its calls raise Unavailable.
         """
         await self._ensure()
 
@@ -94,8 +95,8 @@ class KvBucket:
             max_age=self._ttl_s,
             allow_msg_ttl=True,
             subject_delete_marker_ttl=max(1.0, self._ttl_s) if self._tells_ends else None,
-            # With it, a writer of one key could empty the bucket. NATS sets it all the same for a
-            # stream with markers.
+            # Rollup headers let a writer of one key empty the bucket. NATS allows them all the same
+            # in a stream with markers.
             allow_rollup_hdrs=False,
             deny_delete=True,
             allow_direct=True,
@@ -114,7 +115,7 @@ class KvBucket:
         return bool(made.did_create)
 
     async def _update(self, config: api.StreamConfig) -> None:
-        """A process that does not know how many replicas there are leaves their number."""
+        """Update the settings. The number of replicas stays if this process does not know it."""
         if self._bus.num_replicas is None:
             found = await self._js.stream_info(self.stream)
             config.num_replicas = found.config.num_replicas
@@ -132,7 +133,7 @@ class KvBucket:
     async def put(self, key: str, value: bytes, last: int | None = None) -> int:
         """Write and return the new revision.
 
-        Raises WrongRevision unless the key is at revision `last` (0: absent).
+        Raises WrongRevision unless the key is at revision `last`. 0: absent; None: any revision.
         """
         headers = None if last is None else {_EXPECTED: str(last)}
         return await self._publish(key, value, headers)
@@ -176,9 +177,13 @@ class KvBucket:
         return KvWatch(self._bus, self, on_entry, on_loaded, on_reset, key)
 
     async def open_consumer(self, inbox: str, key: str = ALL_KEYS) -> tuple[str, int]:
-        """Push the last values to `inbox`; returns the consumer's name and how many values wait."""
+        """Push each key's latest value to `inbox`, and then each new one.
+
+        Return the consumer's name, and how many values are pending.
+        """
         config = api.ConsumerConfig(
-            # Part of the request's subject, with the filter: NATS can permit one filter alone.
+            # With a name, the subject of this request ends with the filter, so that permissions can
+            # allow one filter only.
             name=secrets.token_hex(12),
             deliver_subject=inbox,
             deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT,
@@ -207,7 +212,7 @@ class KvBucket:
 
 
 class KvWatch:
-    """A consumer that is opened again until it is closed.
+    """Follows a bucket until `close`. Whenever its consumer breaks, it opens a new one.
 
     Callbacks run on the event loop, in the bucket's order.
 
@@ -236,7 +241,7 @@ class KvWatch:
 
     @property
     def is_live(self) -> bool:
-        """True while every value of the bucket has been delivered."""
+        """True while all followed entries have been delivered, except those left out."""
         return self._is_loaded and not self._broken.is_set() and self._bus.is_connected
 
     async def close(self) -> None:
@@ -292,7 +297,7 @@ class KvWatch:
         if self._broken.is_set():
             return
         headers = msg.headers or {}
-        if not msg.reply:  # a heartbeat; it names the last delivery, so a lost one shows
+        if not msg.reply:  # a heartbeat names the last delivery, which reveals a lost one
             if int(headers.get("Nats-Last-Consumer", "0")) != self._next_delivery - 1:
                 self._broken.set()
             return

@@ -1,7 +1,8 @@
 """Checks bearer tokens against the keys of their provider (RFC 7519, RFC 8725).
 
-Keys are fetched in a thread, beside the requests. Only a token that names an unknown key waits for
-a fetch, and no longer than two seconds. While the provider is away, the last keys stay valid.
+Keys are fetched in a background thread. A request waits for a fetch, at most two seconds, only if
+its token cannot be checked with the present keys: there are none yet, or its key may be a new one.
+While the provider is away, the last keys stay valid.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from pdmesh.telemetry import metrics, names
 log = structlog.get_logger(__name__)
 
 _MAX_TOKEN_CHARS: Final = 8192
-_MAX_KNOWN: Final = 4096  # tokens that need no second look at their signature
-_WAIT_S: Final = 2.0  # of a token for a fetch of its key
+_MAX_KNOWN: Final = 4096  # verified tokens, whose signatures are not checked again
+_WAIT_S: Final = 2.0  # how long a token waits for a fetch of its key
 _RETRY_MS: Final = 1000
 _WRONG_SIGNATURE: Final = "WRONG_SIGNATURE"
 
@@ -41,7 +42,7 @@ _fetches = metrics.counter(
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What a token must say: who made it, and that it is for us."""
+    """What is accepted: the issuer, our audience, the algorithms, and the leeway for clocks."""
 
     issuer: str
     audience: str
@@ -102,7 +103,7 @@ class TokenVerifier:
             fetched.set()
 
     async def _renew(self) -> bool:
-        """Whether the keys could be fetched."""
+        """Fetch the keys, and return whether that succeeded."""
         try:
             keys = KeySet(await asyncio.to_thread(self._fetch))
         except (ProviderFailed, NoKeys) as exc:
@@ -124,9 +125,9 @@ class TokenVerifier:
     # --- one token -------------------------------------------------------------------------------
 
     def _checked(self, token: str) -> Claims | MeshError:
-        """The claims of a token. An error that is returned may be over once keys are fetched.
+        """The claims of a token, or an error that new keys may cure.
 
-        Raises InvalidToken: no key would help.
+        Raises InvalidToken if no other keys can make the token valid.
         """
         digest = hashlib.sha256(token.encode(errors="replace")).digest()
         if (known := self._known.get(digest)) is not None:
@@ -142,16 +143,18 @@ class TokenVerifier:
             )
         key = self._keys.find(key_id)
         if key is None:
-            named = "names no key" if key_id is None else f"names the key {shortened(key_id)}"
-            return InvalidToken(
-                f"the token {named}, which the identity provider does not have",
-                reason="UNKNOWN_KEY",
+            text = (
+                "the token names no key (kid), and the identity provider has several"
+                if key_id is None
+                else f"the token names the key {shortened(key_id)}, "
+                "which the identity provider does not have"
             )
+            return InvalidToken(text, reason="UNKNOWN_KEY")
         try:
             claims = self._decoded(token, key)
         except InvalidToken as exc:
             if key_id is None and exc.reason == _WRONG_SIGNATURE:
-                return exc  # it may be of a key that is new
+                return exc  # a new key, which is not fetched yet, may have signed it
             raise
         self._known[digest] = claims
         while len(self._known) > _MAX_KNOWN:
@@ -203,12 +206,12 @@ def _refusal(exc: jwt.PyJWTError, rules: TokenRules) -> InvalidToken:
             text = f"the token is for others: its aud does not contain {rules.audience}"
             return InvalidToken(text, reason="WRONG_AUDIENCE")
         case jwt.InvalidIssuerError():
-            text = f"the token is of another provider: its iss is not {rules.issuer}"
+            text = f"the token is from another provider: its iss is not {rules.issuer}"
             return InvalidToken(text, reason="WRONG_ISSUER")
         case jwt.InvalidAlgorithmError():
-            text = "the token's algorithm is not one of the key that it names"
+            text = "the provider's key does not allow the token's algorithm"
             return InvalidToken(text, reason="WRONG_ALGORITHM")
         case jwt.InvalidSignatureError():
-            text = "the token's signature is not of the key that it names"
+            text = "the token's signature does not match the provider's key"
             return InvalidToken(text, reason=_WRONG_SIGNATURE)
-    return InvalidToken("the token is not as RFC 7519 says")
+    return InvalidToken("the token is not a valid JWT (RFC 7519)")

@@ -19,6 +19,7 @@ from tests.support.proxies.asking import ENDPOINT, GET_MODELS, endpoints_of
 from tests.support.proxies.envoy import Config, cluster_of
 from tests.support.proxies.picked_site import gateway_record, picked_site
 from tests.support.sites.certificates import TestAuthority
+from tests.support.sites.refused_calls import refusal
 
 NAME = "gateway-0.gateway.pdmesh"  # in the certificate of gateway-0
 
@@ -61,15 +62,10 @@ async def named(mesh: GatewayMesh, certificate: Path | None, ca: Path) -> str:
     raise AssertionError("the picker said nothing")
 
 
-async def refusal(mesh: GatewayMesh, certificate: Path | None, ca: Path) -> grpc.aio.AioRpcError:
-    """The picker's refusal. gRPC's client says INTERNAL, and not what it was told, where the
-    refusal comes before its request is written.
-    """
-    while True:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await named(mesh, certificate, ca)
-        if refused.value.code() is not grpc.StatusCode.INTERNAL:
-            return refused.value
+async def refused(mesh: GatewayMesh, certificate: Path | None, ca: Path) -> grpc.aio.AioRpcError:
+    found = await refusal(lambda: named(mesh, certificate, ca))
+    assert found is not None
+    return found
 
 
 async def test_a_proxy_with_a_certificate_of_the_mesh_is_answered(
@@ -86,14 +82,14 @@ async def test_others_are_refused(tmp_path: Path, ours: TestAuthority) -> None:
     async with secure_mesh(tmp_path, ours) as mesh:
         ca = ours.issue("proxy", "edge")
         for role in ("prefill", "viewer", "gateway"):
-            found = await refusal(mesh, ours.issue(role, "x"), ca)
+            found = await refused(mesh, ours.issue(role, "x"), ca)
             assert found.code() is grpc.StatusCode.PERMISSION_DENIED, role
             assert f"not for {role}/x" in str(found.details())
         for certificate in (theirs.issue("proxy", "edge"), None):
-            found = await refusal(mesh, certificate, ca)
+            found = await refused(mesh, certificate, ca)
             assert found.code() is grpc.StatusCode.UNAVAILABLE
         expired = ours.issue("proxy", "late", days=-1)
-        assert (await refusal(mesh, expired, ca)).code() is grpc.StatusCode.UNAVAILABLE
+        assert (await refused(mesh, expired, ca)).code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_any_caller_over_tls_is_answered_where_proxies_can_show_no_certificate(

@@ -37,7 +37,10 @@ def test_a_role_may_do_what_lower_ones_may_and_no_more() -> None:
 
 
 def test_a_method_that_is_not_in_the_table_is_for_nobody() -> None:
-    assert refusal("DropEverything", AdminRole.ADMIN, "ann") == "DropEverything is for nobody"
+    assert (
+        refusal("DropEverything", AdminRole.ADMIN, "ann")
+        == "DropEverything may be called by nobody"
+    )
 
 
 @pytest.mark.parametrize(

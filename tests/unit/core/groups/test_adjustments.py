@@ -79,14 +79,14 @@ def test_an_operator_who_changes_the_counts_has_the_last_word() -> None:
 
 
 @pytest.mark.parametrize(
-    "move",
+    ("move", "why"),
     [
-        Move("gone", MoveKind.ADD, Role.PREFILL),
-        Move("a", MoveKind.MOVE, Role.DECODE, "gone"),
-        Move("f", MoveKind.ADD, Role.PREFILL),
-        Move("a", MoveKind.MOVE, Role.DECODE, "f"),
+        (Move("gone", MoveKind.ADD, Role.PREFILL), "no group gone"),
+        (Move("a", MoveKind.MOVE, Role.DECODE, "gone"), "no group gone"),
+        (Move("f", MoveKind.ADD, Role.PREFILL), "group f has no prefills"),
+        (Move("a", MoveKind.MOVE, Role.DECODE, "f"), "group f has no prefills"),
     ],
 )
-def test_a_move_without_room_in_the_desired_state_is_refused(move: Move) -> None:
-    with pytest.raises(CannotMove):
+def test_a_move_without_room_in_the_desired_state_is_refused(move: Move, why: str) -> None:
+    with pytest.raises(CannotMove, match=why):
         after(move, DESIRED, {})

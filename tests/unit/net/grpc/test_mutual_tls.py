@@ -4,6 +4,7 @@ certificates without a restart.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -32,6 +33,7 @@ from pdmesh.v1.instance_service_pb2 import (
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 from tests.support.sites.certificates import TestAuthority
 from tests.support.sites.counting_servicer import CountingServicer
+from tests.support.sites.refused_calls import refusal
 from tests.support.waiting import until
 
 STATUS = "/pdmesh.v1.InstanceService/GetStatus"
@@ -84,7 +86,7 @@ async def status(channel: grpc.aio.Channel) -> str:
     return str(answer.record.instance_id)
 
 
-async def refusal(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
+async def refused_status(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await status(channel)
     return refused.value
@@ -113,7 +115,7 @@ async def test_callers_without_a_valid_certificate_of_the_mesh_reach_no_handler(
     async with serving(ours.folder("prefill", "p-0")) as (record, servicer):
         for folder in folders:
             async with channel_of(folder, record) as channel:
-                assert (await refusal(channel)).code() is grpc.StatusCode.UNAVAILABLE
+                assert (await refused_status(channel)).code() is grpc.StatusCode.UNAVAILABLE
         assert servicer.num_calls == 0
 
 
@@ -149,7 +151,7 @@ async def test_a_caller_accepts_only_the_server_that_it_means(
     own = ours.folder("operator", "o")
     for message, folder in cases.items():
         async with serving(folder) as (record, servicer), channel_of(own, record) as channel:
-            error = rpc.from_rpc_error(await refusal(channel))
+            error = rpc.from_rpc_error(await refused_status(channel))
             assert type(error) is UntrustedPeer, message
             assert message in error.message
             assert servicer.num_calls == 0
@@ -181,10 +183,9 @@ async def test_a_role_calls_only_its_own_methods(ours: TestAuthority) -> None:
             async with channel_of(ours.folder(role, "x"), record) as channel:
                 for name, call in calls.items():
                     before = servicer.num_calls
-                    try:
-                        await call(InstanceServiceStub(channel))
-                    except grpc.aio.AioRpcError as exc:
-                        error = rpc.from_rpc_error(exc)
+                    called = functools.partial(call, InstanceServiceStub(channel))
+                    if (refused := await refusal(called)) is not None:
+                        error = rpc.from_rpc_error(refused)
                         assert type(error) is WrongPeer, (role, name, error)
                         assert f"is not for {role}/x" in error.message
                     assert (servicer.num_calls > before) == (name in methods), (role, name)
@@ -202,7 +203,7 @@ async def test_a_process_of_another_trust_domain_is_refused(
         with using_certificates(CertificateFolder(tmp_path / "other")):
             named = rpc.channel(record.grpc_address, name="p-0.prefill.pdmesh")
         async with named as channel:
-            error = rpc.from_rpc_error(await refusal(channel))
+            error = rpc.from_rpc_error(await refused_status(channel))
             assert type(error) is WrongPeer
             assert "names no process of this mesh" in error.message
 
@@ -247,7 +248,7 @@ async def test_new_certificates_of_a_new_authority_take_effect_while_streams_run
                 if is_served:
                     assert await status(other) == "i-0"
                 else:
-                    assert (await refusal(other)).code() is grpc.StatusCode.UNAVAILABLE
+                    assert (await refused_status(other)).code() is grpc.StatusCode.UNAVAILABLE
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF  # type: ignore[attr-defined]  # not in grpc-stubs
 

@@ -1,4 +1,4 @@
-"""Makes one instance of the ranks of a data-parallel domain, and ranks of it again (S75, S121).
+"""Folds the ranks of a data-parallel domain into one instance, and unfolds it (S75, S121).
 
 The group controller decides about members. A domain is one member: it is ready when all of its
 ranks are, and the loss of one rank is its loss, for the engines of a mixture of experts step
@@ -26,8 +26,8 @@ class _Formation:
     size: int
     ranks: dict[int, InstanceStatus] = field(default_factory=dict)
     given: dict[int, Assignment] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)  # not asked to leave
-    last: Assignment | None = None  # of a lost rank
+    lost: list[str] = field(default_factory=list)  # gone, and not asked to leave
+    last: Assignment | None = None  # the assignment of a lost rank
 
     @property
     def is_complete(self) -> bool:
@@ -79,7 +79,7 @@ def folded(observed: Observed) -> Observed:
 
 
 def unfolded(plan: Mapping[str, Assignment], domains: Ranks) -> dict[str, Assignment]:
-    """The assignments of all instances: each rank gets its domain's, and all ranks are peers."""
+    """All assignments: each rank gets its domain's, in which peer domains become their ranks."""
     found: dict[str, Assignment] = {}
     for member_id, assignment in plan.items():
         peers = _peers_of(assignment.peers, domains)
@@ -101,7 +101,7 @@ def status_of(
     verified: frozenset[PeerId] = frozenset(),
     failed: frozenset[PeerId] = frozenset(),
 ) -> InstanceStatus:
-    """A domain as one instance: as far as the rank that is least far."""
+    """A domain as one instance, which is as far as its slowest rank; see `_phase_of`."""
     first = ranks[0]
     told = max(ranks, key=lambda rank: rank.assignment_id)  # the others may not have reported yet
     broken = next(((n, r) for n, r in enumerate(ranks) if r.phase is Phase.FAILED), None)
@@ -151,9 +151,9 @@ def _formations(observed: Observed) -> dict[str, _Formation]:
 
 
 def _assignment_of(first: InstanceStatus, given: Iterable[Assignment]) -> Assignment:
-    """What all ranks were told; the writes of a round may have ended halfway.
+    """The assignment of the whole domain, even if a leader died while it wrote those of the ranks.
 
-    Then ranks that were told to leave take the others with them, and ranks that were moved on wait.
+    If a rank was told to leave, all leave. Otherwise ranks that were moved on wait for the others.
     """
     by_stage = sorted(given, key=lambda assignment: assignment.stage)
     chosen = by_stage[-1] if by_stage[-1].stage >= Stage.DRAIN else by_stage[0]
@@ -175,7 +175,7 @@ def _named(assignment: Assignment) -> RoleSpec:
 
 
 def _phase_of(phases: Collection[Phase]) -> Phase:
-    """One rank that leaves takes the domain with it: it drains until all are drained."""
+    """One rank that drains or fails takes the domain with it; it is drained when all ranks are."""
     if Phase.FAILED in phases:
         return Phase.FAILED
     if Phase.DRAINING in phases or Phase.DRAINED in phases:
@@ -192,7 +192,7 @@ def _verified(
     of_rank: Mapping[PeerId, PeerId],
     sizes: Mapping[PeerId, int],
 ) -> frozenset[PeerId]:
-    """The members that all these ranks are connected to; to a domain: to each of its ranks."""
+    """Members to which each of these ranks is connected; of a domain, to all of its ranks."""
     common = frozenset.intersection(*(rank.verified for rank in ranks))
     counts = Counter(of_rank.get(peer, peer) for peer in common)
     return frozenset(peer for peer, num in counts.items() if num == sizes.get(peer, 1))

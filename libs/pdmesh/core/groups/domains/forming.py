@@ -19,8 +19,8 @@ def chosen_ranks(
     """The blank instances for a new domain, rank 0 first; empty if there are too few of them.
 
     Ranks exchange what they compute in every layer, so they are in one region and near each other:
-    in one rack if it has enough, and on few machines. Of such racks, the group's least used is the
-    best, and an instance that failed before is the last choice.
+    in one rack if one has enough, and on few machines. Of such racks, the one that the group uses
+    least is the best. An instance that failed before is the last choice.
     """
     able = [status for status in candidates if status.domain_address]
     regions = Counter(status.region for status in able)

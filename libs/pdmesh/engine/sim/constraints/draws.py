@@ -1,8 +1,8 @@
 """The sim model's draws under a constraint.
 
 The model has no logits, so the constraint alone decides. One of the tokens that it allows is drawn,
-in a way that ends the answer sooner or later. The same digest, key and constraint draw the same
-token.
+with preferences that make the answer end sooner or later. The same digest, key and state of the
+constraint draw the same token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLOSERS: Final = (b'"', b"}", b"]", b">", b")")
 
 @dataclass(frozen=True, slots=True)
 class LimitedGuide:
-    """A guide, and the tokens that may be drawn at all; empty: any."""
+    """A guide, and the only tokens that may be drawn while it constrains the answer; empty: any."""
 
     guide: Guide
     allowed_token_ids: tuple[int, ...] = ()
@@ -42,9 +42,10 @@ class GuidedVocabulary:
         self._visible = np.array([bool(token.strip()) for token in tokens])
 
     def draw_next(self, limited: LimitedGuide, free: int, seed: int, may_end: bool) -> int:
-        """Draw the next token and let the guide take it; the token is `free` if any may come.
+        """Draw the next token and pass it to the guide.
 
-        Raises EngineFailed if the constraint cannot go on.
+        While the guide constrains nothing, the token is `free`. Raises EngineFailed if the
+        constraint allows no token or has become too complex.
         """
         guide = limited.guide
         token = free if guide.is_free else self._draw(limited, mix(seed & MASK), may_end)

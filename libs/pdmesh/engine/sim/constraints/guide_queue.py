@@ -1,4 +1,4 @@
-"""Compiles the constraints of requests beside the sim engine's loop, before they may draw."""
+"""Compiles the constraints of requests beside the sim engine's loop; their draws wait for this."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh.net.tasks import watched
 
 
 class GuideQueue:
-    """A leg is here from `prepare` until its guide is taken or the leg is aborted.
+    """A leg is here from `prepare` until its guide is taken or the leg is aborted or refused.
 
     `refuse` is called with the leg if its constraint cannot be compiled.
     """
@@ -35,7 +35,7 @@ class GuideQueue:
         self._tasks[leg] = watched(work, f"guide-{leg}", self._die)
 
     def when_ready(self, leg: int, then: Callable[[], None]) -> None:
-        """Call `then` when the guide can be taken: at once if it can, or if there is none."""
+        """Call `then` when the leg's guide is ready: at once if it is, or if the leg needs none."""
         if leg in self._tasks:
             self._then[leg] = then
         else:

@@ -1,7 +1,7 @@
-"""The sim's prefills that await embeddings, and go on when they are here or will not come.
+"""The sim's prefills wait here until the embeddings of their images have come, or will not come.
 
-The sim computes with the image itself. It checks the embeddings that it fetched, and a prompt with
-wrong ones fails, as a model would answer about another image.
+The sim computes with the image itself, but it checks the embeddings that it fetched. A prompt with
+wrong embeddings fails, because a real model would answer about another image.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdmesh.net.tasks import end, watched
 class EmbeddingQueue:
     """`go` gets each job whose wait is over, and how many of its first images have embeddings here.
 
-    A job with wrong embeddings is given up instead.
+    A job with wrong embeddings goes to `give_up` instead.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class EmbeddingQueue:
         self._awaited.expect(leg)
 
     def begin(self, job: PrefillJob) -> None:
-        """The job has all else that it needs."""
+        """Begin to fetch: the job has its adapter and its guide, if it needs them."""
         task = watched(self._wait(job), f"sim-embeddings-{job.leg}", self._die)
         self._jobs[job.leg] = job, task
 
@@ -76,7 +76,7 @@ class EmbeddingQueue:
         self._awaited.tell(leg, encoder)
 
     def abort(self, leg: int) -> PrefillJob | None:
-        """The job, if it waited here."""
+        """Returns the leg's job, if it waited here."""
         self._awaited.forget(leg)
         job, task = self._jobs.pop(leg, (None, None))
         if task is not None:
@@ -112,7 +112,7 @@ class EmbeddingQueue:
             names,
             targets,
             deadline_s=deadline_s,
-            on_freed=lambda: None,  # they are not read after a failure
+            on_freed=lambda: None,  # the targets are not read after a failure
             source=encoder.instance_id,
         )
         return len(found)

@@ -1,1 +1,1 @@
-"""Starting vLLM: the checks before the start, its first thread and its last process."""
+"""Starts and stops vLLM's processes, after checks of the settings and of the machine."""

@@ -1,7 +1,7 @@
 """Reads from a processor's flags what the processor cannot do, or does slowly, before vLLM fails.
 
-All functions take text and return text. On a machine whose flags cannot be read, nothing is
-refused: vLLM reports what is wrong.
+Only `own_flags` reads a file. On a machine whose flags cannot be read, nothing is refused: vLLM
+reports what is wrong.
 """
 
 from __future__ import annotations

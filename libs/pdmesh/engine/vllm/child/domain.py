@@ -1,9 +1,9 @@
-"""What vLLM is told of a data-parallel domain: its external mode, one engine process for each rank.
+"""vLLM's arguments for a data-parallel domain: its external mode, one engine process per rank.
 
-vLLM has two kinds of data parallelism. The ranks of a mixture of experts share the experts, so
-their engines meet at rank 0 and step together. The ranks of a dense model have nothing to share:
-vLLM refuses the external mode for them ("launch independent vLLM instances without
---data-parallel-* arguments"), so each is an engine of its own.
+The ranks of a mixture of experts share the experts, so their engines connect to rank 0 and step
+together. The ranks of a dense model have nothing to share. vLLM refuses the external mode for them
+("launch independent vLLM instances without --data-parallel-* arguments"), so each is an engine of
+its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def domain_arguments(
 ) -> dict[str, Any]:
     """More keyword arguments of `AsyncEngineArgs` (Any: vLLM's own mixture of types).
 
-    `arguments` are the others. Raises EngineMisconfigured for a model that cannot be computed so.
+    `arguments` are the others. Raises EngineMisconfigured for a mixture of experts on a CPU.
     """
     if domain is None:
         return {}
@@ -42,7 +42,7 @@ def domain_arguments(
 
 
 def external_mode(domain: DomainRank) -> dict[str, Any]:
-    """A rank that is named makes vLLM leave the choice of a rank for each request to others."""
+    """With a `data_parallel_rank`, vLLM leaves it to its caller to choose each request's rank."""
     host, _, port = domain.address.rpartition(":")
     return {
         "data_parallel_size": domain.dp_size,

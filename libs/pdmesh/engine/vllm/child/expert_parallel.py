@@ -10,8 +10,8 @@ from pdmesh.errors import EngineMisconfigured
 def check_experts(vllm_config: Any) -> None:
     """`vllm_config`: vLLM's own, of no stable type. Raises EngineMisconfigured.
 
-    vLLM 0.32 accepts the setting, and its kernel for CPUs takes the number of an expert for its
-    place among the rank's own experts. So it reads beyond them, and a rank ends with a segmentation
+    vLLM 0.32 accepts the setting. But its kernel for CPUs uses an expert's global number as an
+    index into the rank's own experts and reads beyond them. A rank then crashes with a segmentation
     fault in its first step, also without pdmesh.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config

@@ -56,7 +56,7 @@ def unusable(name: str, problem: str) -> EngineMisconfigured:
 
 
 def _words(action: argparse.Action, option: str, value: object) -> list[str]:
-    """The argument as a command line has it."""
+    """The words of a command line that set the argument."""
     if action.nargs == 0:
         is_on = value if isinstance(value, bool) else _FLAGS.get(str(value).lower())
         if is_on is None:
@@ -72,6 +72,6 @@ def _text(value: object) -> str:
 
 
 def _short(text: str) -> str:
-    """In one line: pydantic's errors, which some arguments raise, have several."""
+    """The text in one line, cut to a length: pydantic's errors, which some raise, have several."""
     line = " ".join(text.split())
     return line if len(line) <= _MAX_PROBLEM_CHARS else f"{line[:_MAX_PROBLEM_CHARS]}..."

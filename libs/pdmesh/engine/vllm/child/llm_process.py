@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM from its first thread to its last process: built beside the loop, always ended.
+"""Starts vLLM's AsyncLLM in a thread beside the event loop, and stops it with its processes.
 
 A cancelled start leaves a thread that cannot be cancelled and children that are not known yet. Both
 are gone when `stop` returns, unless its waiting time ran out first.
@@ -46,7 +46,7 @@ class LlmProcess:
     async def is_alive(self) -> bool:
         """Ask vLLM's engine process, which answers between two steps.
 
-        Returns True before the start and after the end.
+        Returns True before the start and after the stop.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -65,7 +65,7 @@ class LlmProcess:
         if self._llm is None:
             return
         if self._llm.output_handler is not None:
-            self._llm.output_handler.cancel()  # it would report its engine's end as a death
+            self._llm.output_handler.cancel()  # it would report the engine's stop as a crash
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(self._llm.shutdown), STOP_TIMEOUT_S)
         self._llm = None

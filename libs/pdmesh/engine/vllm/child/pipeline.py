@@ -1,4 +1,4 @@
-"""Which settings do not go with a pipeline, checked before vLLM's processes start.
+"""Refuses settings that cannot be combined with a pipeline, before vLLM's processes start.
 
 vLLM plans a step while the steps before it are still on their way through the stages.
 """
@@ -23,13 +23,13 @@ def check_pipeline(config: VllmConfig) -> None:
     if config.speculation.max_tokens:
         raise refused(
             config.pipeline_parallel_size,
-            "does not go with speculation: vLLM 0.32 "
+            "cannot be combined with speculation: vLLM 0.32 "
             "plans a step before it knows which proposed tokens were right",
         )
     if config.has_vision:
         raise refused(
             config.pipeline_parallel_size,
-            "does not go with a model that reads images: no test has shown it",
+            "cannot be combined with a model that reads images: no test covers this",
         )
 
 

@@ -12,7 +12,7 @@ from pdmesh.errors import EngineFailed, EngineMisconfigured
 
 log = structlog.get_logger(__name__)
 
-RUNTIME_BYTES = 900 << 20  # torch, vLLM and activations, only in a worker
+RUNTIME_BYTES = 900 << 20  # of torch, vLLM and activations in each worker
 _DTYPE_BYTES = {"float32": 4}  # other formats take the size of the stored weights
 
 
@@ -22,7 +22,7 @@ def weight_bytes(model_dir: Path) -> int:
 
 
 def needed_bytes(config: Placed, weights: int) -> int:
-    """Roughly how much memory an engine's workers take on a CPU, which share the weights out.
+    """Roughly how much memory an engine's workers take on a CPU. Each holds a part of the weights.
 
     Arenas do not count: their memory is committed as it is used.
     """
@@ -39,7 +39,7 @@ def available_bytes(meminfo: str) -> int | None:
 
 
 def check_memory(config: Placed, draft_dir: Path | None = None) -> None:
-    """Raises EngineFailed if the workers of a CPU cannot fit, with their draft model.
+    """Raises EngineFailed if a CPU's free memory cannot hold the workers and their draft model.
 
     vLLM itself checks a GPU's memory.
     """
@@ -55,7 +55,7 @@ def check_memory(config: Placed, draft_dir: Path | None = None) -> None:
         raise EngineFailed(
             f"not enough memory for {config.instance_id}: it needs about {needed >> 20} MiB and "
             f"{available >> 20} MiB are free; lower kv_cache_bytes, use dtype bfloat16, or start "
-            "fewer",
+            "fewer instances",
             reason="OUT_OF_MEMORY",
         )
 

@@ -8,7 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "pdmesh-vllm-"  # the owner's pid follows; a socket's path may have about 100 characters
+# The owner's pid follows. Names are short: a socket's path may have only about 100 characters.
+_PREFIX = "pdmesh-vllm-"
 
 
 def make_private_dir(parent: Path | None = None) -> Path:

@@ -42,7 +42,7 @@ async def with_progress(event: str, work: Any, timeout_s: float = 600.0) -> Any:
 
 
 def vllm_version() -> str:
-    """Import vLLM. Raises EngineFailed with the remedy if that fails."""
+    """Import vLLM and return its version. Raises EngineFailed with the remedy if that fails."""
     try:
         import vllm.v1.engine.async_llm  # the slow part; later imports find it done
     except ImportError as error:
@@ -61,8 +61,8 @@ def build(
 ) -> AsyncLLM:
     """Start vLLM's processes and load the model. Blocks; raises EngineFailed with vLLM's own cause.
 
-    A thread cannot be cancelled, so it checks before it starts a process whether it is still
-    wanted.
+    The thread that runs this cannot be cancelled, so it asks `is_wanted` before it starts a
+    process.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -88,7 +88,7 @@ def build(
             llm = AsyncLLM.from_vllm_config(
                 config, stat_loggers=[view.logger_factory()], disable_log_stats=True
             )
-            # The gateway compiled the constraint: vLLM would, once more, on this event loop.
+            # The gateway has compiled each constraint. vLLM would compile it again on this loop.
             llm.input_processor.structured_outputs_config = None
             return llm
     except ImportError as error:
@@ -111,7 +111,7 @@ def model_config(arguments: Mapping[str, Any]) -> Any:
 def engine_config(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """vLLM's configuration (Any: no stable type). Raises EngineMisconfigured with vLLM's objection.
 
-    Nothing has been started by then, so it is the arguments or the model that vLLM refuses.
+    vLLM starts nothing before this, so what it refuses is the arguments or the model.
     """
     try:
         return make(**arguments).create_engine_config()
@@ -121,7 +121,7 @@ def engine_config(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any
 
 @contextlib.contextmanager
 def guarded_children() -> Iterator[None]:
-    """Children spawned within import `child_main` as their main module, not the service's."""
+    """Children spawned in this context import `child_main` as main module, not the service's."""
     os.environ[child_main.HOST_PID] = str(os.getpid())
     main = sys.modules["__main__"]
     spec, file = main.__spec__, main.__dict__.pop("__file__", None)
@@ -149,7 +149,7 @@ def missing_library(error: ImportError) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """In one line. pydantic's first line only counts the objections, and the next ones say them."""
+    """The cause in one line. pydantic's first line only counts problems; the others name them."""
     if isinstance(error, ValidationError):
         found = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         return f"{error.title}: {'; '.join(line.removeprefix(': ') for line in found)}"

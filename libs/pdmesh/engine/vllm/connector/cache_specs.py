@@ -47,7 +47,7 @@ def group_of_layers(config: KVCacheConfig) -> dict[str, int]:
 
 
 def state_specs(config: KVCacheConfig) -> dict[str, MambaSpec]:
-    """By layer, in vLLM's order: those that keep a state instead of KV by token."""
+    """The specifications of layers that keep a state instead of KV by token, in vLLM's order."""
     found: dict[str, MambaSpec] = {}
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -61,10 +61,10 @@ def state_specs(config: KVCacheConfig) -> dict[str, MambaSpec]:
 def with_state_pages(
     kv_caches: Mapping[str, torch.Tensor], specs: Mapping[str, MambaSpec]
 ) -> dict[str, torch.Tensor]:
-    """The same caches, but of a layer with a state the whole blocks: uint8 [blocks, bytes].
+    """The same caches, but a layer with a state has its whole blocks, as uint8 [blocks, bytes].
 
-    vLLM pads a state to the bytes that other layers keep of a block. The padding travels with it,
-    so that all layers have blocks of one size.
+    vLLM pads a state to the size of other layers' blocks. The padding travels with the state, so
+    that all layers have blocks of one size.
     """
     return {
         name: _pages(cache, specs[name].page_size_bytes) if name in specs else cache
@@ -81,7 +81,7 @@ def states_text(specs: Mapping[str, MambaSpec]) -> str:
 
 
 def _pages(cache: torch.Tensor, page_bytes: int) -> torch.Tensor:
-    """Its blocks with their padding. `cache` is [blocks, ...], of vLLM's one allocation."""
+    """The cache's blocks with their padding. `cache` is [blocks, ...], within one allocation."""
     item = cache.element_size()
     memory = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
     shape, strides = (cache.shape[0], page_bytes), (cache.stride(0) * item, 1)

@@ -1,7 +1,8 @@
 """vLLM's side of the hand-over: a `KVConnectorBase_V1` that forwards to the planner and the worker.
 
-It decides nothing. vLLM loads this class by `kv_connector_module_path`, once in its scheduler and
-once in each worker. A request without our `kv_transfer_params` passes untouched.
+It leaves the decisions to them. vLLM loads this class by `kv_connector_module_path`, once in its
+scheduler and once in each worker. The KV of a request without our `kv_transfer_params` is never
+handed over; only the tiers may hold it.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class PlanMetadata(KVConnectorMetadata):
     def __init__(self, plan: StepPlan, tiers: StepCopies | None, num_tokens: int) -> None:
         self.plan = plan
         self.tiers = tiers
-        self.num_tokens = num_tokens  # that the step computes
+        self.num_tokens = num_tokens  # tokens that the step computes, without proposed ones
 
 
 class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
@@ -81,7 +82,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         with told_to_host(told["control_path"]):
             groups = groups_of(kv_cache_config, vllm_config.cache_config.block_size)
         self._planner: HandoffPlanner | None = None
-        self._lost: set[str] = set()  # requests that wait to be failed
+        self._lost: set[str] = set()  # requests that fail as soon as vLLM gives them blocks
         self._tiers: StepCopyPlanner | None = None
         self._worker: HandoffWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -155,7 +156,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             self._lost.add(request.request_id)
             return missing, True
         if external == 0 and self._tiers is not None:
-            # It is loaded within the step, for the bytes are already in this machine's memory.
+            # Blocks of the tiers load within the step: their bytes are in this machine's memory.
             local = self._tiers.num_external_tokens(request.request_id, num_computed_tokens)
             return local, False
         return external, external is None or external > 0
@@ -220,7 +221,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """vLLM has the layers by cache group; the worker gets them as the model computes them."""
+        """vLLM orders the layers by cache group; the worker gets them in the model's order."""
         order = list(self._vllm_config.compilation_config.static_forward_context)
         in_order = {name: kv_caches[name] for name in sorted(kv_caches, key=order.index)}
         told = self._kv_transfer_config.kv_connector_extra_config
@@ -234,7 +235,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.start(with_state_pages(in_order, specs), facts)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The step begins; vLLM calls `start_load_kv` after its forward unless it awaits a load."""
+        """Begin the step here: vLLM calls `start_load_kv` after a forward that awaits no load."""
         super().bind_connector_metadata(connector_metadata)
         metadata = self._metadata()
         self.worker.begin(metadata.plan, metadata.num_tokens)

@@ -13,10 +13,10 @@ from pdmesh.engine.vllm.model.fingerprint import digest
 from pdmesh.engine.vllm.model.rotation import rotation_text
 
 BESIDE = "per-token-head"  # scales lie in the same block as the numbers and travel with them
-CHECKPOINT = "per-tensor-checkpoint"  # scales of a tensor each, which come with the model's files
+CHECKPOINT = "per-tensor-checkpoint"  # one scale per tensor, which comes with the model's files
 _DIGEST_CHARS = 8
 _ALIASES = {"fp8": "fp8_e4m3"}
-# Kinds of rope that turn a position independently of the longest position.
+# Kinds of rope whose rotation does not depend on the longest position.
 _ANY_LENGTH: Final = frozenset({"default", "linear", "llama3"})
 _BY_LENGTH: Final = ("llama4",)  # models whose attention depends on the longest position
 
@@ -25,7 +25,7 @@ _BY_LENGTH: Final = ("llama4",)  # models whose attention depends on the longest
 class KvFacts:
     dtype: str
     scales: str
-    num_heads: int  # kv heads of the whole model; 1 for latent attention, copied by every rank
+    num_heads: int  # KV heads of the whole model; 1 for latent attention, which all ranks copy
     computed: str  # digest of all that decides the numbers, apart from the model's files
     backends: str  # names of the attention kernels, which lay out the inside of an opaque block
 
@@ -40,7 +40,7 @@ def as_stage(facts: KvFacts) -> KvFacts:
 
 
 def layers_by_stage(vllm_config: Any) -> tuple[int, ...]:
-    """As vLLM shares the model's layers out to its pipeline stages; (): there is one stage.
+    """How many of the model's layers each pipeline stage has; (): there is only one stage.
 
     Raises ValueError if `VLLM_PP_LAYER_PARTITION` does not fit the model.
     """
@@ -55,7 +55,7 @@ def layers_by_stage(vllm_config: Any) -> tuple[int, ...]:
 
 
 def rank_place(vllm_config: Any) -> RankPlace:
-    """Where this worker's rank stands. Raises ValueError like `layers_by_stage`."""
+    """The place of this worker's rank in its engine. Raises ValueError like `layers_by_stage`."""
     parallel = vllm_config.parallel_config
     return RankPlace(parallel.rank, parallel.world_size, layers_by_stage(vllm_config))
 
@@ -105,7 +105,7 @@ def how_computed(vllm_config: Any) -> list[str]:
 
 
 def _window(model: Any) -> str:
-    """Release 0.1.0 kept wrong KV of models with a window: the mark makes that another KV."""
+    """The window. `whole` excludes KV of release 0.1.0, which was wrong if there was a window."""
     window = model.get_sliding_window()
     return f"{window} {model.disable_sliding_window}" + (" whole" if window is not None else "")
 

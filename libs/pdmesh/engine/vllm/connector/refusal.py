@@ -1,7 +1,7 @@
 """How the connector tells the host why it cannot move a model's KV.
 
-vLLM's processes end with the error, and vLLM says to the host only that they ended. So the cause
-stands in a file beside the control socket.
+vLLM's processes crash with the error, and vLLM tells the host only that they ended. So the
+connector writes the cause to a file beside the control socket.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _FILE: Final = "refusal"
 
 
 class CannotMoveKv(ValueError):
-    """The caches of this model are of a kind that the mesh does not move; says which, in a line."""
+    """The mesh does not move caches of the model's kind. The message names the kind in one line."""
 
     reason = "MODEL_UNSUPPORTED"
     page = "docs/cache-kinds.md"
 
 
 class HasNoKvPath(CannotMoveKv):
-    """The settings ask for a way of KV that this machine does not have."""
+    """The settings ask for a way to move KV that this machine does not have."""
 
     reason = "KV_NO_TRANSPORT"
     page = "docs/gpu.md"
@@ -46,7 +46,7 @@ def told_to_host(control_path: str) -> Iterator[None]:
 
 
 def read_refusal(control_path: Path) -> KvRefusal | None:
-    """What a process of this engine said before it ended; None if it was something else."""
+    """The refusal that a process of this engine left; None if the cause was another one."""
     try:
         reason, _, message = _file(control_path).read_text().partition(" ")
     except FileNotFoundError:

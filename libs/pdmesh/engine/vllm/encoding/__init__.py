@@ -1,1 +1,1 @@
-"""Encoder and prefill apart on vLLM: embeddings travel by an ECConnector of our own (S130)."""
+"""vLLM as an encoder apart from prefill: our own ECConnector moves the embeddings (S130)."""

@@ -1,6 +1,6 @@
-"""The host's end at a prefill: awaits an encoder, and has the workers fetch from it.
+"""The host's half at a prefill: awaits an encoder, and has the workers fetch from it.
 
-A request uses what all ranks have; whatever one of them lacks is encoded here.
+A request uses the embeddings that all ranks have; this engine encodes the other images.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MARGIN_S = 0.5  # for the workers' answers, after the deadline of their fetches
 
 class _Fetching:
     def __init__(self, num_ranks: int) -> None:
-        self.answers: dict[int, int] = {}  # images, by rank
+        self.answers: dict[int, int] = {}  # how many images came, by rank
         self.num_ranks = num_ranks
-        self.failure = ""  # of some rank
+        self.failure = ""  # why the fetch failed at some rank
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def add(self, answer: EmbeddingsFetched) -> None:
@@ -41,7 +41,7 @@ class _Fetching:
 
 
 class EmbeddingClient:
-    """Between the host's jobs and the workers, over a socket of their own."""
+    """Connects the host's jobs to the workers, over a socket that only embeddings use."""
 
     def __init__(self, num_ranks: int) -> None:
         self.awaited = AwaitedEmbeddings()
@@ -58,7 +58,10 @@ class EmbeddingClient:
             await self._control.close()
 
     async def landed(self, leg: int, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What vLLM is told of the request's embeddings. `request`: vLLM's input, with images."""
+        """Wait for a request's embeddings; returns what vLLM is told of them.
+
+        `request`: vLLM's input, which has images.
+        """
         (hashes,) = request["mm_hashes"].values()
         (places,) = request["mm_placeholders"].values()
         lengths = [place.get_num_embeds() for place in places]
@@ -75,7 +78,7 @@ class EmbeddingClient:
     ) -> int:
         """How many of the first images all ranks have. `images`: their lengths in tokens.
 
-        Raises KvTransferFailed if it failed at any rank.
+        Raises KvTransferFailed if the fetch failed at any rank.
         """
         assert self._control is not None
         fetching = self._fetching[leg] = _Fetching(self._num_ranks)
@@ -98,7 +101,7 @@ class EmbeddingClient:
             self._control.broadcast(ForgetEmbeddings(leg))
         failure = fetching.failure if done else PullFailure.TIMEOUT
         if failure:
-            raise KvTransferFailed("a rank has no embeddings", reason=failure)
+            raise KvTransferFailed("a rank could not fetch the embeddings", reason=failure)
         return num
 
     def forget(self, leg: int) -> None:

@@ -1,4 +1,4 @@
-"""The configuration of vLLM as an encoder, and of the connector at both ends of the embeddings."""
+"""The configuration of vLLM as an encoder, and of the connector at encoders and prefills."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class VllmEncoderConfig:
     model_dir: Path
     model: str  # the name it answers to
     device: str = field(default_factory=installed_device)  # cpu or cuda
-    dtype: str = ""  # as of the prefills that it encodes for
+    dtype: str = ""  # must be that of the prefills; "": the default for the device
     kv_host: str = "127.0.0.1"
     group_id: str = ""
     kv_cache_bytes: int = 512 << 20  # only if it loads the language model, too; 0: vLLM decides
-    max_model_len: int = 2048  # of which an image takes a part
+    max_model_len: int = 2048  # tokens of the longest request; a request is one image
     max_num_seqs: int = 8
     pool_bytes: int = 256 << 20
     engine_args: EngineArgs = field(default_factory=dict)  # more of vLLM's arguments
@@ -70,9 +70,9 @@ class VllmEncoderConfig:
     def has_language_model(self) -> bool:
         """Whether it loads all of the model, and computes one token of each image.
 
-        vLLM leaves the language model out of an encoder, but not with the code of transformers,
-        which `vision_arguments` chooses without torchvision: vLLM 0.32 then does not start ("Layer
-        0 does not dispatch through the Transformers attention interface").
+        With its own code, vLLM leaves the language model out of an encoder. With the code of
+        transformers, which `vision_arguments` chooses without torchvision, vLLM 0.32 would then not
+        start ("Layer 0 does not dispatch through the Transformers attention interface").
         """
         return find_spec("torchvision") is None
 
@@ -82,7 +82,7 @@ def encoder_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs` (Any: vLLM's own mixture of types).
 
-    Without prefix caching: a prompt whose KV is cached has no image encoded.
+    Prefix caching is off, since vLLM does not encode the image of a prompt whose KV is cached.
     """
     role: EcRole = "ec_both" if config.has_language_model else "ec_producer"
     path = embeddings_path(private_dir)
@@ -135,5 +135,5 @@ def ec_config(
 
 
 def embeddings_path(private_dir: Path) -> Path:
-    """The control socket of the workers' embeddings."""
+    """The path of the control socket for embeddings."""
     return private_dir / "embeddings.sock"

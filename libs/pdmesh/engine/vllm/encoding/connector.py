@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddingMetadata(ECConnectorMetadata):
-    """Carries one step's plan to the workers. `images`: of the requests that are new in it."""
+    """Carries one step's plan to the workers. `images`: those of requests new in this step."""
 
     def __init__(self, plan: EmbeddingPlan, images: tuple[str, ...]) -> None:
         self.plan, self.images = plan, images
@@ -86,7 +86,7 @@ class PdmeshEcConnector(ECConnectorBase):
         self.worker.load(self._metadata().plan, encoder_cache)
 
     def start_save_caches(self, **kwargs: Any) -> None:
-        """vLLM does not encode an image again that it still has, even if the pool evicted it."""
+        """Publish what vLLM still has: it will not encode this again if the pool evicted it."""
         encoder_cache: dict[str, torch.Tensor] = kwargs["encoder_cache"]
         for identifier in self._metadata().images:
             if identifier in encoder_cache:

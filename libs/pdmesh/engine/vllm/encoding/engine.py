@@ -1,7 +1,7 @@
 """The vLLM engine of an encoder: `EncoderEngine` over AsyncLLM.
 
-Each image is one vLLM request, and one for all jobs that need it at the same time. The workers say
-which embeddings their pool holds; an image that it holds is not encoded again.
+Each image is one vLLM request, which all jobs share that need the image at the same time. The
+worker reports which embeddings its pool holds, and an image in the pool is not encoded again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_STORED_S: Final = 2.0  # from the end of a request until its worker's report is here
+_STORED_S: Final = 2.0  # longest wait for the worker's report after the end of a request
 
 
 class VllmEncoderEngine(NoKv):
@@ -70,7 +70,7 @@ class VllmEncoderEngine(NoKv):
         self._jobs = JobTasks(self._process)
         self._held: set[bytes] = set()
         self._encodings: dict[bytes, asyncio.Task[None]] = {}  # under way, by name
-        self._num_waiting: Counter[bytes] = Counter()  # jobs that await each of them
+        self._num_waiting: Counter[bytes] = Counter()  # jobs that await each encoding, by name
         self._stored: dict[bytes, asyncio.Future[bool]] = {}
         self._num_requests = self._num_tokens = 0
         self._worker_pids: tuple[int, ...] = ()
@@ -151,7 +151,7 @@ class VllmEncoderEngine(NoKv):
         self._jobs.begin(job.leg, f"encode-{job.leg}", self._run(job))
 
     def abort(self, leg: int) -> None:
-        """A few images of aborted jobs are encoded all the same: their next prompt finds them."""
+        """Some images of an aborted job are still encoded: a later prompt with them benefits."""
         self._jobs.abort(leg)
 
     def outputs(self) -> AsyncIterator[list[Output]]:
@@ -228,7 +228,7 @@ class VllmEncoderEngine(NoKv):
             del self._encodings[name]
             self._stored.pop(name, None)
         if not task.cancelled():
-            task.exception()  # each job that awaits it reports it
+            task.exception()  # mark it as seen: each job that awaits the task reports it
 
     async def _encode(self, name: bytes, image: PromptImage, cache_salt: str) -> None:
         """Raises ImageUnusable, ImageMisfit, EngineFailed, and vLLM's own errors."""
@@ -248,7 +248,7 @@ class VllmEncoderEngine(NoKv):
             failpoints.hit("encode.computing")
         done, _ = await asyncio.wait([stored], timeout=_STORED_S)
         if not (done and stored.result()):
-            raise EngineFailed("its pool has no room for the embeddings of the image")
+            raise EngineFailed("its pool does not hold the embeddings of the image")
 
     # -- the worker -------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Which embeddings a step takes from those that were fetched: the scheduler's half at a prefill.
+"""Decides which fetched embeddings a step uses: the scheduler's half at a prefill.
 
-A request says which of its images have their embeddings at the workers. It alone may use them: they
-stay there until it ends, so nothing that a step was promised can be missing. All other images of
-the step are encoded in it.
+A request names those of its images whose embeddings the workers have fetched. Only this request
+uses them, and the workers keep them until it ends. So no embedding that a step needs can be
+missing. All other images of the step are encoded in it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-LANDED: Final = "embeddings"  # among the kv_transfer_params of a request
+LANDED: Final = "embeddings"  # a key in the kv_transfer_params of a request
 
 
 def landed_params(leg: int, identifiers: Sequence[str]) -> dict[str, Any]:
-    """As plain values, which vLLM passes on."""
+    """The content of `LANDED`, as plain values that vLLM passes on."""
     return {"leg": leg, "identifiers": list(identifiers)}
 
 
@@ -28,7 +28,7 @@ class EmbeddingPlan:
 
 
 class EmbeddingPlanner:
-    """`consider` names the request that the next questions are about."""
+    """`consider` names the request that the next calls are about."""
 
     def __init__(self) -> None:
         self._leg, self._identifiers = 0, frozenset[str]()
@@ -43,7 +43,7 @@ class EmbeddingPlanner:
         return identifier in self._identifiers
 
     def allocated(self, identifier: str) -> None:
-        """The image of the request has its place in the step."""
+        """vLLM needs the request's image in the step that it is planning."""
         if identifier in self._identifiers:
             self._plan.loads.append((self._leg, identifier))
 
@@ -52,10 +52,10 @@ class EmbeddingPlanner:
             self._plan.dropped_legs.append(landed["leg"])
 
     def take(self, num_tokens: int) -> EmbeddingPlan:
-        """The plan of a step of so many tokens.
+        """The plan of a step that computes `num_tokens`.
 
-        vLLM's first model runner passes nothing of a step without tokens on to its workers, so what
-        is to be dropped waits for the next step. Loads have tokens in their step.
+        vLLM's first model runner passes no plan on to its workers in a step without tokens. So
+        drops wait for the next step with tokens. A step with loads always has tokens.
         """
         if not num_tokens:
             return EmbeddingPlan()

@@ -1,7 +1,7 @@
 """A worker's embeddings: those that an encoder publishes, and those that a prefill fetched.
 
-A KV agent of its own carries them, with the encoder's model in its fingerprint. One thread computes
-steps, one listens to the host, and one is the agent's.
+Embeddings have a KV agent of their own, whose fingerprint includes the encoder's model. One thread
+computes steps, one listens to the host, and one is the agent's.
 """
 
 from __future__ import annotations
@@ -124,9 +124,10 @@ class EmbeddingWorker:
                     self._landed.pop(message.leg, None)
 
     def _fetch(self, asked: FetchEmbeddings) -> None:
-        """Into tensors of this leg's own: after a failure, a late write hurts nothing.
+        """Fetch into tensors that only this leg uses, so a late write after a failure does no harm.
 
-        What one fetch brings has one length, so there is one for each length, all at once.
+        All embeddings of one fetch have the same length. So there is a fetch for each length, and
+        these run at the same time.
         """
         import torch
 
@@ -182,9 +183,10 @@ class EmbeddingWorker:
 def first_fetched(
     fetches: Sequence[Future[Sequence[bytes]]], sizes: Sequence[int]
 ) -> tuple[int, str]:
-    """How many of the first images came, and why a fetch failed; then none count.
+    """How many of the first images came, and why a fetch failed. If one failed, no image counts.
 
-    `sizes`: images of each fetch, which are over. An encoder may have evicted the last ones.
+    All `fetches` have ended; `sizes` has the number of images of each. A fetch may bring fewer,
+    because the encoder may have evicted the others.
     """
     for fetched in fetches:
         if fetched.cancelled():

@@ -1,1 +1,1 @@
-"""In the instance's process: jobs, and what outputs of vLLM and its workers mean to the host."""
+"""Runs in the instance's process: turns outputs of vLLM and its workers into the host's outputs."""

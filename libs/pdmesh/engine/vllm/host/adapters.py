@@ -1,8 +1,8 @@
 """LoRA adapters in vLLM's slots.
 
-vLLM names a block of its prefix cache by the adapter's name and path, and a slot by an integer. All
-three follow from the content's digest here: the same content has the same names whenever it is
-loaded, and other content never has them, whatever operators call it.
+vLLM names a block of its prefix cache by the adapter's name and path, and a slot by an integer.
+Here, all three follow from the digest of the adapter's content. The same content has the same names
+whenever it is loaded. Other content never has them, whatever name operators give it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class VllmSlots:
         self._loaded: dict[str, LoRARequest] = {}
 
     def request_of(self, digest: str) -> LoRARequest:
-        """What a request for this adapter, which is loaded, gives vLLM."""
+        """What a job with this adapter passes to vLLM. The adapter must be loaded."""
         return self._loaded[digest]
 
     async def load(self, digest: str, folder: Path) -> None:

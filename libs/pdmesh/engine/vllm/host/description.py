@@ -68,7 +68,7 @@ def info_of(
         max_model_len=config.max_model_len,
         num_ranks=len(hellos),
         supports_logprobs=True,
-        supports_constraints=(config.model_dir / "tokenizer.json").exists(),  # grammars read it
+        supports_constraints=(config.model_dir / "tokenizer.json").exists(),  # grammars need it
         unsupported_shaping=unsupported_shaping(config),
         kv_addresses=endpoint.addresses,
         max_adapters=config.max_adapters,
@@ -80,7 +80,7 @@ def info_of(
 
 
 def unsupported_shaping(config: VllmConfig) -> tuple[str, ...]:
-    """What this engine cannot take as it is set up: fields of LogitShaping, logprob_token_ids."""
+    """The shaping that this engine cannot do: fields of LogitShaping, or logprob_token_ids."""
     # vLLM cannot apply these to the tokens that it proposes.
     proposed = ("min_p", "logit_bias", "thinking_token_budget", "logprob_token_ids")
     if config.speculation.max_tokens:

@@ -31,7 +31,7 @@ from pdmesh.errors import EngineFailed
 class Drawn:
     """vLLM drew tokens for a leg; if `is_error` is set, it failed the request instead.
 
-    `is_constraint_error`: it did so since the request's constraint allows nothing any more.
+    `is_constraint_error`: it did so because of the request's constraint.
     """
 
     leg: int

@@ -1,9 +1,9 @@
 """The jobs of one vLLM engine: what its outputs and its workers' messages mean to the host.
 
-Facts about a job come in two ways, in any order: tokens through vLLM, and KV through the control
-socket. This module decides the one order that the host sees: a ticket is announced when every rank
-has staged, a decode's tokens come after its KV, and a reserved range is given back when every rank
-is done with it.
+Facts about a job come in two ways, in any order: tokens through vLLM, and reports on KV through the
+control socket. This module decides the one order that the host sees. A ticket is announced when
+every rank has staged or opened it, a decode's tokens come after its KV, and a reserved range is
+given back when every rank is done with it.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class _Taking:
     pulling: set[int] = field(default_factory=set)  # ranks that have begun to pull
     arrived: set[int] = field(default_factory=set)  # ranks that have all bytes
     received: dict[int, Received] = field(default_factory=dict)
-    held: list[Drawn] = field(default_factory=list)
-    freed: set[int] = field(default_factory=set)
+    held: list[Drawn] = field(default_factory=list)  # drawn before all ranks reported the KV
+    freed: set[int] = field(default_factory=set)  # ranks whose part of the range is free
     is_over: bool = False
 
 

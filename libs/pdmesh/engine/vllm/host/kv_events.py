@@ -114,7 +114,7 @@ class BlockNames:
         if origin is None or event.block_size != self.block_size:
             return
         if len(event.block_hashes) * event.block_size != len(event.token_ids):
-            return  # of a window, vLLM keeps the last blocks only and does not say which these are
+            return  # for a window, vLLM keeps only the last blocks and does not say which these are
         root, parent = origin
         images = images_in(event.extra_keys or (), event.block_size)
         hashes = block_hashes(root, event.token_ids, event.block_size, parent, images)

@@ -1,7 +1,8 @@
-"""The legs' requests in vLLM: each begins when the tiers have answered, and a task reads it.
+"""Gives the legs' requests to vLLM once the tiers have answered; a task reads each one's outputs.
 
-`Jobs` decides what the outputs mean. If vLLM does not take a request, only that request ends. If a
-request's task fails later, the engine ends, since the state of the request is unknown.
+`Jobs` decides what the outputs mean. If vLLM refuses a request or fails it, only that request ends.
+If the task of a request that vLLM took crashes, the engine is dead, since the state of the request
+is unknown.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class RequestEvents:
 
 
 class GathersEmbeddings(Protocol):
-    """The host's end of the embeddings that an encoder makes for requests here."""
+    """The host's half of the transfer of embeddings that an encoder makes for requests here."""
 
     @property
     def awaited(self) -> AwaitedEmbeddings: ...
@@ -93,7 +94,7 @@ class Requests:
     ) -> None:
         self._llm, self._instance_id, self._adapters = llm, instance_id, adapters
         self.images = VllmImages(llm, None)
-        self.embeddings: GathersEmbeddings | None = None  # of a model that reads images
+        self.embeddings: GathersEmbeddings | None = None  # set for a model that reads images
         self._tiers, self._num_held, self._events = tiers, num_held, events
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._readers: dict[int, _Reader] = {}
@@ -122,7 +123,7 @@ class Requests:
     ) -> None:
         """`names`: the blocks that the tiers should provide if they can.
 
-        It has arrived now, however long its adapter and its blocks take to come.
+        The request counts as arrived now, however long its adapter and its blocks take to come.
         """
         reader = self._readers[leg] = _Reader(leg, num_told(sampling), adapter, images, priority)
         work = self._begin(
@@ -133,7 +134,7 @@ class Requests:
         task.add_done_callback(lambda _: self._forget(leg))
 
     def cancel(self, leg: int) -> None:
-        """Abort the request in vLLM; its task ends with the output that reports it.
+        """Abort the request in vLLM; its task ends with the output that reports the abort.
 
         A request that waits for its adapter ends at once, because loading an adapter may take long.
         """
@@ -249,7 +250,7 @@ class Requests:
                 queue.close()
 
     async def _gather_embeddings(self, leg: int, request: Any, params: Any) -> None:
-        """Any: vLLM's own types. An encoder makes them while the images are processed here."""
+        """Wait for embeddings that an encoder makes, if there is one. Any: vLLM's own types."""
         if self.embeddings is not None and leg in self.embeddings.awaited:
             landed = await self.embeddings.landed(leg, request)
             if landed:
@@ -277,7 +278,7 @@ class Requests:
             self._died(f"vllm-{reader.leg}", error)
             return
         log.error("vllm.request.died", leg=reader.leg, exc_info=error)
-        self._refused(reader.leg, EngineFailed(f"not begun: {error.__class__.__name__}"))
+        self._refused(reader.leg, EngineFailed(f"it did not begin: {error.__class__.__name__}"))
 
     def _died(self, task: str, error: BaseException) -> None:
         log.error("vllm.task.failed", task=task, exc_info=error)

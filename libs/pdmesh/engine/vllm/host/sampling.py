@@ -14,14 +14,13 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs, Logprob
 
-# In `extra_args`: how many tokens of the answer were drawn before this request.
-# Also there: the token ids after which the constraint begins.
+# In `extra_args`: the token ids after which the constraint begins.
 BEGINS_AFTER: Final = "pdmesh_begins_after"
 # Also there: how many tokens may be reasoning, and the ids of its begin and end marks.
 THINKING: Final = "pdmesh_thinking"
-# In the `kv_transfer_params` of a request's last output: its constraint allowed nothing any more.
+# In the `kv_transfer_params` of a request's last output: the request failed at its constraint.
 CONSTRAINT_FAILED: Final = "pdmesh_constraint_failed"
-ALL_TOLD: Final = -1
+ALL_TOLD: Final = -1  # for `num_top`: all tokens for which vLLM gives log probabilities
 _LARGEST_SEED: Final = (1 << 63) - 1
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -62,7 +61,7 @@ def sampling_params(
         logprobs=None if sampling.logprob_token_ids else sampling.num_logprobs,
         logprob_token_ids=list(sampling.logprob_token_ids) or None,
         prompt_logprobs=sampling.num_prompt_logprobs,
-        flat_logprobs=sampling.num_prompt_logprobs is not None,  # an object for each would be slow
+        flat_logprobs=sampling.num_prompt_logprobs is not None,  # an object per token would be slow
         structured_outputs=StructuredOutputsParams(grammar=constraint.grammar)
         if constraint is not None
         else None,
@@ -133,8 +132,8 @@ def token_logprobs(
 ) -> tuple[TokenLogprob, ...]:
     """For each token its log probability and the `num_top` likeliest tokens.
 
-    vLLM adds the drawn token if it is not among the likeliest. `ALL_TOLD`: all that vLLM tells,
-    in its order, which is the drawn token and then those that were asked for.
+    vLLM adds the drawn token if it is not among the likeliest. With `ALL_TOLD`, all tokens that
+    vLLM gives are taken in its order: the drawn token, and then those that were asked for.
     """
     result = []
     for token, choices in zip(tokens, logprobs, strict=True):

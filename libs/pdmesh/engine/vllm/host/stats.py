@@ -1,4 +1,4 @@
-"""vLLM's scheduler counters as last reported: free blocks for placement, token counts for tests."""
+"""Counters that vLLM's scheduler reported last: memory in use, requests, tokens and step times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pdmesh.core.instance.step_times import StepTotals
 
-STEP_TOTALS: Final = "pdmesh_step_totals"  # among a step's statistics of the connector
+STEP_TOTALS: Final = "pdmesh_step_totals"  # a key in a step's statistics of the connector
 
 
 class SchedulerView:
@@ -61,7 +61,7 @@ class SchedulerView:
             self.num_prompt_tokens_pulled += sources.external_kv_transfer
 
     def logger_factory(self) -> Any:
-        """A class of loggers that write to this view; vLLM makes one per engine.
+        """A class of loggers that write to this view; vLLM makes one logger per engine.
 
         Any: vLLM's StatLoggerFactory.
         """

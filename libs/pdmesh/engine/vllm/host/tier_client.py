@@ -1,4 +1,4 @@
-"""The host's half of the tiers: before vLLM gets a prompt, every rank pins what it can of it."""
+"""The host's half of the tiers: before vLLM gets a prompt, every rank leases blocks for it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TierClient:
     async def fetch(
         self, leg: int, names: Sequence[bytes], owner: bytes, first: int
     ) -> tuple[int, int, int] | None:
-        """(leg, first, count) of a lease that all ranks hold; None if nothing is held in time."""
+        """(leg, first, count) of the blocks that all ranks lease; None if they lease none."""
         answered = asyncio.get_running_loop().create_future()
         self._asked[leg] = _Asked(self._num_ranks, answered)
         names = list(names[:MAX_NAMES])
@@ -106,7 +106,7 @@ class TierClient:
         self._broadcast(Pin([(p.owner, p.until, list(p.names)) for p in prefixes]))
 
     def prefetch(self, wanted: Prefetch) -> None:
-        """Every rank brings its part of these blocks if it expects that to save time."""
+        """Every rank fetches its part of these blocks if it expects that to save time."""
         peer, names = wanted.peer, list(wanted.names)
         holder = peer.instance_id, peer.incarnation, peer.addresses, 0, len(names)
         owner = owner_of(wanted.cache_salt)
@@ -124,7 +124,7 @@ class TierClient:
 
 
 def _find_died(error: BaseException) -> None:
-    """The search failed: the ranks stop waiting for its answer."""
+    """The search failed: the ranks wait for its answer until their time is over."""
     log.error("kv.tier.find_died", exc_info=error)
 
 

@@ -1,7 +1,8 @@
 """Prefills of one vLLM engine whose KV is handed on whole.
 
-A ticket is announced when every rank has staged, and closed after that. The ranks' reports and
-vLLM's tokens come in any order; the prefill's end is announced when all agree.
+A ticket is announced when vLLM has drawn token 1 and every rank has staged, and `TicketClosed`
+comes after that. The ranks' reports and vLLM's tokens come in any order. If no ticket is announced,
+the prefill's end is announced when all ranks have closed the ticket.
 """
 
 from __future__ import annotations
@@ -96,14 +97,14 @@ class WholePrefills:
         return self._settle(handing)
 
     def _settle(self, handing: _Handing) -> list[Effect]:
-        """Announce the prefill's end once all ranks agree on it, and then close the ticket."""
+        """Announce the prefill's end once all have reported, or have the ranks end the ticket."""
         job, drawn = handing.job, handing.drawn
         if len(handing.ended) == self._num_ranks:
             return self._close(handing)
         if drawn is None or handing.is_announced:
             return []
         if handing.failure or drawn.finish_reason is FinishReason.STOP:
-            return [ReleaseAtRanks(job.ticket_id)]  # its end is announced when the ticket ends
+            return [ReleaseAtRanks(job.ticket_id)]  # `_close` announces the prefill's end
         if len(handing.staged) < self._num_ranks:
             return []
         handing.is_announced = True
@@ -112,7 +113,7 @@ class WholePrefills:
     def _close(self, handing: _Handing) -> list[Effect]:
         job, drawn = handing.job, handing.drawn
         if drawn is None and not handing.is_aborted:
-            return []  # its last output is still to come
+            return []  # vLLM's output for the prefill is still to come
         self._forget(handing)
         if handing.is_announced:
             return [TicketClosed(job.ticket_id, worst(handing.ended.values()))]

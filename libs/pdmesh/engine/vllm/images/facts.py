@@ -56,7 +56,7 @@ def find_facts(llm: AsyncLLM) -> ImageFacts | None:
 
 
 def _fixed(llm: AsyncLLM) -> ImageFacts | None:
-    """Of a model whose images all take the same tokens."""
+    """The facts of a model whose images all take the same tokens; None for other models."""
     for name in _PLACEHOLDERS:
         placeholder = getattr(llm.model_config.hf_config, name, None)
         if isinstance(placeholder, int) and (tried := _tried(llm, placeholder)) is not None:
@@ -68,7 +68,7 @@ def _fixed(llm: AsyncLLM) -> ImageFacts | None:
 
 
 def _gridded(llm: AsyncLLM) -> ImageFacts | None:
-    """Of a model whose images take tokens by their size."""
+    """The facts of a model whose images take tokens by their size; None for other models."""
     config = llm.model_config.hf_config
     placeholder, merge_size = getattr(config, "image_token_id", None), merge_size_of(config)
     rule = _rule_of(llm)
@@ -88,7 +88,7 @@ def _gridded(llm: AsyncLLM) -> ImageFacts | None:
 
 
 def _rule_of(llm: AsyncLLM) -> GridRule | None:
-    """What the model's processor says of itself, which the tried images must confirm."""
+    """The rule in the settings of the model's processor; the tried images must confirm it."""
     try:
         processor = llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
         least, most = (int(processor.size[name]) for name in ("shortest_edge", "longest_edge"))
@@ -101,7 +101,7 @@ def _rule_of(llm: AsyncLLM) -> GridRule | None:
 def _tried(
     llm: AsyncLLM, placeholder: int, *further: Size
 ) -> Sequence[tuple[Size, ProcessedImage]] | None:
-    """What becomes of images of several sizes; None if the processor refuses an ordinary one."""
+    """What the processor makes of several sizes of images; None if it refuses an ordinary one."""
     from PIL import Image
 
     found = []

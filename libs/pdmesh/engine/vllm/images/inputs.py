@@ -1,13 +1,13 @@
 """The inputs of a vLLM request that has images.
 
-The image's digest is its name in vLLM, and so part of the names of blocks. The owner of the KV
-stands before it: vLLM keeps what its encoder made by that name, and a tenant must not learn from
-the time of an answer which images another one sends.
+In vLLM, an image's name is its digest, with the owner of the KV before it. The name is part of the
+names of blocks, and vLLM keeps the output of its encoder under it. The owner is there because a
+tenant must not learn from the time of an answer which images another tenant sends.
 
 A prefill gets the image; a decode gets only the name, since the KV that it pulls was computed with
 the image. In a model with M-RoPE, all positions after an image depend on the rows in which its
 tokens stand. A decode of such a model gets these rows, too: without them, the tokens of an answer
-would have other positions than those that follow the prompt.
+would not have the positions that follow the prompt.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_MAX_DECODED: Final = 2  # at once
+_MAX_DECODED: Final = 2  # images that are decoded and processed at once
 
 
 class VllmImages:
@@ -107,9 +107,9 @@ class VllmImages:
         return merge_size_of(self._llm.model_config.hf_config)
 
     def _check_made(self, image: PromptImage, found: ProcessedImage) -> None:
-        """Raises ImageMisfit; ImageUnusable if the image is shown on its side.
+        """Raises ImageMisfit; ImageUnusable if metadata turn the image by 90 degrees.
 
-        A gateway knows only how the Exif data of a JPEG image turn it.
+        A gateway reads such metadata only from the Exif data of a JPEG image.
         """
         assert self._facts is not None
         expected = self._facts.tokens_of(image.num_tokens)
@@ -128,16 +128,16 @@ def _check_places(prompt: Sequence[int], images: Sequence[PromptImage], facts: I
         if tuple(prompt[image.position : image.end]) != expected:
             raise ImageMisfit("the prompt has other tokens for its images than the model here")
         if bool(image.num_rows) != (facts.grid is not None):
-            raise ImageMisfit("the prompt's images stand in rows, or they must do so here")
+            raise ImageMisfit("only one of the prompt's model and this model has images in rows")
     if facts.grid is not None and any(a.end == b.position for a, b in pairwise(images)):
         # The code of transformers looks for images in the tokens, and the step would fail.
         raise ImageUnusable("two images stand side by side: a text must be between them")
 
 
 def _rows_of(image: PromptImage, merge_size: int) -> Any:
-    """What positions depend on, without the pixels. Any: vLLM's own type.
+    """The grid of an image, on which positions depend, without the pixels. Any: vLLM's own type.
 
-    vLLM's scheduler leaves as much of an image to a worker that has its KV.
+    vLLM's scheduler, too, gives only this to a worker that already has the image's KV.
     """
     import torch
     from vllm.multimodal.inputs import (

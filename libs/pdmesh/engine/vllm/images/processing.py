@@ -32,15 +32,15 @@ class ProcessedImage:
         return (self.place.offset, self.place.length) == (0, len(self.tokens))
 
     def num_rows(self, merge_size: int) -> int:
-        """In which its tokens stand; a token stands for a square of `merge_size` patches."""
+        """The number of rows of tokens; a token's square has `merge_size` patches on a side."""
         _, num_rows, _ = self.item[GRID].data.tolist()
         return int(num_rows) // merge_size
 
 
 def processing(llm: AsyncLLM, placeholder: int, picture: Any) -> Future[Any]:
-    """vLLM's processor at work on one image, in the only thread in which vLLM runs it.
+    """Process one image with vLLM's processor, in the only thread in which vLLM runs it.
 
-    Some processors end the process if two threads run them at once.
+    Some processors crash if two threads run them at once.
     """
     renderer, images = llm.renderer, {IMAGE: [picture]}
     submit = renderer._mm_executor.submit
@@ -55,7 +55,7 @@ def processed(made: Any) -> ProcessedImage:
 
 
 def merge_size_of(hf_config: Any) -> int:
-    """Patches on the side of a token's square; 0: not said. Any: the model's own type."""
+    """Patches on a side of a token's square; 0 if unknown. Any: the model's own type."""
     size = getattr(getattr(hf_config, "vision_config", None), "spatial_merge_size", 0)
     return size if isinstance(size, int) else 0
 
@@ -76,8 +76,8 @@ def decoded(data: bytes) -> Any:
 def opened(data: bytes) -> Any:
     """The picture before its pixels are decoded. Any: PIL's type. Raises ImageUnusable.
 
-    Only the decoder of the header's format is tried. Its size must be the header's, because that
-    was checked.
+    Only the decoder of the header's format is tried. The picture's size must be the header's,
+    because only the header's size was checked.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""Which loader an engine gets, how vLLM is told, and a check of the files before vLLM starts.
+"""Chooses an engine's loader, tells vLLM of it, and checks the files before vLLM starts.
 
 vLLM hides the cause of a failed start in its worker's log, so a file that is cut off or missing is
 reported from here.
@@ -24,7 +24,7 @@ _MOUNTS: Final = Path("/proc/mounts")
 
 
 def loader_choice(asked: WeightsLoader, model_dir: Path) -> LoaderChoice:
-    """By the setting, and by the storage that holds the weights."""
+    """Choose by the setting, and by the storage that holds the weights."""
     try:
         mounts = _MOUNTS.read_text(errors="replace")
     except OSError:  # not Linux
@@ -33,7 +33,7 @@ def loader_choice(asked: WeightsLoader, model_dir: Path) -> LoaderChoice:
 
 
 def loader_arguments(choice: LoaderChoice) -> dict[str, Any]:
-    """Arguments of vLLM's. Its workers import our loader with the extension."""
+    """vLLM's arguments for the loader. The extension makes its workers import our loader."""
     if not choice.is_file_order:
         return {}
     return {"load_format": LOAD_FORMAT, "worker_extension_cls": _EXTENSION}

@@ -33,7 +33,7 @@ class NodeRanks(Protocol):
         ...
 
     def from_reader(self, data: bytes) -> bytes:
-        """What the reader has; the others' `data` does not count. Raises RankLost."""
+        """The reader's `data`; that of the others is ignored. Raises RankLost."""
         ...
 
 

@@ -1,10 +1,11 @@
 """Hands the tensors of weight files to a model, file by file, in every rank of a node.
 
 The reader reads window i+1 into shared memory while all ranks copy the weights of window i. Between
-two windows the ranks agree, so that no window is overwritten while a rank still copies it.
+two windows the ranks wait for each other, so that no window is overwritten while a rank still
+copies it.
 
-A tensor is a view of the buffer, and valid until the next one is asked for. If a model keeps one
-nevertheless, the buffer is left to it, and another is allocated.
+A tensor is a view of the buffer, and valid until the next tensor is asked for. If a model keeps one
+nevertheless, it keeps the buffer, and another buffer is allocated.
 """
 
 from __future__ import annotations
@@ -171,8 +172,8 @@ class WeightStream:
         return bool(is_any_kept)
 
     def _handed(self, window: WeightWindow, memory: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The last tensor is a copy: the consumer's loop still names it when it asks for the next
-        one, which must not count as a kept tensor.
+        """The last tensor is a copy, so that it does not count as kept: the consumer's loop still
+        refers to it when it asks for the next one.
         """
         import torch
 

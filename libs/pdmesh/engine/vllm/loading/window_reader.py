@@ -23,7 +23,7 @@ from pdmesh.core.loading.weight_header import (
 )
 from pdmesh.core.loading.window_plan import WeightWindow
 
-PIECE_BYTES: Final = 8 << 20  # of one read
+PIECE_BYTES: Final = 8 << 20  # the most bytes of one read
 
 
 class WeightFile(Protocol):
@@ -117,7 +117,7 @@ class WindowReader:
 
 @contextlib.contextmanager
 def _named(file: str) -> Iterator[None]:
-    """An error of the disk, with the name of the file."""
+    """Turn an error of the disk into WeightsUnreadable, with the name of the file."""
     try:
         yield
     except OSError as error:
@@ -125,7 +125,7 @@ def _named(file: str) -> Iterator[None]:
 
 
 def _fill(file: WeightFile, memory: memoryview, offset: int) -> int:
-    """Read until `memory` is full or the file ends; the number of bytes that were read."""
+    """Read until `memory` is full or the file ends; returns how many bytes were read."""
     at = 0
     while at < len(memory):
         num_bytes = file.read_into(memory[at : at + PIECE_BYTES], offset + at)

@@ -1,1 +1,1 @@
-"""Which model a folder holds, by the content of its files."""
+"""An engine's model: digests of its files, its kinds of caches, and fixes that it needs in vLLM."""

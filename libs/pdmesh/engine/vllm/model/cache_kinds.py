@@ -38,10 +38,10 @@ def check_cache_kinds(model: Any, *, reuses_prefixes: bool, has_tiers: bool = Fa
 
 
 def may_reuse_prefixes(config: Any) -> bool:
-    """Whether vLLM, which was asked to cache prefixes, does so, or fails to for its kernel alone.
+    """Whether prefixes may be reused: vLLM caches them, or only its kernel prevents that.
 
-    With its reference kernel of latent attention for CPUs, vLLM caches none. But the KV depends on
-    the tokens before it alone, and the kernel does compute tokens after a prefix. Any: vLLM's
+    With its reference kernel of latent attention for CPUs, vLLM caches none. But that KV depends
+    only on the tokens before it, and the kernel can compute tokens after a prefix. Any: vLLM's
     `VllmConfig`, which is no stable type.
     """
     has_reference_kernel = config.model_config.use_mla and config.device_config.device_type == "cpu"
@@ -49,14 +49,14 @@ def may_reuse_prefixes(config: Any) -> bool:
 
 
 def without_kv(model: Any) -> str | None:
-    """The model's layers, in words, if it has nothing that the mesh can name blocks by; or None."""
+    """The kind of the model's layers, in words, if it has no KV that the mesh can name; or None."""
     if model.is_attention_free:
         return "state-space layers alone"
     return "cross attention" if model.is_encoder_decoder else None
 
 
 def states_of(model: Any) -> str | None:
-    """The model's layers, in words, that keep a state for all tokens; None if there are none."""
+    """The kind of layers, in words, that keep a state for all tokens; None if there are none."""
     if not model.has_inner_state:
         return None
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()

@@ -1,10 +1,9 @@
-"""SHA-256 of files, computed once and cached in a private folder, for the very file that was
-hashed.
+"""SHA-256 of files, computed once and cached in a private folder.
 
-It is the same file if device, inode, size, mtime and ctime are equal, the times to the nanosecond.
-No program can set the ctime, so a file that was replaced or written in place is hashed again. A
-file that changed a moment ago is not remembered, since another change might not show in its times.
-A cache that is doubtful in any other way is not used.
+A cached digest is used only if the file's device, inode, size, mtime and ctime are unchanged, the
+times to the nanosecond. No program can set the ctime, so a file that was replaced or written in
+place is hashed again. The digest of a file that changed a moment ago is not cached, since another
+change might not show in its times. A cache that is doubtful in any other way is not used.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pdmesh.errors import EngineFailed
 
 log = structlog.get_logger(__name__)
 
-SETTLED_S: Final = 2.0  # the coarsest times of any file system
+SETTLED_S: Final = 2.0  # the coarsest resolution of times in any file system
 PROGRESS_EVERY_S: Final = 5.0
 _LOCK_S: Final = 300.0  # longest wait for another process that hashes the same folder
 _MAX_THREADS: Final = 8
@@ -69,7 +68,7 @@ class FileDigest:
 
 
 def default_cache_dir() -> Path | None:
-    """None if the user has no home."""
+    """None if the user has no home, or if XDG_CACHE_HOME is not absolute."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -78,7 +77,7 @@ def default_cache_dir() -> Path | None:
 
 
 class FileDigests:
-    """Its calls block, so do not call it on the loop's thread. The loop ends it with `stop`."""
+    """`of` blocks, so call it in a thread. The loop's thread ends it with `stop`."""
 
     def __init__(self, cache_dir: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._cache_dir, self._clock = cache_dir, clock
@@ -193,7 +192,7 @@ class _Cache:
 
     @classmethod
     def open(cls, cache_dir: Path, folder: Path) -> _Cache | None:
-        """None if the folder cannot be made, or if other users may write there."""
+        """None if the folder cannot be made, or if it is not private."""
         name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
         try:
             cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -250,7 +249,7 @@ class _Cache:
     def _prune(self) -> None:
         """Forget the folders that were hashed longest ago.
 
-        Then two processes may hold a lock of such a folder at the same time.
+        Their lock files go, too, so two processes may hash such a folder at the same time.
         """
         names = [e.name for e in os.scandir(self._directory) if e.name.endswith(".json")]
         if len(names) <= _MAX_FOLDERS:

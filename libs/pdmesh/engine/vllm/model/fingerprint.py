@@ -2,8 +2,8 @@
 
 `core.kv.layout.compatibility` joins them into one string. The host contributes the model's files
 and how the model is run. The worker adds the settings that vLLM derived (`kv_facts`) and the layout
-of its KV cache. If blocks are opaque, it also adds the instruction set, because vLLM's CPU kernels
-pack K and V differently for each.
+of its KV cache. On a CPU the layout includes the instruction sets, because vLLM's CPU kernels pack
+K and V differently for each. For opaque blocks on a GPU it includes the name of the GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def digest(parts: Iterable[str]) -> str:
 def computation_digest(
     model: str, dtype: str, vllm_version: str, engine_args: EngineArgs | None = None
 ) -> str:
-    """What the host knows about the KV's contents before the engine runs.
+    """A digest of what the host knows about the KV's contents before the engine runs.
 
     `model` is `ModelFiles.digest`.
     """
@@ -51,11 +51,11 @@ def cpu_kernels(cpuinfo: str) -> str:
 
 
 def machine_kernels(device: str) -> str:
-    """What decides the packing on this machine: a CPU's instruction sets; nothing on a GPU."""
+    """What decides the packing: a CPU's instruction sets, or `device`, which names the GPU."""
     if device != "cpu":
         return device
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:
-        cpuinfo = ""  # this is not Linux: use the machine's name
+        cpuinfo = ""  # this is not Linux: only the kind of machine is known
     return f"{platform.machine()} {cpu_kernels(cpuinfo)}"

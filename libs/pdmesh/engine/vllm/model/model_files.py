@@ -26,7 +26,7 @@ CONFIG: Final = "config.json"
 _REMEDY: Final = "prepare it with `make model`, or name a local Hugging Face directory with --model"
 WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"})
 # JSON files that say nothing about how KV is computed: text to tokens, how to draw, and our own
-# notes about a download. What says how an image is read decides KV, too.
+# notes about a download. Files that say how an image is read do decide KV, so they are not here.
 _OF_TEXT: Final = (
     "tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template", "generation_config",
     "pdmesh-manifest",
@@ -34,7 +34,7 @@ _OF_TEXT: Final = (
 
 
 def decides_kv(name: str) -> bool:
-    """Whether it has weights, or says how they are arranged, quantised and used.
+    """Whether a file has weights, or says how they are arranged, quantised and used.
 
     An unknown JSON file counts.
     """
@@ -47,7 +47,7 @@ def decides_kv(name: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     folder: Path
-    config: str  # of config.json: its content, whatever its formatting
+    config: str  # the content of config.json, independent of its formatting
     files: Mapping[str, FileDigest]  # all but config.json
 
     @property

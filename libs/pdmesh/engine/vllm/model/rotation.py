@@ -1,9 +1,9 @@
-"""Which models vLLM's rotation for CPUs computes wrongly, and what they use instead.
+"""Replaces vLLM's rotary embedding for CPUs in models for which its kernel is wrong.
 
-vLLM 0.32's CPU kernel takes queries of [tokens, heads * size] and turns row i by position i. Models
-that hand it [tokens, heads, size] have tokens * heads rows: the first `tokens` of them are turned
-by wrong positions, and the others stay as they are. So an answer depends on its place in a batch.
-vLLM's operation in PyTorch takes both shapes.
+vLLM 0.32's CPU kernel takes queries of [tokens, heads * size], and applies the rotary embedding of
+position i to row i. Some models pass [tokens, heads, size], which has tokens * heads rows. Then the
+kernel uses wrong positions for the first `tokens` of them, and leaves the others unchanged. So an
+answer depends on its place in a batch. vLLM's operation in PyTorch takes both shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CONVOLUTION: Final = "conv"
 def rotate_rightly(config: Any) -> None:
     """On a CPU, make such a model use PyTorch's operation, unless `engine_args` choose one.
 
-    Any: vLLM's `VllmConfig`, which is no stable type. It is changed before any process has it.
+    Any: vLLM's `VllmConfig`, which is no stable type. It is changed before any process gets it.
     """
     operations: list[str] = config.compilation_config.custom_ops
     is_chosen = any(each[1:] == ROTATION for each in operations)
@@ -36,7 +36,7 @@ def rotation_text(config: Any) -> list[str]:
 
 
 def rotates_by_head(model: Any) -> bool:
-    """Whether it hands over [tokens, heads, size]: DeepSeek's models, and LFM2 with its experts."""
+    """Whether it may pass [tokens, heads, size]: with latent attention or convolutions (LFM2)."""
     facts = model.hf_text_config
     is_latent = bool(model.use_mla) or getattr(facts, "kv_lora_rank", None) is not None
     return is_latent or _CONVOLUTION in (getattr(facts, "layer_types", None) or ())

@@ -1,8 +1,8 @@
 """Decides whether a step may be as long as asked, for models whose layers keep Mamba-2's states.
 
 Where a step passes a block's end, vLLM keeps the state there for prefixes. Its Mamba-2 for CPUs
-(0.32) returns no states within a step, and its engine ends with an IndexError at the first prompt
-that is longer than a block.
+(0.32) returns no states within a step, and its engine crashes with an IndexError at the first
+prompt that is longer than a block.
 """
 
 from __future__ import annotations

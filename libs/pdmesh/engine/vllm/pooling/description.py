@@ -18,7 +18,7 @@ def takes_token_types(model_config: Any) -> bool:
 def facts_of(model_config: Any, supported_tasks: tuple[str, ...]) -> PoolingFacts:
     """`model_config` is vLLM's (Any: it is not called stable). Raises EngineMisconfigured.
 
-    A model has the one task that vLLM itself would serve it for.
+    A model has only one task: the one for which vLLM itself would serve it.
     """
     chosen = str(model_config.get_pooling_task(supported_tasks) or "").partition("&")[0]
     task = _TASKS.get(chosen)

@@ -1,1 +1,1 @@
-"""Speculation with vLLM: what it is told, and proposers of our own."""
+"""Speculation with vLLM: its arguments, fixes of how it draws, and a proposer of our own."""

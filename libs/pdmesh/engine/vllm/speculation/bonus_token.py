@@ -1,8 +1,8 @@
-"""Mends `min_tokens` in vLLM 0.32 for the token that is drawn behind a whole proposal.
+"""Mends `min_tokens` in vLLM 0.32 for the token that is drawn after a proposal.
 
-vLLM forbids the tokens that end an answer until `min_tokens` are drawn. For the token behind the
-proposal it counts only those that were drawn before the step. So it forbade the end of an answer
-that was long enough with the proposed tokens.
+vLLM forbids the tokens that end an answer until `min_tokens` are drawn. For the token after the
+proposal it counts only the tokens that were drawn before the step. So it would forbid the end of an
+answer that is long enough with the proposed tokens.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Mends how vLLM 0.32 draws with proposals on a CPU at a temperature above 0.
 
 Each checked token needs the temperature, `top_k` and `top_p` of its request. vLLM's CPU kernel
-writes them to a copy that nobody reads, unless they are 64-bit integers. So logits were divided by
-what the memory held before, and a `top_k` ended the engine.
+writes them to a copy that is never read, unless they are 64-bit integers. So logits were divided by
+what the memory held before, and a `top_k` crashed the engine.
 
-vLLM also checks where nothing is proposed. It copies the logits, and for each request it makes as
-many random numbers as the vocabulary has tokens, to replace a proposed token that is refused. On a
-CPU this slowed a batch of 32 by a fifth. So a step without proposals draws as an engine does that
-never proposes, and in other steps only rows with proposed tokens get these numbers.
+vLLM also runs its check in a step in which nothing is proposed. It copies the logits, and for each
+request it makes as many random numbers as the vocabulary has tokens, to replace a proposed token
+that is refused. On a CPU this slowed a batch of 32 by a fifth. So a step without proposals draws as
+in an engine that never proposes. In other steps, only rows with proposed tokens get these numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def only_if_proposed(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def only_where_proposed(recover: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`recover` (vLLM's `sample_recovered_tokens`) for no more rows than have proposed tokens."""
+    """`recover` (vLLM's `sample_recovered_tokens`) for only the rows with proposed tokens."""
 
     @functools.wraps(recover)
     def recover_proposed(
@@ -62,7 +62,7 @@ def only_where_proposed(recover: Callable[..., torch.Tensor]) -> Callable[..., t
         *args: Any,
     ) -> torch.Tensor:
         rows = [row for row, num in enumerate(num_draft_tokens) if num]
-        # Tokens are in the order of the rows, so those without any can be left out.
+        # Tokens are in the order of the rows, so rows without tokens can be left out.
         generators = sampling_metadata.generators
         seeded = {at: generators[row] for at, row in enumerate(rows) if row in generators}
         return recover(
@@ -86,7 +86,7 @@ def expanded(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """Each request's value, once for each of its tokens; `cu_num_tokens` adds their numbers up."""
+    """Each request's value, once per token; `cu_num_tokens`: sums of the token counts so far."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = x.masked_fill(x == replace_from, replace_to)
     return values.repeat_interleave(counts, output_size=num_tokens)

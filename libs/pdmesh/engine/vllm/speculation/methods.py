@@ -1,4 +1,4 @@
-"""What vLLM is told of speculation, and which methods it cannot run here."""
+"""vLLM's arguments for speculation, and checks for methods that it cannot run here."""
 
 from __future__ import annotations
 

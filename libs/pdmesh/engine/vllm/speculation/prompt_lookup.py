@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from pdmesh.core.speculation.copy_cursor import CopyCursor
 from pdmesh.engine.vllm.sampling_extras import num_drawn_before
 
-# Tokens drawn without a proposal, after which a cursor is made anew, by numpy.
+# A cursor that is further behind its text than this many tokens is made anew, by numpy.
 MAX_BEHIND: Final = 1024
-MAX_TEXT: Final = 1 << 17  # tokens of a request that it looks through, at least
+MAX_TEXT: Final = 1 << 17  # the last tokens of a request's text that are searched, at least
 
 
 class PromptLookup:
@@ -34,14 +34,14 @@ class PromptLookup:
         self._num_tokens = 0
 
     def load_model(self, model: Any) -> None:
-        """There is none to load, but here vLLM's runner has been imported."""
+        """There is no model to load. But vLLM's runner is imported by now and can be patched."""
         tell_proposer_of_steps()
 
     def begin_step(
         self, request_ids: Sequence[str], requests: Mapping[str, Any], num_tokens: int
     ) -> None:
-        """The rows of the batch, all requests that the runner knows, and how many tokens each
-        row may propose.
+        """A step begins: the requests of the batch by row, all requests that the runner knows, and
+        how many tokens each row may propose.
         """
         self._request_ids, self._requests, self._num_tokens = request_ids, requests, num_tokens
         for gone in self._cursors.keys() - requests.keys():
@@ -54,8 +54,8 @@ class PromptLookup:
         texts: NDArray[np.int32],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """By row: what was drawn in this step (nothing while a prompt is computed), the length of
-        the text, and the text.
+        """The arguments, by row: what this step drew (nothing while a prompt is computed), the
+        length of the text, and the text.
         """
         proposals: list[list[int]] = []
         for row, tokens in enumerate(drawn):
@@ -65,7 +65,7 @@ class PromptLookup:
         return proposals
 
     def _room(self, row: int, end: int) -> int:
-        """How many proposed tokens the answer can take, beside the one that the step draws.
+        """How many proposed tokens the answer can take, besides the one that the step draws.
 
         More would need blocks that no admission has counted (S49).
         """

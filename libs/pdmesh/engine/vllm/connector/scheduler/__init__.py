@@ -1,1 +1,1 @@
-"""What runs in vLLM's scheduler: which blocks of a step are gathered, received, loaded, stored."""
+"""Runs in vLLM's scheduler: plans each step's KV, orders requests and compiles constraints."""

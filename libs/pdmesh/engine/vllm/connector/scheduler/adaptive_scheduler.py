@@ -1,10 +1,10 @@
-"""vLLM's scheduler, which proposes fewer or more tokens per step as fewer or more are right, and as
-checking them costs more or less (S118).
+"""vLLM's scheduler with a number of proposed tokens that adapts (S118).
 
-vLLM reads the number of tokens to propose from a table by batch size, which it makes once. This
-scheduler replaces the table before each step, and reports the checked tokens to the core, and how
-long a step took that computed no prompt. vLLM is synchronous here: a step has ended when its output
-is processed.
+The number depends on how many proposed tokens were right, and on what checking them costs. vLLM
+reads it from a table by batch size, which vLLM itself makes only once. This scheduler replaces the
+table before each step. It reports to the core how many tokens were checked and accepted, and how
+long each step took that computed no prompt. vLLM is synchronous here: a step has ended when its
+output is processed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Sets token 1 of a request that vLLM got before the token was known (S48), before it computes.
+"""Sets token 1 of a request that vLLM got before the token was known (S48).
 
 The scheduler holds such a request in WAITING_FOR_REMOTE_KVS, with a stand-in as the last token of
 its prompt. Nothing reads the stand-in until the token is set: cached prefixes end before the last
 token, blocks are named when they are computed, and the model gets the prompt with the first step.
-Only if the prompt fills its last block, that block's hash includes the stand-in and is computed
-again.
+There is one exception: if the prompt fills its last block, that block's hash includes the stand-in
+and is computed again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-# tokens that arrive before their request; more are dropped, and their legs time out
+# tokens kept that arrived before their request; beyond this, the oldest is dropped, and its leg
+# times out
 MAX_EARLY = 1024
 
 
@@ -37,7 +38,7 @@ class EarlyRequests:
         return True
 
     def tell(self, leg: int, token_id: int) -> str | None:
-        """The key of the request that is now complete."""
+        """Returns the key of the request that now has its token; None if it has not arrived."""
         request = self._waiting.pop(leg, None)
         if request is not None:
             self._put(request, token_id)

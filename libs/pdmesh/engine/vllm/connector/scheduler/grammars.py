@@ -1,10 +1,9 @@
-"""Constraints in vLLM's scheduler: compiles them beside its steps, and advances them to where the
-answer is.
+"""Compiles constraints in vLLM's scheduler, beside its steps, and passes them the answer so far.
 
 vLLM compiles grammars only with a tokenizer of its own, which the mesh's engines do not have. Here
-its manager of structured output gets the vocabulary with the first constraint. The matchers that it
-gets have already taken the last tokens of the prompt, if other engines drew these for the answer. A
-request that waits for token 1 has its matcher take that token with the first step.
+its manager of structured output gets the vocabulary with the first constraint. If other engines
+drew the last tokens of the prompt for the answer, a matcher takes these tokens before vLLM gets it.
+If the request waits for token 1, its matcher takes that token with the first step.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from pdmesh.engine.grammars.vocabulary import load_vocabulary
 from pdmesh.engine.vllm.host.sampling import BEGINS_AFTER
 from pdmesh.engine.vllm.sampling_extras import num_drawn_before
 
-_THREADS: Final = 2  # that compile
+_THREADS: Final = 2  # threads that compile
 
 
 def compile_with_drawn() -> None:
-    """From now on, in this process. Idempotent."""
+    """Patch vLLM's manager of structured output in this process. Idempotent."""
     from vllm.v1.structured_output import StructuredOutputManager as Manager
 
     if getattr(Manager.grammar_init, "knows_drawn", False):
@@ -60,7 +59,7 @@ def compile_with_drawn() -> None:
 
 
 def _prepare(manager: Any) -> None:
-    """`manager`: vLLM's, which has neither threads nor a backend without a tokenizer."""
+    """Give vLLM's manager threads and a backend, since it makes neither without a tokenizer."""
     if not hasattr(manager, "executor"):
         manager.executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
     config = manager.vllm_config.model_config
@@ -75,7 +74,7 @@ class Grammars:
 
     def drawing(self, constraint: Constraint, drawn: Sequence[int]) -> Drawing | RefusedGrammar:
         """Called on a thread, beside the steps."""
-        import xgrammar  # noqa: F401 - 2 s, which the step that masks first would wait for
+        import xgrammar  # noqa: F401 - takes 2 s; otherwise the first step with a mask waits
 
         try:
             return Drawing(Guide.after(constraint, self._compiler, drawn))
@@ -83,7 +82,7 @@ class Grammars:
             return RefusedGrammar()
 
     def allocate_token_bitmask(self, num_rows: int) -> Any:
-        """It avoids llguidance.torch, whose import takes 3 s and 120 MB."""
+        """Does without llguidance.torch, whose import takes 3 s and 120 MB."""
         import torch
 
         num_words = -(-self._compiler.vocabulary.vocab_size // 32)
@@ -91,18 +90,18 @@ class Grammars:
         return torch.full((num_rows, num_words), -1, dtype=torch.int32, pin_memory=is_pinned)
 
     def destroy(self) -> None:
-        """Nothing outlives it."""
+        """There is nothing to free."""
 
 
 class Drawing:
-    """What vLLM calls a grammar: a guide, in vLLM's words."""
+    """A guide with the methods of what vLLM calls a grammar."""
 
     def __init__(self, guide: Guide) -> None:
         self.awaits_first_token = self.has_failed = False
         self._guide = guide
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """False fails the request: its text would not be what was asked for."""
+        """After False, vLLM fails the request: its text would not be what was asked for."""
         self.has_failed = not self._guide.accept(tokens)
         return not self.has_failed
 
@@ -121,18 +120,18 @@ class Drawing:
             self._guide.matcher.unsafe_compute_mask_ptr(row.data_ptr(), num_bytes)
 
     def is_terminated(self) -> bool:
-        """Never in vLLM's sense: drafts after the end of a text are not proposed."""
+        """Always False: True matters only for tokens proposed after the end, which do not occur."""
         return False
 
     def reset(self) -> None:
-        raise NotImplementedError("vLLM never does")
+        raise NotImplementedError("vLLM never calls this")
 
 
 class RefusedGrammar:
     """Stands in for a grammar that does not compile, and fails its request with the next token.
 
     vLLM would end such a request by itself, but would not tell the host why. The host could not
-    tell this from KV that did not come, after which another engine could serve the request.
+    distinguish this from KV that did not come, after which another engine could serve the request.
     """
 
     has_failed = True
@@ -156,20 +155,20 @@ class RefusedGrammar:
         return False
 
     def reset(self) -> None:
-        raise NotImplementedError("vLLM never does")
+        raise NotImplementedError("vLLM never calls this")
 
 
 def has_failed(request: Any) -> bool:
-    """Whether the constraint of a request that ended did not allow its last token.
+    """Whether a request of vLLM's ended because of its constraint.
 
-    `request`: vLLM's.
+    The constraint did not compile, or did not allow the last token.
     """
     asked = request.structured_output_request
     return asked is not None and getattr(asked.grammar, "has_failed", False)
 
 
 def drawing_of(backend: Grammars, request: Any) -> Drawing | RefusedGrammar:
-    """`request`: vLLM's. A first token that it waits for is not in its prompt yet."""
+    """`request`: vLLM's. While it waits for token 1, the last token of its prompt is a stand-in."""
     params = request.sampling_params
     num_drawn = num_drawn_before(params)
     drawn = request.prompt_token_ids[-num_drawn:] if num_drawn else []

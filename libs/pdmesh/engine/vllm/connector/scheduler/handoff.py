@@ -3,8 +3,8 @@
 It decides from what the scheduler reports, step by step; the worker half carries the plan out in
 the same step. A prompt's blocks are gathered in the step that computes its last token, so that they
 can go back to the prefix cache at once. If a prompt is handed on per layer, each step that fills
-blocks gathers them (S48). The plan also names requests that end before their turn, so that the side
-that reserved bytes for them learns that nothing will touch these bytes.
+blocks gathers them (S48). The plan also names requests that end before their KV is moved, so that
+the side that reserved bytes for them learns that nothing will touch these bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Store:
     lease_s: float
     num_tokens: int
     is_per_layer: bool = False
-    block_ids: BlockIds = ()  # those that travel
+    block_ids: BlockIds = ()  # the blocks that travel
 
 
 @dataclass(frozen=True, slots=True)
 class StorePart:
     """Gather the blocks that a step fills, each layer as soon as it is computed.
 
-    `is_last`: with this part, the layer is ready.
+    `is_last`: once this part of a layer is gathered, the layer may be pulled.
     """
 
     store: Store  # without its blocks
@@ -50,7 +50,7 @@ class StorePart:
 @dataclass(frozen=True, slots=True)
 class KvLoad:
     """Pull a ticket's KV into blocks. The first `num_local_blocks` are in the prefix cache already.
-    Without `block_ids`, all are.
+    If `block_ids` is empty, all blocks are.
 
     `timeout_s` bounds the wait for its turn, and again the pull itself. The time until a step
     begins the load counts for neither bound.
@@ -88,7 +88,7 @@ class StepPlan:
         default_factory=list
     )  # all blocks are cached here, so there is only an ack to send
     entered: list[Entered] = field(default_factory=list)
-    cancelled: list[KvLoad] = field(default_factory=list)  # started, and no longer wanted
+    cancelled: list[KvLoad] = field(default_factory=list)  # started loads that are not wanted now
     dropped_tickets: list[str] = field(default_factory=list)
     dropped_legs: list[int] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # requests that can only be computed elsewhere
@@ -162,7 +162,7 @@ def _load(key: str, params: Mapping[str, Any]) -> KvLoad:
 
 
 class HandoffPlanner:
-    """State + facts in, one `StepPlan` out per step. `key` is the engine's name of a request."""
+    """Makes one `StepPlan` per step from what it is told. `key` is the engine's request name."""
 
     def __init__(self, groups: CacheGroups) -> None:
         self._groups, self._block_size = groups, groups.block_size
@@ -252,7 +252,7 @@ class HandoffPlanner:
             self._plan.cancelled.append(load)
 
     def lose(self, key: str) -> None:
-        """The request waits for KV that nobody sends any more: it fails."""
+        """The request needs KV that no instance sends any more: it fails."""
         self._plan.lost.append(key)
 
     def take_plan(self) -> StepPlan:

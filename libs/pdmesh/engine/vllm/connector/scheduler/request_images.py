@@ -1,8 +1,8 @@
 """The images of a vLLM request: their places and names, and whether the engine has them.
 
-A decode has no pixels of an image, since it pulls the image's KV. If vLLM preempts it, the KV
-is lost, and the tokens alone would be computed to something else. So such a request fails here, and
-the gateway has it computed where the image is.
+A decode has no pixels of an image, since it pulls the image's KV. If vLLM preempts the request, the
+KV is lost, and without pixels vLLM would compute wrong KV. So such a request fails here, and the
+gateway has it computed by an instance that gets the image.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from pdmesh.engine.vllm.images.processing import GRID
 
 
 def images_at(request: Any) -> Sequence[ImageAt]:
-    """Any: vLLM's request. An adapter's name may stand before the digest."""
+    """The images' places and digests. An adapter's name may stand before a digest.
+
+    Any: vLLM's request.
+    """
     return [
         (feature.mm_position.offset, bytes.fromhex(feature.identifier.rpartition(":")[2]))
         for feature in request.mm_features or ()
@@ -23,7 +26,7 @@ def images_at(request: Any) -> Sequence[ImageAt]:
 
 
 def num_without_image(request: Any, num_computed_tokens: int) -> int:
-    """How many tokens after the computed ones cannot be computed here, for want of an image."""
+    """How many tokens after the computed ones cannot be computed here: an image is missing."""
     ends = [
         feature.mm_position.offset + feature.mm_position.length
         for feature in request.mm_features or ()
@@ -33,5 +36,5 @@ def num_without_image(request: Any, num_computed_tokens: int) -> int:
 
 
 def _has_pixels(data: Any) -> bool:
-    """Any: vLLM's type, or None. A decode has at most the rows of an image's tokens."""
+    """Any: vLLM's type, or None. A decode has at most the grid of an image's patches."""
     return data is not None and set(data) != {GRID}

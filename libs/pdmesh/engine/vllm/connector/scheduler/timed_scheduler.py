@@ -1,8 +1,8 @@
 """vLLM's schedulers, which note when they schedule a step and when they process it (S139, S140).
 
-The rank notes when it computes; its times come back with the output of a later step. All processes
-of an engine are on one machine, so they have one clock. The sums go to the host with vLLM's own
-statistics of a step.
+The first rank that draws notes when it computes; its times come back with the output of a later
+step. All processes of an engine are on one machine, so they have one clock. The sums go to the host
+with vLLM's own statistics of a step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TimedScheduler(UrgentFirstScheduler):
         super().__init__(*args, **kwargs)
         self._times: Final = StepTimes()
         if self.num_spec_tokens and self.dynamic_sd_lookup is None:
-            # Without a table, vLLM gives a request that begins to decode proposals of -1. Its CPU
-            # kernel would read them as indices, and could accept them.
+            # Without a table, vLLM proposes tokens of -1 for a request that begins to decode. Its
+            # CPU kernel would read them as indices, and could accept them.
             size = self.scheduler_config.max_num_seqs + 1
             self.dynamic_sd_lookup = [self.num_spec_tokens] * size
 
@@ -59,9 +59,9 @@ class TimedScheduler(UrgentFirstScheduler):
 
 
 class TimedAsyncScheduler(TimedScheduler, AsyncScheduler):
-    """The same over vLLM's scheduler that is one step ahead.
+    """The same for vLLM's asynchronous scheduler, which is one step ahead.
 
-    A request may end while a further step computes it. A synchronous scheduler has no such tokens.
+    A request may end while the next step already computes it. The tokens of that step are counted.
     """
 
     def update_from_output(self, step: Any, output: Any) -> Any:

@@ -27,7 +27,7 @@ class UrgentFirstScheduler(Scheduler):
         if self._has_classes:
             self.waiting = UrgencyQueue()
             self.kv_holding_waiting = UrgencyQueue()
-        self._was_in_vain = False  # the last time that prompts stood back
+        self._was_in_vain = False  # whether prompts stood back in the last step without effect
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         urgent = None
@@ -37,7 +37,7 @@ class UrgentFirstScheduler(Scheduler):
             if urgent is not None:
                 self._stand_back_for(urgent)
         step = super().schedule(*args, **kwargs)
-        # vLLM may lack something else for the request, so every other step is vLLM's own.
+        # vLLM may have another reason not to begin it. Then no prompt stands back in the next step.
         self._was_in_vain = urgent is not None and urgent.status is not RequestStatus.RUNNING
         return step
 
@@ -61,21 +61,21 @@ class UrgentFirstScheduler(Scheduler):
         return None
 
     def _is_ready(self, request: Request) -> bool:
-        """False for one that waits for its KV, its grammar or its first token."""
+        """False for a request that waits for its KV, its grammar or its first token."""
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             has_kv: bool = request.request_id in self.finished_recving_kv_req_ids
             return has_kv
         return request not in self.deferred_waiting
 
     def _has_room(self, request: Request) -> bool:
-        """Whether its blocks are free. If not, only the prompts under way can free them."""
+        """Whether enough blocks are free. If not, only the prompts under way can free them."""
         num_lacking: int = request.num_tokens - request.num_computed_tokens
         block_size: int = self.block_size
         num_free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
         return -(-num_lacking // block_size) <= num_free
 
     def _stand_back_for(self, urgent: Request) -> None:
-        """vLLM leaves out of a step what is eligible only in a later one."""
+        """Make less urgent prompts eligible only later: vLLM then leaves them out of this step."""
         waiting = urgency_of(urgent)
         for request in self.running:
             if request.is_prefill_chunk and urgency_of(request).stands_back_for(waiting):

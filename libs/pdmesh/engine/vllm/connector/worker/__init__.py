@@ -1,1 +1,1 @@
-"""In each vLLM worker: the caches of one rank, and its KV on its way in and out."""
+"""Runs in each vLLM worker: accesses one rank's caches, and moves its KV in and out."""

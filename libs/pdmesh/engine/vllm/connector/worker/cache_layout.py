@@ -46,11 +46,11 @@ def read_layout(
     kernels: str = "",
     is_stage: bool = False,
 ) -> CacheLayout:
-    """`num_heads` are this rank's; `is_packed`: kernels decide what is where in a head's block.
+    """`num_heads` are this rank's; `is_packed`: kernels decide the order within a head's block.
 
-    `kernels` names these kernels. `is_stage`: other ranks have other layers, so the digest tells
-    neither which layers these are nor how many. Raises ValueError if layers differ, or if a layer's
-    blocks are not contiguous.
+    `kernels` names these kernels. `is_stage`: other ranks have other layers, so the digest includes
+    neither these layers' names nor their number. Raises ValueError if layers differ, or if a
+    layer's blocks are not contiguous.
     """
     caches = list(kv_caches.values())
     count = "stage" if is_stage else str(len(caches))
@@ -76,7 +76,7 @@ def with_windows(block: str, windows: Sequence[int]) -> str:
 
 
 def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str | None:
-    """The axes of a GPU cache, if its shape is one that vLLM's attention kernels use; or None."""
+    """The axes of a GPU cache; None if vLLM's attention kernels use no such shape."""
     match shape:
         case (blocks, heads, _, _) if (blocks, heads) == (num_blocks, num_heads):
             return "bhnc"

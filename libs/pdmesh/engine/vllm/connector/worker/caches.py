@@ -29,13 +29,13 @@ class PagedCaches(Protocol):
     block_bytes: int  # of one layer, all heads
 
     def wait_for_model(self) -> None:
-        """Returns when the model has computed all work that it was given."""
+        """Return when the model has finished all work that it was given."""
         ...
 
     def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
         """Gather all layers of the blocks into `out`, as the model has written them so far.
 
-        The model may overwrite the blocks at once.
+        The model may overwrite the blocks as soon as this returns.
         """
         ...
 
@@ -52,9 +52,9 @@ class PagedCaches(Protocol):
         on_done: OnDone = None,
         heads: Span | None = None,
     ) -> None:
-        """Scatter `source`, with `heads` or all heads of all layers, before the model's next step.
+        """Scatter `source` before the model's next step.
 
-        `on_done`: `source` may be reused.
+        It has `heads`, or all heads, of all layers. After `on_done` it may be reused.
         """
         ...
 
@@ -75,7 +75,7 @@ class PagedCaches(Protocol):
         block_ids: Sequence[int],
         heads: Span | None = None,
     ) -> None:
-        """`scatter_part` for one layer, which has only these blocks; `offset` is within it.
+        """`scatter_part` for one layer and its own blocks; `offset` is within the layer.
 
         It is complete when it returns.
         """

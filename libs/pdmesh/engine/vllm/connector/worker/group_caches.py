@@ -29,7 +29,7 @@ class GroupCaches:
         self.layers_with_states = frozenset(
             layer for layer, group in enumerate(group_of) if groups.windows[group] == STATE_WINDOW
         )
-        self.layout = lru_cache(maxsize=256)(self._layout)  # of a prompt of so many tokens
+        self.layout = lru_cache(maxsize=256)(self._layout)  # of a prompt, by its length in tokens
 
     def _layout(self, num_tokens: int) -> KvLayout:
         firsts = self.groups.first_blocks(num_tokens)
@@ -92,7 +92,7 @@ class GroupCaches:
                 self._caches.scatter_layer(layer, part, low - start, ids, heads)
 
     def _rows(self, block_ids: BlockIds, width: int) -> Iterator[tuple[int, int, int]]:
-        """Each layer's place in the buffer: layer, start, bytes. `width` is of a block."""
+        """Each layer's place in the buffer: layer, start, bytes. `width`: the bytes of a block."""
         start = 0
         for layer, group in enumerate(self._group_of):
             size = len(block_ids[group]) * width
@@ -118,4 +118,4 @@ class GroupCaches:
 
 
 def _nothing() -> None:
-    """The end of a copy that is not the last one."""
+    """Called at the end of each copy but the last."""

@@ -17,7 +17,7 @@ from pdmesh.kv.transport.memory_access import in_host
 
 
 class HostCaches:
-    """Heads' blocks that lie in one piece each, block after block. An opaque block is one head.
+    """For caches whose heads' blocks are one piece each. An opaque block counts as one head.
 
     A layer's rows are heads' blocks: head `h` of block `b` is row `b * num_heads + h`.
     """

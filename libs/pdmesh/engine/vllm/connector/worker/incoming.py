@@ -1,10 +1,11 @@
-"""One rank's KV on its way in: pulls it and scatters it into the waiting request's blocks.
+"""Pulls one rank's KV, and scatters it into the blocks of the request that waits for it.
 
 `core.kv.transfer.incoming_blocks` decides; this module carries out the decisions. vLLM keeps the
 blocks until the load is reported as over, even if the request was aborted. Ranges are scattered as
 they land, on the agent's thread and without the lock. All other effects hold the lock, so that they
-keep the order of the decisions. Pulls from a sender with another number of ranks consist of pieces,
-which take no turns: while pieces wait, only the lease at the rank of the same number is renewed.
+keep the order of the decisions. A pull from a sender with another number of ranks consists of
+pieces. It does not wait for a turn, because only the lease at the rank of the same number can be
+renewed during such a wait.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ _EMPTY_STEP_S: Final = 0.003
 class _Loading:
     load: KvLoad
     pieces: tuple[PiecePull, ...]
-    pull: TogetherPull | None = None  # once its turn has come
+    pull: TogetherPull | None = None  # None until its turn comes
 
 
 class IncomingKv:
@@ -98,9 +99,9 @@ class IncomingKv:
         self._lock = threading.RLock()  # reentrant, since an effect may cause the next event
         self._has_news = threading.Condition(self._lock)
         self._blocks = IncomingBlocks(max_pulls)
-        self._loading: dict[int, _Loading] = {}  # by leg, until its blocks are done
-        self._over: dict[int, tuple[KvLoad, bool]] = {}  # by leg: the load, is it complete
-        self._first_tokens: dict[int, int] = {}  # by leg, if the scheduler does not know it yet
+        self._loading: dict[int, _Loading] = {}  # by leg, until the load is over
+        self._over: dict[int, tuple[KvLoad, bool]] = {}  # by leg: load, whether it is complete
+        self._first_tokens: dict[int, int] = {}  # by leg: those that the scheduler does not know
         self._arrived: dict[int, tuple[int, float, float]] = {}  # by leg: bytes, duration, wait
 
     # -- a step -----------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class IncomingKv:
                 del self._loading[load.leg]
 
     def cancel(self, load: KvLoad) -> None:
-        """The load is no longer wanted; `take_results` reports when its blocks may go."""
+        """The load is no longer wanted; `take_results` reports when its blocks may be freed."""
         with self._lock:
             self._arrived.pop(load.leg, None)
             if load.leg in self._over:
@@ -152,7 +153,7 @@ class IncomingKv:
         return received, {load.key for load, is_complete in over if not is_complete}
 
     def _spoil(self, block_ids: BlockIds, action: str | None) -> None:
-        """What a failpoint orders: zero all that came, or only the states."""
+        """Obey a failpoint: zero all KV that came, or only the states."""
         if action == "zero-states":
             block_ids = self._caches.groups.states(block_ids)
         if action in ("zero-kv", "zero-states"):

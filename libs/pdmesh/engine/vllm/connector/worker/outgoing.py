@@ -1,9 +1,9 @@
-"""One rank's KV on its way out: gathers prompts into the staging arena and keeps their tickets.
+"""Gathers one rank's prompts into the staging arena, and keeps their tickets.
 
-A whole prompt is gathered after the step that completes it. A prompt that is handed on per layer
-has its ticket open before it is computed; each layer's blocks are gathered within the forward, as
-soon as the layer's attention has run (S48). Steps run on vLLM's thread, orders come on the control
-socket's thread, and tickets close on the agent's thread.
+A prompt that is handed on whole is gathered after the step that completes it. For a prompt that is
+handed on per layer, the ticket is opened before the prompt is computed; each layer's blocks are
+gathered within the forward, as soon as the layer's attention has run (S48). Steps run on vLLM's
+thread, orders come on the control socket's thread, and tickets close on the agent's thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pdmesh.engine.vllm.messages import (
 )
 from pdmesh.kv.agent.thread import AgentThread
 
-MAX_REMEMBERED = 1024  # tickets that ended before their turn; leases end any further ones
+MAX_REMEMBERED = 1024  # tickets in each list below; one that was forgotten ends with its lease
 
 
 class Outgoing:
@@ -47,14 +47,14 @@ class Outgoing:
     ) -> None:
         self._rank, self._caches = rank, caches
         self._agent, self._send = agent, send
-        self._lock = threading.Lock()  # orders a release and the staging of its ticket
+        self._lock = threading.Lock()  # a ticket's release and its staging do not overlap
         self._held: set[str] = set()  # tickets that the agent knows
         self._over: OrderedDict[str, None] = (
             OrderedDict()
-        )  # released or dropped before the agent knew them
+        )  # tickets that the host released before the agent knew them
         self._begun: OrderedDict[str, None] = (
             OrderedDict()
-        )  # per-layer tickets, opened once and never again
+        )  # tickets that were opened per layer or dropped, and may not be opened again
         self._order = LayerOrder(caches.num_layers, caches.layers_with_states)
 
     # -- orders of the host -----------------------------------------------------------------------
@@ -97,11 +97,11 @@ class Outgoing:
             self._stage(store)
 
     def put_layer(self, parts: Sequence[StorePart], layer: int) -> None:
-        """The current step has computed a layer; those that may go now are gathered."""
+        """The current step has computed a layer: gather the layers that may be gathered now."""
         self._put_layers(parts, self._order.told(layer))
 
     def end_step(self, parts: Sequence[StorePart]) -> None:
-        """After the forward, gather the layers that did not go within it."""
+        """After the forward, gather the layers that were not gathered within it."""
         if not parts:
             return
         self._put_layers(parts, self._order.end_step())

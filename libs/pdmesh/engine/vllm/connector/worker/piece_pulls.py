@@ -1,4 +1,4 @@
-"""One prompt's KV pulled from several ranks of its sender, as one pull (S57).
+"""Pulls one prompt's KV from one or several ranks of its sender, as one pull (S57).
 
 If both sides have the same number of ranks, the pull is one piece: the whole ticket, from the rank
 of the same number. Otherwise each piece has some heads of one source rank and lands in its own part
@@ -42,7 +42,7 @@ class PiecePull:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The model's kv heads that this rank holds, in its stage's layers."""
+    """Which of the model's KV heads this rank holds, in its stage's layers."""
 
     num_heads: int  # of the model
     place: RankPlace
@@ -66,7 +66,7 @@ class Share:
         """The pieces to pull for a prompt: from which rank, and to which part of `landing`.
 
         This rank takes `num_bytes` of the prompt. Raises ValueError if the ranks cannot share the
-        heads equally; `kv_format` lets no such ticket come here.
+        heads equally; `Jobs.decode` refuses such a ticket before it comes here.
         """
         place, num_heads = self.place, self.num_heads
         num_beside, rank = place.num_beside, place.rank_in_stage
@@ -132,14 +132,14 @@ def pull_pieces(
 
 
 def _of_stage(ticket: Ticket, piece: PiecePull) -> Ticket:
-    """The ticket with the bytes of this rank's stage. It has those of the largest stage."""
+    """The ticket with the byte count of this rank's stage, instead of the largest stage's."""
     if piece.heads is not None or piece.num_bytes == ticket.kv_bytes:
         return ticket
     return replace(ticket, kv_bytes=piece.num_bytes)
 
 
 class TogetherPull:
-    """Several pulls with one end. It calls back on the thread that ends the last of them."""
+    """Several pulls that count as one. It calls back on the thread that ends the last of them."""
 
     def __init__(self, pulls: Sequence[tuple[PiecePull, Future[PullResult]]]) -> None:
         self._pulls = list(pulls)
@@ -148,7 +148,7 @@ class TogetherPull:
         self._on_done: Callable[[], None] = lambda: None
 
     def start(self, on_done: Callable[[], None]) -> None:
-        """Start all pulls; call back once, when all have ended."""
+        """Call back once, when all pulls have ended. They are under way already."""
         self._on_done = on_done
         for _, pull in self._pulls:
             pull.add_done_callback(self._on_ended)

@@ -1,7 +1,6 @@
-"""When a rank computes its steps, for the scheduler (S139).
+"""Notes for the scheduler when a rank computes its steps (S139).
 
-On a GPU a step is only launched by the calls that are timed here, so its times are those of the
-launch.
+On a GPU, the calls that are timed here only launch a step, so its times are those of the launch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, Final
 
 from pdmesh.core.instance.step_times import ComputedStep
 
-_MOST_KEPT: Final = 64  # steps that nobody has asked for
+_MOST_KEPT: Final = 64  # steps kept until the next `take`
 
 
 class StepClock:
@@ -51,9 +50,7 @@ class StepClock:
 
 
 def time_steps(clock: StepClock) -> None:
-    """Patch the model runner of this process, whose steps are timed by `clock` from now on.
-    Idempotent.
-    """
+    """Patch the model runner of this process so that `clock` times its steps. Idempotent."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     GPUModelRunner.step_clock = clock

@@ -1,8 +1,8 @@
-"""One rank's tiers: leases for prompts on their way, and copies between its pool and vLLM's blocks.
+"""One rank's tiers: leases on fetched blocks, and copies between its pool and vLLM's blocks.
 
 Fetches run on a thread and loop of their own; only the step's thread touches vLLM's blocks. A lease
-is pinned until a step has loaded it or the plan says that no step will, so a slot never changes
-under a load.
+stays open until a step has loaded its blocks, or no step will. So the pool never overwrites a block
+that a step is loading.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ class TierWorker:
             rank=blocks.rank,
             num_ranks=blocks.num_ranks,
         )
-        self._lock = threading.Lock()  # guards the next two
-        self._leases: dict[int, BlockLease] = {}
+        self._lock = threading.Lock()  # guards the leases
+        self._leases: dict[int, BlockLease] = {}  # by leg
+        # By leg; only the loop's thread uses these two.
         self._fetches: dict[int, asyncio.Task[None]] = {}
-        self._holders: dict[int, asyncio.Future[Sequence[PeerHolding]]] = {}  # by leg, loop only
+        self._holders: dict[int, asyncio.Future[Sequence[PeerHolding]]] = {}
         self._step_began = 0.0
         self._failed_blocks: set[int] = set()
         self._is_closing = asyncio.Event()
@@ -210,7 +211,7 @@ class TierWorker:
         self.stack.prefetch(message.names, message.owner, holder, message.chance, timeout_s)
 
     def _told(self, leg: int, holdings: Sequence[PeerHolding]) -> None:
-        """The host has said which peers hold the leg's blocks, or the wait for that is over."""
+        """The host has said which peers hold the leg's blocks, or the fetch has ended."""
         holders = self._holders.get(leg)
         if holders is not None and not holders.done():
             holders.set_result(holdings)

@@ -52,9 +52,9 @@ class WorkSigns:
 
 
 def sign_adapter_loads(sign: Callable[[], None]) -> None:
-    """Patch vLLM's loading of LoRA adapters; once per process.
+    """Patch vLLM's loading of LoRA adapters. Call it only once per process.
 
-    The first function is called for each layer that is read, the second for each layer of a slot.
+    vLLM calls the first function for each layer that it reads, the second for each layer of a slot.
     """
     from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.lora.model_manager import LoRAModelManager

@@ -178,7 +178,7 @@ class HandoffWorker:
             raise CannotMoveKv(str(error)) from error
 
     def _decide_path(self) -> KvPath:
-        """Where the arenas are. Raises HasNoKvPath if the settings ask for another one."""
+        """Where the arenas are. Raises HasNoKvPath if the machine lacks what the settings ask."""
         config = self._config
         num_bytes = config["staging_bytes"] + config["landing_bytes"]
         try:
@@ -196,7 +196,7 @@ class HandoffWorker:
         return self._path is not None and self._path.memory is KvMemory.DEVICE
 
     def _group(self, layer_name: str) -> int:
-        """Raises CannotMoveKv for a layer that uses another layer's cache, of an unknown group."""
+        """Raises CannotMoveKv for a layer without a group: it uses another layer's cache."""
         if len(self._groups) == 1:
             return 0
         if layer_name not in self._group_of:
@@ -333,7 +333,7 @@ class HandoffWorker:
 
 
 def _die(error: BaseException) -> None:
-    """End the process: a part that the host relies on failed, and the host sees the end at once."""
+    """End the process, because a part that the host relies on failed; the host sees it at once."""
     log.critical("vllm.worker.died", exc_info=error)
     os._exit(1)
 

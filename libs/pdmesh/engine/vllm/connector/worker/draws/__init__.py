@@ -1,1 +1,1 @@
-"""Makes an answer that several vLLM engines draw equal to the answer of a single engine."""
+"""Fixes how vLLM draws, so that several engines draw an answer as a single engine would."""

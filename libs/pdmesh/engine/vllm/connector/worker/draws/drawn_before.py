@@ -1,10 +1,10 @@
 """Makes vLLM count an answer's tokens as output if another engine drew them, and not as prompt.
 
-In the mesh, an answer continues in another request, at decode and after a migration. vLLM's
-penalties, `min_tokens`, `bad_words` and seeded draws look at the tokens that a request has drawn.
-So a request begins in the model runner like a preempted request: its prompt ends where the answer
-begins, and the tokens drawn so far are its output. The scheduler still counts these tokens as
-prompt.
+In the mesh, an answer continues in another engine request, at decode and after a migration. vLLM's
+penalties, `min_tokens`, `bad_words` and seeded draws look at the tokens that an engine request has
+drawn. So the new one begins in the model runner as if it had been preempted: its prompt ends where
+the answer begins, and the tokens drawn so far are its output. The scheduler still counts these
+tokens as prompt.
 
 This patches vLLM's first model runner, the only model runner that computes on a CPU.
 """
@@ -49,15 +49,15 @@ def move_drawn_to_output(state: Any) -> None:
     state.output_token_ids[:0] = state.prompt_token_ids[-num:]
     state.prompt_token_ids = state.prompt_token_ids[:-num]
     state.num_prompt_tokens -= num
-    if state.sampling_params.min_tokens:  # it counted only tokens that this request draws
+    if state.sampling_params.min_tokens:  # which counts only what this engine request draws
         state.sampling_params = state.sampling_params.clone()
         state.sampling_params.min_tokens += num
 
 
 def count_as_scheduler_does_not(requests: Any, cached: Any) -> None:
-    """`cached`: the scheduler's counts of running requests, which the runner compares with its own.
+    """Add tokens drawn elsewhere to the scheduler's counts of output, which leave them out.
 
-    The scheduler counts tokens drawn elsewhere as prompt.
+    `cached`: these counts for running requests, which the runner compares with its own.
     """
     for index, request_id in enumerate(cached.req_ids):
         if num := num_drawn_before(requests[request_id].sampling_params):

@@ -1,10 +1,10 @@
 """Keeps count of an answer's tokens while their ids are on their way (S141).
 
 With asynchronous scheduling, vLLM's first model runner enters -1 for a token that it has drawn. It
-enters the id one step later, but only if a request of the batch needs ids, as penalties do. When
-such a request joins, vLLM 0.32 takes all the -1 at the end of another answer for one token, and
-makes that answer shorter. Then `min_tokens` and the position of a seeded draw would be wrong. So
-the -1 that stand for earlier tokens are kept: nothing reads their ids.
+enters the id one step later, but only if a request of the batch needs ids, for penalties for
+example. When such a request joins, vLLM 0.32 replaces all the -1 at the end of another answer by
+one id, which makes that answer shorter. Then `min_tokens` and the position of a seeded draw would
+be wrong. So the -1 that stand for earlier tokens are kept: nothing reads their ids.
 """
 
 from __future__ import annotations

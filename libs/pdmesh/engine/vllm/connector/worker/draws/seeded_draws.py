@@ -1,11 +1,13 @@
-"""Makes a seeded draw depend on the seed and the token's position in the answer, on any engine.
+"""Makes the noise of a seeded draw a function of the seed and the token's position in the answer.
 
-vLLM's first model runner makes a generator when a request begins and advances it once per step. In
-the mesh, an answer continues in another request, at decode and after a migration. So before each
-draw, the generator is moved to the position in the answer. A prompt that is computed in chunks
-draws at each step, and all draws but the last are discarded. vLLM would rewind them, but generators
-on a CPU have no offset, and the engine would end. vLLM's second model runner needs none of this:
-its noise is a function of seed and position.
+vLLM's first model runner makes a generator when an engine request begins, and advances it once per
+step. In the mesh, an answer continues in another engine request, at decode and after a migration.
+So before each draw, the generator is moved to the token's position in the answer.
+
+A prompt that is computed in chunks draws at each step, and all draws but the last are discarded.
+vLLM would rewind the generator after each of these. But a generator on a CPU has no offset, and the
+engine would crash. vLLM's second model runner needs none of this: its noise is a function of seed
+and position.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ _WORD = 1 << 31  # vLLM's sampler for CPUs draws one number below this per token
 
 
 class SeededDraws(torch.Generator):
-    """One request's noise. `position` counts the draws since the seed.
+    """The noise of one engine request. `position` is the number of draws since it was seeded.
 
-    A step that checks a proposal takes another amount of noise than one draw per token. From its
-    first such step on (`has_checked`), a request goes on with the noise that follows, so that none
-    of it is drawn twice.
+    A step that checks proposed tokens does not use the noise of one draw per token. So after the
+    first such step (`has_checked`), the generator is not moved any more. It continues from where it
+    is, and no noise is used twice.
     """
 
     def begin(self, seed: int) -> None:
@@ -80,10 +82,11 @@ def draw_by_position() -> None:
 
 
 def put_generators(runner: Any, logits: torch.Tensor, num_proposed: Sequence[int] = ()) -> None:
-    """Move each seeded request's generator to where its next token is drawn.
+    """Move each seeded request's generator to the position of the request's next token.
 
-    `runner` is vLLM's own, of no stable type. Tokens drawn elsewhere are among the outputs
-    (`drawn_before`). `num_proposed`: the tokens that this step checks, by row; empty: none.
+    The position is the number of its output tokens. Because of `drawn_before`, this number includes
+    tokens that another engine drew. `runner` is vLLM's own, of no stable type. `num_proposed`: how
+    many proposed tokens this step checks, by row; empty if it checks none.
     """
     batch, sampler = runner.input_batch, runner.sampler.topk_topp_sampler
     is_fp64 = sampler.use_fp64_gumbel

@@ -98,7 +98,7 @@ class ReplayingHolder(ThinkingBudgetStateHolder):
 
     @staticmethod
     def _find_last_sequence_index(target_list: list[int], token_ids: list[int]) -> int:
-        """As vLLM's, at the speed of a list's own search."""
+        """As vLLM's, but as fast as a list's own search."""
         if not token_ids:
             return -1
         backwards, last = target_list[::-1], token_ids[-1]
@@ -119,7 +119,7 @@ class ReplayingHolder(ThinkingBudgetStateHolder):
         super()._update_think_state(state)
 
     def _follow(self, state: dict[str, Any]) -> None:
-        """Bring the state of a request that begins here to where it was before the last token."""
+        """Bring the state of a new request to where it was before the last drawn token."""
         drawn, proposed = state["output_tok_ids"], state["spec_token_ids"]
         state["spec_token_ids"] = []
         for num in self._telling(state, drawn):
@@ -162,7 +162,7 @@ def _index(drawn: Sequence[int], token_id: int, start: int) -> int | None:
 def _of_marks(
     update: BatchUpdate, budgets: Sequence[ThinkingBudget | None], marks: ThinkingMarks
 ) -> BatchUpdate:
-    """The added requests; those with other marks count as unlimited."""
+    """The update for one set of marks: added requests with other marks count as unlimited."""
     added = [
         (
             index,
