@@ -1,4 +1,7 @@
-"""How an address is written with a port; `core.access.exposure` says which need keys and TLS."""
+"""How an address is written with a port.
+
+`core.access.exposure` says which addresses need keys and TLS.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What each instance should be: one Assignment per instance, from the leading master.
 
-Assignments outlive both sides: they do not expire. The adapter is JetStream key-value
-(`nats/assignments.py`). Each write is compared with the revision that its writer last saw, and is
-refused once a leader of a later epoch has written (I7). In addition, an instance ignores an
-assignment that is meant for another incarnation or is older than one that it has seen
+Assignments do not expire, so they outlive the master and the instances. The adapter is JetStream
+key-value (`nats/assignments.py`). Each write is compared with the revision that its writer last
+saw, and is refused once a leader of a later epoch has written (I7). In addition, an instance
+ignores an assignment that is meant for another incarnation or is older than one that it has seen
 (`core.instance.lifecycle`).
 """
 

@@ -1,4 +1,4 @@
-"""The presence of one process: its record under a lease, and its heartbeat, both every lease/3.
+"""The presence of a process: a record under a lease and heartbeats, renewed every lease/3.
 
 Every service has one. Losing NATS changes nothing for the process. If another incarnation of the
 same id replaces it, the process should end.
@@ -69,7 +69,8 @@ class Presence:
     async def watch(self) -> None:
         """Wait until the heartbeats end.
 
-        Raises the error that ended them: an instance without heartbeats is dead to the mesh.
+        Raises the error that ended them, if any: without heartbeats, an instance is dead to the
+        mesh.
         """
         if self._task is not None:
             await asyncio.wait([self._task])

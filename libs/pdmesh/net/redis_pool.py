@@ -1,8 +1,8 @@
-"""Pools of connections to Redis: over TLS if the address begins with `rediss`, and behind sentinels
-if it is one of `core.server_urls`.
+"""Pools of connections to Redis: over TLS if the address begins with `rediss`, and through
+sentinels if the address names them (`core.server_urls`).
 
-Each new connection shows the latest certificate of this process, and goes to the server that is the
-primary then.
+Each new connection shows the latest certificate of this process. Through sentinels, it goes to the
+server that is the primary at that time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 
-# It does not tell the server the library's name and version: roles lack that command.
+# redis-py tells the server its name and version by a command that the roles may not use.
 _QUIET: Final = {"driver_info": None}
 
 
@@ -66,7 +66,7 @@ def _pool_behind_sentinels(pool_type: Any, url: SentinelUrl, options: dict[str, 
 
 
 def primary_of(pool: Any) -> str:
-    """The server that a pool of `pool_of` was led to; empty: it does not ask sentinels."""
+    """The primary that sentinels last named to a pool of `pool_of`; empty: none has named one."""
     found = pool.connection_kwargs.get("connection_pool")
     return "" if found is None or found.address is None else join(*found.address)
 
@@ -82,7 +82,7 @@ class Primary:
         self.address: Address | None = None  # as last asked
 
     async def get_master_address(self) -> Address:
-        """Raises redis-py's ConnectionError if no sentinel knows it."""
+        """Raises redis-py's ConnectionError if no sentinel knows the primary."""
         address = await self._first_answer()
         if self.address not in (None, address):  # idle connections lead to the former primary
             await self._pool.disconnect(inuse_connections=False)
@@ -90,7 +90,7 @@ class Primary:
         return address
 
     async def _first_answer(self) -> Address:
-        """Ask all sentinels at once: on a host that is gone, one would not answer in time."""
+        """Ask all sentinels at once: one whose host is gone would not answer in time."""
         from redis.exceptions import ConnectionError as NotReached
 
         asking = {asyncio.create_task(self._ask(*each)) for each in self._url.sentinels}
@@ -106,7 +106,7 @@ class Primary:
         raise NotReached(f"no sentinel knows the primary of {self._url.primary!r}")
 
     async def _ask(self, host: str, port: int) -> Address | None:
-        """None: it does not answer, or knows none that is up."""
+        """None: the sentinel does not answer, or knows no primary that is up."""
         from redis.asyncio import sentinel as library
         from redis.exceptions import RedisError
 
@@ -124,7 +124,7 @@ class Primary:
 
 
 def _with_latest_certificate(connection: Any) -> Any:
-    """The class, whose connections each read the certificate's files."""
+    """A subclass whose connections each read the certificate's files anew."""
 
     class LatestCertificate(connection):  # type: ignore[misc]  # redis-py's, which is untyped
         async def connect(self) -> None:

@@ -19,7 +19,7 @@ _AGAIN_S: Final = 0.05
 async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel the tasks until all are over; their exceptions are dropped.
 
-    If this call itself is cancelled, it still waits for that.
+    If this call itself is cancelled, it still waits until all are over.
     """
     pending = {task for task in tasks if not task.done()}
     was_cancelled = False

@@ -2,7 +2,7 @@
 (S121).
 
 The master chooses the ranks of a domain among blank instances, and tells all of them the address of
-rank 0. So a blank instance keeps a port free, and gives it up just before its engine binds it.
+rank 0. So a blank instance reserves a port, and gives it up just before its engine binds it.
 """
 
 from __future__ import annotations

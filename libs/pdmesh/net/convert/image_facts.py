@@ -1,4 +1,4 @@
-"""How a model takes images, in an instance's record."""
+"""Converts how a model takes images between an instance's record and the core's type."""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ def excluded_to_proto(excluded: ExcludedSource) -> ExcludedKvSource:
 
 
 def excluded_from(record: InstanceRecord) -> tuple[ExcludedSource, ...]:
-    """Without exclusions for an unknown fault: the decode itself applies those anyway."""
+    """The record's exclusions, without those for a fault that this release does not know.
+
+    The decode itself applies these, too.
+    """
     return tuple(
         ExcludedSource(KvSource(h.source.instance_id, h.source.incarnation), fault)
         for h in record.excluded_kv_sources

@@ -47,7 +47,8 @@ class CanaryFailed(Exception):
 class Canary:
     """`decode` None: `prefill` does both phases.
 
-    `asked` are the instances that were asked so far: if it fails, one of them is the cause.
+    `asked` are the instances that were asked so far: if the request fails, one of them is the
+    cause.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Canary:
         self._prefill, self._decode = prefill, decode
         self._sender_id, self._timeout_s = sender_id, timeout_s
         self.asked: list[InstanceRecord] = []
-        self._legs: list[_Leg] = []  # in those sessions
+        self._legs: list[_Leg] = []  # in the sessions opened so far
 
     async def send(self) -> None:
         """Raises CanaryRefused or CanaryFailed.
@@ -143,7 +144,7 @@ class _Leg:
 
     @property
     def is_behind_others(self) -> bool:
-        """Whether the engine works, while this leg waits, on more than this leg."""
+        """Whether the engine has worked while this leg waited, and has more work than this leg."""
         return self._has_worked and self._num_open_tokens > len(_PROMPT) // 4 + _NUM_TOKENS
 
     async def until(self, kind: str) -> SessionEvent:

@@ -74,7 +74,7 @@ class TokenChannel(grpc.aio.Channel):
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in grpc-stubs
-    """Checks the token before it reads a call's first message, even for unknown methods."""
+    """Refuses a call without the token, to any method, before its first message is read."""
 
     def __init__(self, token: str, refuse: Callable[[Context, Exception], Awaitable[None]]) -> None:
         self._token = token.encode()

@@ -29,7 +29,7 @@ def check_caller(method: str, context: Context) -> None:
 
 
 def check_role(method: str, context: Context, callers: Collection[str]) -> None:
-    """Raises WrongPeer if this process has a certificate and the caller none of these roles."""
+    """Raises WrongPeer if this process has a certificate and the caller has none of the roles."""
     own = own_certificates()
     if own is None:
         return
@@ -41,7 +41,7 @@ def check_role(method: str, context: Context, callers: Collection[str]) -> None:
 
 
 def check_says(caller: ProcessIdentity | None, instance_id: str, field: str) -> None:
-    """Raises WrongPeer if the caller says that it is another process than its certificate says."""
+    """Raises WrongPeer if `instance_id`, as the caller says, is not that of its certificate."""
     if caller is not None and caller.instance_id != instance_id:
         raise WrongPeer(f"the certificate is for {caller}, not {instance_id!r}", field=field)
 

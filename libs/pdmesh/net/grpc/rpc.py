@@ -71,7 +71,7 @@ _CHANNEL: Final = (
 _NAME: Final = "grpc.ssl_target_name_override"
 # How gRPC's texts say that a server's certificate is not accepted.
 _UNVERIFIED: Final = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
-# What gRPC says of keepalive, and the kernel of what was never acknowledged.
+# How gRPC reports a missed keepalive, and the kernel data that was never acknowledged.
 _SILENCE: Final = re.compile(
     "ping timeout|keepalive|timed out|no route to host|unreachable", re.IGNORECASE
 )
@@ -111,7 +111,7 @@ def mesh_token() -> str:
 def channel_to(record: InstanceRecord, mesh_token: str | None = None) -> grpc.aio.Channel:
     """A channel to a registered process, as `channel` makes it.
 
-    With mutual TLS it connects only to a server whose certificate names this process.
+    With mutual TLS it connects only to a server whose certificate names the registered process.
     """
     own, name = own_certificates(), ""
     if own is not None:
@@ -123,7 +123,7 @@ def channel_to(record: InstanceRecord, mesh_token: str | None = None) -> grpc.ai
 def channel(address: str, mesh_token: str | None = None, name: str = "") -> grpc.aio.Channel:
     """A channel that reports a dead or frozen peer within 3 s, and reconnects fast.
 
-    It sends the mesh's token: by default this process's token, none if "". It connects directly and
+    It sends `mesh_token`, by default this process's token; "" sends none. It connects directly and
     ignores proxies of the environment, which are for traffic out of a mesh. If this process has
     certificates, it is over mutual TLS, and the server's certificate must have `name`, by default
     the host of the address.
@@ -188,8 +188,8 @@ def server(
 def listen(target: grpc.aio.Server, address: str, *, certified: bool = True) -> int:
     """Listen for the mesh's own processes, and return the port.
 
-    If this process has certificates, the port has TLS, and if callers must be `certified`, they
-    must show a certificate of the same authorities. Raises RuntimeError.
+    If this process has certificates, the port has TLS. `certified`: callers must then show a
+    certificate of the same authorities. Raises RuntimeError if the address cannot be used.
     """
     certificates = own_certificates()
     if certificates is None:
@@ -359,7 +359,10 @@ async def fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> N
 
 
 def to_status(exc: MeshError) -> Status:
-    """The error as google.rpc.Status: with ErrorInfo, and if set with BadRequest and RetryInfo."""
+    """The error as google.rpc.Status.
+
+    It has ErrorInfo, BadRequest if the error names a field, and RetryInfo if it says when to retry.
+    """
     status = Status(code=grpc.StatusCode[exc.grpc_code].value[0], message=exc.message)
     details: list[Message] = [ErrorInfo(reason=exc.reason, domain=_DOMAIN)]
     if exc.field:
@@ -387,13 +390,13 @@ def untrusted(exc: grpc.aio.AioRpcError) -> str:
 
 
 def failure_of(exc: grpc.aio.AioRpcError) -> str:
-    """For a log line: the status, and what is wrong with the server's certificate."""
+    """For a log line: what is wrong with the server's certificate; if nothing is, the status."""
     return untrusted(exc) or exc.code().name
 
 
 def is_silence(exc: grpc.aio.AioRpcError) -> bool:
     """Whether the connection ended because nothing came from the peer: it is frozen, or its host or
-    the way to it is lost. The end of a process is told by its host at once.
+    the network between is lost. If only its process ends, its host closes the connection at once.
     """
     return bool(_SILENCE.search(exc.details() or ""))
 

@@ -1,8 +1,8 @@
 """A channel over mutual TLS whose new connections use the latest certificate.
 
 gRPC fixes the certificate of a channel when the channel is made. So this channel replaces the one
-that it wraps when the certificate's files have changed. Calls that run on the old one go on, and
-the last of them closes it.
+that it wraps when the certificate's files have changed. Calls
+on the old channel continue; when the last of them has ended, it is closed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SecureChannel(grpc.aio.Channel):
 
     @property
     def num_replaced(self) -> int:
-        """Connections with an earlier certificate, on which calls still run."""
+        """Channels with an earlier certificate, on which calls still run."""
         return len(self._retired)
 
     def _latest(self) -> _Link:

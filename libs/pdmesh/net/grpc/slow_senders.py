@@ -25,7 +25,7 @@ _GRACE_S: Final = 0.25
 # Calls that wait for their messages. Each costs some 30 KB, and a connection may begin a thousand.
 _MAX_WAITING: Final = 4096
 
-# Types of gRPC's interceptors. grpc-stubs cannot express the first two.
+# grpc-stubs has no types for a call's details and for handlers that fit here.
 Details = Any
 Handler = Any
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -77,10 +77,10 @@ class Incoming:
                 return
 
 
-class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in grpc-stubs alone
+class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in grpc-stubs
     """Makes every method read its messages through `incoming`.
 
-    `admit` must admit the caller first; otherwise it raises MeshError.
+    `admit` is asked first, and raises MeshError if the caller may not call.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""One service's verdicts, readable by all: a JetStream bucket with one JSON message per instance.
+"""Boards: JetStream buckets that one service writes and others read, with a JSON message per key.
 
-Entries outlive their writer: the last entry stands until the next writer replaces it.
+Entries outlive their writer: an entry stays until it is replaced or removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ M = TypeVar("M", bound=Message)
 
 
 class Board(Generic[M]):
-    """`kind` has a field `instance_id`, which is the key of its entry."""
+    """Its entries are of the type `kind`.
+
+    `instance_id` is an entry's key: an instance's id or, for pins and adapters, their id or name.
+    """
 
     def __init__(self, bucket: KvBucket, kind: type[M]) -> None:
         self._bucket, self._kind = bucket, kind
@@ -41,7 +44,7 @@ class Board(Generic[M]):
     async def write(self, instance_id: str, message: M, last: int | None = None) -> int:
         """Write an entry and return its new revision; raises Unavailable.
 
-        Raises VersionConflict unless the entry is at revision `last` (0: absent).
+        If `last` is given, raises VersionConflict unless the entry is at this revision (0: absent).
         """
         try:
             return await self._bucket.put(instance_id, to_json(message), last=last)
@@ -56,7 +59,7 @@ class Board(Generic[M]):
             raise VersionConflict(f"another writer has just changed {instance_id}") from exc
 
     async def read(self) -> dict[str, M]:
-        """All entries once, by instance id; waits for the store if it is away."""
+        """All entries once, by key; waits for the store if it is away."""
         view = self.watch(lambda _: None)
         try:
             await view.loaded.wait()

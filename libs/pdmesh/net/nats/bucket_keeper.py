@@ -1,4 +1,4 @@
-"""Makes every bucket, for roles that may not: at the start, and after one was wiped (F21)."""
+"""Makes every bucket, for roles that may not make any: at the start, and after a wipe (F21)."""
 
 from __future__ import annotations
 

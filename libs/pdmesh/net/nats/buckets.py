@@ -24,9 +24,9 @@ ALL_BUCKETS: Final = (
     ASSIGNMENTS, INSTANCES, HEALTH, FAULTS, PINS, ADAPTERS, OUT_OF_SERVICE, DESIRED, LEADER, USAGE,
     TENANTS,
 )  # fmt: skip
-# Their entries end with the lease of their writer; those of the others stay.
+# Entries of these buckets end with their writer's lease; those of all other buckets stay.
 LEASED: Final = frozenset({INSTANCES, LEADER})
-# Leased ones in which each process writes an entry of its own.
+# The leased buckets in which each process writes an entry of its own.
 SHARED: Final = frozenset({INSTANCES})
 
 MAKER: Final = "master-scheduler"  # the role that makes buckets, where roles are told apart

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-MIN_SERVER: Final = (2, 11)  # per-key expiry markers
-_MAX_PENDING_BYTES: Final = 4 * 1024 * 1024  # that the server has not taken yet
+MIN_SERVER: Final = (2, 11)  # the first with per-key expiry markers
+_MAX_PENDING_BYTES: Final = 4 * 1024 * 1024  # of events that the server has not taken yet
 _MAX_QUEUED_EVENTS: Final = 65_536  # per subscription, not yet handled
 _MAX_QUEUED_BYTES: Final = 32 * 1024 * 1024
 _COMPLAIN_EVERY_S: Final = 5.0
@@ -97,9 +97,9 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, name: str, num_replicas: int | None = None) -> NatsBus:
-        """Wait for the server, or one of the servers, however long it takes, and log that it waits.
+        """Connect to the server, or to one of several. Waits, and logs it, until one answers.
 
-        Raises Unavailable if the server is too old.
+        Raises Unavailable if the server is too old, BadCertificates.
         """
         bus = cls(url, num_replicas)
         await bus._client.connect(
@@ -173,13 +173,13 @@ class NatsBus:
         return self._client
 
     def jetstream(self, timeout_s: float) -> Any:
-        """JetStream, as this process may use it; nats-py's."""
+        """nats-py's JetStream, with the prefix under which this process may use it."""
         prefix = {} if self._role is None else {"prefix": IMPORTED_API}
         return self._client.jetstream(timeout=timeout_s, **prefix)
 
     @property
     def makes_buckets(self) -> bool:
-        """Where NATS tells roles apart, only masters make buckets; elsewhere, whoever needs one."""
+        """Where NATS tells roles apart, only masters make buckets; elsewhere, any process may."""
         return self._role is None or self._role.role == MAKER
 
     @property
@@ -202,7 +202,7 @@ class NatsBus:
         return lambda: _discard(self._on_lost, callback)
 
     def on_restored(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` when it answers again. Returns a function that unsubscribes."""
+        """Call `callback` when the server answers again. Returns a function that unsubscribes."""
         self._on_restored.append(callback)
         return lambda: _discard(self._on_restored, callback)
 
@@ -298,8 +298,9 @@ class NatsBus:
                 callback()
 
     def _try_the_next(self) -> None:
-        """Leave a silent server of several: nats-py would wait for its pings, then for the end of
-        the connection, over TLS for half a minute.
+        """Leave a silent server if there are others.
+
+        nats-py would wait for its pings, then for the connection to end: with TLS, half a minute.
         """
         writer = getattr(self._client._transport, "_io_writer", None)
         if len(self._servers) > 1 and self._client.is_connected and writer is not None:
@@ -309,7 +310,7 @@ class NatsBus:
         self._tell(self._server.disconnected())
 
     async def _on_reconnected(self) -> None:
-        """Events were lost meanwhile, on every subscription."""
+        """Every subscription may have lost events meanwhile."""
         self._subscriptions = [s for s in self._subscriptions if not s.inner._closed]
         for subscription in self._subscriptions:
             subscription.gap()
@@ -337,7 +338,7 @@ class NatsBus:
 
 
 def _is_not_about_eof(record: logging.LogRecord) -> bool:
-    """Drops what asyncio says at the end of each TLS connection, about nats-py's way to read it."""
+    """False for asyncio's warning about nats-py, which comes at the end of each TLS connection."""
     return not str(record.msg).startswith("returning true from eof_received()")
 
 

@@ -39,7 +39,7 @@ M = TypeVar("M", bound=Message)
 
 
 class DesiredStore:
-    """Every method raises Unavailable within about a second if the store does not answer."""
+    """Reads and writes raise Unavailable within about a second if the store does not answer."""
 
     def __init__(self, bucket: KvBucket) -> None:
         self._bucket = bucket
@@ -74,11 +74,11 @@ class DesiredStore:
         """Make `text` the next version; returns it and the revision of its key.
 
         `known`: the latest version that the caller has seen. It counts as current if the store was
-        wiped and has it no more. So a number is never given twice.
+        wiped and no longer has it. So a number is never given twice.
 
-        Raises VersionConflict unless the expected version is current. Without an expected version
-        it replaces any current version. If another writer applies at the same time, it tries again,
-        a few times.
+        Raises VersionConflict unless the expected version is current. Without an expected version,
+        it replaces whichever version is current; if another writer applies at the same time, it
+        tries again, a few times.
         """
         num_tries = 1 if expected_version is not None else _UNCONDITIONAL_TRIES
         after = DesiredVersion(text=text, author=author, reason=reason, canary_share=canary_share)

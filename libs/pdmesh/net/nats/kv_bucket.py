@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 ALL_KEYS: Final = ">"
 _REQUEST_S: Final = 1.0
 _HEARTBEAT_S: Final = 0.5
-_SILENCE_S: Final = 1.5  # open again after this time without message or heartbeat
+_SILENCE_S: Final = 1.5  # a watch opens a new consumer if it hears nothing for this time
 _BACKOFF_S: Final = (0.1, 1.0)
 _TRIES: Final = 3  # how often an entry is delivered to a callback that raises
 _WRONG_SEQUENCE: Final = (10071, 10164)
@@ -59,7 +59,7 @@ class WrongRevision(Exception):
 
 
 class KvBucket:
-    """One bucket on file storage, history 1. `ttl_s` 0: values do not expire.
+    """One bucket in file storage, with the latest entry of each key. `ttl_s` 0: entries stay.
 
     The server tells watchers when a value expires, except in a bucket that several roles write: see
     `lease_ends`. Methods that read or write values, or open a consumer, raise Unavailable within
@@ -79,7 +79,7 @@ class KvBucket:
         """Make the bucket if it is absent; update its settings if they differ.
 
         A process that may not make buckets does nothing here: until a master has made the bucket,
-        its calls raise Unavailable.
+        its writes raise Unavailable.
         """
         await self._ensure()
 
@@ -122,7 +122,7 @@ class KvBucket:
         await self._js.update_stream(config)
 
     async def get(self, key: str) -> KvEntry | None:
-        """The latest entry of the key, gone or not; None if the bucket never had the key."""
+        """The latest entry of the key, even if the key was deleted; None: there is no entry."""
         with _translated(self.name):
             try:
                 msg = await self._js.get_msg(self.stream, subject=self._prefix + key, direct=False)
@@ -133,13 +133,14 @@ class KvBucket:
     async def put(self, key: str, value: bytes, last: int | None = None) -> int:
         """Write and return the new revision.
 
-        Raises WrongRevision unless the key is at revision `last`. 0: absent; None: any revision.
+        If `last` is given, it raises WrongRevision unless the key is at this revision; 0: the
+        bucket has no entry of the key.
         """
         headers = None if last is None else {_EXPECTED: str(last)}
         return await self._publish(key, value, headers)
 
     async def delete(self, key: str, last: int | None = None) -> int:
-        """Remove the key and return the new revision; raises as `put`."""
+        """Remove the key and return the new revision; raises like `put`."""
         headers = {_OPERATION: "DEL"}
         if last is not None:
             headers[_EXPECTED] = str(last)
@@ -150,7 +151,7 @@ class KvBucket:
             try:
                 ack = await self._js.publish(self._prefix + key, value, headers=headers)
             except NoStreamResponseError:
-                # It was wiped; or, in a cluster, it has no leader for some seconds.
+                # The bucket was wiped or, in a cluster, has no leader for some seconds.
                 is_wiped = await self._ensure()
                 if headers and headers.get(_EXPECTED, "0") != "0":
                     if not is_wiped:
@@ -172,14 +173,15 @@ class KvBucket:
     ) -> KvWatch:
         """Follow one key, or all.
 
-        Each time it opens, it calls on_reset, then on_entry for each entry, then on_loaded.
+        Each time the watch opens a consumer, it calls `on_reset`, then `on_entry` for each current
+        entry, then `on_loaded`. Later entries go to `on_entry`, too.
         """
         return KvWatch(self._bus, self, on_entry, on_loaded, on_reset, key)
 
     async def open_consumer(self, inbox: str, key: str = ALL_KEYS) -> tuple[str, int]:
-        """Push each key's latest value to `inbox`, and then each new one.
+        """Open a consumer that pushes each key's latest entry to `inbox`, and then each new entry.
 
-        Return the consumer's name, and how many values are pending.
+        Returns the consumer's name, and how many entries it has not delivered yet.
         """
         config = api.ConsumerConfig(
             # With a name, the subject of this request ends with the filter, so that permissions can
@@ -216,8 +218,8 @@ class KvWatch:
 
     Callbacks run on the event loop, in the bucket's order.
 
-    An entry whose callback raises is delivered again with all others, a few times. After that it is
-    left out, so that one bad entry does not keep the view from becoming live.
+    If the callback raises for an entry, all entries are delivered again, a few times. After that,
+    this entry is left out, so that the watch can become live without it.
     """
 
     def __init__(

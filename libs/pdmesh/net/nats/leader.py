@@ -31,8 +31,8 @@ _TICKS_PER_LEASE: Final = 12
 class LeaderElection:
     """`on_change(is_leader, epoch)` is called at each change of our leadership or its epoch.
 
-    `num_won` counts elections. The epoch does not: it is the revision of the lease, which grows
-    with each renewal.
+    `num_won` counts the elections that we won. The epoch does not count them: it is at least the
+    revision of the lease when it was won, and renewals raise the revision, too.
     """
 
     def __init__(

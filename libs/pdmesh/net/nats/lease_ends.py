@@ -1,8 +1,8 @@
-"""Which entries of a leased bucket nobody has renewed for a lease, so that a reader asks for them.
+"""Decides which entries of a leased bucket a reader asks for: those not renewed for a lease.
 
-NATS would tell of each end itself, with a marker. But a stream with markers takes the header
-`Nats-Rollup: all` from every writer, and so lets the writer of one key wipe all others (measured
-with 2.15.1: the server sets `allow_rollup_hdrs` and drops `deny_purge` for such a stream).
+NATS itself could report each end, with a marker. But a stream with markers accepts the header
+`Nats-Rollup: all` from every writer, so the writer of one key could wipe all others (measured with
+2.15.1: the server sets `allow_rollup_hdrs` and drops `deny_purge` for such a stream).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 class LeaseEnds:
     """Times are those of the caller's clock, in seconds.
 
-    The server decides when a lease ends. So an entry that is due may still be there, and is due
-    again a little later, and then after twice that time, up to a lease: an entry may also have been
-    written so that it never ends.
+    The server decides when a lease ends, so an entry that is due may still be there. It is due
+    again after `retry_s`, then after twice that time, and so on, at most after a lease. The waits
+    grow because an entry may have been written so that it never ends.
     """
 
     lease_s: float
     retry_s: float
-    # By key: revision, when it is due, and how much later again.
+    # By key: its revision, when it is due, and after how long it is due again.
     _entries: dict[str, tuple[int, float, float]] = field(default_factory=dict)
 
     def renewed(self, key: str, revision: int, now: float) -> None:
@@ -42,5 +42,5 @@ class LeaseEnds:
         return found
 
     def is_last(self, key: str, revision: int) -> bool:
-        """Whether nothing has come of the key since this revision."""
+        """Whether this is the last revision that was seen of the key."""
         return key in self._entries and self._entries[key][0] == revision

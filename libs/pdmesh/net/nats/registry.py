@@ -1,13 +1,14 @@
 """The registry in JetStream: each record expires `lease_s` after its owner last renewed it.
 
-A new incarnation takes its id at once. The earlier incarnation loses its compare-and-set and so
-learns that it was replaced. After any outage of the server, a view judges no process for one lease
-and a margin: the owners could not renew, either (F18). In a cluster, the bucket may be away for
-seconds though every server answers, while its replicas elect a leader, which then reports all
-records as expired. A process notices that by the renewals of its own record.
+A new incarnation takes over its id at once. The next renewal of the earlier incarnation fails its
+compare-and-set, and so tells it that it was replaced. After any outage of the server, a view judges
+no process for one lease and a margin: the owners could not renew, either (F18). In a cluster, the
+bucket may be away for seconds although every server answers: its replicas elect a leader, which
+then reports all records as expired. A process notices this because it cannot renew its own record.
 
-The server does not tell when a record expires (`lease_ends`). A view asks for a record that nobody
-has renewed for a lease; one that is opened anew may so show a dead process for one lease longer.
+The server does not tell when a record expires (`lease_ends`). A view asks for each
+record that was not renewed for a lease. So a newly opened view may show a dead process for up to
+one lease longer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)
 
-WATCHER_LEASE_S: Final = 3.0  # of tools that only watch: they register nothing
+WATCHER_LEASE_S: Final = 3.0  # the lease that tools assume, which only watch
 _MARGIN_S: Final = 0.5  # an owner needs this time to notice that the server is back
 _RETRY_S: Final = 0.25
 _TICK_S: Final = 0.1
@@ -139,7 +140,7 @@ class NatsLease:
         self._forget()
         if self._task is not None:
             await end([self._task])
-        self._store.took()  # no later renewal would tell that it does again
+        self._store.took()  # no later renewal would show that it takes writes again
         if self._was_replaced:
             return
         self._renewed_at = float("-inf")
@@ -268,11 +269,14 @@ class NatsRegistryView:
                 await self._ask_for_ended()
                 if self._missing:
                     self._judge()
-            except Exception:  # of a listener: the next death must be told, too
+            except Exception:  # a listener failed; it must still hear of the next death
                 log.exception("registry.listener_failed")
 
     async def _ask_for_ended(self) -> None:
-        """While the watch is not live, nothing is asked: it will show again what is there."""
+        """Ask the store for the records that are due.
+
+        While the watch is not live, nothing is asked: once live, it will show all records anew.
+        """
         if not self._watch.is_live:
             return
         for key, revision in self._ends.due(time.monotonic()).items():
@@ -289,14 +293,14 @@ class NatsRegistryView:
                 self._ends.renewed(key, revision, time.monotonic())
 
     def _judge(self) -> None:
-        """Missing records are dead, unless the store was away within the last lease."""
+        """Report missing records as dead, unless the store was away within the last lease."""
         stable_s = time.monotonic() - self._store.stable_since
         if self._store.is_up and stable_s > self._grace_s:
             for instance_id in tuple(self._missing):
                 self._vanished(instance_id, is_lease_end=True)
 
     def _notify(self, change: RecordChanged) -> None:
-        """Tell every listener, then raise the first error of one."""
+        """Tell every listener; then, if any failed, raise the first error."""
         failed: Exception | None = None
         for callback in self._callbacks:
             try:

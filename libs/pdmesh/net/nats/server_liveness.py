@@ -17,11 +17,11 @@ OUTAGE_S: Final = 1.5  # without an echo for this time, the server counts as awa
 class ServerNews(Enum):
     LOST = auto()
     RESTORED = auto()
-    STILL_LOST = auto()  # so it was at the last look: not only this process's own loop was late
+    STILL_LOST = auto()  # also at the last look, so not only this process's loop was late
 
 
 class ServerLiveness:
-    """Times are monotonic seconds. It counts as away until the first `begin`."""
+    """Times are monotonic seconds. The server counts as away until the first `begin`."""
 
     def __init__(self) -> None:
         self._is_up = False

@@ -1,7 +1,7 @@
 """nats-py's client for an address that begins with `tls://`: it encrypts before it says who it is.
 
-nats-py itself does what the server's first line says, which an attacker on the way may write: if
-the line asks for no TLS, nats-py sends the password in plain text.
+nats-py itself obeys the server's first line, which an attacker in between may have written: if the
+line asks for no TLS, nats-py sends the password in plain text.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _PLAIN_TEXT: Final = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
 
 
 class TlsClient(Client):
-    """Begins with the handshake, and with the server's first line if the server sends one before.
+    """Begins with the handshake; if the server sends its first line before it, tries that order.
 
-    A server does the one or the other (`handshake_first`). In both cases a handshake, in which the
-    server's certificate is checked, comes before CONNECT.
+    The order is a setting of the server (`handshake_first`). In either order, the handshake, which
+    checks the server's certificate, comes before CONNECT.
     """
 
     async def _process_connect_init(self) -> None:
@@ -39,7 +39,7 @@ class TlsClient(Client):
             await self._process_connect_init()
 
     def _drop_connection(self) -> None:
-        """Close what a failed handshake leaves. nats-py would wait for its end forever."""
+        """Close the connection of a failed handshake. nats-py would wait for its end forever."""
         if self._transport is not None:
             self._transport.close()  # type: ignore[no-untyped-call]  # nats-py's
         self._transport = None
@@ -50,9 +50,10 @@ class TlsClient(Client):
 
 
 def _is_other_order(exc: Exception) -> bool:
-    """Whether the server may have sent its first line.
+    """Whether the server may have sent its first line before the handshake.
 
-    If the line came before the handshake had begun, it was read as such, and the handshake waits.
+    If the line came before the handshake had begun, it was read as a line, and the handshake timed
+    out.
     """
     if isinstance(exc, ssl.SSLError):
         return exc.reason in _PLAIN_TEXT

@@ -53,7 +53,7 @@ class TokenRules:
 class TokenVerifier:
     """`fetch` returns the provider's JWK set, or raises ProviderFailed; it runs in a thread.
 
-    `run` must run, or there are no keys.
+    Keys are fetched only while `run` runs.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class TokenVerifier:
 
 
 def _key_id(token: str, algorithms: tuple[str, ...]) -> str | None:
-    """The key that a token names; None: it names none. Raises InvalidToken."""
+    """The id of the key that a token names (kid); None: it names none. Raises InvalidToken."""
     if len(token) > _MAX_TOKEN_CHARS:
         raise InvalidToken(f"a token has at most {_MAX_TOKEN_CHARS} characters")
     try:
