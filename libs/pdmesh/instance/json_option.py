@@ -26,7 +26,7 @@ def _from_text(value: object) -> object:
 
 
 def _settable(args: dict[str, object]) -> dict[str, object]:
-    """vLLM's parser checks the rest, once it is imported."""
+    """Refuses arguments by name. vLLM's own parser checks the rest, once vLLM is imported."""
     for name in args:
         if reason := refusal(name):
             raise ValueError(f"{name[:_MAX_NAME_CHARS]}: {reason}")

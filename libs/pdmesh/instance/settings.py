@@ -1,4 +1,4 @@
-"""What `prefill` and `decode` read from the environment; each service adds its prefix and role."""
+"""What instances of all roles read from the environment; each service adds its prefix."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class InstanceSettings(ServiceSettings):
         0,
         ge=0,
         le=65535,
-        description="vLLM: port at which the engines of a data-parallel domain meet, if this "
+        description="vLLM: port to which the engines of a data-parallel domain connect, if this "
         "instance is its rank 0; 0 picks a free one",
     )
     kv_cache_bytes: int = Field(0, ge=0, description="vLLM: memory for KV; 0: 512 MiB")
@@ -115,8 +115,8 @@ class InstanceSettings(ServiceSettings):
     embedding_pool_bytes: int = Field(
         256 << 20,
         ge=1 << 20,
-        description="Bytes of the embeddings that an instance of the role encoder holds, per image "
-        "as many as its tokens take; those used least recently leave first",
+        description="Most bytes of image embeddings that an instance of the role encoder holds; "
+        "the least recently used ones are evicted first",
     )
     pooling_convert: Literal["auto", "none", "embed", "classify"] = Field(
         "auto",
@@ -134,7 +134,7 @@ class InstanceSettings(ServiceSettings):
     kv_memory: KvMemory = shared(
         KvMemory.AUTO,
         description="vLLM on a GPU: where KV waits and lands: device, host (page-locked), or auto: "
-        "on the device where UCX moves it from there without the host (docs/gpu.md)",
+        "on the device if UCX can move it from there without the host (docs/gpu.md)",
     )
     require_rdma: bool = shared(
         False,
@@ -224,7 +224,7 @@ class InstanceSettings(ServiceSettings):
     )
     devices: str = shared(
         "",
-        description="The node's devices that it computes on, separated by commas; default: "
+        description="The node's devices that the instance uses, separated by commas; default: "
         "CUDA_VISIBLE_DEVICES, else NVIDIA_VISIBLE_DEVICES, else its own id",
     )
     node_status_file: Path | None = shared(

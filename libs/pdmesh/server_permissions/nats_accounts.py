@@ -1,10 +1,10 @@
 """NATS' `accounts`, made from the table of roles.
 
 JetStream and its buckets belong to an account without users. Every certificate has a user in an
-account of its own, which imports what its role may use. Permissions alone would not do: NATS sends
-an answer to whatever subject a request names, without asking whether the caller may publish there,
-so that a worker could have the answer to a permitted request written over the desired state. An
-account's requests and answers stay in it.
+account of its own, which imports what its role may use. Permissions alone are not enough: NATS
+sends an answer to whatever subject a request names, without checking whether the caller may publish
+there. So an instance could have the answer to a permitted request written over the desired state.
+An account's requests and answers stay within the account.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ class Holder:
 
     @property
     def inbox(self) -> str:
-        """Without an id, those of the whole role: NATS cannot tell its processes apart."""
+        """Subjects of its answers. Without an id, the whole role's: NATS sees only the role."""
         return f"{inbox_of(self.role, self.instance_id)}.>".replace(".*.>", ".>")
 
 
 def nats_accounts(holders: Iterable[Holder]) -> str:
     """The block `accounts` of a nats-server's configuration, for these certificates.
 
-    Raises ValueError: a role is unknown, or has users both for all of its certificates and for one.
+    Raises ValueError: a role is unknown, has users both for all of its certificates and for one, or
+    an account is named in two trust domains.
     """
     known = sorted(set(holders), key=lambda holder: holder.account)
     _check(known)
@@ -123,7 +124,7 @@ def _entries(access: NatsAccess, holder: Holder) -> tuple[str, ...]:
 
 
 def _calls(access: NatsAccess, holder: Holder) -> Iterator[str]:
-    """Of JetStream's API, without its prefix."""
+    """The calls of JetStream's API that it may make, without the API's prefix."""
     own = (f"{bucket}.{holder.instance_id}" for bucket in access.follows_own)
     followed = (*access.follows, *own)
     for entry in followed:

@@ -2,8 +2,8 @@
 
 A role is a service's name as certificates have it (`core.access.process_identity`). People's roles
 (viewer, operator, admin) only read here: people change the mesh through the master. A process
-writes its own record, and speaks only about itself, as far as the subject of an event names the
-process: the subject of a node agent's report names its machine.
+writes only its own record. It sends events about itself, and some roles also send events about
+others. A node agent's reports count among these: their subject names the machine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def whole(bucket: str) -> str:
 class NatsAccess:
     """Events that a role sends and gets, and what it does with the entries of buckets.
 
-    An entry is `<bucket>.<key>`. NATS can narrow a watch to entries, but the reading of single
-    ones only to a bucket.
+    An entry is `<bucket>.<key>`. NATS can limit a watch to certain entries, but reads of single
+    entries only to a bucket.
     """
 
     tells_of_itself: tuple[Subject, ...] = ()
@@ -49,7 +49,7 @@ class NatsAccess:
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """Patterns of keys, and commands as Redis' ACLs name them, those of scripts among them."""
+    """Patterns of keys, and commands as Redis' ACLs name them, with those that scripts call."""
 
     keys: tuple[str, ...]
     commands: tuple[str, ...]

@@ -71,7 +71,7 @@ class Histogram:
             series.most = value
 
     def to_metric(self) -> Metric:
-        """A copy is read: a collection may begin at any allocation, and records its own pause."""
+        """Reads a copy: garbage collection may begin at any allocation, and records its pause."""
         now_ns = time.time_ns()
         points = [
             HistogramDataPoint(

@@ -1,7 +1,7 @@
 """Metrics under vLLM's names, for dashboards that were made for vLLM.
 
-Only what means the same has an alias: docs/observe.md lists both kinds. Requests are counted at
-the gateways, once each; the state of engines is shown by each instance.
+A metric has an alias only if vLLM's means the same; docs/observe.md lists which have one. Requests
+are counted at the gateways, once each; the state of engines is shown by each instance.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MODEL: Final = MappingProxyType({"gen_ai_request_model": "model_name"})
 class Alias:
     """`name`: vLLM's, without the suffixes of series. `family`: ours, on a page of /metrics.
 
-    `labels`: ours that stay, with vLLM's names; values are summed over the others. `where`: labels
-    of the samples that count; an empty value stands for a label that is not there. `is_of_engine`:
-    it gets the name of the model that this instance serves.
+    `labels`: our labels that stay, with vLLM's names for them; values are summed over the others.
+    `where`: labels of the samples that count; an empty value stands for a label that is not there.
+    `is_of_engine`: it gets the name of the model that this instance serves.
     """
 
     name: str

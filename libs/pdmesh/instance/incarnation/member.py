@@ -1,4 +1,4 @@
-"""One incarnation of an instance process: follows its assignment, and records how far it has come.
+"""One incarnation of an instance process: follows its assignment, and reports how far it is.
 
 `core.instance.lifecycle` decides what to do when. This shell loads, verifies, serves, drains and
 erases, and tells the core the results. If a task ends that must not end, the process fails, and its
@@ -289,9 +289,9 @@ class Member:
     # -- its tasks, and its end -------------------------------------------------------------------
 
     async def _register(self) -> None:
-        """Register and send heartbeats.
+        """Register and send heartbeats. Raises the error that ended the heartbeats.
 
-        This ends without an error only if the process is asked to stop or was replaced.
+        It never returns: if the process was replaced, it waits here until the process stops.
         """
         await self._presence.start(self._record)
         await self._presence.watch()

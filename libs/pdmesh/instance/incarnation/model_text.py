@@ -19,10 +19,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedText:
-    """`files` None: the model has none, so gateways use the files in their own folder."""
+    """`files` None: there are none that gateways can read; they use those in their own folder."""
 
     files: TextFiles | None = None
-    made: tempfile.TemporaryDirectory[str] | None = None  # with the files, if they were converted
+    made: tempfile.TemporaryDirectory[str] | None = None  # holds the files, if they were converted
 
     def remove(self) -> None:
         if self.made is not None:
@@ -30,7 +30,7 @@ class LoadedText:
 
 
 async def text_of(folder: Path | None) -> LoadedText:
-    """If gateways cannot read the model's files, it is still served, and the log says why."""
+    """If there are no files that gateways can read, the model is still served; the log says why."""
     if folder is None:  # the sim engine needs none
         return LoadedText()
     try:

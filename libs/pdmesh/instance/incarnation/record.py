@@ -33,7 +33,7 @@ def record_of(
 ) -> InstanceRecord:
     """`is_stopping`: the process was asked to end, whatever its assignment says.
 
-    `domain_address`: where the ranks of a domain could meet; empty if it is not blank.
+    `domain_address`: where a domain's ranks could connect to this one; empty unless it is blank.
     """
     role_spec = life.role_spec or _NO_ROLE
     phase = Phase.DRAINING if is_stopping and serving is not None else life.phase
@@ -75,7 +75,7 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.kv_addresses.extend(info.kv_addresses)
     record.model, record.model_fingerprint = info.model, info.model_fingerprint
     record.block_size, record.num_kv_blocks = info.block_size, info.num_kv_blocks
-    record.num_slots = serving.host.admission.num_places  # as in its load
+    record.num_slots = serving.host.admission.num_places  # the same number as in its load reports
     record.kv_bytes_per_token = info.kv_bytes_per_token
     record.max_model_len, record.supports_logprobs = info.max_model_len, info.supports_logprobs
     record.kv_path = info.kv_path
@@ -96,7 +96,7 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
         record.pooling.CopyFrom(pooling_to_proto(info.pooling))
     record.load_timings.CopyFrom(loaded.timings.to_proto())
     record.excluded_kv_sources.extend(map(excluded_to_proto, serving.host.excluded_sources()))
-    if takes_requests(record):  # an operator may drain it though the master does not
+    if takes_requests(record):  # its host may refuse by itself, as after the engine's death
         record.is_draining = serving.host.admission.is_draining
 
 

@@ -94,8 +94,8 @@ class Watchdog:
         try:
             await together(self._mind_the_engine(), self._mind_the_judge())
         except EngineFailed as exc:
-            self._host.fail_all(exc.reason, exc.message)  # clients go on elsewhere at once
-            self._say_now()  # tell the judge why it ends: it counts restarts that did not help
+            self._host.fail_all(exc.reason, exc.message)  # clients continue elsewhere at once
+            self._say_now()  # the judge learns the reason, and counts restarts that did not help
             await asyncio.sleep(_LAST_WORD_S)
             raise
 
@@ -134,7 +134,7 @@ class Watchdog:
 def node_reader(
     file: Path, devices: Sequence[str], wall_clock: Callable[[], float] = time.time
 ) -> ReadNode:
-    """What the node's status file says against an instance on these devices; empty without one."""
+    """Reads from the node's status file which faults these devices have; none without a file."""
 
     def read() -> Sequence[Signal]:
         try:

@@ -1,4 +1,4 @@
-"""Serves with a loaded engine: host, gRPC and publishing, from listening to the end."""
+"""Serves with a loaded engine: runs the host, its gRPC server, and what publishes its events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CLOSE_S: Final = 1.0  # time for sessions to read their last message
 class Serving:
     """Refuses requests until `admit`.
 
-    `record` is the instance as it is registered now; `on_record` is called when it has changed.
+    `record` makes the instance's present record; `on_record` is called when it has changed.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Serving:
         self.host.drain(False)
 
     def refuse(self) -> None:
-        """Take no new request; running requests go on."""
+        """Take no new request; running requests continue."""
         self.host.drain(True)
 
     async def erase_blocks(self) -> None:

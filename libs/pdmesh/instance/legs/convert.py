@@ -1,4 +1,4 @@
-"""Converts commands and events between protobuf and the engine's types; `from_*` validates."""
+"""Converts commands and events between protobuf and the engine's types, and checks commands."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def images_from_proto(
         end = image.position + image.num_tokens
         if bool(image.data) == isinstance(m, Start):
             raise InvalidRequest(
-                "prefills and encoders, and no decode, have their data", field="images"
+                "prefills and encoders get the images' data, decodes do not", field="images"
             )
     if num_tokens is not None and end > num_tokens:
         raise InvalidRequest("an image ends after the prompt", field="images")
@@ -302,9 +302,9 @@ def adapter_from_proto(m: common_pb2.Adapter) -> Adapter:
 
 
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
-    """Check the ticket's numbers, unless it has another fingerprint: admission refuses that.
+    """Check the ticket's numbers, unless its fingerprint differs: admission refuses that.
 
-    Of layers with windows or states, fewer bytes travel than are reserved.
+    For layers with windows or states, fewer bytes are transferred than are reserved.
     """
     if len(ticket.ticket_id.encode()) > MAX_TICKET_ID:
         raise InvalidRequest(f"must have at most {MAX_TICKET_ID} bytes", field="ticket.ticket_id")

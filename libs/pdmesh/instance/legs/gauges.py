@@ -12,14 +12,14 @@ from pdmesh.telemetry import metrics, names, vllm_names
 
 
 class _Shown:
-    """The host whose state is at /metrics: that of the present incarnation, or None."""
+    """The host whose state is shown at /metrics; None while no engine serves."""
 
     host: InstanceHost | None = None
     scenario = ""
 
 
 def show(host: InstanceHost | None, scenario: str = "", model: str = "") -> None:
-    """Show this host's state at /metrics from now on; None: the instance was erased."""
+    """Show this host's state at /metrics from now on; None: no host."""
     _Shown.host, _Shown.scenario = host, scenario
     vllm_names.serve(model)
     instruments.forget_tiers()
@@ -91,7 +91,7 @@ def _engine_total(
 def engine_counts(
     labels_of: Mapping[str, metrics.Labels],
 ) -> Iterable[tuple[float, metrics.Labels]]:
-    """Counts that the engine keeps, by its own names; an engine that lacks one shows nothing."""
+    """Counts that the engine keeps. `labels_of`: their labels, by the engine's names for them."""
     numbers = {} if _Shown.host is None else _Shown.host.engine_numbers
     return [(numbers[own], labels) for own, labels in labels_of.items() if own in numbers]
 
@@ -99,12 +99,12 @@ def engine_counts(
 _engine_total(names.ENGINE_STEPS, "Steps that computed tokens", {"num_steps": {}})
 _engine_total(
     names.ENGINE_STEPS_STEADY,
-    "Steps that went on with the requests of the step before",
+    "Steady steps: those with the same requests as the step before",
     {"num_steady": {}},
 )
 _engine_total(
     names.ENGINE_STEPS_OVERLAPPED,
-    "Such steps that were scheduled while the step before was computed",
+    "Steady steps that were scheduled while the step before was computed",
     {"num_overlapped": {}},
 )
 _engine_total(

@@ -93,7 +93,7 @@ class InstanceHost:
         self._outboxes: dict[Outbox, None] = {}
         self._published_version = -1
         self._num_signs_told = 0
-        self._has_ignored = False  # a command
+        self._has_ignored = False  # whether an unknown command has come
 
     # -- what it shows ----------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class InstanceHost:
 
     @property
     def loaded_adapters(self) -> tuple[str, ...]:
-        """Digests."""
+        """The digests of the adapters in the engine's slots."""
         return self._outputs.loaded_adapters
 
     @property
@@ -215,9 +215,9 @@ class InstanceHost:
     def apply(self, outbox: Outbox, commands: Iterable[Command]) -> None:
         """Carry out a batch of commands.
 
-        Commands that only a later release knows are ignored. Their leg lacks what they would have
-        brought, and one that such a command begins is never accepted, so its gateway leaves it
-        after `ANSWER_S`. Without the session, all other legs of the gateway would be lost, too.
+        Commands that only a later release knows are ignored. A leg then lacks what such a command
+        would have brought. A leg that it would begin is never accepted, so the gateway gives it up
+        after `ANSWER_S`. The session stays, since all other legs of the gateway would end with it.
         Raises InvalidRequest for commands that no correct gateway sends.
         """
         life = self._life

@@ -1,7 +1,8 @@
 """Begins and ends legs: admission, the engine's job, and the freeing and counting at the end.
 
-Only the admission core refuses a leg, without asking the engine (S40). A prefill's slot and range
-are kept after its last event, until its ticket closes (S41).
+A leg is refused by the admission core, or because its KV source is ejected, without asking the
+engine (S40). A prefill's slot and range are kept after its last event, until its ticket closes
+(S41).
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ from pdmesh.v1.instance_service_pb2 import (
 
 log = structlog.get_logger(__name__)
 
-# Of a decode. A prefill's acceptance is not held, because gateways count T_p from it.
+# How long a decode's acceptance is held back. A prefill's is not, because gateways count T_p from
+# it.
 _HOLD_ACCEPTED_S: Final = 0.05
 
 
@@ -403,7 +405,7 @@ class LegLife:
             self.admission.range_freed(leg.number, self._clock())
 
     def ended_unheard(self, number: int) -> None:
-        """The leg was aborted after its end, so no TicketClosed will free a prefill's range."""
+        """The engine ended the leg before its abort, so no TicketClosed frees a prefill's range."""
         leg = self.table.with_ticket(number)
         if leg is not None and not leg.is_per_layer:
             self.table.close_ticket(leg.ticket_id)

@@ -96,7 +96,7 @@ class LegTable:
     def with_ticket(self, number: int) -> Leg | None:
         """The prefill whose ticket is open, whether or not a gateway still hears about it.
 
-        Few tickets are open at once.
+        The search is linear, since few tickets are open at once.
         """
         return next((leg for leg in self._by_ticket.values() if leg.number == number), None)
 

@@ -24,8 +24,8 @@ class Computed:
     """`seconds` is the time of this prompt and of those before it whose `seconds` are 0.
 
     They ended in `num_steps` steps, and `num_beside` sequences decoded beside them on average.
-    `num_tokens` is 0 if the prompt was given up; without a request either, it only says the time of
-    those before.
+    `num_tokens` is 0 if the prompt was given up. If `request_id` is empty, too, the entry only
+    gives the time of the prompts before it.
     """
 
     request_id: str
@@ -37,7 +37,7 @@ class Computed:
 
 
 class _Open(NamedTuple):
-    """A prompt that is not computed yet. `beside_s` is the book's when it came."""
+    """A prompt that is not computed yet. `beside_s`: the book's value when it came."""
 
     request_id: str
     num_tokens: int
@@ -50,7 +50,7 @@ class _Span:
     """Prompts that are timed together, since `began`."""
 
     began: float = 0.0
-    beside_s: float = 0.0  # the book's, when it began
+    beside_s: float = 0.0  # the book's value when the span began
     num_prompts: int = 0
     num_steps: int = 0
 
@@ -102,7 +102,7 @@ class LoadBook:
         self._decoding.add(leg)
 
     def ended(self, leg: int, now: float) -> None:
-        """The leg ended, in whatever way. No effect if its prompt was computed."""
+        """The leg ended, in whatever way. A prompt that was not computed was given up."""
         self._count(now)
         self._decoding.discard(leg)
         opened = self._open.pop(leg, None)
@@ -126,7 +126,10 @@ class LoadBook:
     def _end_span(
         self, request_id: str = "", num_tokens: int = 0, num_cached_tokens: int = 0
     ) -> None:
-        """Tell the time of the prompts that ended, of which this is the last, or was named."""
+        """Add an entry with the time of the span. It names the given prompt, which ended last.
+
+        Without one, entries name all prompts of the span already.
+        """
         span = self._span
         seconds = max(_LEAST_S, self._last_end - span.began)
         num_beside = (self._last_beside_s - span.beside_s) / seconds

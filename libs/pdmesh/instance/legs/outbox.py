@@ -26,7 +26,7 @@ from pdmesh.v1.instance_service_pb2 import (
 MAX_PENDING: Final = 200_000  # tokens and events together: some MB
 _ACCEPTED: Final = Accepted()
 _EVENT_WEIGHT: Final = 8  # an event takes about as much memory as this many tokens
-_BYTES_PER_WEIGHT: Final = 256  # of vectors: what waits fits one message between services
+_BYTES_PER_WEIGHT: Final = 256  # bytes of vectors that count as one token
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Outbox:
         self.gateway_id = gateway_id
         self.on_cut: Callable[[], None] = lambda: None
         self.is_closed = False
-        self.wants_load = False  # it was told that the instance is full: tell it when this ends
+        self.wants_load = False  # the gateway was told that the instance is full: tell it the end
         self.load_version = -1  # the version of the last Load sent
         self._stall_s, self._clock, self._gap_s = stall_s, clock, gap_s
         self._unsent = _Unsent()

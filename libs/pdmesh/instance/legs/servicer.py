@@ -42,7 +42,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InstanceServicer:
-    """`record` is the instance as it is registered now; `text`: its model's tokenizer files."""
+    """`record` makes the instance's present record; `text`: its model's tokenizer files."""
 
     def __init__(
         self,
