@@ -1,1 +1,1 @@
-"""Which processes are alive: judges leases and heartbeats, and announces what changed."""
+"""Judges which processes are alive and which instances are faulty, and announces changes."""

@@ -42,7 +42,7 @@ _probes = metrics.counter(names.CANARY_PROBES, "Canary requests, by outcome")
 
 
 class CanaryRunner:
-    """`period_s`: each idle instance is probed at most this often."""
+    """`period_s`: an idle instance is probed at most once in this time."""
 
     def __init__(
         self,

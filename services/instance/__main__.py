@@ -1,5 +1,5 @@
-"""An instance without a role of its own: blank until the master assigns one, and again after
-it (S23).
+"""An instance that takes roles from the master: blank until one is assigned, unless its settings
+give it a first role, and blank again after it was erased (S23).
 """
 
 from __future__ import annotations

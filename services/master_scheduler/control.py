@@ -1,7 +1,8 @@
 """A master's work beside placement: groups, plans, upgrades, cordons, pins, adapters, usage, and
 their admin API.
 
-Every part works only at the leader, and checks `leadership` before it writes.
+Every master has all parts. They follow the mesh everywhere, but decide only at the leader, and
+check `leadership` before each write.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class Settings(OidcSettings):
     balance_price: float = Field(
         10.0,
         ge=0,
-        description="What it costs where an instance has done twice its share of the work lately "
-        "and of one such prompt more, in times of the whole prompt; a quarter where the chat is",
+        description="Cost of a request, in times of its whole prompt, at an instance whose recent "
+        "work is twice the sum of the mean work and this prompt; a quarter where the chat is",
     )
     prefix_weight: float = Field(
         1.0,

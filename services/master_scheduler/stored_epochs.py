@@ -1,4 +1,5 @@
-"""The highest epoch that any leader has written; a leader with a lower one could not write (I7).
+"""The highest epoch in the stored assignments and adjustments. A leader with a lower one could not
+write them (I7).
 
 It outlives all processes: after a restart of the whole mesh, nothing else remembers an epoch above
 the store's revisions (F21).

@@ -1,6 +1,6 @@
 """Counts how long instances are used, and for which groups, while this master leads (S22).
 
-The next leader continues from what is stored.
+The next leader continues from the stored counts.
 """
 
 from __future__ import annotations

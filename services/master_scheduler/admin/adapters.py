@@ -1,7 +1,7 @@
 """Registers LoRA adapters, at the leading master: instances look at the files first.
 
-Gateways and instances follow the board themselves. So an adapter is served whichever master leads,
-and removing it takes it from clients before any instance unloads it.
+Gateways and instances follow the board themselves. So an adapter is served whichever master leads.
+After its removal, gateways refuse it and instances unload it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 MAX_ADAPTERS: Final = 1000  # each is a label of metrics, and known to every gateway
 _TICK_S: Final = 1.0
 _INSPECT_S: Final = 60.0  # an adapter's files may be large, and on a slow store
-_MAX_ASKED: Final = 8  # of the instances
+_MAX_ASKED: Final = 8  # instances that inspect an adapter's files at once
 
 
 class Adapters:
@@ -83,7 +83,7 @@ class Adapters:
         """Raises MeshError; then nothing was changed."""
         adapters = self._opened()
         check_name(request.name)
-        if request.name == DEFAULT_MODEL:  # clients would get the model, without a word
+        if request.name == DEFAULT_MODEL:  # clients would silently get the model
             message = f"{request.name} means whichever model serves: no adapter has this name"
             raise InvalidRequest(message, field="name")
         check_path(request.path)

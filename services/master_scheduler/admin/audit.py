@@ -24,7 +24,7 @@ from pdmesh.v1 import admin_service_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-_MAX_VALUES: Final = 100  # of the changes of one file; the versions have all of them
+_MAX_VALUES: Final = 100  # changed values that are told of one file; the stored versions have all
 _MAX_VALUE_BYTES: Final = 512
 
 State = Mapping[str, Any]
@@ -83,7 +83,7 @@ def state_of(message: Message | None, *left_out: str) -> State:
 def of_versions(
     numbers: tuple[int, int], changes: Sequence[pb.DesiredChange]
 ) -> tuple[State, State]:
-    """Two versions of the desired state, by what differs; at most a hundred values of it."""
+    """The states before and after a new version: only what differs, at most a hundred values."""
     told = changes[:_MAX_VALUES]
     more = {"num_not_told": len(changes) - len(told)} if len(changes) > len(told) else {}
     before = {c.path: shortened(c.before, _MAX_VALUE_BYTES) for c in told if c.before}

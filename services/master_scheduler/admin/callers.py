@@ -54,7 +54,7 @@ class AdminCaller:
 
 @dataclass(frozen=True, slots=True)
 class OperatorSources:
-    """What operators may show beside the admin token; None: not that."""
+    """What operators may show beside the admin token; None: this is not accepted."""
 
     keys: FollowedKeys | None = None
     tokens: TokenVerifier | None = None
@@ -105,7 +105,10 @@ class AdminAccess:
         return AdminCaller(who, found.by, found.role, peer)
 
     async def _of_bearer(self, bearer: str, peer: str) -> AdminCaller | None:
-        """None: there is nothing that it could be. Raises NotAllowed, InvalidToken, Unavailable."""
+        """None: it is not the admin token, and nothing else is accepted here.
+
+        Raises NotAllowed, InvalidToken, Unavailable.
+        """
         if self._token and hmac.compare_digest(bearer.encode(), self._token):
             return AdminCaller("admin-token", "admin_token", AdminRole.ADMIN, peer)
         sources = self._sources
@@ -124,7 +127,10 @@ class AdminAccess:
 
 
 def is_local(peer: str) -> bool:
-    """`ipv4:127.0.0.1:4711`, `ipv6:[::1]:4711` (percent-encoded or not), `unix:...`."""
+    """Whether a peer is on this machine.
+
+    gRPC writes `ipv4:127.0.0.1:4711`, `ipv6:[::1]:4711` (percent-encoded or not), `unix:...`.
+    """
     kind, _, rest = peer.partition(":")
     if kind == "unix":
         return True

@@ -39,7 +39,7 @@ from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
 
 log = structlog.get_logger(__name__)
 
-_MAX_WORDS: Final = 1024  # bytes of an author or reason
+_MAX_WORDS: Final = 1024  # characters of an author, a reason or a name
 A = TypeVar("A", bound=Message)
 
 
@@ -406,7 +406,7 @@ class _Applied:
     canary_share: float = 0.0
 
     def told(self, answer: A, author: str, reason: str) -> A | Changed:
-        """With the change, unless nothing has changed."""
+        """The answer with the change; if nothing has changed, the answer alone."""
         if self.version == self.version_before:
             return answer
         before, after = of_versions((self.version_before, self.version), self.changes)

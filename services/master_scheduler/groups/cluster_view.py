@@ -1,7 +1,7 @@
 """The cluster as this master knows it: instances, assignments, desired state, out-of-service list.
 
-It only reads. Every master keeps this view, not only the leader, for any master may lead the next
-moment.
+It only reads. Every master keeps this view, not only the leader, because any master may become the
+leader at any time.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def assignment_to(instance_id: str, assignment: Assignment) -> groups_pb2.Assign
 
 
 def _domain(record: InstanceRecord) -> DomainRank | None:
-    """A record that names an impossible rank counts as one of no domain."""
+    """The record's domain; None if it names none, or an impossible rank."""
     try:
         return domain_from(record.domain) if record.HasField("domain") else None
     except InvalidRequest:

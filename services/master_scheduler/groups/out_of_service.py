@@ -61,7 +61,7 @@ class OutOfServiceBook:
         return [known[instance_id] for instance_id in sorted(known)]
 
     def left(self, mode: LeaveMode.ValueType) -> frozenset[str]:
-        """The instances that have left or must leave in this mode."""
+        """The instances that have left, or must leave, in this mode."""
         return frozenset(entry.instance_id for entry in self.known if entry.mode == mode)
 
     def of(self, instance_id: str) -> OutOfService | None:

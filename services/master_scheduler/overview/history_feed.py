@@ -156,7 +156,10 @@ class HistoryFeed:
         self.books.happenings.add(kind, about, shortened(what, _MAX_WORDS), self._wall())
 
     def _is_served(self, request: EndedRequest) -> bool:
-        """Looks at the instances only for what was not answered: clients may invent names."""
+        """Whether an instance serves the request's scenario, whose name a client may have invented.
+
+        An answered request shows it by itself.
+        """
         if request.outcome == "completed":
             return True
         instances = self._fleet.instances.values()

@@ -85,7 +85,7 @@ OnRequest = Callable[[RequestFinishedJson], None]
 
 
 class ScenarioFeed:
-    """`on_completed` is called for each request that was answered, `on_ended` for every one."""
+    """`on_completed` is called for each request that was answered, `on_ended` for each one."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""SchedulerService: the leader answers plans, from memory."""
+"""SchedulerService: the leading master answers queries with plans, from memory."""
 
 from __future__ import annotations
 

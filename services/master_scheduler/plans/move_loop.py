@@ -123,7 +123,7 @@ class MoveLoop:
             return
         if self._groups.observed.epoch != epoch:
             return  # the reconciler has not run yet
-        desired, known = current[0], adjustments.valid(*current)  # the others are erased below
+        desired, known = current[0], adjustments.valid(*current)  # `_make` erases the others
         is_new = epoch != self._epoch
         if is_new:  # an earlier leader's ratio plans are gone, so measure again
             self._epoch = epoch
@@ -165,7 +165,7 @@ class MoveLoop:
             if any(
                 groups[g].scenario != plan.scenario for g in (move.group_id, move.to_group) if g
             ):
-                raise CannotMove(f"group {move.group_id} is of another scenario")
+                raise CannotMove(f"group {move.group_id} belongs to another scenario")
             groups = applied(groups, move)
         return self._decide(self._ratio.handle(OperatorAsked(plan), self._clock()))
 
@@ -219,7 +219,7 @@ class MoveLoop:
         return replace(group, region=region, num_blank=num_blank // self._ranks_of(group.group_id))
 
     def _ranks_of(self, group_id: str) -> int:
-        """How many blank instances the group needs for a member of whichever role needs more."""
+        """How many blank instances a new member needs, in the role whose members need the most."""
         observed = self._groups.observed
         wanted = observed.wanted.groups.get(group_id) if observed is not None else None
         return max(map(wanted.dp_size, (Role.PREFILL, Role.DECODE))) if wanted is not None else 1

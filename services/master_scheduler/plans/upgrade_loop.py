@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
 _AUTHOR: Final = "master-scheduler"
-_FAULTY_STEPS: Final = frozenset({"lost", "failed"})  # steps that blame what an instance runs
+_FAULTY_STEPS: Final = frozenset({"lost", "failed"})  # for these, the revision may be to blame
 _OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # prefixes of faults that no revision causes
 
 
@@ -76,7 +76,7 @@ class UpgradeLoop:
         self._publisher, self._leadership, self._clock = publisher, leadership, clock
         self._on_shares = on_shares
         self._epoch = 0
-        self.seen_version = 0  # of the desired state, for which the reports hold
+        self.seen_version = 0  # the version of the desired state that the reports are about
         self._controller = UpgradeController(KV_TRANSPORT)
         self._lost_versions: set[int] = set()
         self._deciding = asyncio.Lock()  # held from a look at a record until the result is written
@@ -204,7 +204,7 @@ class UpgradeLoop:
         self._on_shares(shares(upgrades.values()))
 
     async def _restore(self, effect: RestoreVersion) -> None:
-        """Restore a version. The next look retries a failure, unless the version is gone."""
+        """Restore a version. The next look tries again after a failure, unless the version is lost."""
         before = await self._view.desired.version(effect.version)
         if before is None or not await asyncio.to_thread(_can_read, before.text):
             log.warning("upgrade.version_lost", version=effect.version)
