@@ -20,7 +20,7 @@ class Settings(ServiceSettings):
         8_000_000,
         ge=1,
         description="Most entries in memory, over all instances (50 to 230 bytes each; a block "
-        "that several hold is stored once)",
+        "of several instances is stored once)",
     )
     resync_s: float = Field(
         30.0,

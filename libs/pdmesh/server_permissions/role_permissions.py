@@ -1,9 +1,9 @@
 """What each role may do at NATS and Redis, as data. What is not here, nobody may do.
 
 A role is a service's name as certificates have it (`core.access.process_identity`). People's roles
-(viewer, operator, admin) only read here: people change the mesh through the master. A process
-writes only its own record. It sends events about itself, and some roles also send events about
-others. A node agent's reports count among these: their subject names the machine.
+(viewer, operator, admin) only read here: people change the mesh through the master. Each process
+writes its own record, and no other. It sends events about itself, and some roles also send events
+about others. A node agent's reports count among these: their subject names the machine.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ ATTR_GROUP_ID: Final = "pdmesh.group.id"  # the group that the plan names
 ATTR_REASON: Final = "pdmesh.reason"  # stable, as in errors and google.rpc.ErrorInfo
 ATTR_OUTCOME: Final = "pdmesh.outcome"  # completed, failed, cancelled; some metrics have others
 ATTR_TIER: Final = "tier"  # host, peer, file
-# of a tier: served, prefetched, stored, lent, evicted, corrupt, failed, late, dropped; of adapters:
-# loaded, unloaded, failed
+# served, prefetched, stored, lent, evicted, corrupt, failed, late, dropped
 ATTR_EVENT: Final = "event"
 # Of the time from blank to ready: fetch, verify, build, connect; of a step: schedule, compute,
 # process, gap.

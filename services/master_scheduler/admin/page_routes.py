@@ -2,8 +2,8 @@
 
 A call is POST /admin/<method> with a JSON request. Before a page of another site sends such a
 request here, the browser asks for permission, which it never gets. Without a token, the request's
-host must also be an address of this machine, so that no foreign name leads here (DNS
-rebinding).
+host must also be an address of this machine, so that no foreign name leads here
+(DNS rebinding).
 
 The port is not encrypted and asks for no certificate. So where gRPC asks for an operator's
 certificate, calls here are served only from this machine.

@@ -42,7 +42,7 @@ from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
 
-_TICK_S: Final = 0.5  # between rounds without any change, to notice what is overdue
+_TICK_S: Final = 0.5  # at most between two rounds, to notice what is overdue
 _GAP_S: Final = 0.02  # changes that come together make one round
 
 

@@ -156,9 +156,9 @@ class HistoryFeed:
         self.books.happenings.add(kind, about, shortened(what, _MAX_WORDS), self._wall())
 
     def _is_served(self, request: EndedRequest) -> bool:
-        """Whether an instance serves the request's scenario, whose name a client may have invented.
+        """Whether an instance serves the request's scenario; clients may invent names of scenarios.
 
-        An answered request shows it by itself.
+        If the request was answered, an instance served it.
         """
         if request.outcome == "completed":
             return True

@@ -1,7 +1,7 @@
 """Tells an engine which adapters are registered, so that it unloads those that are not.
 
-The leading master writes the list. An engine loads what requests ask for, not what is
-listed. Until the whole list has been read, and while NATS is away, it is told nothing.
+The leading master writes the list. An engine loads what requests ask for, not what is listed. Until
+the whole list has been read, and while NATS is away, the engine is told nothing.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ _engine_total(
 )
 _engine_total(
     names.ENGINE_STEP_SECONDS,
-    "Time of steps, by part: schedule, compute, process, and gap: a rank waits for a steady step",
+    "Time of steps, by part: schedule, compute, process, and gap (a rank waits for a steady step)",
     {f"{part}_s": {names.ATTR_PART: part} for part in ("schedule", "compute", "process", "gap")},
     "s",
 )

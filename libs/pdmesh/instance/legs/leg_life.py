@@ -65,8 +65,7 @@ from pdmesh.v1.instance_service_pb2 import (
 
 log = structlog.get_logger(__name__)
 
-# How long a decode's acceptance is held back. A prefill's is not, because gateways count T_p from
-# it.
+# How long a decode's acceptance is held back. A prefill's is not: gateways count T_p from it.
 _HOLD_ACCEPTED_S: Final = 0.05
 
 

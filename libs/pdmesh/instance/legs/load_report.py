@@ -102,7 +102,7 @@ class LoadBook:
         self._decoding.add(leg)
 
     def ended(self, leg: int, now: float) -> None:
-        """The leg ended, in whatever way. A prompt that was not computed was given up."""
+        """The leg ended, in whatever way. If its prompt was not computed, it was given up."""
         self._count(now)
         self._decoding.discard(leg)
         opened = self._open.pop(leg, None)

@@ -79,7 +79,7 @@ class Outbox:
         self.gateway_id = gateway_id
         self.on_cut: Callable[[], None] = lambda: None
         self.is_closed = False
-        self.wants_load = False  # the gateway was told that the instance is full: tell it the end
+        self.wants_load = False  # the gateway must hear when the instance is no longer full
         self.load_version = -1  # the version of the last Load sent
         self._stall_s, self._clock, self._gap_s = stall_s, clock, gap_s
         self._unsent = _Unsent()

@@ -24,7 +24,7 @@ from pdmesh.net.events import EventPublisher
 from pdmesh.v1.instance_service_pb2 import Load
 
 BLOCKS_EVERY_S: Final = 0.03
-LOAD_EVERY_S: Final = 0.015  # so the master's picture is never 20 ms old, transport included (S100)
+LOAD_EVERY_S: Final = 0.015  # so the master's view is never 20 ms old, transport included (S100)
 # The load is sent again after this time, even if nothing changed: the last report may have been
 # lost, or the master may be new.
 LOAD_AGAIN_S: Final = 1.0

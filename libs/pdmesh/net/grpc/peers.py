@@ -41,7 +41,7 @@ def check_role(method: str, context: Context, callers: Collection[str]) -> None:
 
 
 def check_says(caller: ProcessIdentity | None, instance_id: str, field: str) -> None:
-    """Raises WrongPeer if `instance_id`, as the caller says, is not that of its certificate."""
+    """Raises WrongPeer unless the caller's certificate, if it has one, names `instance_id`."""
     if caller is not None and caller.instance_id != instance_id:
         raise WrongPeer(f"the certificate is for {caller}, not {instance_id!r}", field=field)
 

@@ -1,8 +1,8 @@
 """A channel over mutual TLS whose new connections use the latest certificate.
 
 gRPC fixes the certificate of a channel when the channel is made. So this channel replaces the one
-that it wraps when the certificate's files have changed. Calls
-on the old channel continue; when the last of them has ended, it is closed.
+that it wraps when the certificate's files have changed. Calls on the old channel continue; when the
+last of them has ended, it is closed.
 """
 
 from __future__ import annotations

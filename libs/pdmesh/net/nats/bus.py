@@ -97,7 +97,7 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, name: str, num_replicas: int | None = None) -> NatsBus:
-        """Connect to the server, or to one of several. Waits, and logs it, until one answers.
+        """Connect to the server, or to one of several. Waits until one answers, and logs that.
 
         Raises Unavailable if the server is too old, BadCertificates.
         """

@@ -6,9 +6,8 @@ no process for one lease and a margin: the owners could not renew, either (F18).
 bucket may be away for seconds although every server answers: its replicas elect a leader, which
 then reports all records as expired. A process notices this because it cannot renew its own record.
 
-The server does not tell when a record expires (`lease_ends`). A view asks for each
-record that was not renewed for a lease. So a newly opened view may show a dead process for up to
-one lease longer.
+The server does not tell when a record expires (`lease_ends`). A view asks for each record that was
+not renewed for a lease. So a newly opened view may show a dead process for up to one lease longer.
 """
 
 from __future__ import annotations
