@@ -1,5 +1,5 @@
-"""The highest epoch in the stored assignments and adjustments. A leader with a lower one could not
-write them (I7).
+"""The highest epoch in the stored assignments, adjustments and upgrades. A leader with a lower one
+could not write them (I7).
 
 It outlives all processes: after a restart of the whole mesh, nothing else remembers an epoch above
 the store's revisions (F21).
@@ -18,7 +18,8 @@ async def highest_stored(assignments: Assignments, store: DesiredStore) -> int:
     desired.follow(lambda: None)
     try:
         await desired.until_loaded()
-        return max([desired.adjustments.epoch, *(each.epoch for each in book.known.values())])
+        assigned = (each.epoch for each in book.known.values())
+        return max(desired.adjustments.epoch, desired.upgrades.epoch, *assigned)
     finally:
         await desired.close()
         await book.close()

@@ -7,10 +7,13 @@ import asyncio
 import pytest
 
 from pdmesh.errors import VersionConflict
+from pdmesh.net.nats.assignments import NatsAssignments
 from pdmesh.net.nats.board import out_of_service_board
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.nats.desired_store import desired_store
-from pdmesh.v1.admin_service_pb2 import LEAVE_MODE_AT_ONCE, OutOfService
+from pdmesh.services.master_scheduler.stored_epochs import highest_stored
+from pdmesh.v1.admin_service_pb2 import LEAVE_MODE_AT_ONCE, Adjustments, OutOfService, Upgrades
+from pdmesh.v1.groups_pb2 import Assignment
 from tests.support.sites import servers
 from tests.support.waiting import until
 
@@ -136,3 +139,18 @@ async def test_a_change_right_after_a_wipe_takes_no_number_twice(bus: NatsBus) -
     await view.restore()
     assert [each.text for each in await store.versions(9)] == ["a: 3", "a: 2"]
     await view.close()
+
+
+@pytest.mark.fault("F21")
+async def test_a_new_leader_begins_above_every_stored_epoch(bus: NatsBus) -> None:
+    """It could not write what a later epoch has written."""
+    assignments, store = NatsAssignments(bus), desired_store(bus)
+    assert await highest_stored(assignments, store) == 0
+    book = await assignments.book()
+    await book.write(Assignment(instance_id="a", incarnation=1, epoch=3))
+    await book.close()
+    assert await highest_stored(assignments, store) == 3
+    await store.adjust(Adjustments(epoch=5), 0)
+    assert await highest_stored(assignments, store) == 5
+    await store.keep_upgrades(Upgrades(epoch=8), 0)
+    assert await highest_stored(assignments, store) == 8
