@@ -1,7 +1,8 @@
 """Decides whether a rollout is done or has failed, and says how far it is.
 
-A canary that waits for an operator counts as done: there is nothing more to wait for. A rollout has
-failed if its upgrade went back or a newer version has replaced it. Scripts depend on this.
+A rollout is done when all groups serve. A canary that waits for an operator counts as done, because
+only the operator can continue it. A rollout has failed if its upgrade has stopped, is going back or
+went back, or if a newer version has replaced it. Scripts depend on this.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from pdmesh.v1 import admin_service_pb2 as pb
 _SERVING: Final = "serving"
 _WENT_BACK: Final = "went back"
 _BACK: Final = ("going back", _WENT_BACK, "stopped")
-_CANARY: Final = "canary"  # it waits for an operator: there is nothing to wait for here
-_SHOWN: Final = 3  # groups that are named in one line
+_CANARY: Final = "canary"  # the upgrade waits for an operator
+_SHOWN: Final = 3  # groups and upgrades that one line names
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """`failure`: why the version will not be reached, empty if it may be."""
+    """`failure`: why the rollout has failed; empty if it has not."""
 
     is_done: bool
     text: str
@@ -29,19 +30,19 @@ class Rollout:
 
 
 def rollout_of(states: pb.ListGroupStatesResponse, version: int) -> Rollout:
-    """The rollout of `version`, from one look at the groups."""
+    """The state of the rollout of `version`, from one answer of the leader."""
     if states.version > version:
         return Rollout(False, "", f"version {states.version} has replaced it{_went_back(states)}")
     failed = [u for u in states.upgrades if u.version == version and u.state in _BACK]
     if failed:
         return Rollout(False, "", _upgrade_text(failed[0]))
     if states.paused:
-        return Rollout(False, f"the leader changes nothing now: {states.paused}")
+        return Rollout(False, f"the leader makes no changes now: {states.paused}")
     if states.seen_version < version:
-        return Rollout(False, "the leader has not looked at it yet")
+        return Rollout(False, "the leader has not read this version yet")
     others = [group for group in states.groups if group.state != _SERVING]
     num_serving = len(states.groups) - len(others)
-    text = f"{num_serving} of {len(states.groups)} groups are as they shall be"
+    text = f"{num_serving} of {len(states.groups)} groups are as the desired state says"
     waiting = [f"{group.group_id} {group.state}{_why(group.detail)}" for group in others]
     waiting += [_upgrade_text(u) for u in states.upgrades if u.state not in (_WENT_BACK, _CANARY)]
     if waiting:

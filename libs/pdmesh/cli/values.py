@@ -6,18 +6,18 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-MAX_SIZES: Final = 8  # a plan tries each size of prefills with each of decodes
+MAX_SIZES: Final = 8  # a plan tries every pair of a prefill size and a decode size
 _MAX_DURATION_S: Final = 1000 * 86_400  # a coarse bound: the leader decides what is allowed
 
 
 def duration(text: str) -> int:
-    """A duration in seconds, from text such as 30m."""
+    """A duration in seconds, from text such as 30m. A number without a unit means seconds."""
     number, unit = text[:-1], text[-1:]
     if unit.isdigit():
         number, unit = text, "s"
     seconds = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(unit)
     if seconds is None or not number.isdecimal():
-        raise argparse.ArgumentTypeError("must be a number and s, m, h or d")
+        raise argparse.ArgumentTypeError("must be a number, with s, m, h or d or in seconds")
     return _whole_number(number, _MAX_DURATION_S // seconds) * seconds
 
 
@@ -69,10 +69,10 @@ def share_or_none(text: str) -> float:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """At most `MAX_SIZES` different numbers that are separated by commas, the least first."""
+    """The different numbers in a list with commas, in ascending order; at most `MAX_SIZES`."""
     found = {one_or_more(part) for part in text.split(",")}
     if len(found) > MAX_SIZES:
-        raise argparse.ArgumentTypeError(f"{len(found)} numbers: give at most {MAX_SIZES}")
+        raise argparse.ArgumentTypeError(f"{len(found)} numbers: the most allowed is {MAX_SIZES}")
     return tuple(sorted(found))
 
 

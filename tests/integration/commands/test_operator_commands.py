@@ -45,7 +45,7 @@ def test_a_change_is_applied_awaited_and_taken_back(pdmesh: Pdmesh, tmp_path: Pa
     code, said = applied(pdmesh, file, groups(2), "--reason", "more prefills")
     assert (code, said.splitlines()[-1]) == (
         0,
-        "version 2 is rolled out: 1 of 1 groups are as they shall be",
+        "version 2 is rolled out: 1 of 1 groups are as the desired state says",
     )
     states = yaml.safe_load(pdmesh.run("groups", "-o", "yaml").stdout)
     assert [len(group["members"]) for group in states["groups"]] == [3]
@@ -73,7 +73,7 @@ def test_a_change_is_applied_awaited_and_taken_back(pdmesh: Pdmesh, tmp_path: Pa
 
     def is_seen() -> bool:
         late = pdmesh.run("rollout", "status", "--timeout", "2")
-        return "0 of 1 groups are as they shall be; chat" in late.stderr
+        return "0 of 1 groups are as the desired state says; chat" in late.stderr
 
     wait_until(is_seen)
 
@@ -81,7 +81,7 @@ def test_a_change_is_applied_awaited_and_taken_back(pdmesh: Pdmesh, tmp_path: Pa
     assert back.returncode == 0, back.stderr
     assert "has the content of version 2" in back.stdout
     assert pdmesh.run("rollout", "status").stdout == (
-        "version 6 is rolled out: 1 of 1 groups are as they shall be\n"
+        "version 6 is rolled out: 1 of 1 groups are as the desired state says\n"
     )
     history = json.loads(pdmesh.run("history", "--limit", "5", "--json").stdout)["versions"]
     assert [version["version"] for version in history] == ["6", "5", "4", "3", "2"]

@@ -54,7 +54,7 @@ def test_groups_that_answer_an_earlier_version_say_nothing_about_this_one() -> N
 def test_what_it_waits_for_is_said() -> None:
     many = [GroupState(group_id=f"g-{i}", state="forming") for i in range(5)]
     assert rollout_of(look(SERVING, CHANGING), 7).text == (
-        "1 of 2 groups are as they shall be; chat-1 changing (waits for 1 decode)"
+        "1 of 2 groups are as the desired state says; chat-1 changing (waits for 1 decode)"
     )
     assert rollout_of(look(*many), 7).text.endswith(
         "g-0 forming, g-1 forming, g-2 forming and 2 more"
@@ -102,9 +102,9 @@ def test_a_leader_that_dies_in_the_meantime_does_not_end_the_wait(
     assert asyncio.run(command.wait(Namespace(timeout=60.0), 7)).is_done
     said = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
     assert said == [
-        "0 of 1 groups are as they shall be; chat-1 changing (waits for 1 decode)",
+        "0 of 1 groups are as the desired state says; chat-1 changing (waits for 1 decode)",
         "no master leads",
-        "1 of 1 groups are as they shall be",
+        "1 of 1 groups are as the desired state says",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The arguments of commands that look at a mesh or ask it something."""
+"""The arguments of commands that show a mesh or ask it a question, and of `completion`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def add_chat(commands: Commands) -> None:
     )
     parser.add_argument("prompt", help="the question; - reads it from stdin")
     parser.add_argument("--url", help="URL of a gateway (default: the mesh started here)")
-    parser.add_argument("--model", default="default", help="a served model (default: the first)")
+    parser.add_argument(
+        "--model", default="default", help="a served model (default: the gateway's preferred one)"
+    )
     parser.add_argument(
         "--max-tokens",
         type=values.positive_int,
@@ -69,8 +71,8 @@ def add_events(commands: Commands) -> None:
     parser.add_argument(
         "--periodic",
         action="store_true",
-        help="also show heartbeats and loads, which every process sends all the time; without it, "
-        "only a PATTERN shows them",
+        help="also show the heartbeats of instances, the reports of nodes and the loads of "
+        "instances, which are sent all the time (a PATTERN shows them, too)",
     )
     parser.set_defaults(module="look.events")
 
@@ -81,20 +83,25 @@ def add_logs(commands: Commands) -> None:
     )
     add = parser.add_argument
     add("processes", nargs="*", metavar="PROCESS", help="such as decode-0 (default: all)")
-    add("-f", "--follow", action="store_true", help="go on with what is written, until Ctrl-C")
+    add(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="then show new lines as they are written, until Ctrl-C",
+    )
     add(
         "-n",
         "--lines",
         type=values.positive_int,
         metavar="N",
         default=200,
-        help="only the latest lines (default: %(default)s)",
+        help="number of past lines, the latest ones (default: %(default)s)",
     )
     add("--request", metavar="ID", help="only lines with this request's id")
     add(
         "--level",
         choices=["debug", "info", "warning", "error"],
-        help="only lines of this level or a graver one",
+        help="only lines of this level or a more severe one",
     )
     add(
         "--json",
@@ -116,8 +123,8 @@ def add_trace(commands: Commands) -> None:
     parser.add_argument(
         "request",
         metavar="REQUEST",
-        help="its id: that of the answer (chatcmpl-..., resp_..., msg_...) or of the header "
-        "x-request-id",
+        help="the request's id: the id of its answer (chatcmpl-..., resp_..., msg_...), or the "
+        "header x-request-id",
     )
     parser.set_defaults(module="look.trace")
 
@@ -129,7 +136,10 @@ def add_doctor(commands: Commands) -> None:
         help="find what is wrong with this machine, the settings and the mesh",
     )
     parser.add_argument(
-        "--engine", choices=["vllm", "sim"], default="vllm", help="the engine that shall run here"
+        "--engine",
+        choices=["vllm", "sim"],
+        default="vllm",
+        help="the engine to check for, unless a mesh runs here (default: %(default)s)",
     )
     parser.add_argument("--groups", type=Path, metavar="FILE", help="also check a desired state")
     parser.set_defaults(module="look.doctor")
@@ -137,7 +147,9 @@ def add_doctor(commands: Commands) -> None:
 
 def add_top(commands: Commands) -> None:
     parser = commands.add_parser(
-        "top", parents=[options.of_mesh()], help="show what the mesh does, until Ctrl-C"
+        "top",
+        parents=[options.of_mesh()],
+        help="show requests and the load of instances, again and again until Ctrl-C",
     )
     options.add_every(parser, 1.0)
     parser.set_defaults(module="look.top")

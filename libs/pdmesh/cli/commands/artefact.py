@@ -34,5 +34,5 @@ def _verify(options: argparse.Namespace) -> int:
     found = artefact.read(options.manifest)
     artefact.verify(found)
     manifest = found.manifest
-    print(f"{manifest.model} for {manifest.role}, revision {manifest.revision}, whole")
+    print(f"{manifest.model} for {manifest.role}, revision {manifest.revision}: all files match")
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -47,12 +48,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _add(options: argparse.Namespace, path: Path) -> int:
     if not NAME.fullmatch(options.tenant):
-        raise CommandFailed("a tenant's name is lower-case letters, digits and -, at most 63", 2)
+        raise CommandFailed(
+            "a tenant's name has at most 63 lower-case letters, digits and -; it begins with no -",
+            2,
+        )
     expires_at = None
     if options.expires_days is not None:
         expires_at = int(time.time() + options.expires_days * _DAY_S)
     if options.file is None:
-        make_private(options.state_dir)  # the key file is often the first file in it
+        make_private(options.state_dir)  # the key file is often the first file in this directory
     with _changing(path) as file:
         token = api_keys.issue(file, options.tenant, expires_at, ROLES.get(options.role))
         for limit in _LIMITS:
@@ -66,11 +70,17 @@ def _add(options: argparse.Namespace, path: Path) -> int:
 def _list(options: argparse.Namespace, path: Path) -> int:
     if not path.exists():
         raise CommandFailed(
-            f"no keys yet: {path} is made by {hint(options.state_dir, 'keys add TENANT')}"
+            f"no keys yet: {path} does not exist; make it with: {_how_to_add(options)}"
         )
     file = api_keys.load(path)
     show(options, _listed(file), lambda: _keys_text(file))
     return 0
+
+
+def _how_to_add(options: argparse.Namespace) -> str:
+    """The command that makes the same key file."""
+    file = f" --file {shlex.quote(str(options.file))}" if options.file is not None else ""
+    return hint(options.state_dir, f"keys add TENANT{file}")
 
 
 def _listed(file: api_keys.KeyFile) -> list[dict[str, Any]]:
@@ -133,7 +143,7 @@ def _revoke(options: argparse.Namespace, path: Path) -> int:
 
 @contextlib.contextmanager
 def _changing(path: Path) -> Iterator[api_keys.KeyFile]:
-    """The content of the file, which is saved at the end. Concurrent commands take turns."""
+    """Yields the file's content, and saves it unless the caller raises. Other commands wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""`pdmesh plan`: sizes a deployment for a workload before there is a mesh, and says if P/D pays."""
+"""`pdmesh plan`: sizes P/D and fusion for a workload and compares them. It needs no mesh."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     except SizingProblem as exc:
         raise CommandFailed(str(exc), code=2) from exc
     except (ArithmeticError, ValueError, RecursionError) as exc:
-        raise CommandFailed(f"these values have no plan: {exc}", code=2) from exc
+        raise CommandFailed(f"cannot make a plan from these values: {exc}", code=2) from exc
     return 0
 
 
@@ -47,7 +47,10 @@ def _plan(options: argparse.Namespace) -> None:
             f" {shape.max_len} (max_position_embeddings)",
         )
     if not any(request.num_steps for request in traffic.requests):
-        raise SizingProblem("answer", "of one token: prefills draw it, and nothing is decoded")
+        raise SizingProblem(
+            "answer",
+            "all answers have one token, which the prefill draws: there is nothing to decode",
+        )
     kinds = _kinds(options, shape, device)
     advice = advise(Workload(traffic, goals, tuple(kinds), options.least))
     notes = (*shape.notes, *_law_notes(options, shape, device, kinds))
@@ -68,7 +71,9 @@ def _kinds(
     if not options.law:
         return kinds_of(shape, device, options.tp)
     if len(options.tp) > 1:
-        raise SizingProblem("tp", "a law is of one number of ranks: give it, such as --tp 1")
+        raise SizingProblem(
+            "tp", "a law holds for one number of ranks: give that number, such as --tp 1"
+        )
     return kinds_of(shape, device, options.tp, read_law(options.law))
 
 
@@ -88,5 +93,5 @@ def _chosen(options: argparse.Namespace, advice: Advice) -> Deployment | None:
         return advice.chosen
     side = advice.pair if options.mode == "pd" else advice.fusion
     if isinstance(side, NotPossible):
-        raise SizingProblem("mode", f"{options.mode} cannot hold the goals: {side.reason}")
+        raise SizingProblem("mode", f"{options.mode} cannot meet the goals: {side.reason}")
     return side

@@ -14,7 +14,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`text` says what is so; `remedy` says what to do, empty if there is nothing to do."""
+    """`text` says what was found; `remedy` says what to do about it, and is empty for OK."""
 
     subject: str
     grade: Grade

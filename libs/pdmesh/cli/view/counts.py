@@ -22,7 +22,7 @@ from pdmesh.v1.common_pb2 import (
 
 
 def rank_text(domain: Domain) -> str:
-    """Such as `chat-d7 3/8`, the rank counted from 0; empty for an instance of no domain."""
+    """Such as `chat-d7 3/8`, with the rank counted from 0; empty if the instance has no domain."""
     return f"{domain.domain_id} {domain.dp_rank}/{domain.dp_size}" if domain.domain_id else ""
 
 
@@ -34,7 +34,7 @@ def counts(prefill: int, decode: int, fusion: int, pooling: int = 0, encoder: in
 
 
 def ready_counts(members: Iterable[GroupMember]) -> str:
-    """A data-parallel domain counts as one, once all of its ranks are ready."""
+    """Counts the ready members. A domain counts once, when all of its ranks are ready."""
     roles: list[Role.ValueType] = []
     ranks: Counter[str] = Counter()
     for member in members:

@@ -1,4 +1,4 @@
-"""A line on stderr that says how far something is: rewritten on a terminal, else one per change."""
+"""Shows progress on stderr: one line that is rewritten on a terminal, else a line per change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ProgressLine:
             print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Leave an empty line to what is printed next."""
+        """Clear the line on a terminal, so that the next output replaces it."""
         if self._is_terminal and self._shown:
             print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
         self._shown = ""

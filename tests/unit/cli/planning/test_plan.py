@@ -148,9 +148,12 @@ def test_a_measured_law_takes_the_place_of_the_roofline(
         (("--rate", "1", "--prompt", "x", "--answer", "9", *GOALS), "prompt: 'x' is not a number"),
         (("--rate", "1", *LENGTHS, *GOALS, "--trace", "none.csv"), "trace: a trace has its own"),
         ((*GOALS, "--trace", "none.csv"), "trace: cannot read none.csv"),
-        (("--rate", "1", "--prompt", "9", "--answer", "1", *GOALS), "answer: of one token"),
+        (
+            ("--rate", "1", "--prompt", "9", "--answer", "1", *GOALS),
+            "answer: all answers have one token",
+        ),
         (("--scenario", "none.yaml"), "scenario: cannot read none.yaml"),
-        (("--rate", "1", *LENGTHS, *GOALS, "--law", "none"), "tp: a law is of one number"),
+        (("--rate", "1", *LENGTHS, *GOALS, "--law", "none"), "tp: a law holds for one number"),
         (("--rate", "1", "--prompt", "9" * 5000, "--answer", "9", *GOALS), "prompt: '999"),
     ],
 )
@@ -210,7 +213,7 @@ def test_a_long_list_of_ranks_is_refused_before_the_search(
 ) -> None:
     words = ("--rate", "1", *LENGTHS, *GOALS, "--tp")
     assert plan(model, *words, ",".join(map(str, range(1, 65)))) == 2
-    assert "--tp: 64 numbers: give at most 8" in capsys.readouterr().err
+    assert "--tp: 64 numbers: the most allowed is 8" in capsys.readouterr().err
     assert plan(model, *words, "1,2,2,1") == 0
 
 
@@ -222,4 +225,4 @@ def test_goals_that_nothing_holds_give_no_desired_state(
     assert "no deployment holds the goals" in told(capsys)
     assert plan(model, *words, "--desired") == 1
     assert plan(model, *words, "--mode", "pd") == 2
-    assert "mode: pd cannot hold the goals" in capsys.readouterr().err
+    assert "mode: pd cannot meet the goals" in capsys.readouterr().err

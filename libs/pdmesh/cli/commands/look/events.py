@@ -83,7 +83,7 @@ def as_line(message: Message) -> str:
 
 
 def _decoded(message: Message) -> Any:
-    """The event as JSON data. An unknown event is decoded as far as possible."""
+    """The event as JSON data; of an unknown event, only its size; of a malformed one, the error."""
     try:
         event = decoded(message)
     except InvalidRequest as exc:
@@ -98,7 +98,7 @@ def _fields(event: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """A short form of a value: of many block hashes, only their number."""
+    """The value as short text. A list of more than four items is only its length, such as `[9]`."""
     if isinstance(value, list) and len(value) > 4:
         return f"[{len(value)}]"
     if isinstance(value, float):
