@@ -155,7 +155,7 @@ class WrongMeshToken(MeshError):
 
 
 class WrongPeer(MeshError):
-    """The caller's certificate does not allow the call, or is not for the process that it claims to be."""
+    """The caller's certificate does not allow the call, or is for another process."""
 
     grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "WRONG_PEER"
 

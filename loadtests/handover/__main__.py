@@ -71,7 +71,7 @@ async def run(options: argparse.Namespace) -> int:
             ways: dict[str, Ask] = {name: way.ask for name, way in found.items()}
             if nixl:
                 ways["nixl"] = nixl.ask
-            # In a thread: the launcher's loop goes on watching over its processes.
+            # In a thread, so that the launcher's loop can continue to supervise its processes.
             samples = await asyncio.to_thread(measure, ways, options.lengths, options.rounds)
             equal = await asyncio.to_thread(check_equal, ways, options.lengths)
     command = shlex.join(["python", "-m", "loadtests.handover", *sys.argv[1:]])

@@ -63,7 +63,7 @@ class Client(AdminCalls):
         """`within_s`: how long to wait for NATS, and how long a call looks for a leading master.
 
         `tls_dir` has an operator's certificate (`pdmesh certs operator/NAME`). From then on, all
-        connections of this process use the certificate, also those of other clients. `nats_roles`: NATS
+        connections of this process use it, also those of other clients. `nats_roles`: NATS
         knows callers by their certificates, as with `pdmesh up --tls`. Raises BadCertificates,
         InvalidRequest, Unavailable.
         """

@@ -67,7 +67,7 @@ def ensure(directory: Path, report: Report) -> Path:
 
 
 def prepare(directory: Path) -> None:
-    """Convert into a temporary directory and rename that, so that `directory` is never half made."""
+    """Convert into a temporary directory and rename that: `directory` is never half made."""
     source = _verified_source()
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))

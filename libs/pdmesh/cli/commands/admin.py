@@ -119,7 +119,7 @@ async def _missing_instances(options: argparse.Namespace, text: str) -> str:
     if wanted <= there:
         return ""
     return (
-        f"the groups need {wanted} instances, but only {there} can get a role; they wait for "
+        f"the groups need {wanted} instances, but only {there} can get a role: they wait for "
         f"{wanted - there} more"
     )
 
