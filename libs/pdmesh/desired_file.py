@@ -39,9 +39,7 @@ MAX_BYTES: Final = 1 << 20
 MAX_COUNT: Final = 4096  # instances of a role in a group, and copies of a group
 MAX_GROUPS: Final = 4096
 MAX_RANKS: Final = 256  # of a data-parallel domain
-MAX_EVENTS: Final = (
-    1 << 17
-)  # of the parser: each name, each value, and both ends of each mapping and list
+MAX_EVENTS: Final = 1 << 17  # of the parser: names, values, and both ends of mappings and lists
 _MAX_DEPTH: Final = 8
 _DAY_S: Final = 86_400.0
 _MAX_DEFAULT_TEXT: Final = 4096  # characters
@@ -49,11 +47,7 @@ _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _OPTION: Final = re.compile(r"[a-z][a-z0-9_]*")
 _NESTED: Final = "engine_args"  # the option whose values may be mappings and lists
 _TP: Final = "tensor_parallel_size"
-_GENERATING: Final = (
-    Role.PREFILL,
-    Role.DECODE,
-    Role.FUSION,
-)  # the roles whose instances may form domains
+_GENERATING: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)  # roles that may form domains
 _TRUE: Final = {"true": True, "false": False}
 _ROLES: Final = {role.value: role for role in SERVING_ROLES}
 

@@ -178,9 +178,7 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
             await main(settings, app)
     except StoppedEarly:
         pass
-    except (
-        EngineMisconfigured
-    ) as exc:  # another start would fail in the same way, as with a bad setting
+    except EngineMisconfigured as exc:  # as with a bad setting, another start would fail, too
         log.error("service.failed", reason=str(exc))
         return BAD_SETTING
     except (StartupError, MeshError) as exc:

@@ -23,9 +23,8 @@ SCENARIO: Final = "chat"
 WINDOW_S: Final = 5.0
 E2E_SLO_S: Final = 10.0
 
-LEND_AT: Final = (
-    30.0  # seconds of the run, like all times below; the cron minutes fall on these two
-)
+# Seconds of the run, as all times below. The schedule's minutes fall on LEND_AT and RECLAIM_AT.
+LEND_AT: Final = 30.0
 RECLAIM_AT: Final = 90.0
 LEND_AGAIN_AT: Final = 270.0
 KILL_PREFILL_AT: Final = 108.0

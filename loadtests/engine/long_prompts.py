@@ -33,11 +33,8 @@ from pdmesh.launcher.spec import MeshSpec
 
 MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 KINDS: Final = {"pair": (1, 1, 0), "one engine": (0, 0, 1)}  # prefills, decodes, fusions
-ALONE, BESIDE, ELSEWHERE = (
-    "alone",
-    "beside",
-    "beside, elsewhere",
-)  # whether long prompts are computed, and where
+# Whether long prompts are computed at the same time, and where.
+ALONE, BESIDE, ELSEWHERE = "alone", "beside", "beside, elsewhere"
 TURNS: Final = {"pair": (ALONE, BESIDE, ELSEWHERE), "one engine": (ALONE, BESIDE)}
 NUM_STREAMS, NUM_LONG = 4, 1
 STREAM_TOKENS, LONG_TOKENS = 400, 1900

@@ -58,9 +58,7 @@ _TIERS: Final = {
     "PDMESH_KV_HOST_POOL_BYTES": str(8 << 20),  # 1,000 blocks; the prompts have 2,000
     "PDMESH_KV_FILE_STORE_BYTES": str(12 << 20),
 }
-_FILE_SLACK: Final = (
-    8  # open files that may remain: connections to processes that replaced killed ones
-)
+_FILE_SLACK: Final = 8  # open files that may remain: connections to replaced processes
 _RESERVED: Final = "pdmesh_kv_blocks_free"  # a gauge: blocks that are not reserved for a request
 _HELD: Final = "pdmesh_kv_engine_blocks_free"  # a gauge: blocks that no request holds
 # Gauges of a process that are zero when it holds nothing for any request.
@@ -86,9 +84,7 @@ class Report:
     duration_s: float = 0.0
     outcomes: dict[str, int] = field(default_factory=dict)
     seconds_until_idle: float = 0.0
-    held: dict[str, dict[str, float]] = field(
-        default_factory=dict
-    )  # what requests still hold, by process
+    held: dict[str, dict[str, float]] = field(default_factory=dict)  # what is left, by process
     blocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # free before, after
     engine_blocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # in the engine
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -366,8 +362,7 @@ def _beside(before: Mapping[str, T], after: Mapping[str, T]) -> dict[str, tuple[
 async def _until_as_before(
     mesh: Mesh, mapped: set[str], before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Wait until no more is left outside of the processes than before the run; returns what is
-    left.
+    """Wait until no more is left outside of processes than before the run; returns what is left.
 
     NATS drops the consumer of a killed process after 5 s.
     """

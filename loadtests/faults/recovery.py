@@ -179,9 +179,8 @@ class Bench:
 
     async def _is_whole(self) -> bool:
         states = await self._operator.groups()
-        for entry in (
-            states.out_of_service
-        ):  # repeat the order if it came before the mesh knew that the device works again
+        # Repeat the order: an earlier one may have come before the mesh saw that the device is well.
+        for entry in states.out_of_service:
             with suppress(InvalidRequest):
                 await self._operator.uncordon(entry.instance_id)
         members = [m for group in states.groups for m in group.members]

@@ -54,9 +54,7 @@ _ANSWER_TOKENS: Final = 48
 class Variant:
     name: str
     num_prefill: int
-    pools: str = (
-        ""  # with host pools and peers, and then whether the KV of answers goes to the prefill
-    )
+    pools: str = ""  # with host pools and peers: whether the KV of answers goes to the prefill
 
 
 VARIANTS: Final = (

@@ -67,9 +67,7 @@ class FeatureCost:
 class ServerUnderTest:
     url: str
     pids: dict[str, int]
-    front_end: Callable[
-        [dict[str, float]], float
-    ]  # picks the front end's CPU from that of all `pids`
+    front_end: Callable[[dict[str, float]], float]  # its CPU, from the CPU of all `pids`
 
     def cost(self, bodies: Sequence[str]) -> FeatureCost:
         """Send each body once. Raises RuntimeError if one is not answered."""

@@ -97,7 +97,7 @@ async def _mesh(max_bytes: str, max_model_len: int) -> AsyncIterator[Mesh]:
 
 
 async def _ask(client: httpx.AsyncClient, mesh: Mesh, messages: Messages) -> tuple[int, float]:
-    """The number of prompt tokens, and the milliseconds until the answer of one token is complete."""
+    """The number of prompt tokens, and the milliseconds until the one-token answer is there."""
     began = time.monotonic()
     body = {"model": "default", "messages": messages, "max_tokens": 1, "temperature": 0}
     answer = await client.post(f"{mesh.http_url}/v1/chat/completions", json=body)

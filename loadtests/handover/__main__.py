@@ -5,8 +5,8 @@
 
 The references are one engine that keeps its KV, and vLLM's NixlConnector. One request runs at a
 time, greedy, with a new prompt. Each round uses each variant once at each length, in random order,
-so that all see the same machine; ratios compare two answers of one round. FOLDER holds nixl, made
-by `pip install --no-deps --target FOLDER nixl==1.5.1 nixl-cu13==1.5.1 nvidia-cuda-runtime`.
+so that all see the same machine; ratios compare two answers of the same round. FOLDER holds nixl,
+made by `pip install --no-deps --target FOLDER nixl==1.5.1 nixl-cu13==1.5.1 nvidia-cuda-runtime`.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ class BadAuditFile(Exception):
 class Licences:
     allowed: frozenset[str]  # SPDX ids, with their exception if they have one
     names: dict[str, str]  # a licence as packages name it -> SPDX expression
-    stated: dict[
-        str, str
-    ]  # package without usable metadata -> SPDX expression that its files state
+    stated: dict[str, str]  # package without usable metadata -> SPDX expression in its files
     excepted: dict[str, str]  # pattern of packages, as in a shell -> why their licence is accepted
 
 
