@@ -91,7 +91,7 @@ def hot_prefixes(
 
 
 def bursts(seed: int, count: int) -> list[Arrival]:
-    """Silence, then thirty requests in half a second, most of which share a prefix; again and again."""
+    """Silences and bursts: thirty requests in half a second, of which most share a prefix."""
     rng = random.Random(seed)
     arrivals, now, number = [], 0.0, 0
     while number < count:
