@@ -54,7 +54,7 @@ _ANSWER_TOKENS: Final = 48
 class Variant:
     name: str
     num_prefill: int
-    pools: str = ""  # with host pools and peers: whether the KV of answers goes to the prefill
+    pools: str = ""  # empty: no host pools; else whether answers' KV goes to prefill
 
 
 VARIANTS: Final = (
