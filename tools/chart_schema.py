@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pdmesh.config import ServiceSettings, is_shared
 from tools.configuration_doc import SERVICES, settings_of
 
-# What the chart sets from other values, from the pod, or from its Secret; and faults for tests.
+# Settings that the chart sets from other values, the pod or its Secret, and those only for tests.
 NOT_IN_VALUES: Final = frozenset({
     "ADMIN_TOKEN", "ADMIN_TOKEN_FILE", "ADVERTISE_HOST", "ALLOW_ANONYMOUS", "DEVICE_DIR",
     "DRAIN_S", "FAILPOINT", "GRPC_PORT", "HASH_SECRET", "HOST", "HTTP_PORT", "INNER_HOST",
@@ -76,7 +76,10 @@ def _properties(settings_type: type[ServiceSettings]) -> dict[str, Schema]:
 
 
 def _kind(schema: Schema, known: Mapping[str, Schema]) -> Schema:
-    """What Helm can check of a setting; a structure may be given as YAML or as JSON text."""
+    """The part of a setting's schema that Helm can check.
+
+    A structure may be given as YAML or as JSON text.
+    """
     for choice in schema.get("anyOf", ()):
         if choice.get("type") != "null":
             return _kind(choice, known)

@@ -64,7 +64,7 @@ def document() -> str:
 
 
 def _alike(lines: Mapping[str, list[SettingLine]]) -> set[_Fact]:
-    """What all kinds of instances read, with the same meaning and default."""
+    """The settings that all kinds of instances have, with the same meaning and default."""
     facts = (_facts(lines[service], _prefix(service)) for service in INSTANCES)
     return set.intersection(*facts)
 

@@ -1,9 +1,9 @@
-"""docs/coverage.md: the strongest proof of each requirement (S) and fault (F), by what tests did.
+"""Writes docs/coverage.md: the strongest proof of each requirement (S) and fault (F) by tests.
 
 `python -m tools.coverage_doc` renders the page from docs/coverage-results.json. With a folder of
-JUnit files it first takes them over, and leaves the list of all tests there. A number is proved at
-a level on the day when some of its tests there passed and none failed. What was skipped or never
-ran proves nothing. An earlier day stands until the tests run again.
+JUnit files, it first takes over their results, and writes a list of all tests into the folder. A
+number is proved at a level on the day when some of its tests there passed and none failed. What was
+skipped or never ran proves nothing. An earlier day stands until the tests run again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools import docs_check, not_proved
 
 PAGE: Final = "docs/coverage.md"
 RESULTS: Final = "docs/coverage-results.json"
-# The strongest first; each with its folders of tests.
+# The levels of proof, the strongest first, each with its folders of tests.
 LEVELS: Final[Mapping[str, Sequence[str]]] = {
     "vLLM": ("e2e",),
     "mesh": ("integration", "chaos", "compose"),
@@ -32,7 +32,7 @@ LEVELS: Final[Mapping[str, Sequence[str]]] = {
 _LEVEL_OF: Final = {folder: level for level, folders in LEVELS.items() for folder in folders}
 _MARK: Final = re.compile(r"mark\.(?:req|fault)\(([^)]*)\)")
 
-# By number and level: the day it "passed" or "failed", and how many of its tests were "skipped".
+# By number and level: the day on which it "passed" or "failed", and how many tests were "skipped".
 Results = dict[str, dict[str, dict[str, str | int]]]
 
 _INTRO: Final = """\
@@ -79,7 +79,7 @@ def outcomes(folder: Path) -> list[Outcome]:
     for suite in sorted(suites, key=lambda s: s.attrib["timestamp"]):
         for case in suite.iterfind(
             "testcase[@classname!='']"
-        ):  # without a class name, it is a file that could not be read
+        ):  # a case without a class name is a file that could not be imported
             outcome = _outcome(case, suite.attrib["timestamp"][:10])
             if outcome.result != "skipped" or outcome.test not in found:
                 found[outcome.test] = outcome
@@ -100,7 +100,7 @@ def _outcome(case: ElementTree.Element, day: str) -> Outcome:
 
 
 def taken_over(results: Results, found: Iterable[Outcome]) -> Results:
-    """Numbers and levels that did not run keep what they have."""
+    """The results with the new outcomes. Numbers and levels that did not run keep theirs."""
     tests: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in found:
         for number in outcome.numbers:

@@ -1,6 +1,6 @@
-"""What hand-written pages promise, checked: `python -m tools.docs_check`.
+"""Checks hand-written pages: `python -m tools.docs_check`.
 
-Numbers have a line, and files that are named exist.
+Each cited number has one line in the requirements, and the files that pages name exist.
 
 `make check` runs it.
 """
@@ -18,7 +18,7 @@ SUFFIXES: Final = frozenset({".py", ".proto", ".html", ".js"})
 REQUIREMENTS: Final = "docs/requirements.md"
 SITE: Final = "mkdocs.yml"
 PAGES: Final = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/adr/*.md")
-# Where a path that a page names in `code` may begin.
+# The folders below which a path that a page names in `code` may lie.
 ROOTS: Final = ("", "libs/pdmesh")
 
 _CITED: Final = re.compile(r"\b(?:S(?:\d{1,2}|1[0-4]\d|150)|F(?:[1-9]|[1-3]\d|4[0-2])|I[1-9])\b")
@@ -45,7 +45,7 @@ def numbers(root: Path) -> list[str]:
 
 
 def unexplained(root: Path) -> Iterator[str]:
-    """Numbers that are cited, and have no line or more than one."""
+    """Cited numbers without a line in the requirements, and numbers with more than one."""
     lines = numbers(root)
     for number, path in cited(root).items():
         if number not in lines:

@@ -1,5 +1,5 @@
-"""All instruments of the code, read from the source: what kind each is, what it counts, and how
-Prometheus spells it.
+"""All instruments of the code, read from the source: the kind of each, what it measures, and its
+name in Prometheus.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pdmesh.telemetry import names
 from pdmesh.telemetry.labels import labels_of
 
 ROOTS: Final = ("libs/pdmesh", "services")
-# What instruments are made with, and none itself.
+# The modules with the names and labels of instruments. They make no instruments.
 _TABLES: Final = (Path("libs/pdmesh/telemetry/names.py"), Path("libs/pdmesh/telemetry/labels.py"))
-# The functions that make instruments; tuples are rows of lists of gauges.
+# The functions that make instruments. A tuple is a row in a list of gauges.
 _KINDS: Final = {
     "counter": "counter",
     "total": "counter",
@@ -64,7 +64,7 @@ class Instrument:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """As Prometheus spells them."""
+        """The labels, spelled as in Prometheus."""
         return tuple(map(sanitize_attribute, labels_of(self.name)))
 
 
@@ -78,8 +78,8 @@ def sources(root: Path = Path()) -> Mapping[Path, str]:
 
 
 def instruments(source: str) -> Iterator[Instrument]:
-    """What a module makes: `counter(names.X, "help", ...)`, or a tuple of the same for a list of
-    gauges."""
+    """The instruments that a module makes: by `counter(names.X, "help", ...)`, or as a tuple of
+    these arguments in a list of gauges."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(
@@ -105,7 +105,7 @@ def instruments(source: str) -> Iterator[Instrument]:
 
 
 def _unit(kind: str, arguments: list[ast.expr]) -> str:
-    """The text among the arguments after the help."""
+    """The unit: the first text among the arguments after the help, or the kind's default."""
     for each in arguments:
         if isinstance(each, ast.Constant) and isinstance(each.value, str):
             return each.value
@@ -113,7 +113,7 @@ def _unit(kind: str, arguments: list[ast.expr]) -> str:
 
 
 def all_instruments(root: Path = Path()) -> dict[str, Instrument]:
-    """By name. Raises ValueError if one name has two kinds or units."""
+    """All instruments by name. Raises ValueError if one name has two kinds or units."""
     found: dict[str, Instrument] = {}
     for text in sources(root).values():
         for each in instruments(text):

@@ -1,5 +1,5 @@
-"""Writes docs/kill-matrix.md from the results of the kill matrix, of that across hosts, of the KV
-faults, or of several of them.
+"""Writes docs/kill-matrix.md from results: of the kill matrix, of the kill matrix across hosts, of
+the KV faults, or of several of these.
 
 A table without results stays as it is.
 
@@ -107,7 +107,7 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 def _worst(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each row of the table, the run in which the fault added most; by number of the fault."""
+    """For each row of the table, the run in which the fault added most time, ordered by fault."""
     worst: dict[tuple[int, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda r: float(r["took_s"]) - float(r["peace_s"])):
         worst[int(row["fault"][1:]), str(row["what"])] = row

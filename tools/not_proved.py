@@ -1,6 +1,6 @@
 """Requirements that no test in this repository proves completely, each with the reason.
 
-The reason is a measurement instead of a test, the engine's own work, or that the requirement is not
+Either a measurement proves the requirement, or it is the engine's own work, or it is not
 implemented or not met.
 """
 
@@ -11,7 +11,7 @@ from typing import Final
 
 _NEEDS_GPUS: Final = "not reproduced: it needs GPUs and a model of that size"
 
-# One number, or the first and the last of several.
+# By number, or by the first and last number of a range.
 REASONS: Final[Mapping[str, str]] = {
     "S50": (
         "how little the operators disturb a decode's steps, which needs a GPU; the operators are "

@@ -1,7 +1,7 @@
 """Writes docs/request-states.md from the transition table of a request.
 
-`python -m tools.request_states PAGE`; with `--check` it fails if the page is not what the table
-says, as `make check` does.
+`python -m tools.request_states PAGE`; with `--check`, as in `make check`, it fails if the page
+differs from the table.
 """
 
 from __future__ import annotations

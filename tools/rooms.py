@@ -1,9 +1,9 @@
-"""What keeps the tree readable, checked: `python -m tools.rooms`.
+"""Checks the rules that keep the tree readable: `python -m tools.rooms`.
 
 A folder has at most 15 files and says what it is for. A class name is defined once. The tests of a
 module that decides are in the file of the same name. Constructors have few parameters.
 
-`make check` runs it. Circles between rooms are import-linter's business (pyproject.toml).
+`make check` runs it. import-linter finds circular imports between folders (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILES = 15
-MAX_PARAMETERS = 6  # of a constructor, `self` apart
+MAX_PARAMETERS = 6  # of a constructor, without `self`
 CODE = ("libs", "services", "tools", "loadtests")
 TESTS = ("tests",)
 CORE, CORE_TESTS = "libs/pdmesh/core", "tests/unit/core"
 SERVICES = ("libs/pdmesh", "services")
-# Generated, or one in each service by its own contract.
+# Folders of generated code.
 GENERATED = ("libs/pdmesh/v1", "libs/pdmesh/events/v1", "libs/pdmesh/envoy/v3")
 # Class name -> why it is defined more than once.
 SHARED_NAMES = {
@@ -36,7 +36,7 @@ def modules(root: Path, *folders: str) -> Iterator[Path]:
 
 
 def crowded(root: Path) -> Iterator[str]:
-    """Folders with more files than a reader takes in at a glance."""
+    """Folders with more files than a reader can survey."""
     counts: dict[Path, int] = defaultdict(int)
     for path in modules(root, *CODE, *TESTS):
         counts[path.parent] += path.name != "__init__.py"
@@ -53,7 +53,7 @@ def silent(root: Path) -> Iterator[str]:
 
 
 def namesakes(root: Path) -> Iterator[str]:
-    """Public classes of one name in two places: a reader who searches for one finds the other."""
+    """Public classes with the same name: a reader who searches for one finds the other."""
     homes: dict[str, list[str]] = defaultdict(list)
     for path in modules(root, *SERVICES):
         for node in ast.parse(path.read_text()).body:
@@ -65,8 +65,8 @@ def namesakes(root: Path) -> Iterator[str]:
 
 
 def untested(root: Path) -> Iterator[str]:
-    """Modules of the core that decide anything and have no tests beside them: `core/a/b.py` is
-    tested by `tests/unit/core/a/test_b.py`. One without a function only names things.
+    """Modules of the core that have a function but no test file of their own: `core/a/b.py` is
+    tested by `tests/unit/core/a/test_b.py`. A module without a function decides nothing.
     """
     for path in modules(root, CORE):
         nodes = ast.walk(ast.parse(path.read_text()))

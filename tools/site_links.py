@@ -1,7 +1,7 @@
-"""A hook of the docs' site: links to files that are not part of it.
+"""A hook of the docs site: changes links to files that are not part of the site.
 
-Pages link source files by their place in the repository. `PDMESH_REPOSITORY_URL` says where that is
-on the web, for example https://example.org/pdmesh/blob/main. Without it, such a link becomes text.
+Pages link source files by their path in the repository. `PDMESH_REPOSITORY_URL` is its address on
+the web, for example https://example.org/pdmesh/blob/main. Without it, such a link becomes text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes docs/telemetry.md: every name in pdmesh/telemetry/names.py, what it means, and who uses
+"""Writes docs/telemetry.md: every name in pdmesh/telemetry/names.py, what it means, and what uses
 it.
 """
 
@@ -19,7 +19,7 @@ from tools import instruments
 from tools.instruments import Instrument
 
 _NAMES: Final = Path("libs/pdmesh/telemetry/names.py")
-_VALUES: Final = ("PROVIDER",)  # what an attribute is set to, not a name
+_VALUES: Final = ("PROVIDER",)  # constants that are values of attributes, not names
 
 _INTRO: Final = """\
 # Telemetry
@@ -73,7 +73,7 @@ def sections(source: str) -> Iterator[tuple[str, list[Constant]]]:
 
 
 def _constants(source: str) -> Iterator[tuple[int, Constant]]:
-    """With the line that each begins on."""
+    """Each constant, with the line on which it begins."""
     lines = ["", *source.splitlines(), ""]
     tokens = tokenize.generate_tokens(StringIO(source).readline)
     comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
@@ -134,7 +134,7 @@ def document() -> str:
 
 
 def _spelling(instrument: Instrument | None) -> str:
-    """As a query writes it, with its labels; nothing for an attribute or a span."""
+    """The name with its labels as in a query; empty for an attribute or a span."""
     if instrument is None:
         return ""
     name = instrument.family + ("_total" if instrument.kind == "counter" else "")

@@ -1,8 +1,8 @@
 """API keys at rest: a small JSON file of tenants, their limits, and the SHA-256 of each key.
 
 A key is `pdm_<id>_<secret>` with 256 random bits of secret, so a plain hash is as safe as a slow
-one, and the file reveals no key. The id finds the entry. The secret is compared in constant time,
-even for an unknown id.
+one, and the file reveals no key. The id finds the entry. The secret's hash is compared in
+constant time, even for an unknown id.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_HASH: Final = bytes(32)
 
 
 class BadKeyFile(Exception):
-    """One line: which file, and what is wrong with it."""
+    """The message is one line: which file, and what is wrong with it."""
 
 
 class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -76,7 +76,7 @@ def _check(file: KeyFile, path: Path) -> None:
 
 
 def difference(before: KeyFile, after: KeyFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tenants and keys that differ, before and after, by name and id, without hashes."""
+    """The tenants and keys that differ, by name and id without hashes: before, and after."""
     told = _told(before), _told(after)
     kinds = ("tenants", "keys")
     one, other = (
@@ -112,7 +112,7 @@ def issue(
 ) -> str:
     """A new key for `tenant`, which is added if needed. The key can be seen only now.
 
-    `role`: that of an operator, who may call the admin API with this key.
+    `role`: the operator's role, with which this key may also call the admin API.
     """
     file.tenants.setdefault(tenant, TenantEntry())
     key_id, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
@@ -135,7 +135,7 @@ def _sha256(secret: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class KeyHolder:
-    """Whose key it is. `role`: that of an operator; None: it is for clients only."""
+    """Whose key it is. `role`: the operator's role; None: the key is for clients only."""
 
     key_id: str
     tenant: Tenant

@@ -66,7 +66,7 @@ def settings_config(prefix: str) -> SettingsConfigDict:
 def unknown_variables(settings_type: type[BaseSettings], environ: Mapping[str, str]) -> list[str]:
     """Variables with the service's prefix that match none of its fields.
 
-    They are misspelled, or for another version.
+    They are misspelled, or belong to another version.
     """
     prefix = str(settings_type.model_config.get("env_prefix", ""))
     known = {prefix + name.upper() for name in settings_type.model_fields}
@@ -79,7 +79,7 @@ def unknown_variables(settings_type: type[BaseSettings], environ: Mapping[str, s
 
 # Any, like pydantic's Field(): the result is assigned to a field of any type.
 def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) -> Any:
-    """A field that every service may also read from `PDMESH_<FIELD>`."""
+    """A field that each service that has it also reads from `PDMESH_<FIELD>`."""
     return Field(
         default,
         description=description,
@@ -89,8 +89,8 @@ def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) ->
 
 
 def url_problem(url: str) -> str:
-    """What is wrong with the address of a server, or of several with commas between them; empty:
-    nothing. It has no part of a password.
+    """What is wrong with the address of a server, or with several, separated by commas; empty if
+    nothing is. The text never contains a part of a password.
 
     A client library would raise later, in the middle of the start. Its message would quote a bad
     port, which may really be the beginning of the password.
@@ -130,14 +130,14 @@ ServerUrl = Annotated[str, AfterValidator(_checked_url)]
 
 
 class JsonObject(BaseModel):
-    """A JSON object in a setting or a file: it has the known fields, and none of them is a flag."""
+    """A JSON object in a setting or a file. Its fields are all known, and none is a flag."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @field_validator("*", mode="before")
     @classmethod
     def _has_no_flags(cls, value: object) -> object:
-        """Otherwise `true` would be the number 1."""
+        """Refuse true and false, which pydantic would otherwise read as the numbers 1 and 0."""
         if isinstance(value, bool):
             raise PydanticCustomError("flag", "must not be true or false")
         return value
@@ -244,7 +244,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def num_nats_replicas(self) -> int:
-        """How many servers of NATS hold each bucket."""
+        """The number of NATS servers that hold each bucket."""
         return self.nats_replicas or (3 if len(server_urls(self.nats_url)) >= 3 else 1)
 
     @property
@@ -253,7 +253,7 @@ class ServiceSettings(BaseSettings):
         return self.advertise_host or self.inner_host
 
     def read_mesh_token(self) -> str:
-        """Empty: there is none. Raises BadSetting."""
+        """The mesh token; empty if there is none. Raises BadSetting."""
         return read_secret(
             "MESH_TOKEN", self.mesh_token.get_secret_value(), self.mesh_token_file, "a mesh token"
         )
@@ -371,7 +371,7 @@ def _type_name(field: FieldInfo) -> str:
     if kind is Literal:
         *others, last = map(str, parts)
         return f"{', '.join(others)} or {last}" if others else last
-    # None stands for "not given"; it is no value to write.
+    # None stands for "not given": an operator cannot write it.
     kinds = [part for part in parts if part is not NoneType] or [field.annotation]
     if kind in (dict, list) or any(_is_structure(each) for each in kinds):
         return "JSON"
@@ -399,7 +399,7 @@ def _text(value: object) -> str:
 
 
 def without_password(text: str) -> str:
-    """`redis://user:secret@host` -> `redis://***@host`; also of several servers."""
+    """`redis://user:secret@host` -> `redis://***@host`; also in a list of servers."""
     return ",".join(map(_hidden, text.split(","))) if "://" in text else text
 
 
@@ -419,7 +419,7 @@ def _one_line(settings_type: type[ServiceSettings], exc: ValidationError) -> str
 
 
 def _not_json(settings_type: type[ServiceSettings], text: str) -> str:
-    """pydantic-settings names the field only in its text."""
+    """The error's one line. pydantic-settings names the field only within the text."""
     found = re.search(r'field "(\w+)"', text)
     return f"{_variable_of(settings_type, found[1], os.environ)}: not JSON" if found else text
 

@@ -1,8 +1,8 @@
 """Reads the desired state from YAML. An error names its line and field; the first one is reported.
 
 The file may have plain mappings, lists and scalars only: no anchors, tags or second documents, so
-that a small file stays small. libyaml parses it: the parser in Python takes fifteen times as long,
-and a file of the greatest length would keep a master from renewing its lease.
+that a small file stays small. libyaml parses it, because the parser in Python takes fifteen times
+as long: with the longest allowed file, a master could not renew its lease in time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _OPTION: Final = re.compile(r"[a-z][a-z0-9_]*")
 _NESTED: Final = "engine_args"  # the option whose values may be mappings and lists
 _TP: Final = "tensor_parallel_size"
-_GENERATING: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)  # those that may be domains
+_GENERATING: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)  # roles that may form domains
 _TRUE: Final = {"true": True, "false": False}
 _ROLES: Final = {role.value: role for role in SERVING_ROLES}
 
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 def read(text: str) -> Desired:
-    """Raises InvalidRequest; its message names the line, its `field` the path."""
+    """Raises InvalidRequest: its message names the line, and its `field` is the path."""
     root = _compose(text)
     if root is None:
         return Desired()
@@ -154,7 +154,7 @@ def _upgrade(reader: _Reader) -> UpgradeLimits:
 
 
 def _groups(reader: _Reader | None) -> dict[str, Group]:
-    """`count: 3` of group chat makes the groups chat-0, chat-1 and chat-2."""
+    """The groups by name. `count: 3` of group chat makes chat-0, chat-1 and chat-2."""
     groups: dict[str, Group] = {}
     for name, each in reader.children() if reader else ():
         parts = each.parts(
@@ -344,13 +344,13 @@ class _Reader:
         return self.node.value
 
     def text_or_json(self) -> str:
-        """A mapping of plain values is a JSON object of texts."""
+        """The text of a plain value, or a mapping of plain values as a JSON object of texts."""
         if isinstance(self.node, _Mapping):
             return json.dumps({name: each.text() for name, each in self.children(_OPTION)})
         return self.text()
 
     def json(self) -> str:
-        """A mapping of whatever JSON can hold."""
+        """A mapping of any values, as a JSON object."""
         return json.dumps({name: each.value() for name, each in self.children(_OPTION)})
 
     def value(self) -> object:
@@ -403,10 +403,10 @@ def _compose(text: str) -> _Node | None:
 
 
 def _built(text: str) -> _Node | None:
-    """From the parser's events; none is read beyond the bounds.
+    """Build the nodes from the parser's events. No event is read beyond the bounds.
 
-    PyYAML's own nodes have two marks each: for the longest file the garbage collector would stop
-    all threads for seconds to inspect them.
+    PyYAML's own nodes have two marks each. With the longest file, the garbage collector would stop
+    all threads for seconds while it inspects them.
     """
     tops: list[_Node] = []  # of documents
     open_ones: list[list[_Node]] = [tops]
@@ -442,8 +442,8 @@ def _wrong(path: str, line: int, message: str) -> InvalidRequest:
 
 
 def _line_of(root: _Node, path: str) -> int:
-    """The line of the deepest part of `path` in the file; a copy of a group has its pattern's
-    line.
+    """The line of the deepest part of `path` that the file has. A group made by `count` has the
+    line of its entry.
     """
     node, line = root, 1
     for name in re.split(r"[.\[\]]+", path.rstrip("]")):

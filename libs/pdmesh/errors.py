@@ -1,6 +1,6 @@
 """The errors that cross an edge, and what a caller should do about each.
 
-Raise one where the fact is known; each edge translates it once (`net.grpc.rpc` for gRPC, the
+Raise an error where the fact is known. Each edge translates it once (`net.grpc.rpc` for gRPC, the
 gateway for HTTP). `reason` is stable and meant for programs. The message is for people and never
 holds a prompt.
 """
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from typing import ClassVar, Final
 
 RETRY_AFTER_MS: Final = 1000  # what a retryable error suggests by default
-# A message may quote what a caller sent, shortened. gRPC sends a message three times in a head of 8
-# KiB.
+# A message may quote what a caller sent. It is shortened, because gRPC sends it three times in
+# a header of at most 8 KiB.
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_FIELD_BYTES: Final = 256
 
 
 def shortened(text: str, most: int = 64) -> str:
-    """At most `most` bytes of it, in whole characters."""
+    """At most `most` bytes of the text, without cutting a character. An ellipsis marks a cut."""
     if 4 * len(text) <= most:
         return text
     data = text[: most + 1].encode(errors="replace")
@@ -51,7 +51,7 @@ class MeshError(Exception):
 
 
 class InvalidRequest(MeshError):
-    """The request is wrong; `field` names where."""
+    """The request is wrong; `field` names the wrong part."""
 
     grpc_code, http_status, default_reason = "INVALID_ARGUMENT", 400, "INVALID_REQUEST"
 
@@ -117,33 +117,33 @@ class Draining(MeshError):
 
 
 class WrongIncarnation(MeshError):
-    """The caller means an earlier incarnation; look at the registry again."""
+    """The caller means another incarnation; it should look at the registry again."""
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "WRONG_INCARNATION"
     is_retryable = True
 
 
 class NotLeader(MeshError):
-    """This master does not lead now; ask another one."""
+    """This master does not lead now; the caller should ask another one."""
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "NOT_LEADER"
     is_retryable = True
 
 
 class VersionConflict(MeshError):
-    """Another writer has changed it since; read it again and decide again."""
+    """Another writer has changed the value since it was read; read it and decide again."""
 
     grpc_code, http_status, default_reason = "ABORTED", 409, "VERSION_CONFLICT"
 
 
 class InvalidToken(MeshError):
-    """The caller's bearer token is not valid now; the message says in what."""
+    """The caller's bearer token is not valid now; the message says why."""
 
     grpc_code, http_status, default_reason = "UNAUTHENTICATED", 401, "INVALID_TOKEN"
 
 
 class NotAllowed(MeshError):
-    """The caller may not do this, or has not shown that it may."""
+    """The caller may not do this, or has not proved that it may."""
 
     grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "NOT_ALLOWED"
 
@@ -155,13 +155,13 @@ class WrongMeshToken(MeshError):
 
 
 class WrongPeer(MeshError):
-    """The caller's certificate is for another process than the call is, or than the caller says."""
+    """The caller's certificate does not allow the call, or is for another process."""
 
     grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "WRONG_PEER"
 
 
 class UntrustedPeer(MeshError):
-    """The process that was called has no certificate that names it and is valid now."""
+    """The called process has no certificate that names it and is valid now."""
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "UNTRUSTED_PEER"
     is_retryable = True
@@ -178,7 +178,7 @@ class DeadlineExceeded(MeshError):
 
 
 class PoisonRequest(MeshError):
-    """Instances died while they worked on it; it is not tried again."""
+    """Instances died while they worked on the request; it is not tried again."""
 
     grpc_code, http_status, default_reason = "INTERNAL", 500, "POISON_REQUEST"
 
@@ -207,7 +207,7 @@ class EngineMisconfigured(EngineFailed):
 
 
 class ConstraintUnsatisfiable(MeshError):
-    """What was asked of an answer's form, beside the request's other fields, allows no token."""
+    """No token satisfies both the form that was asked for and the request's other fields."""
 
     grpc_code, http_status, default_reason = "INVALID_ARGUMENT", 400, "CONSTRAINT_UNSATISFIABLE"
 
@@ -219,7 +219,7 @@ class ImageUnusable(MeshError):
 
 
 class ImageMisfit(MeshError):
-    """A prompt has other tokens for an image than this instance's model; another one may fit."""
+    """A prompt has other tokens for an image than this instance's model; another may fit."""
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "IMAGE_MISFIT"
 
@@ -231,7 +231,7 @@ class AdapterUnusable(MeshError):
 
 
 class AdapterMisfit(AdapterUnusable):
-    """No instance of the model can load the adapter, whichever is asked."""
+    """No instance of the model can load the adapter, so another need not be asked."""
 
 
 BY_REASON: Final[Mapping[str, type[MeshError]]] = {

@@ -3,8 +3,8 @@
 Named points are spread over the code that moves requests. An unarmed hit is one look-up in an empty
 dict. `sigkill` and `sigstop` act on this process, `raise` raises FailpointHit; any other action
 (`zero-kv`, `zero-states`) is returned to the caller, which knows what it means. `@n` fires at the
-nth hit only, `@n+` from then on. `name[prefill-0]=...` fires only for that instance, at points that
-name one.
+nth hit only, `@n+` from then on; without either, every hit fires. `name[prefill-0]=...` fires only
+for that instance, at points that name one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _armed: dict[str, _Armed] = {}
 
 
 def arm(spec: str) -> None:
-    """Arm exactly the points of `spec`: name=action[@n[+]] separated by commas.
+    """Arm exactly the points of `spec`: name=action[@n[+]], separated by commas.
 
     Raises ValueError.
     """
@@ -54,7 +54,7 @@ def arm(spec: str) -> None:
 def hit(name: str, of: str = "") -> str | None:
     """Called at a named point.
 
-    Returns the action if it fires and is the caller's to do. `of`: the instance that it concerns.
+    Returns the action if it fires and the caller must do it. `of`: the instance at this point.
     """
     if not _armed:
         return None

@@ -1,4 +1,7 @@
-"""A key file that is read again when it changes. If it cannot be read, the last keys stay valid."""
+"""Follows a key file and reads it again when it changes.
+
+If the file cannot be read, the last keys stay valid.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class FollowedKeys:
         self.keyring = Keyring(self._file)
 
     async def run(self, on_change: OnKeysChanged) -> None:
-        """Runs until cancelled."""
+        """Look for changes until cancelled."""
         while True:
             await asyncio.sleep(_RELOAD_S)
             before = self._file
@@ -39,7 +42,7 @@ class FollowedKeys:
                 await on_change(before, self._file)
 
     async def reload(self) -> bool:
-        """Whether there are new keys."""
+        """Read the file again if it has changed. Returns whether that was done."""
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return False

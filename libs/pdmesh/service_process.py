@@ -1,7 +1,8 @@
 """The life of one service process: settings, telemetry, signals, ops endpoint, then its `main`.
 
-Exit codes: 0 stopped as asked, 1 failed (the last line says why), 2 a bad setting. SIGTERM or
-SIGINT asks for an orderly stop (`App.stopping`); a second one ends the process at once.
+Exit codes: 0 stopped as asked, 1 failed (the log says why), 2 a bad setting or an engine that can
+never start with its settings. SIGTERM or SIGINT asks for an orderly stop (`App.stopping`). A second
+signal ends the process at once, with 128 plus its number.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class StoppedEarly(Exception):
 class StartupError(Exception):
     """The process cannot start or continue for a reason that an operator can fix.
 
-    It ends with one line and exit code 1.
+    The process ends with one line and exit code 1.
     """
 
 
@@ -85,7 +86,7 @@ class App:
     _checks: dict[str, Callable[[], bool]] = field(default_factory=dict)
 
     def add_readiness(self, name: str, is_ready: Callable[[], bool]) -> None:
-        """/health/ready answers 200 while all of these hold."""
+        """Add a check. /health/ready answers 200 while all checks are true."""
         self._checks[name] = is_ready
 
     def not_ready(self) -> list[str]:
@@ -95,8 +96,8 @@ class App:
         return ["stopping", *missing] if self.stopping.is_set() else missing
 
     async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which may wait without bound. If the process is asked to stop
-        before, raises StoppedEarly.
+        """The result of `work`, which may take any time. Raises StoppedEarly if the process is
+        asked to stop before `work` is done.
         """
         task = asyncio.create_task(work)
         try:
@@ -108,7 +109,10 @@ class App:
             await end([task])
 
     async def until_stopping(self, *works: asyncio.Future[Any]) -> None:
-        """Until asked to stop, or until all works are done; raises what one of them raised."""
+        """Wait until asked to stop, or until all `works` are done, if there are any.
+
+        Raises what one of them raises.
+        """
         stopping = asyncio.create_task(self.stopping.wait())
         pending = set(works)
         try:
@@ -148,15 +152,15 @@ def run(
             "service.settings_unknown", variables=unknown
         )  # no error: versions are mixed during an upgrade
     with asyncio.Runner(loop_factory=_loop_factory(settings.uvloop)) as runner:
-        # Not after the block: closing the loop waits for every task, and one that a stop cut short
-        # may not end.
+        # Exit within the block: at its end, the Runner waits for every task, and one that the stop
+        # interrupted may never end.
         _leave(runner.run(_serve(service, settings, main)))
 
 
 def _leave(code: int) -> NoReturn:
     """Exit without tearing the interpreter down.
 
-    That costs half a second, and native libraries may crash in it.
+    A teardown would take half a second, and native libraries may crash during it.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -174,13 +178,13 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
             await main(settings, app)
     except StoppedEarly:
         pass
-    except EngineMisconfigured as exc:  # as for a bad setting, another start cannot help
+    except EngineMisconfigured as exc:  # as with a bad setting, another start would fail, too
         log.error("service.failed", reason=str(exc))
         return BAD_SETTING
     except (StartupError, MeshError) as exc:
         log.error("service.failed", reason=str(exc))
         return 1
-    except BadSetting as exc:  # found only when a file named by a setting was read
+    except BadSetting as exc:  # found only when the file that a setting names was read
         log.error("service.failed", reason=f"bad setting {exc}")
         return BAD_SETTING
     except Exception:
@@ -191,10 +195,10 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
 
 
 def _join_mesh(service: str, settings: ServiceSettings) -> None:
-    """Inner ports trust their callers.
+    """Set up the mesh token and the certificates of this process's calls.
 
-    So on an address that others reach, callers must show a certificate, or at least the mesh's
-    token. Raises StartupError, BadCertificates, BadSetting.
+    Inner ports trust their callers. So on an address that others can reach, callers must show a
+    certificate, or at least the mesh's token. Raises StartupError, BadCertificates, BadSetting.
     """
     _check_network(settings)
     token = settings.read_mesh_token()
@@ -214,7 +218,7 @@ def _join_mesh(service: str, settings: ServiceSettings) -> None:
 
 
 def _check_network(settings: ServiceSettings) -> None:
-    """Nothing leaves the machine in plain text, unless an operator says so. Raises StartupError."""
+    """Raises StartupError if data would leave the machine in plain text without permission."""
     is_trusted, has_tls = settings.insecure_network, settings.tls_dir is not None
     if lacks_tls(settings.inner_host, has_tls=has_tls, is_trusted=is_trusted):
         raise StartupError(
@@ -232,7 +236,7 @@ def _check_network(settings: ServiceSettings) -> None:
 
 
 def _certificates(service: str, settings: ServiceSettings) -> CertificateFolder | None:
-    """Raises BadCertificates, StartupError: a process is only what its certificate says."""
+    """The certificates of this process. Raises BadCertificates, or StartupError for another's."""
     if settings.tls_dir is None:
         return None
     from pdmesh.net.tls.certificate_renewal import CertificateFolder
@@ -288,7 +292,7 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
             telling.cancel()
         watch.cancel()
         await ops.close()
-        # They block while a collector is away, for a bounded time.
+        # These block for a bounded time if the collector does not answer.
         await asyncio.to_thread(tracers.shutdown)
         await asyncio.to_thread(meters.shutdown, _FLUSH_MS)
 
@@ -296,7 +300,7 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
 def _told(ops_file: Path | None, address: str) -> asyncio.Task[None] | None:
     """Write the file at once; if that fails, a task keeps trying.
 
-    A full disk keeps no service from its work.
+    A full disk must not stop a service.
     """
     if ops_file is None:
         return None
@@ -335,7 +339,7 @@ def exclude_from_collection() -> None:
 
 
 def collect_everything() -> None:
-    """Free all garbage, also that of what was excluded, which is excluded again."""
+    """Free all garbage, also among the excluded objects. Then exclude all that is left."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -17,8 +17,8 @@ from typing import Final
 MAX_BYTES: Final = 128 << 20  # per model; the largest known has 40 MB
 PIECE_BYTES: Final = 256 << 10
 _MAX_FILES: Final = 32
-_TOKENIZER: Final = "tokenizer.json"  # which gateways read
-# What says which token an id is, in folders without a tokenizer.json.
+_TOKENIZER: Final = "tokenizer.json"  # the only form of a vocabulary that gateways read
+# The files that map ids to tokens in folders without a tokenizer.json.
 _OTHER_VOCABULARY: Final = re.compile(
     r"tekken\.json|tokenizer\.model(\.v\d+\w*)?|[\w.-]{1,64}\.tiktoken|tiktoken\.model"
     r"|vocab\.(json|txt)|merges\.txt|spiece\.model|sentencepiece\.bpe\.model"
@@ -30,12 +30,12 @@ _OF_CHAT: Final = frozenset(
         "chat_template.jinja",
     }
 )  # fmt: skip
-_TEMPLATES: Final = "additional_chat_templates"  # a folder of them
+_TEMPLATES: Final = "additional_chat_templates"  # a folder of chat templates
 _TEMPLATE: Final = re.compile(rf"{_TEMPLATES}/\w[\w.-]{{0,63}}\.jinja")
 
 
 class BadTextFiles(Exception):
-    """A folder has no such files, or more than any model needs."""
+    """A folder cannot be read, has no tokenizer, or has more files than any model needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class TextFiles:
         return _TOKENIZER in self.digests
 
     def pieces(self) -> Iterator[tuple[str, bytes]]:
-        """All files, in order of their names, each in pieces. Raises OSError. Blocks."""
+        """All files in order of their names, in pieces with the name. Raises OSError. Blocks."""
         for name in sorted(self.digests):
             with (self.folder / name).open("rb") as file:
                 yield name, file.read(PIECE_BYTES)

@@ -46,8 +46,8 @@ from tests.support.sites.operator import Operator
 
 _LOOK_S: Final = 1.0
 _SETUP_S: Final = 120.0
-_END_S: Final = 45.0  # after the last request, until all that is under way has ended
-_MAX_LAG_S: Final = 0.25  # how late a request may leave without a remark in the record
+_END_S: Final = 45.0  # how long the run waits after the last request until all work has ended
+_MAX_LAG_S: Final = 0.25  # a request that leaves later than this gets a remark in the record
 
 
 class DayOnMesh:
@@ -112,7 +112,7 @@ class DayOnMesh:
         await self._operator.apply(day_plan.groups(self._start, "2"))
 
     async def _look(self) -> None:
-        """Look at the groups every second, and make a point in each window."""
+        """Look at the groups every second, and add a point at the end of each window."""
         for number in itertools.count(1):
             await asyncio.sleep(max(0.0, self._watch.began + number * _LOOK_S - time.monotonic()))
             states = await self._operator.groups()

@@ -42,8 +42,8 @@ class Action:
 class Point:
     """A scenario in one window.
 
-    `groups`: by group its prefills, its decodes and the pool that borrowed it. None: no request
-    ended in the window.
+    `groups`: by group its prefills, its decodes and the pool that borrowed it. A value of None: no
+    request ended in the window.
     """
 
     at_s: float
@@ -70,7 +70,7 @@ class Day:
     num_failed: int = 0
     num_late: int = 0
     num_migrated: int = 0
-    missed: list[str] = field(default_factory=list)  # what the day should have shown and did not
+    missed: list[str] = field(default_factory=list)  # what the day should have shown but did not
     points: list[Point] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
 

@@ -23,7 +23,8 @@ SCENARIO: Final = "chat"
 WINDOW_S: Final = 5.0
 E2E_SLO_S: Final = 10.0
 
-LEND_AT: Final = 30.0  # seconds of the run from here on; the schedule's minutes fall on these
+# Seconds of the run, as all times below. The schedule's minutes fall on LEND_AT and RECLAIM_AT.
+LEND_AT: Final = 30.0
 RECLAIM_AT: Final = 90.0
 LEND_AGAIN_AT: Final = 270.0
 KILL_PREFILL_AT: Final = 108.0
@@ -33,7 +34,7 @@ NEW_OUTPUTS_AT: Final = 190.0
 DEVICE_FAULT_AT: Final = 220.0
 UPGRADE_AT: Final = 240.0
 
-_LEAD_S: Final = 300  # how long a reclaim begins before the time that it names
+_LEAD_S: Final = 300  # a reclaim begins this long before the time in its schedule
 _PEAK_PER_S: Final = 7.0
 NUM_INSTANCES: Final = 13  # nine in three groups, and four blank ones
 

@@ -17,7 +17,7 @@ from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_DECODE, ROLE_PREFILL
 
-Shape = tuple[int, int, str]  # prefills, decodes, and who has borrowed the group
+Shape = tuple[int, int, str]  # prefills, decodes, and the pool that has borrowed the group
 
 
 @dataclass(slots=True)
@@ -87,7 +87,9 @@ class Watch:
         )
 
     def look(self, states: pb.ListGroupStatesResponse) -> None:
-        """Note what plans have changed since the last look, and which instances faults keep out."""
+        """Note what plans have changed since the last look, and which instances are out of service
+        for faults.
+        """
         for entry in states.out_of_service:
             if entry.instance_id not in self.ejected:
                 self.ejected.add(entry.instance_id)

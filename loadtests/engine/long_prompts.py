@@ -3,13 +3,13 @@
     python -m loadtests.engine.long_prompts      needs vLLM and the prepared model (make model)
 
 Two meshes in turn: a prefill and a decode, and one instance that does both. Streams draw all the
-time, by themselves or beside clients that keep long prompts coming, each with an answer of one
+time, alone or beside clients that send long prompts without a pause, each with an answer of one
 token. In the pair the prompts are computed in another process; in one engine they share each step
 with the streams, cut into chunks.
 
 Two processes on one machine also share its caches and memory bandwidth. So the streams of a pair
-run in a third turn beside the same prompts at another pair, which has nothing to do with them: what
-is slower there is the machine's part.
+run in a third turn beside the same prompts at another pair, which does not serve these streams. The
+machine causes whatever slows the streams there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from pdmesh.launcher.spec import MeshSpec
 
 MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 KINDS: Final = {"pair": (1, 1, 0), "one engine": (0, 0, 1)}  # prefills, decodes, fusions
-ALONE, BESIDE, ELSEWHERE = "alone", "beside", "beside, elsewhere"  # where long prompts are computed
+# Whether long prompts are computed at the same time, and where.
+ALONE, BESIDE, ELSEWHERE = "alone", "beside", "beside, elsewhere"
 TURNS: Final = {"pair": (ALONE, BESIDE, ELSEWHERE), "one engine": (ALONE, BESIDE)}
 NUM_STREAMS, NUM_LONG = 4, 1
 STREAM_TOKENS, LONG_TOKENS = 400, 1900
@@ -72,7 +73,7 @@ async def turn(
 ) -> dict[str, Any]:
     streams = [body(rng, 20, STREAM_TOKENS) for _ in range(NUM_STREAMS)]
     works = [run_load(load(mesh, streams, NUM_STREAMS, duration_s))]
-    if prompts_to:  # so many that no cache knows one that comes again
+    if prompts_to:  # so many that a prompt is no longer cached when it comes again
         long = [body(rng, LONG_TOKENS, 1) for _ in range(100)]
         works.append(run_load(load(prompts_to, long, NUM_LONG, duration_s)))
     drawn, *others = await asyncio.gather(*works)
@@ -123,7 +124,7 @@ def turns_of(found: Sequence[dict[str, Any]], kind: str, where: str) -> list[dic
 def pairs_of(
     found: Sequence[dict[str, Any]], kind: str, where: str, over: str
 ) -> list[tuple[Any, Any]]:
-    """Each round's turn beside long prompts, and the one that it is compared with."""
+    """Each round's turn beside long prompts, and the turn of the same round to compare it with."""
     return list(zip(turns_of(found, kind, where), turns_of(found, kind, over), strict=True))
 
 

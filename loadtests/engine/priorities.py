@@ -1,12 +1,12 @@
-"""What vLLM's order by priority costs where all requests are equal, and what it gives to urgent
-ones beside a batch's prompts (S83).
+"""What vLLM's order by priority costs if all requests have one priority, and what urgent requests
+gain by it beside a batch's prompts (S83).
 
     python -m loadtests.engine.priorities        needs vLLM and the prepared model (make model)
 
 Two engines answer the same prompts in turn, one by priority and one by arrival (fcfs). The engine
-that waits is idle. Cost: prompts and answers of one priority; the time of a step's schedule and the
-tokens per second. Gain: urgent prompts come last, behind those of a batch; the time until their
-first token, beside the same prompts by themselves.
+that waits is idle. For the cost, all requests have one priority: the time to schedule a step and
+the tokens per second are measured. For the gain, urgent prompts come after those of a batch: the
+time until their first token is compared with the same prompts alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POLICIES: Final = (SchedulingPolicy.FCFS, SchedulingPolicy.PRIORITY)
 BATCHES: Final = (8, 32)
 URGENT, BATCH = 0, 3
 NUM_URGENT, NUM_BATCH = 4, 8
-EQUAL_TOKENS, EQUAL_ANSWER = (16, 300), (48, 12)  # of every other request
+EQUAL_TOKENS, EQUAL_ANSWER = (16, 300), (48, 12)  # the requests alternate between these two lengths
 URGENT_TOKENS, BATCH_TOKENS = 64, 800
 
 
@@ -63,7 +63,7 @@ async def cost(driver: Driver, policy: str, batch: int, seed: int) -> Cost:
     before, began = driver.counts(), time.perf_counter()
     times = await driver.answer(prompts)
     wall_s = time.perf_counter() - began
-    await asyncio.sleep(0.3)  # the last step's counts come after its tokens
+    await asyncio.sleep(0.3)  # the engine reports a step's counts after its tokens
     after = driver.counts()
     num_steps, schedule_s = (after[name] - before[name] for name in ("num_steps", "schedule_s"))
     return Cost(

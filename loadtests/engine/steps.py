@@ -5,8 +5,8 @@ S140, S146, S147).
 
 Two engines of a role, one of which schedules ahead, answer the same prompts in turn. The engine
 that waits is idle. A gap is the time before a step in which its rank computed nothing, although the
-step goes on with the same requests. Decode: short prompts, long answers. Prefill: long prompts, one
-token. Fusion: both at once.
+step continues the requests of the step before. Decode: short prompts, long answers. Prefill: long
+prompts, one token. Fusion: both at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COUNTED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request is: its prompt's length and its answer's."""
+    """The lengths of a request's prompt and answer."""
 
     num_prompt_tokens: int
     max_tokens: int
@@ -123,7 +123,7 @@ class Driver:
     async def answer(
         self, prompts: Sequence[tuple[Sequence[int], int]], priorities: Sequence[int] = ()
     ) -> list[list[float]]:
-        """When each answer's tokens came. All requests begin at once, in this order."""
+        """The times of each answer's tokens. All requests begin at once, in this order."""
         self._ended.clear()
         legs = range(self._num_legs + 1, self._num_legs + 1 + len(prompts))
         self._num_legs += len(prompts)
@@ -187,7 +187,7 @@ async def turn(driver: Driver, role: str, mode: str, batch: int, seed: int) -> M
     before, began = driver.counts(), time.perf_counter()
     times = await driver.answer(prompts)
     wall_s = time.perf_counter() - began
-    await asyncio.sleep(0.3)  # the last step's counts come after its tokens
+    await asyncio.sleep(0.3)  # the engine reports a step's counts after its tokens
     after = driver.counts()
     is_answer = role != "prefill"
     return Measure(

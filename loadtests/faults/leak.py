@@ -46,7 +46,7 @@ from pdmesh.launcher.spec import MeshSpec
 T = TypeVar("T")
 
 _RST: Final = struct.pack("ii", 1, 0)
-_LOOK_S: Final = 0.02  # between two looks at how many requests there were
+_LOOK_S: Final = 0.02  # between two looks at the number of requests so far
 _GIVE_UP_SHARE: Final = 0.4
 _CLIENT_TIMEOUT_S: Final = 60.0
 # Covers a ticket lease (10 s), a registry lease (3 s) and the detection of a killed peer.
@@ -55,10 +55,10 @@ _SURVIVORS: Final = ("prefill-0", "decode-0", "gateway-0", "gateway-1")
 _PROCESSES: Final = (*_SURVIVORS, "prefill-1", "decode-1")
 _INSTANCES: Final = ("prefill-0", "decode-0", "prefill-1", "decode-1")
 _TIERS: Final = {
-    "PDMESH_KV_HOST_POOL_BYTES": str(8 << 20),  # 1,000 blocks; the prompts have two thousand
+    "PDMESH_KV_HOST_POOL_BYTES": str(8 << 20),  # 1,000 blocks; the prompts have 2,000
     "PDMESH_KV_FILE_STORE_BYTES": str(12 << 20),
 }
-_FILE_SLACK: Final = 8  # connections between processes that were replaced meanwhile
+_FILE_SLACK: Final = 8  # open files that may remain: connections to replaced processes
 _RESERVED: Final = "pdmesh_kv_blocks_free"  # a gauge: blocks that are not reserved for a request
 _HELD: Final = "pdmesh_kv_engine_blocks_free"  # a gauge: blocks that no request holds
 # Gauges of a process that are zero when it holds nothing for any request.
@@ -265,7 +265,7 @@ def gauges(mesh: Mesh, process: str) -> dict[str, float]:
 def _is_zero_at_rest(metric: str) -> bool:
     """Whether it is a metric of `_ZERO`, to whose name the exporter may have added a unit.
 
-    Counters whose names only begin like one of them are not.
+    A counter whose name only begins like one of these does not count.
     """
     return any(metric == zero or metric.startswith(f"{zero}_bytes") for zero in _ZERO) or (
         metric.removesuffix("_ratio") in _ZERO
@@ -362,7 +362,7 @@ def _beside(before: Mapping[str, T], after: Mapping[str, T]) -> dict[str, tuple[
 async def _until_as_before(
     mesh: Mesh, mapped: set[str], before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Wait until no more is left outside than before the run; returns what is left.
+    """Wait until no more is left outside of processes than before the run; returns what is left.
 
     NATS drops the consumer of a killed process after 5 s.
     """
@@ -375,7 +375,7 @@ async def _until_as_before(
 
 
 async def _until_nothing_held(mesh: Mesh) -> float:
-    """Wait until nothing is held; returns the seconds, at most the time that is allowed for it."""
+    """Wait until nothing is held, for at most `_QUIESCE_S`; returns the seconds."""
     began = time.monotonic()
     while held(mesh) and time.monotonic() < began + _QUIESCE_S:
         await asyncio.sleep(0.1)

@@ -6,8 +6,8 @@ level (S33-S36).
 Clients stream all the time from a real mesh of blank sim instances with a desired state of 2P:2D.
 Then a fault hits one prefill or decode. The mesh's own events tell the steps: noticed, judged,
 taken out, a blank instance assigned, loaded, connected, serving, the first request done. What
-clients saw meanwhile is compared with one sim model's answers. The mesh is whole again before the
-next fault.
+clients saw meanwhile is compared with one sim model's answers. The next fault waits until the mesh
+is complete again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _GROUPS: Final = "groups:\n  chat: {prefill: 2, decode: 2}\n"
 _NUM_BLANK: Final = 8
 _MIN_SPARE: Final = 2
 _REPAIR_S: Final = 40.0
-_QUIET_S: Final = 3.0  # how long to watch that nothing is done about a fault without an action
+_QUIET_S: Final = 3.0  # how long to check that a fault without an action leads to none
 _POLL_S: Final = 0.05
 ABOUT: Final = """\
 Sim engine, 2P:2D of eight instances that began blank, on one machine; six clients stream all the
@@ -168,8 +168,8 @@ class Bench:
         return self._mesh.state_dir / "devices" / f"{instance_id}.json"
 
     async def until_whole(self) -> None:
-        """Wait until the group is complete, no instance leaves or is kept out, and enough instances
-        are blank for the next fault.
+        """Wait until the group is complete, no instance leaves or is out of service, and enough
+        instances are blank for the next fault.
         """
         deadline = time.monotonic() + _REPAIR_S
         while not await self._is_whole():
@@ -179,9 +179,8 @@ class Bench:
 
     async def _is_whole(self) -> bool:
         states = await self._operator.groups()
-        for (
-            entry
-        ) in states.out_of_service:  # repeat it if it came before the device was seen to be well
+        # Repeat the order, which may have come before the mesh saw that the device is well.
+        for entry in states.out_of_service:
             with suppress(InvalidRequest):
                 await self._operator.uncordon(entry.instance_id)
         members = [m for group in states.groups for m in group.members]
@@ -269,7 +268,7 @@ def table(repairs: Sequence[Repair]) -> str:
 
 
 def _cell(values: Sequence[float]) -> str:
-    made = [value for value in values if value == value]  # a step that was not made is NaN
+    made = [value for value in values if value == value]  # NaN: the step did not happen
     return results.Spread.of(made).text(".2f") if made else "-"
 
 

@@ -34,7 +34,7 @@ STEPS: Final = (
     "first request",
 )  # fmt: skip
 _TAKEN_OUT: Final = frozenset({"lost", "taken_out", "failed", "draining"})
-_LEASE_S: Final = 3.0  # the registry is only watched
+_LEASE_S: Final = 3.0  # of our registry view, which registers nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Entry:
 
 
 class EventLog:
-    """`watching` feeds it."""
+    """The reports so far. `watching` adds them."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []

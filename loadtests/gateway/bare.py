@@ -1,8 +1,8 @@
-"""The engine without the mesh: the same object an instance hosts, driven directly, one request at a
-time.
+"""The engine without the mesh: the same object that an instance hosts, called directly, one request
+at a time.
 
-It runs in its own process, as it does in an instance. The mesh cannot be blamed for the time that
-the bare engine takes.
+It runs in its own process, as it does in an instance. The time that the bare engine takes is no
+cost of the mesh.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a conversation reuses of its earlier turns, with prefill and decode apart and together, and
-what it gains if the KV of answers goes to prefill (ADR 0041).
+"""How many tokens of its earlier turns a conversation reuses, with prefill and decode apart and
+together, and what it gains if the KV of answers goes to the prefill (ADR 0041).
 
     python -m loadtests.gateway.chats --out loadtests/results/chats-2026-11-24
 
@@ -54,7 +54,7 @@ _ANSWER_TOKENS: Final = 48
 class Variant:
     name: str
     num_prefill: int
-    pools: str = ""  # with host pools and peers; and then whether answers are given to prefill
+    pools: str = ""  # empty: no host pools; else whether answers' KV goes to prefill
 
 
 VARIANTS: Final = (
@@ -67,8 +67,8 @@ VARIANTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens are means per turn after the first, as is the median time to its first token; names
-    are those in the index at the end.
+    """Tokens are means over the turns after the first; the time to first token is their median.
+    `index_bytes`: of the block names in the index at the end.
     """
 
     roles: str
@@ -78,7 +78,7 @@ class Row:
     computed_tokens: float
     ttft_ms: float
     num_names: int
-    index_bytes: int  # of names, 16 bytes each
+    index_bytes: int  # of block names, 16 bytes each
 
 
 def _spec(variant: Variant) -> MeshSpec:
@@ -95,7 +95,7 @@ def _spec(variant: Variant) -> MeshSpec:
         http_port=0,
         grpc_port=0,
         env={
-            "PDMESH_SIM_LAW": "smollm2-cpu",  # computing must cost something, or no pool is used
+            "PDMESH_SIM_LAW": "smollm2-cpu",  # computing must take time, or no pool would be used
             "PDMESH_SIM_EOS_PERIOD": "0",
         }
         | (pools if variant.pools else {}),

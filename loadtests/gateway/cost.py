@@ -2,8 +2,8 @@
 
 Both trees have a mesh of sim instances that runs all the time. Each round measures both, in
 alternating order, so that other load on the machine affects both alike. The cost of a request is
-that of an answer of one token. The cost of a token is what a longer, streamed answer costs beyond
-that, divided by its further tokens.
+that of one with an answer of one token. The cost of a token is the extra cost of a longer, streamed
+answer, divided by the number of its tokens after the first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from loadtests.harness.results import Spread
 _NUM_TOKENS: Final = 128
 _CONCURRENCY: Final = 8
 _WARMUP_S: Final = 1.0
-# Run by the tree's own code, whatever that is.
+# A program that runs with the tree's own code.
 _MESH: Final = """
 import asyncio, json, sys, tempfile
 from pathlib import Path
@@ -182,7 +182,7 @@ def running(
 
 
 def ratios(old: list[float], new: list[float]) -> Spread:
-    """The ratio of each round by itself, so that a disturbance spoils only one value."""
+    """The ratios of single rounds, so that a disturbance spoils only one value."""
     return Spread.of([after / before for before, after in zip(old, new, strict=True)])
 
 

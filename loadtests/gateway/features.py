@@ -55,7 +55,7 @@ _THEIRS: Final = "vLLM's server"
 
 @dataclass(frozen=True, slots=True)
 class FeatureCost:
-    """Of one request on average."""
+    """The cost of one request, on average."""
 
     front_end_ms: float  # CPU
     rest_ms: float  # CPU
@@ -67,7 +67,7 @@ class FeatureCost:
 class ServerUnderTest:
     url: str
     pids: dict[str, int]
-    front_end: Callable[[dict[str, float]], float]  # its CPU among that of all `pids`
+    front_end: Callable[[dict[str, float]], float]  # its CPU, from the CPU of all `pids`
 
     def cost(self, bodies: Sequence[str]) -> FeatureCost:
         """Send each body once. Raises RuntimeError if one is not answered."""
@@ -90,7 +90,7 @@ class ServerUnderTest:
             raise RuntimeError(f"{self.url}: {dict(load.errors)}")
         cpu_s = {name: s for name, s in measured.cpu_s.items() if name != "generator"}
         front_end_s = self.front_end(cpu_s)
-        # A server of vLLM contains its engine, which is also counted by itself.
+        # The CPU of vLLM's server includes its engine, which is also in `cpu_s` under its own name.
         all_s = cpu_s.get("server", sum(cpu_s.values()))
         per_request = 1e3 / load.num_requests
         return FeatureCost(
@@ -180,7 +180,7 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log_file: Pa
 
 
 def _schema(number: int) -> dict[str, Any]:
-    """Its answers are longer than `_NUM_TOKENS`, so that each is cut at the same length."""
+    """A schema whose answers are longer than `_NUM_TOKENS`, so that all are cut at that length."""
     return {
         "type": "object",
         "properties": {
@@ -291,7 +291,7 @@ async def run(options: argparse.Namespace) -> None:
         async with mesh_under_test(options.model_dir, folder / "mesh") as ours:
             with vllm_under_test(options.model_dir, folder) as theirs:
                 servers = {_OURS: ours, _THEIRS: theirs}
-                # In a thread: the launcher's loop goes on watching over its processes.
+                # In a thread, so that the launcher's loop can continue to supervise its processes.
                 costs = await asyncio.to_thread(
                     measure_all, servers, options.rounds, options.requests
                 )

@@ -2,11 +2,11 @@
 revision.
 
 Each tree has a gateway that runs under Valgrind's callgrind, which counts every instruction outside
-the kernel; `cost` measures CPU time instead, in which other load, caches and clock rates have a
-part. Around the gateway are scripted instances (`lone_gateway.py`). Requests are sent one at a
-time, and each token comes by itself: a gateway that is late gathers what has come into fewer
-messages, so only then a count does not depend on what else the machine does. For the same reason
-this is the dearest case of both.
+the kernel. `cost` measures CPU time instead, which also depends on other load, caches and clock
+rates. Around the gateway are scripted instances (`lone_gateway.py`). Requests are sent one at a
+time, and tokens come one at a time: a gateway that is late gathers several into one message, so a
+count would depend on the machine's other work. Without such gathering, a request and a token cost
+the most.
 
 Valgrind is a package of every distribution (apt install valgrind). It slows the gateway down by a
 factor of about 100.
@@ -42,7 +42,7 @@ _DUMP_S: Final = 60.0
 _WARMUP: Final = 64
 _TOTALS: Final = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 _CONTENT: Final = "what is there to see in Lisbon in spring? " * 12
-# The path of a request, and what it asks for.
+# By kind of request: its path, and the fields of its body.
 KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "chat": (
         "/v1/chat/completions",
@@ -68,7 +68,7 @@ class CountedGateway:
             self._send(kind, 2, _NUM_TOKENS)
 
     def cost(self, kind: str, num_requests: int, idle_s: float) -> GatewayCost:
-        """Thousands of instructions, without those of an idle gateway."""
+        """The cost in thousands of instructions, without those that an idle gateway executes."""
         num_streams = max(1, num_requests // 16)
         background = self._counted(kind, 0, 1, idle_s) / idle_s
         per_request = self._net(kind, num_requests, 1, background)

@@ -1,7 +1,7 @@
-"""A gateway by itself, and around it instances and a master that cost it nothing but messages.
+"""A gateway by itself, with scripted instances and a scripted master around it.
 
-`instructions` runs this file with the code of a tree, once in each role: as the mesh, which tells
-its records, and as the gateway, which gets them as arguments and tells its address. There is no
+`instructions` runs this file with the code of a tree, once in each role: as the mesh, which prints
+its records, and as the gateway, which gets them as arguments and prints its address. There is no
 NATS, so the gateway does hardly anything without requests. Everything between its HTTP port and its
 sessions is the product's own.
 """
@@ -30,9 +30,9 @@ from pdmesh.v1.scheduler_service_pb2_grpc import (
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import gateway_mesh
 
-# Of a decode. A gateway that is slowed down a hundred times has taken a token before the next.
+# Time of a decode's step: long enough for a gateway that is 100 times slower to handle its token.
 _STEP_S: Final = 0.02
-_PATIENCE_S: Final = 300.0  # Valgrind translates the code of a first request
+_PATIENCE_S: Final = 300.0  # long, because Valgrind translates the code during the first request
 
 
 class Master(SchedulerServiceServicer):

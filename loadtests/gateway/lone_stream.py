@@ -2,13 +2,13 @@
 
     make bench NAME=lone-stream [ARGS="--rounds 3 --requests 3000"]
 
-One client asks short streams one after the other, of ours and of an aiohttp passthrough. Beside it,
-a second generator asks nothing, or streams at Poisson times at a third of the rate that ours
-carries, or prompts of 60,000 tokens without end. Turns of both stacks alternate in the same
-minutes, and both get the same load beside them.
+One client requests short streams one after the other, from our mesh and from an aiohttp
+passthrough. Beside it, a second generator requests nothing; or streams at Poisson times, at a third
+of the rate that our mesh carries; or prompts of 60,000 tokens without a pause. Turns of both stacks
+alternate in the same minutes, and both get the same load beside them.
 
-Our engine computes in no time, and the gateway writes a stream at most every 2 ms. The server
-behind the passthrough pauses as long between two tokens, so gaps can be compared.
+Our engine computes in no time, and the gateway writes to a stream at most every 2 ms. The server
+behind the passthrough also pauses 2 ms between two tokens, so that gaps can be compared.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _NUM_TOKENS: Final = 4
 _LOAD_TOKENS: Final = 32
 _LOAD_CONNECTIONS: Final = 64
 _GREEDY_TOKENS: Final = 60_000
-_NUM_GREEDY: Final = 64  # different prompts, so that few are known to a cache
+_NUM_GREEDY: Final = 64  # different prompts, so that caches hold few of them
 _THINK_S: Final = 0.001
 _TOKEN_PAUSE_S: Final = 0.002  # the gateway's own interval between writes to a stream
-_LOOK_S: Final = 3.0  # for how long the rates of the load are found out
+_LOOK_S: Final = 3.0  # to measure the rate of short streams; twice as long for prompts
 _WARMUP_S: Final = 0.5
-_WATCH_S: Final = 0.02  # how often processes look how late their loops are
+_WATCH_S: Final = 0.02  # how often processes measure the lag of their loops
 _GATEWAY: Final = "gateway-0"
 _PROCESSES: Final = (_GATEWAY, "master-scheduler", "prefill-0", "decode-0")
 _SHARES: Final = (0.5, 0.99, 0.999)
@@ -65,8 +65,8 @@ ABOUT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One stack in one situation in one round. Of ours: how long each process held its loop at
-    most, and the collections of the gateway and their seconds, by generation.
+    """One stack in one situation in one round. Our stack also has the longest time for which each
+    process held its loop, and the gateway's garbage collections with their seconds, by generation.
     """
 
     situation: str
@@ -100,7 +100,7 @@ class Stack:
         )
 
     def metrics(self) -> dict[str, str]:
-        """By process. Reading the longest hold of a loop forgets it."""
+        """The pages of metrics, by process. Reading resets the longest hold of a loop."""
         return {name: _page(ops) for name, ops in self.ops.items()}
 
 
@@ -111,7 +111,7 @@ def _page(ops: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What is asked beside the lone stream, and how often."""
+    """The requests beside the lone stream, and their rates."""
 
     short: tuple[str, ...]
     short_per_s: float
@@ -167,7 +167,7 @@ def _beside(load: LoadSpec | None) -> Iterator[list[LoadResult]]:
 
 
 def _collections(before: str, after: str) -> dict[str, tuple[float, float]]:
-    """By generation: how many there were, and their seconds together."""
+    """The number of garbage collections and their seconds in all, by generation."""
     sides = [{(kind, of): float(v) for kind, of, v in _PAUSE.findall(t)} for t in (before, after)]
     grown = {key: value - sides[0].get(key, 0.0) for key, value in sides[1].items()}
     return {of: (grown["count", of], grown["sum", of]) for kind, of in grown if kind == "count"}
@@ -239,7 +239,7 @@ def _cells(turns: Sequence[Turn], what: str, form: str) -> list[str]:
 
 
 def _ratios(some: Sequence[Turn], others: Sequence[Turn], what: str) -> list[str]:
-    """Of each round by itself."""
+    """The ratios of `some` to `others`, each within one round."""
     rounds = [
         [a / b for a, b in zip(one.values[what], other.values[what], strict=True)]
         for one, other in zip(some, others, strict=True)

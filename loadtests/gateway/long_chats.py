@@ -1,4 +1,4 @@
-"""What a turn of a very long chat costs a gateway, with and without the tokens of earlier turns.
+"""What a turn of a very long chat costs a gateway, with and without kept tokens of earlier turns.
 
     python -m loadtests long-chats [--tokens 100000] [--grows 1000] [--turns 8]
 
@@ -55,7 +55,7 @@ class Turn:
 
 
 class Chat:
-    """Words that a tokenizer has seen, in an order that it has not."""
+    """A chat of words that the tokenizer has seen, in an order that is new."""
 
     def __init__(self, num_tokens: int, num_grown: int) -> None:
         text = (ROOT / "README.md").read_text() + (ROOT / "docs/architecture.md").read_text()
@@ -97,7 +97,7 @@ async def _mesh(max_bytes: str, max_model_len: int) -> AsyncIterator[Mesh]:
 
 
 async def _ask(client: httpx.AsyncClient, mesh: Mesh, messages: Messages) -> tuple[int, float]:
-    """Prompt tokens, and milliseconds to the end of the only token."""
+    """The number of prompt tokens, and the milliseconds until the one-token answer is there."""
     began = time.monotonic()
     body = {"model": "default", "messages": messages, "max_tokens": 1, "temperature": 0}
     answer = await client.post(f"{mesh.http_url}/v1/chat/completions", json=body)

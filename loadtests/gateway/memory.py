@@ -1,4 +1,4 @@
-"""Does each process's memory stay flat while many requests pass?
+"""Whether each process's memory stays flat while many requests pass.
 
 A leak shows as a slope after warm-up.
 

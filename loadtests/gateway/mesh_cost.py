@@ -2,8 +2,8 @@
 
 Both meshes run all the time, as two gateways, a prefill and a decode on sim. Each round asks both
 the cases of `make bench-peers`, in alternating order, so that other load on the machine affects
-both alike. CPU time depends less on other load than throughput does, though not little: a busy
-neighbour on the same core halves the speed of both. Only ratios within a round are compared.
+both alike. Other load changes CPU time less than throughput, but still much: a busy
+neighbour on the same core halves both speeds. Only ratios within a round are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ABOUT: Final = (
     "Milliseconds of CPU per request, medians over the rounds; the last column is new / old of "
     "each round, with median (lowest..highest). Ratios are of meshes that run side by side."
 )
-# Of a mesh: its processes by what they are.
+# The kinds of a mesh's processes.
 KINDS: Final = ("gateway", "prefill", "decode", "master", "nats", "rest")
 
 
@@ -70,7 +70,7 @@ Sides = dict[str, list[Window]]  # by case
 def in_turn(
     meshes: tuple[Tree, Tree], cases: Sequence[Case], rounds: int, seconds: float
 ) -> tuple[Sides, Sides]:
-    """What each of two meshes that run side by side took for the cases, round by round."""
+    """The windows of two meshes that run side by side, by case and round."""
     found: tuple[Sides, Sides] = ({c.name: [] for c in cases}, {c.name: [] for c in cases})
     for mesh in meshes:
         window(mesh, WARM_UP, _WARM_UP_S)
@@ -84,7 +84,7 @@ def in_turn(
 
 
 def table(names: tuple[str, str, str], old: Sides, new: Sides) -> str:
-    """`names`: of the first mesh, of the second, and of their ratio."""
+    """A Markdown table. `names`: the names of the first mesh, the second, and their ratio."""
     lines = [
         f"| case | CPU of | {names[0]}, ms | {names[1]}, ms | {names[2]} |",
         "|---|---|---|---|---|",

@@ -92,7 +92,7 @@ async def run(options: argparse.Namespace) -> int:
     async with running_mesh(_mesh_options(options)) as mesh:
         num_prompt_tokens = await asyncio.to_thread(ask_once, mesh, prompts[0])
         await asyncio.to_thread(warm_up, mesh, prompts)
-        # In a thread: the launcher's loop goes on watching over its processes.
+        # In a thread, so that the launcher's loop can continue to supervise its processes.
         if options.memory:
             memory = await asyncio.to_thread(measure_memory, mesh, prompts, options.memory)
             text, name, document = memory_markdown(memory), "memory", memory.to_json()

@@ -4,10 +4,10 @@
 
 A mesh on sim, whose instances compute in no time, gets prompts one after the other: new ones of
 60,000 and of 100,000 tokens, and a chat of 100,000 tokens that grows by 1,000 a turn, whose earlier
-turns' tokens are kept. Then new prompts of 60,000 tokens come several at once.
+turns' tokens are kept. Then several new prompts of 60,000 tokens come at once.
 
-One thread runs the event loop, so what a prompt takes there bounds a gateway on any number of
-cores. So does what other threads do while they hold the interpreter's lock. The kernel counts the
+One thread runs the event loop, so a prompt's time there limits a gateway on any number of cores. So
+does the time for which other threads hold the interpreter's lock. The kernel counts the
 CPU time of threads in ticks of 10 ms, so a sample has many prompts.
 """
 
@@ -75,15 +75,15 @@ class Sample:
 
     @property
     def expected_per_s(self) -> float:
-        """By the CPU of all processes, on the cores that were free."""
+        """The rate that the CPU of all processes allows on the cores that were free."""
         return 1e3 * self.free_cores / self.mesh_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Prompts per second that one gateway process can take on `num_cores`, by what bounds it.
+    """The prompts per second that one gateway process can take on `num_cores`, for each limit.
 
-    `lock_ms`: for which other threads hold the interpreter's lock.
+    `lock_ms`: how long other threads hold the interpreter's lock for a prompt.
     """
 
     num_cores: int
@@ -109,7 +109,7 @@ class Bounds:
 
 
 class Texts:
-    """Words that a tokenizer has seen, in an order that it has not."""
+    """Texts of words that the tokenizer has seen, in an order that is new."""
 
     def __init__(self) -> None:
         text = (ROOT / "README.md").read_text() + (ROOT / "docs/architecture.md").read_text()
@@ -118,13 +118,13 @@ class Texts:
         self._numbers = itertools.count()
 
     def new(self, num_tokens: int) -> str:
-        """No earlier text begins with the same words."""
+        """A text of about `num_tokens`. No earlier text begins with the same words."""
         count = int(num_tokens * _CHARS_PER_TOKEN / self._chars)
         return f"{next(self._numbers)} {' '.join(self._rng.choices(self._words, k=count))}"
 
 
 class Prober:
-    """Asks the mesh, and reads what that cost."""
+    """Sends prompts to the mesh, and reads what they cost."""
 
     def __init__(self, mesh: Mesh, client: httpx.AsyncClient) -> None:
         self._url, self._client = f"{mesh.http_url}{CHAT_PATH}", client
@@ -133,7 +133,7 @@ class Prober:
         self._all = ProcessSet({**pids, "asking": os.getpid()})
 
     async def ask(self, body: str) -> int:
-        """The number of its tokens."""
+        """Send a prompt; returns the number of its tokens."""
         headers = {"content-type": "application/json"}
         answer = await self._client.post(self._url, content=body.encode(), headers=headers)
         answer.raise_for_status()
@@ -167,7 +167,7 @@ class Prober:
 def _spent(
     before: Mapping[int, float], after: Mapping[int, float], first: int
 ) -> tuple[float, float]:
-    """CPU seconds of the first thread and of all others; one that is new began at 0."""
+    """The CPU seconds of the first thread and of all others; a new thread began at 0."""
     spent = {thread: cpu_s - before.get(thread, 0.0) for thread, cpu_s in after.items()}
     return spent.pop(first), sum(spent.values())
 
@@ -176,8 +176,8 @@ def _spent(
 class Library:
     """CPU of the tokenizer's library alone, in this process, for one text.
 
-    It encodes without the interpreter's lock, and then makes numbers of the tokens and frees them
-    with it, for `lock_ms`.
+    It encodes without the interpreter's lock. Then it makes Python numbers of the tokens and frees
+    them, for which it holds the lock for `lock_ms`.
     """
 
     ms: float
@@ -228,7 +228,7 @@ def _cold(texts: Texts, num_tokens: int, count: int) -> list[str]:
 
 
 def _turns(texts: Texts, num_tokens: int, num_grown: int, count: int) -> list[str]:
-    """A chat of so many turns, then `count` times one turn more; half of a turn is an answer."""
+    """A chat of `num_tokens`, then `count` times one turn more; half of a turn is an answer."""
     messages: list[dict[str, str]] = []
     bodies = []
     for number in range(num_tokens // num_grown + count):

@@ -27,14 +27,14 @@ _BEST_CONCURRENCIES: Final = (64, 256)
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A promise and what each round measured for it.
+    """A promise, and what each round measured about it.
 
     It is met if the median of the rounds is within `limit`.
     """
 
     name: str
     wanted: str
-    form: str  # of a number and its unit
+    form: str  # the format of a number
     limit: float
     rounds: Sequence[float]
     is_least: bool = True  # the limit is a minimum, not a maximum
@@ -79,7 +79,7 @@ def added_ttft_ms(run: Run, scenario: Scenario, quantile: int = 0) -> list[float
 
 
 def added_per_token_us(run: Run) -> Spread | None:
-    """How much longer a streamed token takes, with one stream, than at the bare engine."""
+    """How much longer a token of a single stream takes than at the bare engine."""
     alone = run.cells(low_load(run).name)
     if not alone or len(alone) != len(run.bare):
         return None
@@ -242,7 +242,7 @@ def _throughput_row(cells: list[Cell]) -> tuple[str, ...]:
 
 
 def _tokens_per_event(cells: list[Cell]) -> str:
-    """How many tokens one event of a stream had; each stream also has four events without
+    """The mean number of tokens in an event of a stream; each stream also has four events without
     tokens.
     """
     events = sum(cell.num_events - 4 * cell.num_requests for cell in cells)

@@ -84,8 +84,8 @@ LOW_LOAD: Final = Scenario(Kind.STREAM, 1, think_s=0.01)
 # A real model on a laptop takes seconds for 128 tokens, so answers are short: a run must have many
 # first tokens.
 LOW_LOAD_REAL: Final = Scenario(Kind.SHORT_STREAM, 1, think_s=0.01)
-# For comparisons with other servers: each request follows the last one at once, and finds the
-# caches as that request left them.
+# For comparisons with other servers: each request follows the previous one at once, and finds the
+# processor's caches as that one left them.
 ONE_STREAM: Final = Scenario(Kind.STREAM, 1)
 SCENARIOS_REAL: Final = (
     LOW_LOAD_REAL,

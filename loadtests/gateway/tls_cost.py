@@ -2,9 +2,9 @@
 
 Both run the same code all the time, as two gateways, a prefill and a decode on sim; the second with
 `--tls`: gRPC and NATS are encrypted, both ends show certificates, and NATS and Redis tell roles
-apart. Clients reach both meshes in plain text, since the generator has no TLS. Neither encrypts KV,
-which UCX moves, or Redis, whose build in the wheel has no TLS (docs/security.md). Connections stay
-open, so no handshake is part of a request.
+apart. Clients reach both meshes in plain text, since the generator has no TLS. Neither mesh
+encrypts KV, which UCX moves, or Redis, whose build in the wheel has no TLS (docs/security.md).
+Connections stay open, so no handshake is part of a request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ABOUT: Final = (
 
 
 def per_token_us(sides: Sides, kind: str = "") -> list[float]:
-    """The CPU of a further token of a stream, round by round; of a kind of process, or of all."""
+    """The CPU per further token of a stream in each round, for a kind of process or for all."""
 
     def cost(window: Window) -> float:
         return window.cpu_ms[kind] if kind else window.total_ms
@@ -47,7 +47,7 @@ def further_rows(without: Sides, with_tls: Sides) -> str:
         ("a further token of a stream, us of CPU", per_token_us(without), per_token_us(with_tls)),
         *(
             (f"of these, in {kind}", per_token_us(without, kind), per_token_us(with_tls, kind))
-            for kind in ("gateway", "decode")  # the others take next to nothing of a token
+            for kind in ("gateway", "decode")  # the other processes use almost no CPU for a token
         ),
         (f"first token of {LONE.name}, p50, ms", ttft[0], ttft[1]),
     ]

@@ -1,3 +1,3 @@
-"""What only a GPU can show of the KV path: the operators, the copies beside the model, the draws,
-and KV from one GPU's cache into another's over UCX.
+"""Checks of the KV path that need a GPU: the operators, the copies beside the model, the draws, and
+the transfer of KV over UCX from a cache on a GPU into that of another process.
 """

@@ -1,4 +1,4 @@
-"""Copies beside a model that works: they see whole steps, and the model barely feels them (S50)."""
+"""Copies beside a model that computes: they see only complete steps and hardly slow it (S50)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MATRIX: Final = 4096
 
 
 class Model:
-    """Stands in for a model: products of matrices, and a write to every block in each step."""
+    """A stand-in for a model: each step multiplies matrices and writes to every block."""
 
     def __init__(self) -> None:
         self.caches = [
@@ -52,7 +52,9 @@ def check() -> list[Finding]:
 
 
 def _sees_whole_steps(model: Model, copies: DeviceCopies, arena: np.ndarray) -> Finding:
-    """Nothing waits on the host between the steps: only the streams' events order the work."""
+    """Check what copies see. The host does not wait between steps: the streams' events order the
+    work.
+    """
     layers, heads = (0, NUM_LAYERS), (0, SHAPE[3])
     torn, early = 0, 0
     landed = np.empty_like(arena)
@@ -83,7 +85,7 @@ def _sees_whole_steps(model: Model, copies: DeviceCopies, arena: np.ndarray) -> 
 
 
 def _is_barely_felt(model: Model, copies: DeviceCopies, arena: np.ndarray) -> Finding:
-    """Time steps alone and beside endless copies, in turn. Bar: 1.25 times the time alone."""
+    """Time steps alone and beside continuous copies, in turn. Bar: 1.25 times the time alone."""
     layers = (0, NUM_LAYERS)
     alone, beside = list[float](), list[float]()
     copied = 0

@@ -1,4 +1,4 @@
-"""The checksum that the GPU makes is the host's, and is made as fast as memory is read (S50)."""
+"""The GPU's checksum equals the host's, and is computed as fast as memory is read (S50)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pdmesh.kv.device.arena import DeviceArena
 from pdmesh.kv.device.digest import digest
 
 SIZES = (1, 7, 8, 4096, 1 << 20, (1 << 22) + 3, 64 << 20, 512 << 20)
-_COMPARED = 64 << 20  # the host takes a second for more
+_COMPARED = 64 << 20  # compared on the host, which would take a second for more
 ROUNDS = 7
 
 
 def check(device: str = "cuda", sizes: tuple[int, ...] = SIZES) -> Finding:
-    """`device` is "cpu" where there is no GPU: then only the comparison says something."""
+    """`device` is "cpu" without a GPU: then only the comparison counts, not the speed."""
     rng = np.random.default_rng(5)
     wrong, rows = list[int](), list[Row]()
     for size in sizes:

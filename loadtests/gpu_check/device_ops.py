@@ -1,11 +1,11 @@
-"""Gather and RecvScatter against the copy bandwidth of where they run:
+"""Gather and RecvScatter compared with the copy bandwidth of their device:
 `python -m loadtests.gpu_check.device_ops [--host]`.
 
 On a GPU, it compares one launch over all layers with a copy within the device. Then it compares the
 whole way into a page-locked arena with a plain copy of the same size, and reports how long the
 calling thread was held. With --host, it compares numpy on one thread with memcpy. The best of
-several rounds counts, with one line of CSV each. Without a GPU and without --host, it says so and
-ends with code 2.
+several rounds counts. The output is one line of CSV per case. Without a GPU and without --host, it
+says so and ends with code 2.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def check() -> Finding:
-    """The rows as part of the whole check. There is no bar: the record is the result."""
+    """The rows as a section of the whole check. There is no bar: the numbers are the result."""
     heads = HEADER.split(",")
     rows = [
         dict(zip(heads, row.split(","), strict=True)) for case in CASES for row in on_device(case)
@@ -138,7 +138,7 @@ def best(work: Callable[[], object]) -> float:
 
 
 def on_device(case: Case) -> Iterator[str]:
-    """Any in this function: torch's tensors and streams."""
+    """The rows of CSV of one case on the GPU. Any: torch's tensors and streams."""
     import torch
 
     from pdmesh.kv.device.copies import DeviceCopies, lock_pages

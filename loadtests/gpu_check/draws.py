@@ -1,4 +1,4 @@
-"""A seeded draw on a GPU depends on the seed and the position, not on who drew before (S37)."""
+"""A seeded draw on a GPU depends on the seed and the position, not on earlier draws (S37)."""
 
 from __future__ import annotations
 

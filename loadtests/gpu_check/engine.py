@@ -1,5 +1,5 @@
-"""vLLM on this GPU through prefill and decode: the end-to-end tests of equality, of steps that are
-scheduled ahead, and of latent attention (MLA), whose kernels for GPUs are not those for CPUs.
+"""vLLM on this GPU with prefill and decode apart: the end-to-end tests of equality, of asynchronous
+scheduling, and of latent attention (MLA), whose kernels for GPUs differ from those for CPUs.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def layouts(rng: np.random.Generator) -> list[HeadBlocks]:
 
 
 def check(device: str = "cuda", num_rounds: int = 3) -> Finding:
-    """`device` is "cpu" in Triton's interpreter."""
+    """`device` may be "cpu" if Triton runs in its interpreter."""
     rng = np.random.default_rng(1)
     cases = layouts(rng) * num_rounds
     wrong = [where for where in cases if not _is_exact(where, rng, device)]
@@ -48,7 +48,7 @@ def check(device: str = "cuda", num_rounds: int = 3) -> Finding:
 
 
 def _is_exact(where: HeadBlocks, rng: np.random.Generator, device: str) -> bool:
-    """One gather and one scatter, against runs of bytes copied on the host."""
+    """Whether one gather and one scatter move the same bytes as copies on the host do."""
     ids = rng.permutation(NUM_BLOCKS)[: int(rng.integers(1, 17))].tolist()
     layers = (1, 2) if rng.integers(2) else (0, NUM_LAYERS)
     first = int(rng.integers(where.heads.count))

@@ -1,8 +1,8 @@
 """KV from the cache of one process into the cache of another, both on a GPU, over UCX.
 
-The way is that of a mesh: gather into the arena, stage, pull, verify, scatter; once with arenas in
-the host's memory, page-locked, and once in the GPU's. Plain copies of the same size, out to the
-host and in, are measured beside it.
+The steps are those of a mesh: gather into the arena, stage, pull, verify, scatter. They run once
+with arenas in page-locked host memory, and once with arenas in the GPU's memory. Plain copies of
+the same size, out to the host and in, are measured beside it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def transport_of(memory: KvMemory) -> UcxTransport:
 
 
 async def send(kind: KvMemory) -> None:
-    """Serve: for each line `blocks ticket`, gather and stage, then answer with the seconds."""
+    """For each line `blocks ticket` on stdin, gather and stage, then answer with the seconds."""
     num_bytes = layout_of(max(CASES)).total_bytes
     memory = AgentMemory(arena_of(kind, num_bytes), HostArena(0))
     caches = paged(caches_of("sender"))

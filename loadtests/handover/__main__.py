@@ -5,8 +5,8 @@
 
 The references are one engine that keeps its KV, and vLLM's NixlConnector. One request runs at a
 time, greedy, with a new prompt. Each round uses each variant once at each length, in random order,
-so that all see the same machine; ratios compare two answers of one round. FOLDER holds nixl, made
-by `pip install --no-deps --target FOLDER nixl==1.5.1 nixl-cu13==1.5.1 nvidia-cuda-runtime`.
+so that all see the same machine; ratios compare two answers of the same round. FOLDER holds nixl,
+made by `pip install --no-deps --target FOLDER nixl==1.5.1 nixl-cu13==1.5.1 nvidia-cuda-runtime`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def run(options: argparse.Namespace) -> int:
             ways: dict[str, Ask] = {name: way.ask for name, way in found.items()}
             if nixl:
                 ways["nixl"] = nixl.ask
-            # In a thread: the launcher's loop goes on watching over its processes.
+            # In a thread, so that the launcher's loop can continue to supervise its processes.
             samples = await asyncio.to_thread(measure, ways, options.lengths, options.rounds)
             equal = await asyncio.to_thread(check_equal, ways, options.lengths)
     command = shlex.join(["python", "-m", "loadtests.handover", *sys.argv[1:]])

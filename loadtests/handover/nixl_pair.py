@@ -1,5 +1,5 @@
-"""Two engines with vLLM's NixlConnector, used as by vLLM's proxies: the prefill gives one token,
-then the decode gives the rest.
+"""Two engines with vLLM's NixlConnector, used as vLLM's proxies use them: the prefill draws one
+token, then the decode draws the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Engine:
         reader, writer = os.pipe()
         with PortReservation("127.0.0.1", 0) as free:
             side_channel = str(free.port)
-        libraries = nixl_dir / "nvidia" / "cu13" / "lib"  # nixl always links to it
+        libraries = nixl_dir / "nvidia" / "cu13" / "lib"  # nixl needs this library
         path = os.pathsep.join([*(p for p in sys.path if p), str(nixl_dir)])
         self._process = subprocess.Popen(
             [
@@ -63,7 +63,7 @@ class _Engine:
     def close(self) -> None:
         self.signal(signal.SIGKILL)
         self._answers.close()
-        with self._process:  # closes its pipes and waits
+        with self._process:  # the block's end closes its pipes and waits for it
             pass
 
     def signal(self, number: signal.Signals) -> None:
@@ -73,8 +73,8 @@ class _Engine:
 
 
 class NixlPair:
-    """It is stopped while others are measured, since nixl's progress threads poll without end and
-    would take a core.
+    """Two engines, which are paused (SIGSTOP) while others are measured: nixl's progress threads
+    poll all the time and would take a core.
     """
 
     def __init__(self, model_dir: Path, nixl_dir: Path) -> None:
@@ -97,7 +97,7 @@ class NixlPair:
         prefill, decode = self._engines
         asked = time.monotonic()
         first = prefill.ask(prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
-        # Otherwise decode reports the tokens that prefill had cached as its own.
+        # Otherwise the decode reports tokens that the prefill had cached as cached by itself.
         first["params"].pop("remote_prefill_cached_tokens", None)
         rest = decode.ask(prompt, max_tokens, first["params"])
         if rest["num_cached"] < len(prompt) - 1:

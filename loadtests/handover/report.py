@@ -30,7 +30,7 @@ _COLUMNS: Final[dict[str, Callable[[Timing], float]]] = {
     "until token 2": lambda t: t.second_ms,
     "a later token": lambda t: t.later_ms,
 }
-_SHARED: Final = ("token 1", "token 1 to 2", "until token 2")  # where the hand-over may show
+_SHARED: Final = ("token 1", "token 1 to 2", "until token 2")  # times that it may lengthen
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _row(first: str, cells: Sequence[str]) -> str:
 
 def _cost(pairs: Sequence[tuple[float, float]]) -> str:
     more = f"{statistics.median(a - b for a, b in pairs):.1f}"
-    if not all(a for a, _ in pairs):  # two tokens came in one piece
+    if not all(a for a, _ in pairs):  # a time is 0: two tokens came in one piece
         return more
     return f"{more}, {_spread([100 * (a - b) / a for a, b in pairs], 1)} %"
 

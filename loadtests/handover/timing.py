@@ -1,4 +1,4 @@
-"""When the tokens of one answer came."""
+"""The times at which the tokens of one answer came."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A server that only answers: it shows the generator's ceiling and the least that HTTP costs here.
+"""A server that only answers. It shows the generator's ceiling and the least cost of HTTP here.
 
 It gives every request the same answer: a plain JSON document, or a stream of one event per token.
-Each event is written separately, as by a server that streams, at once or with a pause after each.
+Each event is written separately, as a streaming server does, with or without a pause after it.
 The number of tokens comes from the request.
 
     python -m loadtests.harness.canned [PAUSE_S]
@@ -40,7 +40,7 @@ class _Canned(asyncio.Protocol):
         self._received = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # TCP gives no other kind
+        self._transport = cast(asyncio.Transport, transport)  # TCP has no other kind of transport
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -88,7 +88,7 @@ async def _serve(pause_s: float) -> None:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: _Canned(pause_s), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
-    await asyncio.to_thread(sys.stdin.read)  # until the parent ends
+    await asyncio.to_thread(sys.stdin.read)  # until the parent closes it or exits
 
 
 if __name__ == "__main__":

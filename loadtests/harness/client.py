@@ -33,8 +33,8 @@ _CONTENT_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECAS
 _CHUNKED: Final = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
 _FIRST_TEXT: Final = re.compile(rb'"(?:content|text)": ?"[^"]')
 _COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens": ?(\d+)')
-_TAIL_BYTES: Final = 2048  # holds the usage chunk and [DONE]
-_STUCK_S: Final = 5.0  # an answer that is open so long after the end of the run is reported
+_TAIL_BYTES: Final = 2048  # the kept end of an answer, in which the usage chunk and [DONE] fit
+_STUCK_S: Final = 5.0  # an answer still open this long after the run's end counts as stuck
 _RECONNECT_S: Final = 0.05  # pause after a refused or broken connection, so that errors do not spin
 
 
@@ -54,9 +54,9 @@ class LoadSpec:
     # from half to one and a half of the mean: with equal pauses, requests could fall into step with
     # the timers of the measured server.
     think_s: float = 0.0
-    # Requests per second of all connections together, at Poisson times of each (an open loop); 0:
-    # as fast as they are answered. A request whose time comes before the last answer is sent with
-    # that answer's end, so there are never more than `concurrency`.
+    # Requests per second of all connections together, at Poisson times on each (an open loop); 0:
+    # as fast as they are answered. A request whose time comes while its connection still gets an
+    # answer is sent when that answer ends, so at most `concurrency` requests are open.
     rate_per_s: float = 0.0
 
     @classmethod
@@ -190,7 +190,7 @@ class _Connection(asyncio.Protocol):
         self.sent_at = 0.0
         self.is_waiting = False
         self._transport: asyncio.Transport | None = None
-        self._due_at = time.perf_counter()  # of the next request, if there is a rate
+        self._due_at = time.perf_counter()  # the time for the next request, if there is a rate
         self._reset()
 
     def _reset(self) -> None:
@@ -203,7 +203,7 @@ class _Connection(asyncio.Protocol):
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # TCP gives no other kind
+        self._transport = cast(asyncio.Transport, transport)  # TCP has no other kind of transport
         sock = self._transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send_in(self._pause_s())
@@ -333,7 +333,7 @@ async def run_load(
         asyncio.create_task(_keep_connected(run, connections, slot))
         for slot in range(spec.concurrency)
     ]
-    # Whoever started this process may end the window.
+    # The parent process may end the window early.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, run.enough.set)
     await asyncio.sleep(spec.warmup_s)
     on_window(True)
@@ -378,7 +378,7 @@ def chat_body(
     model: str = "default",
 ) -> str:
     """A chat request that runs to `max_tokens` and reports usage. `chat`: its messages, or the text
-    of its only one.
+    of its only message.
     """
     body: dict[str, Any] = {  # Any: a JSON document
         "model": model,

@@ -1,4 +1,4 @@
-"""One measurement: generator processes against a server, and the CPU of all processes meanwhile."""
+"""One measurement: generator processes send load to a server, and the CPU of all is measured."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _start(spec: LoadSpec) -> subprocess.Popen[str]:
     assert process.stdin is not None
     process.stdin.write(spec.to_json())
     process.stdin.close()
-    process.stdin = None  # communicate() would flush it
+    process.stdin = None  # otherwise communicate() would flush it, although it is closed
     return process
 
 
@@ -101,7 +101,7 @@ def _expect(processes: list[subprocess.Popen[str]], word: str) -> None:
 
 @contextmanager
 def beside(spec: LoadSpec) -> Iterator[list[LoadResult]]:
-    """Load during a block, from when it has warmed up; its result is in the list at the end.
+    """Load during a block, which begins after the warm-up. The result is in the list at the end.
 
     `spec.duration_s` must be longer than the block. Raises RuntimeError if the generator fails.
     """

@@ -1,7 +1,7 @@
-"""A mergeable histogram of durations: buckets are 1 % wide, so a quantile is exact to 0.5 %.
+"""A mergeable histogram of durations: buckets are 1 % wide, so a quantile is off by at most 0.5 %.
 
-Its size depends on the range of the values, not on their number. So a run of a million gaps costs
-as much as one of a hundred, and the results of several processes can be added.
+Its size depends on the range of the values, not on their number. So a run of a million gaps takes
+as much memory as one of a hundred, and the results of several processes can be added.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from loadtests.harness.processes import ProcessSet
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import EngineKind, MeshSpec
 
-# There is room for the most requests that a scenario sends at once, so that no number includes
-# refusals.
+# Enough for the most requests that a scenario sends at once, so that none is refused.
 _NUM_SLOTS: Final = 256
 _SIM_SETTINGS: Final = {
     "SIM_LAW": "zero",
@@ -31,8 +30,8 @@ class MeshOptions:
     engine: EngineKind
     num_gateways: int = 1
     is_fusion: bool = False
-    model_dir: str = ""  # empty: the launcher's own
-    max_model_len: int | None = None  # None: the engine's own
+    model_dir: str = ""  # empty: the launcher's default
+    max_model_len: int | None = None  # None: the engine's default
     env: Mapping[str, str] = field(default_factory=dict)  # of all services
 
     @property

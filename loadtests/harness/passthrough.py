@@ -1,9 +1,8 @@
-"""The simplest gateway, aiohttp passing bytes to one server and back: it shows how fast a machine
-is just now.
+"""The simplest gateway: aiohttp passes bytes to one server and back.
 
     python -m loadtests.harness.passthrough UPSTREAM_PORT
 
-Its rate and its TTFT, measured in the same minutes as ours, say how fast this machine was then.
+Its rate and its TTFT, measured in the same minutes as ours, show how fast this machine was then.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ async def _serve(upstream: str) -> None:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         print(runner.addresses[0][1], flush=True)
-        await asyncio.to_thread(sys.stdin.read)  # until the parent ends
+        await asyncio.to_thread(sys.stdin.read)  # until the parent closes it or exits
 
 
 if __name__ == "__main__":

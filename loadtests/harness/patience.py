@@ -1,7 +1,7 @@
 """Waits for a quiet machine before a measurement, and repeats a disturbed measurement, for a
 bounded time.
 
-Other load makes every number worse and none better, so a disturbed window is dropped and counted,
+Other load makes every number worse, so a disturbed window is dropped and counted,
 not averaged in.
 """
 
@@ -15,14 +15,14 @@ import psutil
 
 from loadtests.harness.results import Cell
 
-_QUIET_PERCENT = 25.0  # of all cores, before a window opens; the idle mesh takes a few percent
-_QUIET_CORES = 0.25  # that other processes may take within a window
+_QUIET_PERCENT = 25.0  # a window opens below this use of all cores; an idle mesh uses little
+_QUIET_CORES = 0.25  # the most that other processes may use in a window that counts
 _LOOK_S = 0.5
 
 
 @dataclass(slots=True)
 class Patience:
-    """`left_s`: how long it may still wait and repeat; with 0 it measures once, in any case."""
+    """`left_s`: how long it may still wait and repeat. With 0, it measures once."""
 
     left_s: float
     num_dropped: int = 0

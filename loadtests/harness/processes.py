@@ -40,15 +40,18 @@ def _cost(family: list[psutil.Process]) -> Cost:
 
 
 def thread_cpu_s(pid: int) -> dict[int, float]:
-    """CPU seconds of each thread of a process, by its id; the first thread has that of the process.
+    """CPU seconds of each thread of a process, by its id. The first thread's id is that of the
+    process.
 
-    The kernel counts in ticks, of 10 ms as a rule.
+    The kernel counts in ticks, usually of 10 ms.
     """
     return {t.id: t.user_time + t.system_time for t in psutil.Process(pid).threads()}
 
 
 def machine_busy_s() -> float:
-    """CPU seconds that all cores together have spent since boot, including those the host stole."""
+    """CPU seconds that all cores together have spent since boot, including time that the host took
+    away.
+    """
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 

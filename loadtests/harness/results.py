@@ -40,12 +40,12 @@ class Cell:
     tokens_per_s: float
     ttft_ms: tuple[float, float, float]  # p50, p90, p99
     latency_ms: tuple[float, float, float]
-    stall_share: float  # of TTFTs and gaps between reads that lasted 35 to 60 ms
+    stall_share: float  # of TTFTs and gaps between reads: those of 35 to 60 ms
     longest_gap_ms: float
     mesh_cpu_s_per_1k_requests: float
     mesh_cpu_s_per_1m_tokens: float
     cpu_s: Mapping[str, float]
-    others_cores: float  # what other processes on the machine took: noise
+    others_cores: float  # CPU that other processes on the machine used, which is noise
     num_events: int
     window_s: float
     num_requests: int
@@ -145,7 +145,7 @@ def write(out: Path, module: str, title: str, about: str, text: str, **found: ob
 
 @dataclass(slots=True)
 class Run:
-    """Everything one run measured, and what is needed to run it again."""
+    """Everything that one run measured, and what is needed to repeat it."""
 
     engine: str
     mesh: str
@@ -180,7 +180,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A number over the rounds."""
+    """The median, the lowest and the highest value over the rounds."""
 
     median: float
     low: float

@@ -1,4 +1,4 @@
-"""An embedded server for the duration of a measurement or test; a mesh supervises its own."""
+"""An embedded server for the duration of a measurement or test; a mesh has its own."""
 
 from __future__ import annotations
 

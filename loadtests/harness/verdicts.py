@@ -1,4 +1,4 @@
-"""Which policy is best at what, in words, for reports that compare our placement with others."""
+"""Which policy is best by which measure, in words, for reports that compare our placement."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def verdicts(
     measures: Sequence[Measure[R]],
     remark: Callable[[Measure[R], str], str] = lambda measure, rival: "",
 ) -> str:
-    """A line for each measure: ours and the best of the others, by medians over the seeds.
+    """A line for each measure: our policy and the best other one, by medians over the seeds.
 
     `remark` may add to the line where ours is not best.
     """

@@ -5,8 +5,8 @@ UCX.
     python -m loadtests.kv.pull together   # 2 and 4 of 16 MiB, at once and in turn (S52)
 
 The sender stages the same bytes under one ticket per pull, so its CPU includes the checksum of
-staging, but not gather and scatter. A single memcpy of the same size runs in the same minute, to
-show how fast the machine is just now.
+staging, but not gather and scatter. A single memcpy of the same size in the same minute
+shows how fast the machine is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def layout_of(size: int) -> KvLayout:
 
 
 async def sender() -> None:
-    """Serve: for each line `size count`, stage `count` tickets and answer with the CPU so far."""
+    """For each line `size count` on stdin, stage `count` tickets and answer with the CPU."""
     largest = max(size for size, _ in CASES)
     agent = KvAgent(
         UcxTransport(),

@@ -1,4 +1,4 @@
-"""Do retrievals slow running decodes?
+"""Whether retrievals slow running decodes.
 
 It measures the time between tokens of long streams at one decode, with and without KV that comes in
 at the same time (S52).
@@ -9,9 +9,9 @@ There are one prefill and one decode on the sim engine, with steps of 20 ms (the
 large as a small model's (8 layers of 2 KiB per token). The streams draw all the time. There are
 three kinds of round: only the streams; also clients that ask for one token after long prompts,
 which the prefill answers by itself; or the same clients asking for two tokens, so that the decode
-retrieves each prompt's KV and does little else for it. The last two kinds compute the same and
-differ only in the hand-over. The bar compares with the streams by themselves, so it includes the
-prefill's share of the same cores. Rounds alternate, so that all see the same machine.
+retrieves each prompt's KV and does little else for it. In the last two kinds the same is computed;
+they differ only in the hand-over. The bar compares with the streams by themselves, so it includes
+the prefill's share of the same cores. Rounds alternate, so that all see the same machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pdmesh.launcher.spec import MeshSpec
 _NUM_STREAMS, _NUM_OTHERS = 8, 6
 _QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _SHOWN: Final = ("mean", *_QUANTILES)
-_BAR: Final = 1.05  # S52: mean time per token, with pulls relative to only the streams
+_BAR: Final = 1.05  # S52: mean time per token with pulls, relative to that with only the streams
 # Kinds of round, and how many tokens the other clients ask for; 0: there are no other clients.
 _ALONE, _PREFILLED, _PULLED = "alone", "prefilled", "pulled"
 _KINDS: Final = {_ALONE: 0, _PREFILLED: 1, _PULLED: 2}
@@ -46,7 +46,7 @@ _LABELS: Final = {
     _PULLED: "prompts beside them, each pulled",
 }
 _PROMPT_TOKENS: Final = 1000
-_NUM_PROMPTS: Final = 500  # so many that no cache still knows a prompt when it comes again
+_NUM_PROMPTS: Final = 500  # so many that a prompt is no longer cached when it comes again
 _ENV: Final = {
     "PDMESH_SIM_LAW": "demo",
     "PDMESH_SIM_EOS_PERIOD": "0",

@@ -5,8 +5,8 @@ computing them; and memory speed.
 
 vLLM engines run one after the other in child processes, and prompts one at a time. A round computes
 three prompts, asks again while the engine holds them, pushes them out with other prompts, and asks
-once more. Files are read from the page cache, except in rows marked cold: there the kernel was told
-to drop them first.
+once more. Files are read from the page cache, except in rows marked cold: there, the kernel
+dropped the files first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pdmesh.kv.transport.base import ByteArray
 MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 LENGTHS: Final = (128, 512, 2000)
 BLOCK_SIZE: Final = 64
-_KV_BYTES: Final = 150 << 20  # room for three prompts, but not for those that push them out
+_KV_BYTES: Final = 150 << 20  # room for three prompts, but not also for those that push them out
 _FILLERS: Final = (1900, 1900)
 _OWNER: Final = bytes(8)
 
@@ -127,7 +127,7 @@ async def run_engine(
     following = asyncio.create_task(driver.follow())
     rng = random.Random(17)
     try:
-        await driver.ttft(_prompt(rng, 256))  # the first of all pays for warming up
+        await driver.ttft(_prompt(rng, 256))  # the very first prompt warms up
         for _ in range(rounds):
             prompts = [_prompt(rng, length) for length in LENGTHS]
             for prompt in prompts:
@@ -141,7 +141,7 @@ async def run_engine(
                 _drop_from_page_cache(Path(tiers.file_store_dir))
             for prompt in prompts:
                 results.add(label, len(prompt), await driver.ttft(prompt))
-        await asyncio.sleep(0.2)  # the last report
+        await asyncio.sleep(0.2)  # until the last report has come
         for tier, count in driver.served.items():
             results.served[f"{label}: {tier}"] = count
     finally:

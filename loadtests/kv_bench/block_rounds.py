@@ -18,7 +18,7 @@ from pdmesh.core.kv.layout.buffer_layout import KvShape
 _WIRE_REPEATS: Final = 8
 _KIB: Final = (4, 12, 32, 128, 512)
 NUM_LAYERS: Final = 16
-SWEEP_BYTES: Final = 24 << 20  # whole blocks of every layer at each of these sizes
+SWEEP_BYTES: Final = 24 << 20  # a multiple of the blocks of all layers at each block size
 TOKENS: Final = 1024
 BLOCK_TOKENS: Final = 16
 _SMOLLM2_SHAPE: Final = KvShape(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
@@ -62,7 +62,7 @@ class Row:
 def measure(
     transports: Sequence[str], rounds: int, within_s: float, say: Callable[[str], None]
 ) -> list[Row]:
-    """Round 0 does not count: it checks the bytes and warms memory and connections."""
+    """The rows of all rounds but round 0, which checks bytes and warms memory and connections."""
     rows: list[Row] = []
     ends = time.monotonic() + within_s
     prompts = (*SWEEP, SMOLLM2)

@@ -1,7 +1,7 @@
-"""What is moved: a prompt's KV in randomly scattered blocks of every layer, as a paged cache holds
-it.
+"""The KV that is moved: that of a prompt, in randomly scattered blocks of every layer, as in a
+paged cache.
 
-Unless another is named, the shape is that of an 8B model with grouped-query attention in 16-bit: K
+By default, the shape is that of an 8B model with grouped-query attention in 16-bit: K
 or V of 16 tokens in one layer is a block of 32 KiB, and a token has 128 KiB. The law of computation
 is that model's prefill on one device: a rate in tokens per second, and at least the time that it
 takes to read the weights.
@@ -75,7 +75,7 @@ DEFAULT_PAGING: Final = Paging()
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a pair does once. With `chunk_bytes` 0, the product's own size is used."""
+    """One task of a pair of processes. `chunk_bytes` 0: the product's own size."""
 
     mode: str
     num_bytes: int
@@ -117,7 +117,8 @@ class PagedCache:
         pool = np.empty((paging.num_layers, self._num_blocks, paging.block_bytes), np.uint8)
         words = pool.view(np.uint64)
         words[:] = self._random.integers(0, 1 << 62, words.shape[1:], np.uint64)
-        words += np.arange(paging.num_layers, dtype=np.uint64)[:, None, None]  # so layers differ
+        # Make the bytes of the layers differ.
+        words += np.arange(paging.num_layers, dtype=np.uint64)[:, None, None]
         self._layers: list[ByteMatrix] = list(pool)
         self.all_layers = HostBlocks(self._layers)
         self.by_layer = [HostBlocks([layer]) for layer in self._layers]

@@ -17,7 +17,7 @@ from loadtests.kv_bench.pair import Pair, pair
 
 _WIRE_BYTES: Final = 512 << 20  # moved per wire measurement, in up to _WIRE_REPEATS messages
 _WIRE_REPEATS: Final = 32
-_QUICK_REPEATS: Final = 3  # of transfers below 16 MiB, since a single one is within the noise
+_QUICK_REPEATS: Final = 3  # of transfers below 16 MiB, because the noise hides a single one
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def repeats_of(num_bytes: int) -> int:
 
 
 def measure(plan: Plan, say: Callable[[str], None]) -> list[Row]:
-    """Round 0 does not count: it checks the bytes and warms memory and connections."""
+    """The rows of all rounds but round 0, which checks bytes and warms memory and connections."""
     rows: list[Row] = []
     ends = time.monotonic() + plan.within_s
     largest = max(plan.sizes)

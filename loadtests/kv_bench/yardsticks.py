@@ -2,8 +2,8 @@
 
 `ucx_perftest` comes with the libucx that we load. It has the same UCX_* settings and error
 handling, and sends one message after the other without an agent. It runs twice: polling (its
-default), and sleeping until there is work, as we do. It never writes what it sends (1.4 MiB
-resident with a buffer of 256 MiB): its source is the kernel's page of zeros.
+default), and sleeping until there is work, as we do. It never writes the memory that it sends, so
+its source is the kernel's page of zeros (1.4 MiB resident with a buffer of 256 MiB).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What reading weights once per node is worth: `make bench NAME=loading`.
+"""What reading weights once per node gains: `make bench NAME=loading`.
 
-Two or four ranks load a model of about 230 MB in turn in several ways, within each round. The disk
-gives a fixed rate to all ranks of the node together, as a mounted network storage does; a read is
-never served from a cache, and its order costs nothing.
+Two or four ranks load a model of about 230 MB in turn in several ways, within each round. All ranks
+of the node share a fixed rate of the disk, as with mounted network storage. No read is served from
+a cache, and the order of reads costs nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIN_OVERLAP: Final = 1.25  # S87: a fifth less time
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two ways of the same rounds; `title` says on which storage."""
+    """Two ways to load, in the same rounds. `title` names the storage."""
 
     title: str
     baseline: str
@@ -61,7 +61,7 @@ class Found:
 
     @property
     def bar(self) -> str:
-        """What is required of the median, and whether it is so."""
+        """The bar for the median, and whether it is met."""
         ratio = statistics.median(self.ratios)
         if self.comparison is SLOW:
             return _met(ratio >= MIN_SPEEDUP, f">= {MIN_SPEEDUP} (S135)")
@@ -102,7 +102,7 @@ def rows(found: Sequence[Found]) -> list[list[str]]:
 
 
 def _share(loads: Sequence[Load], found: Found) -> str:
-    """Bytes of the files that the node's ranks read, over those of the model. 0: mapped."""
+    """The bytes that the node's ranks read, over those of the model; `mapped` if they read none."""
     share = max(load.disk_bytes for load in loads) / found.model_bytes
     return f"{share:.2f}" if share else "mapped"
 

@@ -1,4 +1,4 @@
-"""What one buffer for all files saves over one for each file (S86), on the page cache's speed."""
+"""What one buffer for all files saves over a buffer for each file, at page-cache speed (S86)."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ WAIT_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What the ranks do. `link_bytes_per_s`: at which weights reach a rank's device; 0: at once.
+    """What the ranks do. `link_bytes_per_s`: the rate at which weights reach a device.
 
-    `ways` are run one after the other in each round, the other way round in every second one.
+    0: at once. Each round runs `ways` one after the other, every second round in reverse order.
     """
 
     folder: str
@@ -38,7 +38,7 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One way in one round. `disk_bytes`: of all ranks together."""
+    """One way to load in one round. `disk_bytes`: read by all ranks together."""
 
     way: str
     seconds: float
@@ -58,19 +58,19 @@ class Rank:
     weights: dict[str, Any]
 
     def copy(self, name: str, tensor: Any) -> None:
-        """This rank's rows; a vector as a whole."""
+        """Copy this rank's rows of a matrix, or a whole vector."""
         own = self.weights[name]
         part = tensor if tensor.dim() == 1 else tensor.narrow(0, self.number * len(own), len(own))
         own.copy_(part)
         self.link.take(tensor.numel() * tensor.element_size())
 
     def load(self, way: str) -> int:
-        """The number of buffers that it took."""
+        """Load the model in this way; returns the number of buffers."""
         return WAYS[way](self)
 
 
 def each_rank_reads(rank: Rank) -> int:
-    """The model's order, tensor by tensor, each read where it is needed."""
+    """Each rank reads the tensors in the model's order, one by one."""
     import torch
 
     folder, files = Path(rank.loads.folder), sorted(set(rank.loads.index.values()))
@@ -93,7 +93,7 @@ def each_rank_reads(rank: Rank) -> int:
 
 
 def each_rank_maps(rank: Rank) -> int:
-    """As vLLM's own loader: files mapped into each rank's memory, file by file."""
+    """Each rank maps the files into its memory one by one, as vLLM's own loader does."""
     from safetensors import safe_open
 
     for file in in_order(set(rank.loads.index.values())):
@@ -129,7 +129,7 @@ WAYS: Final[Mapping[str, Callable[[Rank], int]]] = {
 
 
 def run(loads: Loads, store: Path) -> list[Load]:
-    """All rounds of one number of ranks, as its first rank timed them."""
+    """All rounds with `num_ranks` ranks, as the first rank timed them."""
     context = multiprocessing.get_context("spawn")
     times = shared_times()
     results: Any = context.Queue()

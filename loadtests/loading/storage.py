@@ -1,4 +1,6 @@
-"""A model's folder, and storage of a limited rate that all ranks of a node share, as FUSE is."""
+"""A model's folder, and storage of a limited rate that all ranks of a node share, like a FUSE
+mount.
+"""
 
 from __future__ import annotations
 
@@ -65,17 +67,17 @@ def _write(path: Path, shapes: Shapes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SharedRate:
-    """So many bytes a second for all processes that share `times`; 0: no limit.
+    """A limit on the bytes per second of all processes that share `times`; 0: no limit.
 
-    `times`: when the bytes so far would have come, and when the last call returned. A sleep that
-    took too long is made up for; time without a read is not.
+    `times`: when the bytes so far would have come, and when the last call returned. Later reads
+    make up for a sleep that took too long, but not for time without a read.
     """
 
     bytes_per_s: float
     times: SynchronizedArray[float]
 
     def take(self, num_bytes: int) -> None:
-        """Return when so many bytes would have come."""
+        """Wait until `num_bytes` more would have come."""
         if not self.bytes_per_s:
             return
         with self.times.get_lock():

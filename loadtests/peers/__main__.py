@@ -4,8 +4,8 @@
     python -m loadtests.peers [--rounds 5] [--seconds 4] [--only NAME ...] [--out FILE]
 
 A round starts each stack, asks it each case and stops it; the next round takes them in the opposite
-order. A ratio is that of two stacks in one round. A stack that cannot be installed, or that ends,
-is named in the record, and the others are measured.
+order. A ratio is that of two stacks in one round. The record names a stack that
+cannot be installed or that ends, and the others are still measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loadtests.peers.report import ABOUT, as_markdown
 from loadtests.peers.stacks import STACKS, Serving, Stack
 
 _WARM_UP_S: Final = 1.0
-_GRACE_S: Final = 60.0  # beyond its window, after which the generator has hung
+_GRACE_S: Final = 60.0  # a generator that takes this long beyond its window hangs
 
 
 def order_of(stacks: Sequence[Stack], round_number: int) -> Sequence[Stack]:
@@ -75,7 +75,7 @@ def measured(stack: Stack, serving: Serving, seconds: float) -> list[Turn]:
 async def run(
     stacks: Sequence[Stack], rounds: int, seconds: float
 ) -> tuple[list[list[Turn]], dict[str, str]]:
-    """The turns of each round, and why a stack is missing."""
+    """The turns of each round, and the reason for each missing stack."""
     found: list[list[Turn]] = []
     missing: dict[str, str] = {}
     progress = Progress(rounds * len(stacks))

@@ -1,4 +1,4 @@
-"""What each stack is asked, and what is read from its answers."""
+"""The requests to each stack, and the numbers that are read from its answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ASKED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the generator saw of one case. Times are in ms; `num_events` counts events of streams,
-    of which one may have several tokens.
+    """What the generator saw of one case. Times are in ms; `num_events` counts events of streams.
+    An event may have several tokens.
     """
 
     num_ok: int

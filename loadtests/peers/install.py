@@ -1,6 +1,6 @@
 """Installs peers, each into an environment of its own, and compiles the programs in C.
 
-A peer's packages would fight with ours over versions of grpcio and protobuf. The environments are
+A peer's packages need other versions of grpcio and protobuf than ours. The environments are
 made once, in `.cache/peers`.
 """
 
@@ -64,7 +64,7 @@ SGLANG_ROUTER: Final = Packages(("sglang-router==0.3.2",))
 
 
 def python_of(name: str, packages: Packages, folder: Path = PEERS_DIR) -> Path:
-    """The interpreter of the peer's environment, which is made if it is not there whole.
+    """The interpreter of the peer's environment, which is made if it is missing or incomplete.
 
     Raises Unavailable.
     """

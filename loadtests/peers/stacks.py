@@ -39,7 +39,7 @@ _STOP_S: Final = 5.0
 _LOG_CHARS: Final = 400
 _FIRST_PORT: Final = 21000
 _MAX_TRIES: Final = 1000
-_PORTS: Final = itertools.cycle(range(_FIRST_PORT, 1 << 15))  # none twice in a run
+_PORTS: Final = itertools.cycle(range(_FIRST_PORT, 1 << 15))  # no port is used twice in a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """`serve` raises Unavailable if the stack cannot be had, or does not answer."""
+    """`serve` raises Unavailable if the stack cannot be installed or does not answer."""
 
     name: str
     serve: Callable[[], AbstractAsyncContextManager[Serving]]
@@ -90,7 +90,7 @@ class Family:
         return {name: process.pid for name, process in self.processes.items()}
 
     def died(self) -> str:
-        """What a process that has ended printed last; empty: all are alive."""
+        """The last output of a process that has ended; empty if all are alive."""
         for name, process in self.processes.items():
             if process.poll() is not None:
                 said = " ".join((self.folder / f"{name}.log").read_text(errors="replace").split())
@@ -109,7 +109,7 @@ def _family() -> Iterator[Family]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Below 2^15: Dynamo reads some of them as signed 16-bit integers."""
+    """Free ports below 2^15, because Dynamo reads some as signed 16-bit integers."""
     with contextlib.ExitStack() as stack:
         found: list[int] = []
         for port in itertools.islice(_PORTS, _MAX_TRIES):
@@ -206,7 +206,7 @@ async def _sglang() -> AsyncIterator[Serving]:
 
 @asynccontextmanager
 async def _passthrough() -> AsyncIterator[Serving]:
-    """The simplest gateway in front of a worker in C. It tells its port when it serves."""
+    """The simplest gateway in front of a worker in C. It prints its port when it serves."""
     worker = compiled("worker")
     (upstream,) = _free_ports(1)
     with _family() as family:

@@ -1,3 +1,3 @@
-"""Placement and its cost: plans, the index, how old its knowledge is, and a comparison of
+"""Placement and its cost: plans, the index, the age of the master's knowledge, and a comparison of
 policies.
 """

@@ -11,8 +11,8 @@ minutes of the machine. Each run becomes a line in OUT.jsonl as soon as it is ov
 repeated: an interrupted comparison continues where it stopped.
 
 Beside each policy stands its twin: the same arrivals, policy and shape on the virtual clock, where
-nothing costs CPU. The mesh is slower, by its own work and by other work on the machine. If that
-costs more than the difference between policies, the table says nothing about the policies.
+nothing costs CPU. The mesh is slower, because of its own work and other work on the machine. If it
+is slower by more than the policies differ, the table says nothing about the policies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pdmesh.engine.sim.config import CHUNK_TOKENS
 from pdmesh.engine.step_time_laws import LAWS
 from pdmesh.launcher.mesh import MeshFailed
 
-_MANY_BLOCKS: Final = 16_384  # for a decode, which is not measured
+_MANY_BLOCKS: Final = 16_384  # of a decode, whose cache is not measured
 
 _MESH: Final = "--prefill 8 --decode 2 --ttft-slo-s 0.5 --tpot-slo-s 0.5"
 
@@ -64,7 +64,7 @@ class Case:
 
 
 # Eight prefills run at half to three quarters of their capacity, with caches that the prompts
-# overflow. With less load every policy would keep any SLO, and with more load none would.
+# overflow. With less load, every policy would meet any SLO; with more load, none would.
 # Mooncake's prompts have 280 tokens here on average, which take 120 ms by the law, plus some CPU.
 # Its answers have 2 to 20 tokens, so their time per token is mostly the hand-over and a step of 40
 # ms; the SLO on it only catches answers that hang. The first two cases are RTP-LLM's workloads

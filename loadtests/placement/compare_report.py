@@ -30,7 +30,7 @@ class Run:
 
     `load_max_over_mean`: how many times the mean number of prompts the busiest prefill admitted;
     `mesh_cores`: the CPU of all processes of the mesh; `reused_tokens`: the mean over answered
-    prompts; twin: the same run on the virtual clock.
+    prompts; `twin`: the same run on the virtual clock.
     """
 
     case: str

@@ -1,4 +1,4 @@
-"""Families of requests by which placement is judged: shapes of traces, and what traces lack.
+"""Families of requests by which placement is judged: as in traces, and kinds that traces lack.
 
 All names are of blocks of `BLOCK` tokens, the size in which Mooncake's traces name prefixes. Two
 families imitate traces that are not on this machine: their lengths, rate and share of prefixes
@@ -32,7 +32,7 @@ def toolagent(
 ) -> list[Arrival]:
     """Tool calls behind long definitions of tools that many share, and some long sessions.
 
-    `num_recent`: the last sessions, of which one may go on.
+    `num_recent`: how many of the latest sessions may continue.
     """
     rng = random.Random(seed)
     heads = [2 + int(rng.triangular(0, 22, 10)) for _ in range(40)]
@@ -91,7 +91,7 @@ def hot_prefixes(
 
 
 def bursts(seed: int, count: int) -> list[Arrival]:
-    """Silence, and then thirty requests in half a second, most of them with the burst's prefix."""
+    """Silences and bursts: thirty requests in half a second, of which most share a prefix."""
     rng = random.Random(seed)
     arrivals, now, number = [], 0.0, 0
     while number < count:
@@ -127,7 +127,7 @@ def agents(
     """Agents that begin `apart_s` apart with one system prompt of `head` blocks.
 
     Between two turns a tool runs; a turn adds a tool's result. The pace leaves instances idle at
-    almost every pick, which lets a policy that looks only at prefixes send all to one (S108).
+    almost every pick, so a policy that looks only at prefixes may send all to one instance (S108).
     """
     rng = random.Random(seed)
     arrivals = []
@@ -148,8 +148,8 @@ def agents(
 def agents_beside_documents(
     seed: int, num_sessions: int, documents_per_s: float = 2.0
 ) -> list[Arrival]:
-    """Agents whose tools take 4 to 20 s, one in five a minute or two, beside prompts that nobody
-    asks for again. Each agent's client says when it pauses and when it is done.
+    """Agents whose tools take 4 to 20 s, one in five a minute or two, beside prompts that never
+    come again. Each agent's client says when it pauses and when it is done.
     """
     rng = random.Random(seed)
     sessions: dict[str, list[Arrival]] = {}

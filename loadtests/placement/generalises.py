@@ -4,8 +4,8 @@ judged on that one, beside seven other policies (`make bench NAME=placement-gene
     make bench NAME=placement-generalises TRACES=FOLDER          # about five minutes on a core
     python -m loadtests.placement.generalises --families "toolagent;agents" --seeds 1
 
-With --kept FILE, each run becomes a line there and is not repeated: the next call continues an
-interrupted one. Delete the file when the code changes.
+With --kept FILE, each run becomes a line in the file and is not repeated, so the next call
+continues an interrupted one. Delete the file when the code changes.
 
 Runs are on the virtual clock: the product's own cores decide. A seed is another part of a trace, or
 another draw of a family. Azure's traces have lengths and times only, so nothing is reused there.
@@ -177,7 +177,7 @@ LAWS: Final[Mapping[str, Callable[[], Law]]] = {
     "tiles": lambda: tiled(0.0),
     "tiles, 10 % noise": lambda: tiled(0.1),
 }
-_TIMES: Final = {"smollm2-cpu": 20.0}  # a law that is so much slower gets so much more time
+_TIMES: Final = {"smollm2-cpu": 20.0}  # factor on the times of arrivals for a slower law
 
 
 def predictor_table(traces: Path | None, names: Sequence[str], seeds: int) -> str:

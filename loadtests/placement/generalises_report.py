@@ -1,4 +1,4 @@
-"""The tables of `loadtests.placement.generalises`: by family, and ours beside each other policy."""
+"""The tables of `loadtests.placement.generalises`: by family, and our policy beside each other."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ JUDGED: Final = MEASURES[:4]
 
 
 def badness(runs: Sequence[Outcome]) -> float:
-    """One number of a family's runs, of which only ratios count: the product of what should be
-    low, and of 1/reuse.
+    """One number for a family's runs: the product of the measures that should be low, over reuse.
+    Only ratios of such numbers mean something.
     """
     mean = {m.name: max(1e-6, m.of(runs).median) for m in MEASURES}
     reuse = mean.pop("reuse, %")
@@ -123,7 +123,7 @@ def summary(judged: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
 
 
 def defaults_table(judged: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
-    """Ours with the constants that are the defaults, which all families have chosen."""
+    """Our policy with the default constants, which were chosen on all families."""
     lines = [
         "\n## With the defaults\n",
         (

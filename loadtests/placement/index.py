@@ -35,7 +35,7 @@ _BLOCKS: Final = (1, 4, 16, 64, 256, 1000, 4000)
 _WORKERS: Final = (10, 30, 100, 300, 1000)
 _MEMORY: Final = ((1, 1), (1, 100), (4, 100), (16, 1000))  # holders of each block, workers
 _DELTA_BLOCKS: Final = 64
-_BUDGET_S: Final = 0.06  # for each cell and way
+_BUDGET_S: Final = 0.06  # the time to measure each cell and way
 _SPREADS: Final = ("random depths", "all hold all")
 _MOST_SLOWDOWN: Final = (
     5.0  # of the longest prompt's walk, from the fewest workers to a hundred times as many
@@ -69,7 +69,7 @@ class MemoryRow:
     bytes_per_block: float
     bytes_per_entry: float  # an entry: one block at one worker
     entries_per_s: float  # applied, in deltas of 64 blocks
-    removed_per_s: float  # entries of a worker that leaves
+    removed_per_s: float  # entries removed when a worker leaves
 
 
 class PerWorker:
@@ -98,8 +98,8 @@ class PerWorker:
 
 
 class SetPerBlock:
-    """Block -> set of workers, and each worker's blocks: without these, removing a worker would
-    walk the whole map.
+    """Block -> set of workers. It also keeps each worker's blocks: without these, the removal of a
+    worker would walk the whole map.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ def _match_rows(num_workers: int, lengths: Sequence[int]) -> Iterator[MatchRow]:
                 depth = length if spread == "all hold all" else rng.randint(0, length)
                 for way in ways.values():
                     way.apply(IndexDelta(f"worker-{worker}", 1, 1, stored=prompt[:depth]))
-            asked = [bytes(bytearray(block)) for block in prompt[:length]]  # as off the wire
+            asked = [bytes(bytearray(block)) for block in prompt[:length]]  # as from the wire
             answers = [way.match(asked) for way in ways.values()]
             assert answers[0] == answers[1] == answers[2]
             for name, times in _timed({n: w.match for n, w in ways.items()}, asked).items():
@@ -220,7 +220,7 @@ def measure_memory(way: str, holders: int, num_workers: int, num_blocks: int) ->
         for holder in range(holders):
             worker = (batch // _DELTA_BLOCKS + holder) % num_workers
             seed.seed(batch)
-            # Each holder's delta comes off the wire with its own copy of the names.
+            # Each holder's delta has its own copy of the names, as from the wire.
             stored = [seed.randbytes(16) for _ in range(min(_DELTA_BLOCKS, num_blocks - batch))]
             sequences[worker] += 1
             began = time.perf_counter()

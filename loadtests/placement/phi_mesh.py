@@ -10,7 +10,7 @@ does not use the law: the law only sets how long instances take, which is long c
 mesh's own cost.
 
 There are twice as many users as slots, and they ask without a pause, so both meshes are full. Both
-have the same bottleneck role, since b / T is a capacity only where all slots are taken. Beside the
+have the same bottleneck role, because b / T is a capacity only if all slots are taken. Beside the
 prediction stands what the second mesh's metrics say about that mesh itself.
 """
 
@@ -39,13 +39,13 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
 _BLOCK: Final = 64  # tokens
-_PREFILL_BLOCKS: Final = 1024  # all prefixes find room
+_PREFILL_BLOCKS: Final = 1024  # room for all prefixes
 _NUM_PREFIXES: Final = (
     2  # each prefix is cold once, which stays in the master's means for dozens of requests
 )
 _LOOK_S: Final = 0.5
 _PREFIX: Final = "pdmesh_scenario_"
-_WARM_SHARE: Final = 0.35  # of a run, until batches, caches and means are those of a full mesh
+_WARM_SHARE: Final = 0.35  # share of a run until batches, caches and means are those of a full mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def scenario_metrics(page: str, scenario: str) -> dict[str, float]:
 
 
 def exported(page: str, scenario: str = "default") -> Exported:
-    """A scenario's terms of Phi. KeyError if one of them is not there."""
+    """A scenario's terms of Phi. Raises KeyError if one of them is missing."""
     found = scenario_metrics(page, scenario)
     b_p, b_d = (found[f"slots/{r}"] / found[f"instances/{r}"] for r in ("prefill", "decode"))
     return Exported(found["t_p"], found["t_d"], b_p, b_d)

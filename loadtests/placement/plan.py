@@ -45,7 +45,7 @@ from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest, PlanStreamRe
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 NUM_BLOCKS: Final = 128  # of 64 tokens each
-_PREFIXES: Final = 64  # prompts in use; three prefills hold each of them, up to half of its length
+_PREFIXES: Final = 64  # different prompts; three prefills hold the first half of each
 
 
 def build(num_workers: int, prefill_share: float = 0.5) -> tuple[Placement, PrefixIndex]:
@@ -198,7 +198,7 @@ def master(
 async def ask(
     port: int, processes: ProcessSet, num_workers: int, batch: int, num_streams: int, count: int
 ) -> Cost:
-    """Each stream stands for a gateway and has one question of `batch` queries under way."""
+    """Each stream stands for a gateway, with one message of `batch` queries under way at a time."""
     queries = [
         PlanQuery(
             request_id=f"q{i}",

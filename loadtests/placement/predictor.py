@@ -1,4 +1,4 @@
-"""How well the master predicts times on vLLM, for requests of another shape than those that it
+"""How well the master predicts times on vLLM for requests whose shape differs from those that it
 learnt from.
 
     make bench NAME=predictor          about ten minutes; needs vLLM and the prepared model
@@ -6,9 +6,9 @@ learnt from.
 
 Two real meshes, one after the other: in one a prefill computes the prompts, in the other a decode
 does, as in a group that has lost its prefills, beside the sequences that it decodes. Each learns
-from prompts of one family and is judged on others. What the instances report is written down, and
-judged by the master's own core, fed with these reports again. So `--judge` judges a changed core by
-the same measurements. The time to the first token is what the master expected with the plan.
+from prompts of one family and is judged on others. The instances' reports are recorded, and
+the master's own core gets them again to be judged. So `--judge` judges a changed core by the same
+measurements. The expected time to the first token is that of the master's plan.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
 # (tokens, shared blocks) of the prompts that are repeated; one in five of a shape is cold
 _SHAPES: Final = ((150, 0), (500, 0), (1400, 0), (500, 6), (1400, 12), (1400, 20))
 _REPEATS: Final = 5
-_STREAMS: Final = (0, 3)  # that decode beside the repeated prompts
+_STREAMS: Final = (0, 3)  # numbers of streams that decode beside the repeated prompts
 _STREAM_TOKENS: Final = (40, 200)  # of prompt and answer
 _MOST_OPEN: Final = 3
 _SETTLE_S: Final = 30.0
-_TTFT_S: Final = 110.0  # nothing is refused
+_TTFT_S: Final = 110.0  # so long that no request is refused
 _START_S: Final = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """At most `most_open` requests are open at once: a request waits for a place, and then for the
-    time between its arrival and the one before. So a slow hour refuses none. `num_streams` answers
-    are under way beside them, begun anew when they end.
+    time between the previous arrival and its own. So a slow machine refuses no request. Beside them
+    run `num_streams` answers, each followed by another.
     """
 
     name: str
@@ -88,7 +88,7 @@ SITES: Final = (
 
 
 def traces(site: Site, folder: Path | None, seed: int, count: int) -> Iterator[Trace]:
-    """The first is to learn from."""
+    """The traces of a site. The predictor learns from the first."""
     rng = random.Random(seed)
     yield Trace("learn", _paced(_uniform(rng, count + count // 2), site, rng))
     for num_streams in site.streams:
@@ -158,7 +158,7 @@ def _paced(
 
 @dataclass(slots=True)
 class Watch:
-    """What the mesh says about its requests, by the trace that is played."""
+    """The mesh's reports about its requests, each with the trace that was played."""
 
     site: str
     trace: str = ""

@@ -1,8 +1,8 @@
 """Judges the predictor by what instances reported: the master's own core gets the reports again.
 
 Beside it stand a mean rate (seconds per token that was computed, of all spans so far) and the noise
-floor: how well the median of the other prompts of the same tokens tells a prompt's time. No
-predictor by tokens can be better than that for long.
+floor: the error of the median of the other prompts with the same numbers of tokens. No predictor
+that knows only tokens can be better in the long run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdmesh.core.placement.predictor import PromptTokens
 T = TypeVar("T", "Span", "_First")
 
 LEARN: Final = "learn"
-_FEW: Final = 3  # prompts of the same tokens
+_FEW: Final = 3  # prompts with the same numbers of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What was measured with one mesh per site, in order. `conditions`: when, and the load then."""
+    """What was measured with one mesh per site, in order. `conditions`: time and load."""
 
     reported: list[Reported]
     ended: list[Ended]
@@ -265,7 +265,7 @@ def _first_tokens_table(firsts: Sequence[_First]) -> str:
 
 
 def _rows(items: Sequence[T]) -> Iterator[tuple[str, str, list[T]]]:
-    """By site: each trace, and in the end all but what it learnt from."""
+    """For each site: each trace, then all traces but the one that the predictor learnt from."""
     for site in dict.fromkeys(i.site for i in items):
         own = [i for i in items if i.site == site]
         for trace in dict.fromkeys(i.trace for i in own):

@@ -1,12 +1,12 @@
-"""What session hints are worth: agents whose clients say when they pause and when they are done,
+"""What session hints gain: agents whose clients say when they pause and when they are done,
 beside the same requests without hints.
 
     make bench NAME=session-hints
     python -m loadtests.placement.session_hints --seeds 5 --out loadtests/results/FILE
 
 Simulated: four instances whose engines hold 96 blocks, and host pools of 256 with the product's
-eviction. Sixty agents run tools for 4 to 20 s, one in five for a minute or two. Prompts that nobody
-asks for again fill the pools meanwhile.
+eviction. Sixty agents run tools for 4 to 20 s, one in five for a minute or two. Prompts that never
+come again fill the pools meanwhile.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def play(hints: str, seed: int) -> Outcome:
 
 
 def _said(arrival: Arrival, states: frozenset[SessionState]) -> Arrival:
-    """The arrival with its state only if that is one of these."""
+    """The arrival, without its session state unless that is in `states`."""
     return arrival if arrival.session_state in states else replace(arrival, session_state=None)
 
 

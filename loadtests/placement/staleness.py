@@ -44,8 +44,8 @@ from pdmesh.v1.instance_service_pb2 import Load
 LOAD_BAR_MS: Final = 20.0  # the paper's periods of polling
 BLOCKS_BAR_MS: Final = 50.0
 _POLLED: Final = "mesh.v1.bench.polled."
-_BEGIN_S: Final = 30.0  # until a thousand publishers are connected
-_LATE_S: Final = 2.0  # until the last changes have arrived
+_BEGIN_S: Final = 30.0  # the time for a thousand publishers to connect
+_LATE_S: Final = 2.0  # the time for the last changes to arrive
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Staleness:
     """Milliseconds from a change to the master's view of it; `num_lost` changes of blocks never
     arrived. CPU is in seconds per second.
 
-    `to_polled`: the age below which nine in ten changes are, relative to the same number with polls
-    every 20 ms (loads) and 50 ms (blocks).
+    `to_polled`: the 90th percentile of ages, relative to that with polls every 20 ms (loads) and
+    50 ms (blocks).
     """
 
     num_instances: int
@@ -171,7 +171,7 @@ class _TimedFleet(Fleet):
         super().handle(event, now)
         if isinstance(event, LoadReported):
             self._ages.num_events += 1
-            if event.num_kv_blocks_free:  # if 0, it is an unchanged report, sent again
+            if event.num_kv_blocks_free:  # 0 marks an unchanged report that is sent again
                 self._ages.load_ms.append(time.monotonic() * 1e3 - event.num_kv_blocks_free / 1e3)
 
 

@@ -1,4 +1,4 @@
-"""Engine laws whose form no predictor of ours has: tiles, a floor of memory, and noise."""
+"""Engine laws that our predictors cannot represent: tiles, a least time for memory, and noise."""
 
 from __future__ import annotations
 

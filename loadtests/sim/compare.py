@@ -213,7 +213,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def _price(
     by_policy: Mapping[str, Sequence[Outcome]], measure: Measure[Outcome], rival: str
 ) -> str:
-    """What a policy that is better by a measure pays for it, or gains by it."""
+    """What a policy that is better by one measure loses or gains by the other."""
     reuse, mean, *_ = _JUDGED
     other = mean if measure is reuse else reuse
     ours, theirs = (other.of(by_policy[policy]).median for policy in (OURS, rival))

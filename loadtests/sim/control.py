@@ -2,9 +2,9 @@
 over a live mesh.
 
 Ratio, plans, schedules and upgrades are the master's own cores, joined by calls: a shell would only
-add I/O. Only the change of a group differs: the simulated mesh does it itself, where the master has
-`core/groups/controller`. Everything that was decided or done is in `log`, in order, and `samples`
-holds one row per window. Figures are drawn from these two.
+add I/O. Only the change of a group differs: the simulated mesh makes it itself, while the master
+uses `core/groups/controller`. Everything that was decided or done is in `log`, in order, and
+`samples` holds one row per window. Figures are drawn from these two.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ peer's and does not compute.
 
 `core.kv.tiers.load_plan` decides which source serves which blocks, as in the mesh; a load takes the
 time that its cost says. A pool keeps copies of the blocks that its worker computed or loaded.
-`core.kv.tiers.pool_eviction` decides what it forgets, and sessions may say what they need, as
-there.
+`core.kv.tiers.pool_eviction` decides which blocks it evicts. Session hints count as in the mesh.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class HostPools:
     _pools: dict[str, _Pool] = field(default_factory=dict)
 
     def load(self, worker: str, hashes: Sequence[bytes], first: int) -> tuple[int, float]:
-        """(how many blocks from `first` on come from pools, seconds until all are there)."""
+        """The number of blocks from `first` on that come from pools, and the seconds for that."""
         if not self.num_blocks or first >= len(hashes):
             return 0, 0.0
         plan = plan_load(
@@ -103,7 +102,7 @@ class HostPools:
         return Source(tier, held, self.costs.costs[tier], name)
 
     def _seconds(self, plan: LoadPlan) -> float:
-        """Sources work at the same time."""
+        """The time of a load: that of its slowest source, since sources work at the same time."""
         counts: dict[tuple[Tier, str], int] = {}
         for run in plan.runs:
             counts[run.tier, run.name] = counts.get((run.tier, run.name), 0) + run.count

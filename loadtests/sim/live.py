@@ -73,11 +73,12 @@ class Totals:
     num: int = 0
     num_failed: int = 0
     num_late: int = 0
-    num_migrated: int = 0  # that went on elsewhere when an instance died
+    num_migrated: int = 0  # requests that continued elsewhere after an instance died
 
 
 class LiveMesh(VirtualMesh):
-    """`e2e_slo_s`: by scenario, when an answer is in time; without an SLO every answer is.
+    """`e2e_slo_s`: by scenario, the longest time of an answer in time; without it, every answer is
+    in time.
 
     `num_blank` instances wait for a role.
     """
@@ -172,8 +173,8 @@ class LiveMesh(VirtualMesh):
         self._drain_all(group, drained)
 
     def kill(self, name: str) -> tuple[Group, Role]:
-        """Kill an instance. Its record goes after `detect_s`; a substitute is the caller's
-        choice.
+        """Kill an instance. Its record is removed after `detect_s`. The caller decides on a
+        substitute.
         """
         worker, group = self.workers[name], self.groups[self._group_of[name]]
         role = group.members.pop(name)
@@ -187,7 +188,7 @@ class LiveMesh(VirtualMesh):
         return group, role
 
     def substitute(self, group: Group, role: Role, done: Callable[[bool], None]) -> None:
-        """A blank instance takes a place; False at once if there is none."""
+        """Give a blank instance the role; calls `done` with False at once if none is blank."""
         if self.num_blank < 1:
             done(False)
             return
@@ -372,7 +373,7 @@ class LiveMesh(VirtualMesh):
         self.clock.after(self.shape.hop_s * 4, lambda: self._close(name))
 
     def _close(self, name: str) -> None:
-        """Refuse from here on: all plans from before the drain have been tried."""
+        """Refuse new jobs from here on: all plans made before the drain have been tried."""
         worker = self.workers[name]
         worker.admission.drain(True)
         if name in self._draining and worker.admission.num_slots_used == 0:

@@ -156,7 +156,7 @@ class VirtualMesh:
         self.workers: dict[str, Worker] = {}
         self.served: list[Served] = []
         self.errors: list[float] = []  # relative errors of predicted prefill times, in order
-        self.wait_errors: list[float] = []  # the same of first tokens, as expected with the plan
+        self.wait_errors: list[float] = []  # the same of first tokens, as plans expected them
         window = None
         if shape.prefill_batch > 1:
             window = LengthWindow(shape.prefill_batch, shape.max_passed)
@@ -246,11 +246,11 @@ class VirtualMesh:
         """A hook for subclasses: the master has ranked candidates for a request, perhaps again."""
 
     def scenario_of(self, arrival: Arrival) -> str:
-        """The scenario whose instances a request may use; here all serve everything."""
+        """The scenario whose instances a request may use; here all instances serve one scenario."""
         return DEFAULT_SCENARIO
 
     def region_of(self, arrival: Arrival) -> str:
-        """The region in which a request comes in; here there are none."""
+        """The region in which a request arrives; here there are no regions."""
         return ""
 
     # --- the gateway -----------------------------------------------------------------------------
@@ -462,7 +462,7 @@ class VirtualMesh:
     def _on_first(self, life: _Life, key: int) -> None:
         worker, job = life.jobs[key]
         served = life.served
-        if not life.request.is_current(key):  # it gave up while its offer was on the way
+        if not life.request.is_current(key):  # the request gave up while its offer was on the way
             if worker.work is Work.PREFILL:
                 self._release(worker, life.jobs.pop(key)[1])
             return

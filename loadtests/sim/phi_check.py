@@ -5,8 +5,8 @@ the mesh carries on the virtual clock.
 
 Each workload comes at 1.5 times the predicted rate, so that the mesh is full; the completed
 requests in the middle of the run are measured. The profile is taken in advance from the engine's
-law, with the run's share of prompts found cached (r_pre). The table also has the error (MAPE) of
-the prefill times that the master predicted meanwhile, after the first 200.
+law, with the share of prompts that the run found cached (r_pre). The table also has the error
+(MAPE) of the prefill times that the master predicted meanwhile, after the first 200.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Users in a closed loop on the virtual clock: the twin of `loadtests.users`, and how its queues
-would do with other reports.
+"""Users in a closed loop on the virtual clock: the twin of `loadtests.users`. It also shows
+how its queues would perform with other reports.
 
 Gateway and network are a constant per hop here, and the cores are the services' own. So two
 variants differ only in how requests wait.

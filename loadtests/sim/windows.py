@@ -1,5 +1,5 @@
-"""Batches in order of arrival, or of prompts of similar length: what is computed for nothing, and
-which requests wait for it (S90, S91).
+"""Batches in order of arrival, or of prompts of similar length: how much padding is computed,
+and which requests wait for it (S90, S91).
 
     python -m loadtests.sim.windows --traces FOLDER --out loadtests/results/windows-2026-11-21
 

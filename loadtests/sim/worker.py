@@ -74,7 +74,7 @@ class Worker:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_chunk_tokens: int = 0  # of prompts, computed
-    num_padded_tokens: int = 0  # computed for nothing, if the engine pads
+    num_padded_tokens: int = 0  # padding that the engine computed, if it pads
     is_dead: bool = False
     _prompts: dict[int, Job] = field(default_factory=dict)
     _ends: list[tuple[int, int]] = field(default_factory=list)  # (step, leg)
@@ -254,8 +254,8 @@ class Worker:
             self._num_context = 0
 
     def _keep_answer(self, job: Job) -> None:
-        """Keep the answer's full blocks in the cache as an engine does, though this trace asks for
-        them by other names.
+        """Keep the answer's full blocks in the cache as an engine does, although this trace never
+        asks for their names.
         """
         total = (job.num_prompt + job.num_output) // self.block_size
         new = max(0, total - len(job.blocks))

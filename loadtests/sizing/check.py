@@ -15,7 +15,7 @@ _NO_LIMIT = 0.999  # busy: the mesh has no other limit than its goals
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One kind of deployment. Rates in requests/s, each the highest that keeps the goals.
+    """One kind of deployment. Rates in requests/s, each the highest that meets the goals.
 
     `can_spare`: by role, whether the mesh keeps the goals with one instance less of it.
     """
@@ -30,7 +30,7 @@ class Side:
 
     @property
     def load_error(self) -> float:
-        """How much more load the plan thinks it carries than it does."""
+        """The plan's relative error about the load; above 0 if the mesh carries less."""
         return self.planned_per_s / self.played_per_s - 1
 
     def needed_gpus(self, rate_per_s: float) -> float:
@@ -45,7 +45,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """`answer` is the plan's; the sides of a kind that cannot hold the goals are None."""
+    """`answer` is the plan's; the side of a kind that cannot meet the goals is None."""
 
     scene: str
     rate_per_s: float
@@ -56,7 +56,7 @@ class Checked:
 
     @property
     def is_right(self) -> bool:
-        """The side that needs fewer GPUs on the mesh is the one that the plan says, if any."""
+        """Whether the plan names the side that needs fewer GPUs on the mesh, if it names one."""
         if self.pair is None or self.fusion is None:
             return True
         pair = self.pair.needed_gpus(self.rate_per_s)

@@ -3,9 +3,9 @@
     python -m loadtests.sizing.fit VENV/bin/python        # of a venv with aiconfigurator
     python -m loadtests.sizing.fit --times times.jsonl    # its output of an earlier run
 
-The times are aiconfigurator's, from kernels that NVIDIA measured with vLLM. It prints the table of
-`core/sizing/efficiency.py` and the errors by accelerator and kind of model. Mixed steps take no
-part in the fit; their error shows whether `Law.mixed_s` is right.
+The times are aiconfigurator's, from kernels that NVIDIA measured with vLLM. The program prints the
+table of `core/sizing/efficiency.py` and the errors by accelerator and kind of model. Mixed steps
+are left out of the fit; their error shows whether `Law.mixed_s` is right.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdmesh.core.sizing.model_shape import ModelShape, model_shape
 from pdmesh.core.sizing.roofline import efficiency_key, law_of, prefill_terms, step_terms
 
 SCRIPT: Final = Path(__file__).with_name("aiconfigurator_times.py")
-_FITS: Final = 0.85  # of the memory: engines that cannot exist do not count
+_FITS: Final = 0.85  # share of the memory; engines that need more cannot exist and do not count
 _NO_LINK: Final = frozenset({"l40s"})  # its all-reduces over PCIe are extrapolated in the tables
 _ROUNDS: Final = 20_000
 _UNUSED: Final = 1.0

@@ -17,11 +17,12 @@ from pdmesh.core.sizing.search import Workload
 from pdmesh.core.sizing.traffic import BLOCK, Traffic
 
 NUM_REQUESTS: Final = 2000
-LIVES: Final = 5  # mean answers that follow each other in a run, at least
+LIVES: Final = 5  # a run lasts at least as long as this many mean answers in a row
 _WARM: Final = 0.15  # of the requests come at half the rate, and fill the caches
-_LEFT_OUT: Final = 0.35  # of the requests, from the beginning; and the last part, while it drains
+# The shares of the requests, at the beginning and at the end, that do not count.
+_LEFT_OUT: Final = 0.35
 _LAST: Final = 0.05
-_TEMPLATES: Final = 4  # of cached beginnings
+_TEMPLATES: Final = 4  # number of different cached beginnings
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""Whether speculation slows any batch on vLLM: two engines in turn, one that proposes (S118).
+"""Whether speculation slows any batch on vLLM: two engines take turns, and one proposes (S118).
 
     python -m loadtests.speculation.batches      needs vLLM and the prepared model (make model)
 
 Both are fusion instances, so there is no hand-over. Copies are prompts that repeat a text, whose
-answers go on with it. Draws at a high temperature repeat nothing, so nearly every proposal is
+answers continue it. Draws at a high temperature repeat nothing, so nearly every proposal is
 wrong. The schedule begins with its default acceptance and follows what it measures. Beside tokens/s
 there is the CPU of the engine's processes for each token, which other processes disturb less.
 """
@@ -151,7 +151,7 @@ async def run(model_dir: Path, rounds: int) -> list[Turn]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A kind of text and a batch: proposing relative to plain, round by round."""
+    """A kind of text and a batch: the engine that proposes, relative to the other, by round."""
 
     kind: str
     batch: int

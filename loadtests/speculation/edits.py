@@ -15,7 +15,9 @@ from typing import Final, Protocol
 
 _FOLDERS: Final = ("libs/pdmesh/core", "libs/pdmesh/engine", "libs/pdmesh/kv", "services")
 _WORD: Final = re.compile(r"\b[a-z_]{4,}\b")
-_DELETED, _INSERTED = 0.03, 0.06  # up to these shares of lines; the second follows the first
+# Bounds of a random number for each line: below the first, it is deleted; below the second, another
+# line is inserted before it.
+_DELETED, _INSERTED = 0.03, 0.06
 
 
 class Proposer(Protocol):

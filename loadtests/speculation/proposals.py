@@ -4,7 +4,7 @@
 
 Each proposer is called as vLLM's model runner calls it, with one request in the batch. The answer
 is given, so no model computes. The proposers take turns with the same answers, and the times are
-CPU time of the process, so that the machine's other work meets all of them alike.
+CPU time of the process, so that the machine's other work affects all alike.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def measured(name: str, proposer: Proposer, todo: Sequence[Task]) -> Measured:
             for part in ("num_drawn", "num_steps", "num_proposed", "num_accepted")
         )
     )
-    # The mean, not the median: a step in which much is done must count.
+    # The mean, not the median, because rare slow steps must count.
     return Measured(
         name,
         len(todo[0].prompt),
@@ -254,7 +254,7 @@ def main() -> None:
     for length in map(int, options.tokens.split(",")):
         todo = tasks(lines, lambda text: list(tokenizer.encode(text).ids), length, options.tasks)
         for make in compared.values():
-            measured("", make(), todo[:1])  # it compiles and imports
+            measured("", make(), todo[:1])  # the first call compiles and imports
         for _ in range(options.rounds):
             # New ones in each round: suffix decoding remembers the answers of other requests.
             rounds += [measured(name, make(), todo) for name, make in compared.items()]

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from loadtests.traffic.workloads import Arrival
 
-_TOKEN_IDS: Final = range(20, 200)  # single bytes in every vocabulary we serve
+_TOKEN_IDS: Final = range(20, 200)  # tokens of a single byte in every vocabulary that we serve
 _CACHED: Final = re.compile(rb'"cached_tokens": ?(\d+)')
 _COMPLETION: Final = re.compile(rb'"completion_tokens": ?(\d+)')
 _HAS_TEXT: Final = re.compile(rb'"(?:content|text)": ?"[^"]')
@@ -117,7 +117,7 @@ class Connections:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def ask(self, answer: Answer) -> None:
-        """Fill the answer in. A connection that broke, or was never made, gives status 0."""
+        """Fill in the answer. Its status is 0 if the connection broke or was never made."""
         request = self._target.request(answer.arrival)
         try:
             reader, writer = await self._open()

@@ -113,7 +113,7 @@ class Run:
 
     @property
     def late_ms(self) -> float:
-        """The largest delay with which a request was sent."""
+        """The longest delay of the sending of a request."""
         return 1e3 * max((a.lag_s for a in self.answers), default=0.0)
 
     @property

@@ -1,13 +1,13 @@
-"""Users in a closed loop, more and more in each scenario until one of its requests fails its SLO
-(S65).
+"""Users in a closed loop: their number grows in each scenario until one of its requests misses its
+SLO (S65).
 
     python -m loadtests.traffic.until_failure --out loadtests/results/until-failure-2026-11-22
 
 Six scenarios of two services each have their own group (one prefill, one decode) on one mesh, so
-that they do not affect each other (S4). All ramp at once, and a level lasts --duration-s. A
-scenario whose requests all kept their SLO gets 1.5 times as many users; a scenario that failed
-stays at its last good number. The last good rate is given relative to what its profile promises
-(1).
+that they do not affect each other (S4). All grow at once, and a level lasts --duration-s. A
+scenario whose requests all met their SLO gets 1.5 times as many users; a scenario that failed
+stays at its last good number. The last good rate is given relative to that of its profile by
+formula (1).
 """
 
 from __future__ import annotations

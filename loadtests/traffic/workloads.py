@@ -32,7 +32,7 @@ class Arrival:
     blocks: tuple[bytes, ...] = ()
     scenario: str = "default"
     chat_id: str = ""
-    session_state: SessionState | None = None  # that its client says of `chat_id`
+    session_state: SessionState | None = None  # what its client says about the session `chat_id`
 
 
 def block_name(*parts: int) -> bytes:

@@ -22,7 +22,7 @@ from pdmesh.engine.step_time_laws import SMOLLM2_CPU
 LAW: Final = SMOLLM2_CPU
 NUM_PREFILL: Final = 12
 NUM_DECODE: Final = 2
-PREFILL_SLOTS: Final = 2  # b_p: the next prompt computes while the last one's KV is taken
+PREFILL_SLOTS: Final = 2  # b_p: the next prompt is computed while the last one's KV is pulled
 QUEUE: Final = 64
 DECODE_SLOTS: Final = 64
 BLOCK_SIZE: Final = 64
@@ -30,7 +30,7 @@ NUM_TOKENS: Final = 768
 PREFIX_TOKENS: Final = (320, 384, 448)  # half of a prompt on average
 NUM_OUTPUT: Final = 2
 
-# The time of a prompt whose prefix the prefill holds, computed by itself. With b_p prompts at once,
+# The mean time of a prompt alone on a prefill that holds its prefix. With b_p prompts at once,
 # the engine takes b_p times as long for each.
 MEAN_PREFILL_S: Final = statistics.mean(
     LAW.prefill_s(NUM_TOKENS - prefix, prefix) for prefix in PREFIX_TOKENS

@@ -1,3 +1,3 @@
-"""What `make audit` checks of our dependencies and code, one module for each check. What it accepts
-although a rule forbids it is in requirements/audit.yaml, with the reason.
+"""What `make audit` checks of our dependencies and code, one module for each check. The
+exceptions are in requirements/audit.yaml, each with its reason.
 """

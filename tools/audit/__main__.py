@@ -1,7 +1,7 @@
 """`make audit`: python -m tools.audit FOLDER RUFF VENV...: FOLDER gets the bills of materials; each
 VENV is an environment with installed packages. PDMESH_AUDIT_OSV_URL is another database's address.
 
-What the network is missing for is named in one line; only findings fail.
+A check that lacks the network says so in one line; only findings make the audit fail.
 """
 
 from __future__ import annotations

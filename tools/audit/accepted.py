@@ -1,6 +1,6 @@
 """What an audit accepts, from requirements/audit.yaml.
 
-Each exception says why. One that excepts nothing is a finding, so the file stays true.
+Each exception says why. An exception that applies to nothing is a finding, so the file stays true.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class BadAuditFile(Exception):
 @dataclass(frozen=True)
 class Licences:
     allowed: frozenset[str]  # SPDX ids, with their exception if they have one
-    names: dict[str, str]  # what packages call a licence -> SPDX expression
-    stated: dict[str, str]  # package without usable metadata -> SPDX expression of its files
+    names: dict[str, str]  # a licence as packages name it -> SPDX expression
+    stated: dict[str, str]  # package without usable metadata -> SPDX expression in its files
     excepted: dict[str, str]  # pattern of packages, as in a shell -> why their licence is accepted
 
 
@@ -101,7 +101,7 @@ def _vulnerability(found: dict[str, Any], number: int) -> Vulnerability:
 
 
 def _fields(found: Any, kind: str, where: str) -> dict[str, Any]:
-    """Exactly the fields that this kind has, each with a value."""
+    """The fields of `found`, which must be exactly those of this kind, each with a value."""
     if not isinstance(found, dict):
         raise BadAuditFile(f"{where} must have the fields {', '.join(sorted(_FIELDS[kind]))}")
     for name in sorted(_FIELDS[kind] ^ set(found)):

@@ -1,5 +1,5 @@
 """Code of libs and services that ruff's S rules (flake8-bandit) find insecure. The rules that we do
-not follow are in pyproject.toml, with the reason; a line that is excepted says why on itself.
+not follow are in pyproject.toml, with the reason. A line with an exception gives the reason itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def found_by_ruff(ruff: Path, root: Path) -> Iterator[str]:
 
 
 def silent_exceptions(root: Path) -> Iterator[str]:
-    """Lines that except an S rule and do not say why."""
+    """Lines with an exception from an S rule that do not say why."""
     for folder in _FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             for number, line in enumerate(path.read_text().splitlines(), 1):

@@ -1,6 +1,6 @@
-"""Under which licences our dependencies are, and whether each may be used.
+"""The licences of our dependencies, and whether each may be used.
 
-A licence comes from the package's own metadata: where it is installed here, else as pip finds it.
+A licence comes from the package's own metadata: that of the installed package, else what pip finds.
 It is an SPDX expression, or a name or classifier that requirements/audit.yaml translates.
 """
 
@@ -24,7 +24,7 @@ _TOKEN: Final = re.compile(r"\(|\)|[^\s()]+(?: WITH [^\s()]+)?")
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a package says of its licence."""
+    """What a package says about its licence."""
 
     expression: str = ""
     licence: str = ""
@@ -32,7 +32,7 @@ class Metadata:
 
 
 def expression_of(pin: Pin, metadata: Metadata, known: Licences) -> str:
-    """The SPDX expression of a package's licence; empty if its metadata does not tell."""
+    """The SPDX expression of a package's licence; empty if its metadata does not say."""
     if pin.name in known.stated:
         return known.stated[pin.name]
     said = [metadata.expression, " ".join(metadata.licence.split())]
@@ -51,7 +51,7 @@ def _canonical(expression: str) -> str:
 
 
 def is_allowed(expression: str, allowed: frozenset[str]) -> bool:
-    """Whether one may choose allowed licences only: AND binds more than OR."""
+    """Whether a user can choose only allowed licences. AND binds more tightly than OR."""
     return _Choice(_TOKEN.findall(expression), allowed).any()
 
 
@@ -88,8 +88,8 @@ class _Choice:
 def forbidden(
     expressions: Mapping[Pin, str], known: Licences, *, is_whole: bool = True
 ) -> Iterator[str]:
-    """Packages whose licence is unknown or not allowed. If these are all packages, `is_whole`, also
-    exceptions that nothing needs.
+    """Packages whose licence is unknown or not allowed. If the packages are all (`is_whole`), also
+    exceptions that no package needs.
     """
     needed = set()
     for pin, expression in sorted(expressions.items()):

@@ -23,7 +23,7 @@ _Key = tuple[str, str]  # name and public version
 def metadata_of(
     pins: Iterable[Pin], environments: Iterable[Path], kept: Path
 ) -> dict[Pin, Metadata]:
-    """Of each package that can be found; `kept` is the file of earlier answers."""
+    """The metadata of each package that can be found. `kept`: the file of earlier answers."""
     here = _installed(environments) | _read(kept)
     missing = [pin for pin in pins if _key(pin) not in here]
     asked: dict[_Key, Metadata] = {}
@@ -63,10 +63,10 @@ def _one(values: list[str] | None) -> str:
 
 
 def _ask_pip(pins: Iterable[Pin], folder: Path) -> dict[_Key, Metadata]:
-    """Resolve without installing; nothing if one of the packages cannot be had.
+    """The metadata that pip resolves; empty if one of the packages is not available.
 
-    Without hashes, since pip would download each wheel to compare it: those for CUDA are gigabytes.
-    Nothing is installed, and only wheels are looked at, so nothing of them is run.
+    pip gets no hashes: it would download each wheel to compare them, and those for CUDA have
+    gigabytes. It installs nothing and reads only wheels, so no code of a package runs.
     """
     wanted, report = folder / "wanted.txt", folder / "report.json"
     wanted.write_text("".join(f"{pin.name}=={pin.version}\n" for pin in pins))

@@ -16,7 +16,7 @@ class Pin:
 
     @property
     def public_version(self) -> str:
-        """The version as the index has it, without what marks a build of our own choice."""
+        """The version as the index has it, without the suffix of a particular build."""
         return public(self.version)
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ from tools.audit.pinned import Pin, without_namesakes
 
 OSV_URL: Final = "https://api.osv.dev/v1/query"
 _SHOWN: Final = 200  # characters of a description
-_ASK_S: Final = 15  # for an answer of the database
+_ASK_S: Final = 15  # the longest wait for an answer of the database
 
 
 class DatabaseUnreachable(Exception):
@@ -27,7 +27,7 @@ class DatabaseUnreachable(Exception):
 class Found:
     package: str
     version: str
-    ids: tuple[str, ...]  # the database's own id, then those of others
+    ids: tuple[str, ...]  # the database's own id, then those of other databases
     fixed_in: tuple[str, ...]
     text: str
 
@@ -79,7 +79,7 @@ def _found(dependency: dict[str, Any]) -> Iterator[Found]:
 def unaccepted(
     found: Iterable[Found], accepted: Iterable[Vulnerability], today: date
 ) -> Iterator[str]:
-    """What is not accepted, or no longer, and exceptions that except nothing."""
+    """Vulnerabilities that are not or no longer accepted, and exceptions that apply to none."""
     needed = set()
     for each in found:
         match = next((a for a in accepted if a.package == each.package and a.id in each.ids), None)

@@ -1,4 +1,4 @@
-"""A dashboard in a few words, and its form in Grafana's JSON.
+"""A dashboard as a short definition, and as Grafana's JSON.
 
 A panel answers one question, which its description says. Rows are filled from the left.
 """
@@ -20,7 +20,7 @@ _HEIGHTS: Final = {"stat": 4, "timeseries": 8, "table": 8}
 class Panel:
     """`queries`: expression by legend. `unit`: one of Grafana's.
 
-    `empty_when`: why a healthy mesh under load may have no data here; nothing: it always has some.
+    `empty_when`: why a healthy mesh under load may have no data here; empty: it always has some.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A choice at the top of a dashboard: the values of a label, `$name` in a query."""
+    """A choice at the top of a dashboard among the values of a label; `$name` in a query."""
 
     name: str
     metric: str

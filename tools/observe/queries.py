@@ -1,7 +1,7 @@
 """Queries that panels share.
 
-Instances are known by Prometheus' own label `instance`, which a scrape configuration sets to the
-name of the process (docs/observe.md).
+Queries tell instances apart by Prometheus' own label `instance`, which a scrape configuration sets
+to the name of the process (docs/observe.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One scenario: its objective, the phases that take its time, and what bounds it."""
+"""One scenario: its objective, the phases that take its time, and what limits it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PS: Final = 'pdmesh_scenario=~"$scenario"'
 
 
 def _of_scenario(metric: str, by: str = "scenario") -> str:
-    """Every master knows the same; a standby may know less."""
+    """The highest value of all masters. They export the same, but a standby may know less."""
     return f"max by ({by}) ({metric}{{{_S}}})"
 
 

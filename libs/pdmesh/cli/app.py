@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check_state_dir(options.state_dir)
         run: Command = import_module(
             f"pdmesh.cli.commands.{module}"
-        ).run  # long enough for a Ctrl-C
+        ).run  # slow enough for a Ctrl-C to come meanwhile
         code = _flushed(watched(run, options) if options.watch else run(options))
     except CommandFailed as exc:
         print(f"pdmesh: {exc}", file=sys.stderr)
@@ -44,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open streams that the caller closed, as in `pdmesh chat hi >&-`: Python lacks them then."""
+    """Replace streams that the caller closed, as in `pdmesh chat hi >&-`: Python has None there."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # until the end
 
 
 def _explained(exc: OSError) -> int:
-    """Explain an OSError: no permission, an impossible path, or no room for the output."""
+    """Print why the OSError came, such as a lack of permission or of disk space; return code 1."""
     if exc.filename is None and _flushed(0):
         return 1
     where = f"{exc.filename}: " if exc.filename is not None else ""

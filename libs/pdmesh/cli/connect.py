@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 
 def be_quiet() -> None:
-    """Silence the warnings of libraries, which would interrupt the command's own lines."""
+    """Silence the log lines of libraries, which would interrupt the command's own output."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 @asynccontextmanager
 async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
-    """The bus of the mesh started here, or of the one at --nats-url.
+    """Connect to the NATS of the mesh started here, or to that at --nats-url.
 
-    From then on, calls carry the token of that mesh. If it has mutual TLS, they also show the
-    certificate in PDMESH_TLS_DIR, by default that of the mesh started here.
+    From then on, the command's calls carry a mesh token: that of the environment, else that of the
+    mesh started here. They also show the certificate in PDMESH_TLS_DIR, by default that of the mesh
+    started here. Raises CommandFailed.
     """
     url, tls_dir = options.nats_url, os.environ.get("PDMESH_TLS_DIR", "")
     has_roles = is_set(os.environ, "PDMESH_NATS_ROLES")

@@ -11,7 +11,10 @@ from pdmesh.net.grpc.admin_client import Invoke, T, call_leader
 
 
 def leader_of(options: argparse.Namespace) -> AdminCalls:
-    """The calls of the leading master; each connects by itself. Raises CommandFailed."""
+    """The admin calls of the leading master. Each call makes its own connection.
+
+    Raises CommandFailed.
+    """
     token = _token(options)
 
     async def ask(invoke: Invoke[T], /) -> T:

@@ -1,4 +1,4 @@
-"""A parser of arguments that suggests the word which the user may have meant."""
+"""An argument parser that suggests the word that the user may have meant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdmesh.core.suggestion import suggestion
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Reports an unknown word at the command that does not know it, with its usage."""
+    """Reports an unknown word with the usage of the command that was given it."""
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads it by its second argument
         self, args: Sequence[str] | None = None, namespace: Any = None

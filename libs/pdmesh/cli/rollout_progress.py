@@ -22,7 +22,7 @@ _SHOWN: Final = 3  # groups that are named in one line
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """`failure`: why the version will not be reached, empty if it may be."""
+    """`failure`: why the rollout has failed; empty if it has not."""
 
     is_done: bool
     text: str
@@ -30,7 +30,7 @@ class Rollout:
 
 
 def rollout_of(states: pb.ListGroupStatesResponse, version: int) -> Rollout:
-    """The rollout of `version`, from one look at the groups."""
+    """The state of the rollout of `version`, from one answer of the leader."""
     if states.version > version:
         return Rollout(False, "", f"version {states.version} has replaced it{_went_back(states)}")
     failed = [u for u in states.upgrades if u.version == version and u.state in _BACK]

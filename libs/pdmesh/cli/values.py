@@ -11,7 +11,7 @@ _MAX_DURATION_S: Final = 1000 * 86_400  # a coarse bound: the leader decides wha
 
 
 def duration(text: str) -> int:
-    """A duration in seconds, from text such as 30m."""
+    """A duration in seconds, from text such as 30m. A number without a unit means seconds."""
     number, unit = text[:-1], text[-1:]
     if unit.isdigit():
         number, unit = text, "s"
@@ -72,7 +72,7 @@ def sizes(text: str) -> tuple[int, ...]:
     """Comma-separated numbers from 1 to 64, at most `MAX_SIZES` different ones, sorted."""
     found = {one_or_more(part) for part in text.split(",")}
     if len(found) > MAX_SIZES:
-        raise argparse.ArgumentTypeError(f"{len(found)} numbers: give at most {MAX_SIZES}")
+        raise argparse.ArgumentTypeError(f"{len(found)} numbers: the most allowed is {MAX_SIZES}")
     return tuple(sorted(found))
 
 

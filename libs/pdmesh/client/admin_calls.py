@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pdmesh.v1.admin_service_pb2_grpc import AdminServiceAsyncStub
 
-_ADAPTER_S: Final = 90.0  # how long adding an adapter may take: instances read all files
+_ADAPTER_S: Final = 90.0  # how long adding an adapter may take, as instances read all its files
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -37,13 +37,13 @@ class AdminCalls:
     # The desired state.
 
     async def desired(self, version: int = 0) -> pb.DesiredVersion | None:
-        """A version, or the current one; None: none was ever applied."""
+        """The version, by default the current one; None if no desired state was ever applied."""
         request = pb.GetDesiredRequest(version=version)
         answer = await self._call(lambda stub: stub.GetDesired, request)
         return answer.desired if answer.HasField("desired") else None
 
     async def history(self, limit: int = 0) -> pb.ListDesiredVersionsResponse:
-        """The versions that are kept, without their texts, the current one first; 0: all."""
+        """The kept versions without their texts, the current one first; at most `limit`, 0: all."""
         request = pb.ListDesiredVersionsRequest(limit=limit)
         return await self._call(lambda stub: stub.ListDesiredVersions, request)
 
@@ -75,14 +75,14 @@ class AdminCalls:
     async def rollback(
         self, version: int = 0, *, author: str, reason: str = "", allow_empty: bool = False
     ) -> pb.RollbackDesiredResponse:
-        """Make an earlier version the desired state again; 0: the one before the current."""
+        """Make an earlier version the desired state again; 0: the previous one."""
         request = pb.RollbackDesiredRequest(
             version=version, author=author, reason=reason, allow_empty=allow_empty
         )
         return await self._call(lambda stub: stub.RollbackDesired, request)
 
     async def promote(self, scenario: str = "") -> pb.PromoteUpgradeResponse:
-        """Give a canary's revision to all groups of its scenario."""
+        """Give a canary's revision to all groups of `scenario`; empty: of all with a canary."""
         request = pb.PromoteUpgradeRequest(scenario=scenario)
         return await self._call(lambda stub: stub.PromoteUpgrade, request)
 
@@ -113,8 +113,8 @@ class AdminCalls:
     async def cordon(
         self, instance_id: str, *, reason: str = "", at_once: bool = True
     ) -> pb.CordonInstanceResponse:
-        """Take an instance out of service. `at_once`: its requests move to others; otherwise it is
-        drained: it finishes what it does.
+        """Take an instance out of service. `at_once`: its requests move to others; else it is
+        drained and finishes them.
         """
         mode = pb.LEAVE_MODE_AT_ONCE if at_once else pb.LEAVE_MODE_DRAIN
         request = pb.CordonInstanceRequest(instance_id=instance_id, mode=mode, reason=reason)
@@ -136,8 +136,8 @@ class AdminCalls:
         return await self._call(lambda stub: stub.RemovePin, pb.RemovePinRequest(pin_id=pin_id))
 
     async def add_adapter(self, name: str, path: str, model: str = "") -> pb.AddAdapterResponse:
-        """`path`: absolute, as instances see it. `model`: as clients name it; empty: the only
-        one there is.
+        """`path`: an absolute path that instances can read. `model`: the name that clients use;
+        empty: the only model.
         """
         request = pb.AddAdapterRequest(name=name, model=model, path=path)
         return await self._call(lambda stub: stub.AddAdapter, request, _ADAPTER_S)

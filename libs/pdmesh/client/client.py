@@ -23,8 +23,8 @@ _CALL_S: Final = 5.0
 
 
 async def reach_nats(url: str, name: str, within_s: float | None = None) -> NatsBus:
-    """Raises Unavailable if NATS does not answer in time (3 s by default), InvalidRequest for a URL
-    that is none.
+    """Connect to NATS. Raises Unavailable if it does not answer in time (3 s by default), and
+    InvalidRequest for a malformed URL.
     """
     if problem := url_problem(url):
         raise InvalidRequest(problem, field="nats_url")
@@ -41,7 +41,7 @@ async def reach_nats(url: str, name: str, within_s: float | None = None) -> Nats
 
 
 class Client(AdminCalls):
-    """Made by `connect`. Every call goes to whichever master leads, found by the registry."""
+    """Made by `connect`. Every call goes to the leading master, which the registry names."""
 
     def __init__(self, bus: NatsBus, admin_token: str, mesh_token: str, within_s: float) -> None:
         super().__init__(self._ask_leader)
@@ -62,10 +62,10 @@ class Client(AdminCalls):
     ) -> AsyncIterator[Self]:
         """`within_s`: how long to wait for NATS, and how long a call looks for a leading master.
 
-        `tls_dir` has an operator's certificate (`pdmesh certs operator/NAME`). A process has one:
-        it is used for all connections from then on. `nats_roles`: NATS knows callers by their
-        certificates, as that of `pdmesh up --tls` does. Raises BadCertificates, InvalidRequest,
-        Unavailable.
+        `tls_dir` has an operator's certificate (`pdmesh certs operator/NAME`). From then on, all
+        connections of this process use it, also those of other clients. `nats_roles`: NATS
+        knows callers by their certificates, as with `pdmesh up --tls`. Raises BadCertificates,
+        InvalidRequest, Unavailable.
         """
         if tls_dir is not None:
             from pdmesh.net.tls.certificate_renewal import CertificateFolder
@@ -83,10 +83,10 @@ class Client(AdminCalls):
     def events(
         self, domains: Iterable[str] = (), *, periodic: bool = False
     ) -> AsyncIterator[MeshEvent]:
-        """Events of these domains, by default of all, from the first step of the iteration on.
+        """Events of these domains, by default of all, from the start of the iteration on.
 
-        `periodic`: also heartbeats and loads, which are sent all the time. Raises InvalidRequest
-        for an unknown domain.
+        `periodic`: also heartbeats, node reports and loads, which are sent all the time. Raises
+        InvalidRequest for an unknown domain.
         """
         return follow(self._bus, domains, periodic=periodic)
 

@@ -17,7 +17,7 @@ from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message
 from pdmesh.net.events import decode_event
 
-# The types of events, by the third and fourth token of their subjects.
+# The type of each event, by the third and fourth token of its subject.
 KINDS: Final[dict[tuple[str, str], type[ProtoMessage]]] = {
     ("health", "instance"): events_pb2.InstanceHealth,
     ("health", "changed"): events_pb2.HealthChanged,
@@ -34,9 +34,9 @@ KINDS: Final[dict[tuple[str, str], type[ProtoMessage]]] = {
     ("control", "leader"): events_pb2.LeaderChanged,
     ("control", "audit"): events_pb2.AdminChange,
 }
-# Sent all the time, whether something happens or not.
+# The events that are sent all the time, even when nothing happens.
 PERIODIC: Final = frozenset({("health", "instance"), ("health", "node"), ("load", "instance")})
-_MAX_WAITING: Final = 1024  # events; when a reader is slower, NATS loses some
+_MAX_WAITING: Final = 1024  # events that wait for a slow reader; beyond them, NATS drops some
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class MeshEvent:
 
     subject: str
     message: ProtoMessage
-    lost_before: bool  # events were lost between the one before and this one
+    lost_before: bool  # whether events were lost between the previous event and this one
 
     @property
     def domain(self) -> str:
@@ -53,12 +53,12 @@ class MeshEvent:
 
     @property
     def about(self) -> str:
-        """The id of what it is about: an instance, a group, a gateway and so on."""
+        """The id of the instance, group, gateway or the like that the event is about."""
         return self.subject.split(".")[4]
 
 
 def kind_of(subject: str) -> tuple[str, ...]:
-    """Domain and message of a subject."""
+    """The domain and the message name in a subject."""
     return tuple(subject.split(".")[2:4])
 
 
@@ -85,7 +85,7 @@ def patterns(domains: Iterable[str]) -> list[str]:
 async def follow(
     bus: Bus, domains: Iterable[str] = (), *, periodic: bool = False
 ) -> AsyncIterator[MeshEvent]:
-    """Events from now on, until the reader stops. Unknown and malformed ones are left out."""
+    """Events from now on, until the reader stops. Leaves out unknown and malformed events."""
     waiting: asyncio.Queue[Message] = asyncio.Queue(_MAX_WAITING)
     losses = _Losses()
     async with AsyncExitStack() as stack:

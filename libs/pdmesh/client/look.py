@@ -1,6 +1,6 @@
-"""One look at a mesh: its registry, the groups as the leader sees them, how busy instances are.
+"""One look at a mesh: its registry, the groups as the leader sees them, and how busy instances are.
 
-What does not answer is missing in the look: a mesh is looked at when something is broken.
+The look leaves out what does not answer, because operators look when something is broken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ASK_S: Final = 1.0
 @dataclass(frozen=True, slots=True)
 class MeshLook:
     records: Mapping[str, InstanceRecord]  # every registered process, by its id
-    epoch: int | None  # of the leading master; None: none answers
+    epoch: int | None  # of the leading master; None: no leader answers
     groups: ListGroupStatesResponse | None  # None: without the admin token, or without a leader
     states: Mapping[str, InstanceState]  # health and faults, by instance
     answers: Mapping[str, GetStatusResponse]  # of the instances that answer, by id

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 # A chunked body may have one byte of framing for this many bytes of content. So chunks of 64 bytes
-# are allowed, and chunks of one byte are not.
+# are allowed, and a long body in chunks of one byte is not.
 _BODY_BYTES_A_FRAMING_BYTE: Final = 8
 
 CutOff = Callable[[], None]  # closes the connection
@@ -20,7 +20,7 @@ class Bounds:
     receive_timeout_s: float
     max_connections: int
     max_connections_per_ip: int
-    # if true, a full listener drops its oldest connection, preferring one without a request
+    # if true, a full listener drops its oldest connections, first those without a request
     makes_room: bool = False
     num_by_ip: Counter[str] = field(default_factory=Counter)
     num_open: int = 0

@@ -6,8 +6,8 @@ kept in memory, and one address can use up all file descriptors. Streams of any 
 affected, because the clock stops when the whole request has arrived.
 
 A connection that ends early gets its answer and then the end of the stream. What the client still
-sends is read and dropped, within bounds on bytes and time, as nginx's `lingering_close` does. If it
-were closed at once, the kernel would discard the answer because of the unread bytes.
+sends is read and dropped, within bounds on bytes and time, as nginx's `lingering_close` does. If
+the connection were closed at once, the kernel would discard the answer because of the unread bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.message_rules import refusal
 
-# A key of the ASGI scope. Its value reports when the client leaves, without a task that waits.
+# A key of the ASGI scope. Its value tells when the client leaves; no task has to wait for that.
 CONNECTION: Final = "pdmesh.connection"
 # The most requests that a client may send before earlier ones are answered. No client needs more,
 # but a full buffer could hold thousands.
@@ -59,7 +59,7 @@ class _Guarded(HttpToolsProtocol):
     _is_in_head = False
     _is_whole = True  # no request is arriving
     _is_ending = False
-    _num_dropped = 0  # bytes that arrived after the end
+    _num_dropped = 0  # bytes that arrived after `end` and were not used
     _is_stopping = False
     _status = HTTPStatus.BAD_REQUEST  # the status for a request that stops the parser
     _keeps_alive = False  # whether the client asked for keep-alive
@@ -184,7 +184,7 @@ class _Guarded(HttpToolsProtocol):
         super().on_headers_complete()
         self._is_in_head = False
         scope["path"] = scope["raw_path"].decode("ascii")  # to the routes, %2f is not a slash
-        # An answer before the end of its request ends the connection: the rest is not read.
+        # An answer that ends before its request ends the connection: the rest is not read.
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self.cycle.transport = cast("asyncio.Transport", _EarlyTransport(self))
         return None
@@ -245,7 +245,7 @@ class _Guarded(HttpToolsProtocol):
         return is_of_this and not cycle.response_started and not self.pipeline
 
     def end(self) -> None:
-        """Send what was written, and drop the connection when the client closes it, or soon."""
+        """Send what was written. Drop the connection when the client closes it, or after 2 s."""
         if self._is_ending or self.transport.is_closing():
             return
         self._is_ending = True

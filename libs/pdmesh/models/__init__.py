@@ -1,1 +1,1 @@
-"""Small models that a newcomer can run without a download site."""
+"""Small models that a newcomer can run without downloading from a model hub."""

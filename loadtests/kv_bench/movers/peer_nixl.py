@@ -1,15 +1,15 @@
-"""nixl in its own interpreter: each line `kind bytes` on standard input is one transfer, read like
-by vLLM's NixlConnector.
+"""nixl in its own interpreter: each line `kind bytes` on standard input is one transfer, which the
+target reads as vLLM's NixlConnector does.
 
     PYTHON peer_nixl.py LARGEST BLOCK_BYTES          # starts its source as a second process
 
 It answers each line with milliseconds. `contiguous` is one descriptor. `blocks` are random blocks
 of a cache that is 1.5 times the largest prompt, on both sides, as in ours. The caches are
 registered and all their blocks prepared beforehand; making a transfer's request is part of its
-time. In these two kinds, the target knows by itself that there is something to read. In `told`, it
-learns that from the source, by the library's own notification, and the time counts from when the
-source has the blocks. `checked` adds what ours always does: an xxh3_128 of each part of 4 MiB comes
-with the notification, and the target compares it; parts overlap.
+time. In these two kinds, the target knows by itself when it may read. In `told`, the source tells
+it by the library's own notification, and the time counts from when the source has the blocks.
+`checked` adds what our product always does: each part of 4 MiB has its xxh3_128 in its
+notification, and the target compares it. Parts overlap.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Target:
         self._num_done = 0
 
     def run_ms(self, kind: str, num_bytes: int) -> float | None:
-        """None if it failed."""
+        """The milliseconds of a transfer; None if it failed."""
         self._num_done += 1
         if kind == "contiguous":
             mine = self._prepare("NIXL_INIT_AGENT", self._cache.address, num_bytes, 1)
@@ -131,7 +131,7 @@ class Target:
         return time.monotonic() - float(started), is_ok
 
     def _checked(self, here: BlockIds, there: BlockIds) -> tuple[float, bool]:
-        """Each part is read while the previous part is checked, as in ours."""
+        """Read each part while the previous part is checked, as our product does."""
         started = ""
         before: tuple[Any, BlockIds, str] | None = None
         is_ok = True
@@ -161,7 +161,7 @@ class Target:
     def _finish(self, transfer: Any) -> bool:
         handle, state = transfer
         while state == "PROC":
-            time.sleep(0)  # its progress thread needs a core, too
+            time.sleep(0)  # nixl's progress thread needs a core, too
             state = self._agent.check_xfer_state(handle)
         self._agent.release_xfer_handle(handle)
         return bool(state == "DONE")

@@ -1,5 +1,5 @@
 """Other transfer libraries, each in its own processes: in an interpreter that has the library, or
-in ours with a folder that has it.
+in our interpreter with a folder that has it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def interpreter_of(where: Path) -> tuple[str, dict[str, str]]:
     if not where.is_dir():
         return str(where), {}
     where = where.resolve()
-    libraries = where / "nvidia" / "cu13" / "lib"  # nixl always links to it
+    libraries = where / "nvidia" / "cu13" / "lib"  # nixl needs this library
     return sys.executable, {"PYTHONPATH": str(where), "LD_LIBRARY_PATH": str(libraries)}
 
 
 class Peer:
     """One library's two processes over one transport. `is_there` is False if they did not start.
 
-    Processes that poll without end, as nixl's progress threads do, are stopped while others are
-    measured: they would take a core.
+    Processes that poll all the time, as nixl's progress threads do, are paused while others are
+    measured, because they would take a core.
     """
 
     def __init__(self, name: str, where: Path, transport: str, largest: int) -> None:
@@ -66,7 +66,7 @@ class Peer:
         self._pause(True)
 
     def run_ms(self, kind: str, num_bytes: int) -> float | None:
-        """None if it failed."""
+        """The milliseconds of a transfer; None if it failed."""
         if not self.is_there:
             return None
         assert self._process.stdin is not None
@@ -82,7 +82,7 @@ class Peer:
     def close(self) -> None:
         """End both processes. The one that sends is in the process group of the other."""
         self._signal(signal.SIGKILL)
-        with self._process:  # closes its pipes and waits
+        with self._process:  # the block's end closes its pipes and waits for it
             pass
 
     def _pause(self, is_paused: bool) -> None:

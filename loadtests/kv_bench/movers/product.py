@@ -1,8 +1,8 @@
 """Block-free transfer as in the product: agents on their own threads, gather on the engine's
 thread, scatter on the agent's.
 
-`whole` takes the paper's steps one after the other: gather, one range on the wire, scatter.
-`chunked` is what a whole-model hand-over does: the transfer begins when all of the KV is staged,
+`whole` does the paper's steps one after the other: gather, one range on the wire, scatter.
+`chunked` does what a whole-model hand-over does: the transfer begins when all of the KV is staged,
 and the scatter follows it chunk by chunk. With `layers`, each layer is announced as soon as it is
 gathered.
 """
@@ -99,7 +99,7 @@ class Sender:
             self._closed.set()
 
     def run(self, command: Command, cache: PagedCache, ids: BlockIds) -> Times:
-        """Returns when nothing reads the staging range any more."""
+        """Carry out a command. Returns when nothing reads the staging range any more."""
         self._closed.clear()
         times = self._run(command, cache, ids)
         if not self._closed.wait(_DEADLINE_S):

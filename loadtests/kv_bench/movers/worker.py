@@ -1,4 +1,4 @@
-"""One of the two processes: it does what its standard input says, and answers each line with a
+"""One of the two processes: it carries out each line of its standard input, and answers with a
 line.
 """
 
@@ -45,9 +45,9 @@ class SendingWorker:
         return [self.product.agent.start(), self.loop.run_until_complete(self.raw.start())]
 
     def meet(self, addresses: list[str]) -> None:
-        """Keep the loop running until the receiver is connected, which the next line says.
+        """Keep the loop running until the receiver is connected, which the next line of input says.
 
-        The welcome leaves only while it runs.
+        The agent's welcome is sent only while the loop runs.
         """
         self.loop.run_until_complete(asyncio.to_thread(sys.stdin.readline))
         assert self.raw.is_connected

@@ -70,7 +70,7 @@ class BlockFigures:
         return _spread([ms * 1e3 / prompt.num_blocks for ms in acked])
 
     def control_us(self, transport: str, prompt: Prompt) -> Spread:
-        """What that block costs beyond its bytes at the wire's rate."""
+        """The mean time of a block beyond that of its bytes at the wire's rate."""
         acked = self.by_round(transport, prompt, cases.BLOCKS_ACKED)
         wire = self.by_round(transport, prompt, cases.WIRE)
         return _spread(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BAR_TOTAL: Final = 0.54  # of the time block by block
 BAR_WIRE: Final = 0.95  # of ucx_perftest's rate
-BAR_VISIBLE: Final = 0.35  # of the time in whole-model mode
+BAR_VISIBLE: Final = 0.35  # of the time that is visible in whole-model mode
 BAR_NIXL: Final = 1.0
 WIRE_BAR_FROM: Final = 16 << 20
 
@@ -75,7 +75,7 @@ class Figures:
     ) -> Spread | None:
         """`mode` relative to the best of `of_modes` in the same round.
 
-        `of_column`: the column of `of_modes`, if it is another one.
+        `of_column`: the column of `of_modes`, if it is not `column`.
         """
         ours = self.per_round(transport, num_bytes, mode, column)
         of_column = of_column or column
@@ -90,8 +90,8 @@ class Figures:
     def perftest_rate(self, transport: str, num_bytes: int, wait: str) -> Spread | None:
         """Our payload's rate as a share of perftest's, which waits by `wait`: poll or sleep.
 
-        perftest never writes what it sends: its source is one page of zeros, in the cache. The
-        source of WIRE_EMPTY is the same.
+        perftest never writes the memory that it sends, so its source is one page of zeros in the
+        processor's cache. So is the source of WIRE_EMPTY.
         """
         slower = self.ratio(transport, num_bytes, cases.WIRE_EMPTY, (f"perftest_{wait}",))
         return slower and Spread(1 / slower.median, 1 / slower.high, 1 / slower.low)

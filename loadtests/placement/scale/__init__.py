@@ -1,1 +1,1 @@
-"""Whether a mesh of thousands of instances can be decided for: what it costs, and what it gives."""
+"""Decisions for a mesh of thousands of instances: what they cost, and how good they are."""

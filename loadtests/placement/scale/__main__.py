@@ -74,7 +74,7 @@ def _tables(found: Found, clock: Sequence[dict[str, float]]) -> str:
 
 
 def _note_hop(found: Found) -> None:
-    """What asking the master costs, and with how many gateways holding the view costs as much.
+    """Note what a call of the master costs, and how many gateways could hold the view at that cost.
 
     A gateway that asks pays for its own requests: its part of the call and the master's. One that
     holds the view pays for the events of all requests, whichever gateway they came to. The master

@@ -18,7 +18,7 @@ from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.net.bus import Message
 from pdmesh.net.events import BINARY, CONTENT_TYPE, decode_event
 
-_STEP: Final = 4096  # as the index's feed
+_STEP: Final = 4096  # blocks in a step, as in the index's feed
 _EVENT_BLOCKS: Final = 64
 
 
@@ -70,7 +70,7 @@ def events(num_blocks: int) -> dict[str, float]:
     names, messages = _names(2, num_blocks), list[Message]()
     for number, start in enumerate(range(0, num_blocks, _EVENT_BLOCKS)):
         event = KvBlocks(stored=names[start : start + _EVENT_BLOCKS])
-        if start >= num_blocks // 2:  # as many leave as come, from the middle on
+        if start >= num_blocks // 2:  # from the middle on, as many blocks leave as come
             first = start - num_blocks // 2
             event.removed.extend(names[first : first + _EVENT_BLOCKS])
         event.header.publisher_id, event.header.incarnation = "a", 1

@@ -3,8 +3,8 @@ whose master is away.
 
 Sizes take turns every few decisions, so that other load on the machine is the same for all. Each
 decision is made twice with the same random draws. The first reads instances that may no longer be
-in the processor's caches, as in a mesh; the second reads the same instances again. What the second
-costs is what is computed; the difference to the first is the wait for memory.
+in the processor's caches, as in a mesh; the second reads the same instances again. The second
+costs only computation; the first also waits for memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RTP: Final = 1250  # 750 prefills and 500 decodes
 _RTP_PREFILLS: Final = 0.6
 _PROFILED: Final = 64  # decisions
 _IN_A_ROW: Final = 25
-_COMPARED: Final = 8  # one in so many decisions is made with all scored, too
+_COMPARED: Final = 8  # one in 8 decisions is also made with all instances scored
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Decider:
     prompts: Sequence[list[bytes]] = field(default_factory=lambda: [prompt(i) for i in range(64)])
 
     def decide(self) -> tuple[float, float]:
-        """CPU seconds of the next decision, and of the same decision again."""
+        """The CPU seconds of the next decision, and of the same decision repeated."""
         rng = self.placement.rng
         query, draws = self._next(), rng.getstate()
         first_s, _ = self._timed(query)
@@ -57,7 +57,7 @@ class Decider:
         return first_s, again_s
 
     def score_all(self) -> None:
-        """From now on there is no shortlist."""
+        """Score all instances from now on, without a shortlist."""
         self.placement.policy = replace(self.placement.policy, most_scored=0)
 
     def num_calls(self) -> float:
@@ -160,7 +160,7 @@ def in_the_core(num_decisions: int) -> dict[str, float]:
 
 
 def through_grpc(num_decisions: int) -> dict[str, float]:
-    """Of one master, beside the same core asked without gRPC, as a replica of its view would be."""
+    """The cost of one master's calls, beside the same core called without gRPC, like a replica."""
     found = _in_this_process(num_decisions)
     for scores_all in (False, True):
         how = "all scored" if scores_all else "shortlist"

@@ -34,7 +34,7 @@ _CACHE: Final = 256  # blocks of a prefill
 
 
 class Tape:
-    """What the instances told, in order, as messages."""
+    """The instances' events in order, as messages."""
 
     def __init__(self) -> None:
         self.identities: list[InstanceRecorded] = []
@@ -72,7 +72,7 @@ class Tape:
 
 
 class TapedFleet(Fleet):
-    """A fleet that also tells a tape what it hears."""
+    """A fleet that also records its events on a tape."""
 
     tape: Tape
 
@@ -85,7 +85,7 @@ class TapedFleet(Fleet):
 
 
 class TapedIndex(PrefixIndex):
-    """An index that also tells a tape what it hears."""
+    """An index that also records its events on a tape."""
 
     tape: Tape
 

@@ -7,10 +7,10 @@ Simulated on the virtual clock: 320 prefills and 120 decodes in one group, so a 
 than a third of the prefills. The prompts take 32 times as long as on the mocker, so that a run of
 thousands of requests lasts about as long as placement remembers recent work. The first three
 eighths of the requests warm the caches and are not counted. Each run begins with empty caches, so a
-shortlist's effect on what is held where counts, too. `busy` is the share of the prefills that have
+shortlist's effect on the caches' content counts, too. `busy` is the share of the prefills that have
 a prompt, at forty times while the counted requests arrive. "Against its own mean" takes those on
-the shortlist as typical of all, as the product did until this was measured. With --chance, all are
-scored once more with other random draws, which says how much of a difference is chance.
+the shortlist as typical of all, as the product did until this was measured. With --chance, another
+run scores all with other random draws, which shows how much of a difference is chance.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""What the right ratio of prefills to decodes is worth, and whether the loop finds it, all on the
+"""What the right ratio of prefills to decodes gains, and whether the loop finds it, all on the
 virtual clock (`make bench NAME=ratio`).
 """

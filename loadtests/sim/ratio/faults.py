@@ -1,4 +1,4 @@
-"""A week of 10,000 devices at the paper's rate of faults, 1 to 2 per week and 400 devices (S38).
+"""A week of 10,000 devices at the paper's rate of 1 to 2 faults per week and 400 devices (S38).
 
 First the week is simulated for all machines, without requests. Devices fail by chance, and each
 takes its instance with it; a spare machine loads and stands in, and the broken machine becomes a
@@ -80,7 +80,7 @@ class Machines:
         return cls(deque(range(num, num + NUM_SPARES)), at)
 
     def fail(self, machine: int, now: float) -> bool:
-        """The machine fails. Returns whether it was not in repair already."""
+        """The machine fails. Returns False if it was already in repair."""
         if machine in self.spares:
             self.spares.remove(machine)
         elif (place := self.at.pop(machine, None)) is not None:
@@ -135,7 +135,7 @@ def episodes(machines: Machines) -> list[Episode]:
 
 
 def _episodes(group: int, losses: Sequence[Loss]) -> Iterator[Episode]:
-    """Losses whose times overlap count as one period."""
+    """The episodes of a group. Losses whose times overlap share one."""
 
     def end_of(loss: Loss) -> float:
         return loss.at_s + loss.spare_after_s + LOAD_S + _AFTER_S

@@ -1,5 +1,5 @@
-"""The ratio loop on a live mesh: what it finds, how soon, where it stops, and that noise moves
-nothing (S28, S29, S32).
+"""The ratio loop on a live mesh: what it finds, how soon, where it stops, and whether noise moves
+anything (S28, S29, S32).
 """
 
 from __future__ import annotations

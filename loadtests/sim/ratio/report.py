@@ -58,7 +58,7 @@ def markdown(results: Results) -> str:
 
 
 def medians(found: Iterable[sweep.Best]) -> dict[Split, float]:
-    """Answers/s by split."""
+    """The median answers/s of each split."""
     by_split: dict[Split, list[float]] = {}
     for each in found:
         by_split.setdefault(each.split, []).append(each.per_s)

@@ -1,5 +1,5 @@
 """The throughput of every integer ratio of a total, as P/D-Serve measures it (S61, S65): users in a
-closed loop, more and more until one answer is late.
+closed loop, whose number grows until an answer is late.
 """
 
 from __future__ import annotations

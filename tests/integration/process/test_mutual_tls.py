@@ -152,7 +152,7 @@ async def test_doctor_looks_at_the_certificate_of_every_port(mesh: Mesh) -> None
     found = [each for each in json.loads(done.stdout) if each["subject"] == "certificates"]
     assert [each["grade"] for each in found] == ["ok", "ok"], found
     assert "admin/local" in found[0]["text"]
-    assert "7 ports show the right ones" in found[1]["text"]  # six processes, and NATS
+    assert "7 ports show the right certificates" in found[1]["text"]  # six processes, and NATS
 
 
 async def test_a_change_is_recorded_with_the_certificate_of_the_operator(mesh: Mesh) -> None:

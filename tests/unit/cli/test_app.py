@@ -542,7 +542,7 @@ def test_groups_say_first_that_the_leader_changes_nothing() -> None:
     states = pb.ListGroupStatesResponse(version=3, paused="version 3 cannot be read")
     lines = admin.groups_text(states).splitlines()
     assert lines[0] == "desired state: version 3"
-    assert lines[1] == "THE LEADER CHANGES NOTHING NOW: version 3 cannot be read"
+    assert lines[1] == "THE LEADER MAKES NO CHANGES NOW: version 3 cannot be read"
 
 
 @pytest.mark.parametrize(
@@ -570,6 +570,15 @@ def test_a_missing_key_file_is_not_an_error_before_the_first_key(
     with pytest.raises(SystemExit):
         app.main(["keys", "--state-dir", str(tmp_path), "list"])
     assert "no keys yet" in capsys.readouterr().err
+
+
+def test_the_hint_for_a_missing_key_file_makes_that_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own keys.json"
+    with pytest.raises(SystemExit):
+        app.main(["keys", "list", "--file", str(file)])
+    assert f"pdmesh keys add TENANT --file '{file}'" in capsys.readouterr().err
 
 
 def test_a_key_may_be_the_first_file_in_a_state_directory(tmp_path: Path) -> None:

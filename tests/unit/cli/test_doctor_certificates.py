@@ -76,7 +76,7 @@ def test_ports_that_show_the_right_certificate_share_a_line() -> None:
     shown = [Shown(PREFILL, late), Shown(PREFILL, soon), Shown(PREFILL, None), Shown(PREFILL, late)]
     warned, fine = of_ports(shown, NOW)
     assert (warned.grade, fine.grade) == (Grade.WARNING, Grade.OK)
-    assert fine.text == "2 ports show the right ones; the first ends on 2026-01-10"
+    assert fine.text == "2 ports show the right certificates; the first ends on 2026-01-10"
 
 
 @asynccontextmanager

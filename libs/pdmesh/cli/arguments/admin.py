@@ -32,7 +32,7 @@ def add_desired(commands: Commands) -> None:
         "--expect-version",
         type=values.version,
         metavar="N",
-        help="refuse unless version N is current",
+        help="change nothing unless version N is current",
     )
     apply.add_argument(
         "--canary",
@@ -60,7 +60,7 @@ def add_desired(commands: Commands) -> None:
         )
         _add_reason(parser)
         parser.add_argument(
-            "--wait", action="store_true", help="return when the groups are as the file says"
+            "--wait", action="store_true", help="wait until the groups are as the file says"
         )
         _add_timeout(parser)
     _add(commands, "history", "show the versions of the desired state").add_argument(
@@ -73,7 +73,7 @@ def _add_rollout(commands: Commands) -> None:
     parser = _add(commands, "rollout", "wait for a version of the desired state")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     status = actions.add_parser(
-        "status", parents=[options.of_admin()], help="return when the groups are as it says"
+        "status", parents=[options.of_admin()], help="wait until the groups are as a version says"
     )
     status.add_argument(
         "--version", type=values.version, metavar="N", default=0, help="default: the current one"

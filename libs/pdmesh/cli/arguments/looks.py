@@ -1,4 +1,4 @@
-"""The arguments of commands that look at a mesh or ask it something."""
+"""The arguments of commands that show a mesh or ask it a question, and of `completion`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def add_logs(commands: Commands) -> None:
         type=values.positive_int,
         metavar="N",
         default=200,
-        help="only the latest lines (default: %(default)s)",
+        help="number of past lines, the latest ones (default: %(default)s)",
     )
     add("--request", metavar="ID", help="only lines with this request's id")
     add(

@@ -1,7 +1,7 @@
 """Options that several commands have. Each may stand before the command or after any of its words.
 
-The parser of the whole line holds the defaults. The commands hold none, as theirs would replace
-what was given before the command; so the last value on the line wins.
+Only the main parser holds their defaults. A command's own default would replace a value that was
+given before the command. The last value on the line wins.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ def with_defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def own_token(shared_variable: str) -> str:
-    """The caller's own token from the environment, else the secret in this variable."""
+    """The caller's own token from the environment, else the secret in `shared_variable`."""
     return os.environ.get("PDMESH_TOKEN") or os.environ.get(shared_variable, "")
 
 
 def of_state() -> CommandParser:
-    """A parent of commands that need no running mesh."""
+    """The shared options of commands that need no running mesh."""
     parent = CommandParser(add_help=False)
     _add_state_dir(parent)
     return parent
 
 
 def of_mesh() -> CommandParser:
-    """A parent of commands that talk to a mesh."""
+    """The shared options of commands that talk to a mesh."""
     parent = CommandParser(add_help=False, parents=[of_state()])
     _add_nats_url(parent)
     return parent
 
 
 def of_admin() -> CommandParser:
-    """A parent of commands that ask the leading master."""
+    """The shared options of commands that call the leading master."""
     parent = CommandParser(add_help=False, parents=[of_mesh(), of_output()])
     _add_token(parent)
     return parent
 
 
 def of_output() -> CommandParser:
-    """A parent of commands whose result a program may read."""
+    """The shared options of commands whose result a program may read."""
     parent = CommandParser(add_help=False)
     add = parent.add_argument
     add(
@@ -82,7 +82,7 @@ def of_output() -> CommandParser:
 
 
 def of_watch() -> CommandParser:
-    """A parent of commands that can be repeated until Ctrl-C."""
+    """The shared options of commands that can be repeated until Ctrl-C."""
     parent = CommandParser(add_help=False)
     add = parent.add_argument
     add(
@@ -116,7 +116,10 @@ def _add_state_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_nats_url(parser: argparse.ArgumentParser) -> None:
-    """The URL may come from the environment: other users can read a password on a command line."""
+    """Its default comes from the environment, because other users can read a command line.
+
+    The URL may have a password.
+    """
     parser.add_argument(
         "--nats-url",
         default=argparse.SUPPRESS,

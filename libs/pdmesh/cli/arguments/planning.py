@@ -14,13 +14,14 @@ def add_plan(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan",
         parents=[options.of_state(), options.of_output()],
-        help="say how many instances a workload needs, and whether P/D pays for it",
+        help="compute how many instances a workload needs, with P/D and with fusion",
     )
     add = parser.add_argument
     add(
         "--model",
         required=True,
-        help="a folder with config.json, a config.json, or a hub id in the local cache",
+        help="a folder with config.json, that file itself, or the id of a model in the local "
+        "cache of Hugging Face",
     )
     add(
         "--gpu",
@@ -33,9 +34,14 @@ def add_plan(commands: Commands) -> None:
         type=values.sizes,
         default=(1, 2, 4, 8),
         metavar="N,M",
-        help="tensor-parallel ranks to choose from, at most 8 numbers (default: 1,2,4,8)",
+        help="numbers of tensor-parallel ranks to choose from, at most 8 (default: 1,2,4,8)",
     )
-    add("--scenario", type=Path, metavar="FILE", help="YAML with the fields of the options below")
+    add(
+        "--scenario",
+        type=Path,
+        metavar="FILE",
+        help="YAML file with values for the next options, under the names in parentheses",
+    )
     add("--rate", type=values.positive, metavar="N", help="requests/s (rate_per_s)")
     lengths = "tokens: N, MIN-MAX (uniform) or mean=N,p99=M (lognormal)"
     add("--prompt", metavar="TOKENS", help=f"lengths of prompts, {lengths} (prompt)")
@@ -44,25 +50,25 @@ def add_plan(commands: Commands) -> None:
         "--cached",
         type=values.share_or_none,
         metavar="SHARE",
-        help="share of each prompt that the cache has (cached_share; default: 0)",
+        help="share of each prompt that is cached (cached_share; default: 0)",
     )
     add(
         "--trace",
         metavar="FILE",
         help="lengths and rate from a Mooncake trace or an Azure table instead (trace)",
     )
-    add("--ttft", type=values.positive, metavar="SECONDS", help="goal of the first token (ttft_s)")
+    add("--ttft", type=values.positive, metavar="SECONDS", help="goal for TTFT (ttft_s)")
     add(
         "--tpot",
         type=values.positive,
         metavar="SECONDS",
-        help="goal of each further token, as a request's mean (tpot_s)",
+        help="goal for the time per further token, a request's mean (tpot_s)",
     )
     add(
         "--share",
         type=values.share,
         metavar="SHARE",
-        help="share of the requests that must keep each goal (share; default: 0.99)",
+        help="share of the requests that must meet each goal (share; default: 0.99)",
     )
     add(
         "--least",
@@ -72,7 +78,11 @@ def add_plan(commands: Commands) -> None:
         help="least number of instances of each role (default: 2, so that one may fail)",
     )
     add("--kv-dtype", choices=["auto", "fp8"], default="auto", help="number format of stored KV")
-    add("--law", metavar="LAW", help="a measured law instead of the GPU's: a name or a YAML file")
+    add(
+        "--law",
+        metavar="LAW",
+        help="a measured law of step times, which replaces the GPU's: a name or a YAML file",
+    )
     add(
         "--price",
         type=values.positive,
@@ -83,7 +93,7 @@ def add_plan(commands: Commands) -> None:
         "--mode",
         choices=["auto", "pd", "fusion"],
         default="auto",
-        help="the deployment of the desired state (default: the smaller one)",
+        help="the deployment in the desired state (default: the one with fewer GPUs)",
     )
     add("--desired", action="store_true", help="print only the desired state, for pdmesh apply")
     parser.set_defaults(module="plan")

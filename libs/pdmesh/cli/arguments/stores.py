@@ -81,7 +81,7 @@ def add_adapters(commands: Commands) -> None:
         parents=[admin, options.of_watch()],
         help="show adapters and the instances that have loaded them",
     )
-    remove = actions.add_parser("remove", parents=[admin], help="take an adapter from clients")
+    remove = actions.add_parser("remove", parents=[admin], help="stop serving an adapter")
     remove.add_argument("adapter", help="its name")
     for each in (add, shown, remove):
         each.set_defaults(module="adapters")
@@ -105,9 +105,9 @@ def add_keys(commands: Commands) -> None:
     add.add_argument(
         "--role",
         choices=list(ROLES),
-        help="also an operator's key, for the admin API (default: for clients only)",
+        help="make it also a key for the admin API, with this role (default: for clients only)",
     )
-    # The limits are those of the tenant, over all its keys.
+    # These limits apply to the tenant: to all its keys together.
     add.add_argument(
         "--requests-per-s", type=values.positive, metavar="N", help="default: no limit"
     )
@@ -133,7 +133,7 @@ def add_keys(commands: Commands) -> None:
         "--weight",
         type=values.positive_int,
         metavar="N",
-        help="weight of the tenant when calls wait for a slot (default: 1)",
+        help="the tenant's share of slots, relative to others, when calls wait (default: 1)",
     )
     add.add_argument(
         "--priority", type=values.count, metavar="N", help="0 is served first (default: 1)"
@@ -213,15 +213,19 @@ def add_hosts(commands: Commands) -> None:
     parser = commands.add_parser("hosts", parents=[common], help="set up a mesh over several hosts")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     prepare = actions.add_parser(
-        "prepare", parents=[common], help="make a folder for each host, to be copied there"
+        "prepare",
+        parents=[common],
+        help="make a folder for each host, which you then copy to the host",
     )
-    prepare.add_argument("layout", type=Path, metavar="FILE", help="which hosts there are (YAML)")
+    prepare.add_argument(
+        "layout", type=Path, metavar="FILE", help="YAML file that describes the hosts"
+    )
     prepare.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="DIR",
-        help="where the folders go; the authority and the secrets of the mesh stay in it",
+        help="where the folders go; it also keeps the mesh's certificate authority and secrets",
     )
     prepare.add_argument(
         "--days",
@@ -234,7 +238,9 @@ def add_hosts(commands: Commands) -> None:
 def add_access(commands: Commands) -> None:
     common = options.of_state()
     parser = commands.add_parser(
-        "access", parents=[common], help="print who may do what, as files for NATS and Redis"
+        "access",
+        parents=[common],
+        help="print the permissions of processes, as files for NATS and Redis",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     nats = actions.add_parser("nats", parents=[common], help="print the accounts for NATS")
@@ -242,13 +248,13 @@ def add_access(commands: Commands) -> None:
         "holders",
         nargs="*",
         metavar="ROLE[/ID]",
-        help="a certificate, or all certificates of a role (default: those of every role)",
+        help="the holder of one certificate, or of any certificate of a role (default: every role)",
     )
     nats.add_argument(
         "--trust-domain",
         default=TRUST_DOMAIN,
         metavar="NAME",
-        help="that of the certificates (default: %(default)s)",
+        help="the trust domain of the certificates (default: %(default)s)",
     )
     redis = actions.add_parser("redis", parents=[common], help="print the ACL file for Redis")
     redis.add_argument(

@@ -47,8 +47,8 @@ def add_up(commands: Commands) -> None:
         "--pooling-model",
         type=Path,
         metavar="DIR",
-        help="the Hugging Face model directory of these (default: that of the others, under a name "
-        "that ends in -embed)",
+        help="the Hugging Face model directory of the pooling instances (default: that of "
+        "the other instances, under a name that ends in -embed)",
     )
     add(
         "--blank",
@@ -122,14 +122,14 @@ def add_up(commands: Commands) -> None:
             f"--{kind}-parser",
             metavar="NAME",
             help=f"vLLM's {kind} parser, such as {example}; none: no parser (default: the one that "
-            "the model's chat template tells)",
+            "fits the model's chat template)",
         )
     add(
         "--host-folder",
         type=Path,
         metavar="DIR",
-        help="start one host of a mesh over several hosts; this folder, made by pdmesh hosts "
-        "prepare, says what runs here",
+        help="start the part of a multi-host mesh that runs on this host; pdmesh hosts prepare "
+        "makes this folder, which says what runs here",
     )
     add(
         "--nats-url",

@@ -1,4 +1,4 @@
-"""`pdmesh access`: who may do what at NATS and Redis, as files for servers of one's own."""
+"""`pdmesh access`: prints permissions for NATS and Redis, as files for your own servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _accounts(options: argparse.Namespace) -> str:
 def _holder(text: str, trust_domain: str) -> Holder:
     """Raises ValueError."""
     if "/" not in text:
-        # It must be a role's name, and the trust domain one of certificates.
+        # Checks the role's name and the trust domain.
         ProcessIdentity.from_uri(f"spiffe://{trust_domain}/{text}/any")
         return Holder(text, trust_domain=trust_domain)
     return Holder.of(ProcessIdentity.from_uri(f"spiffe://{trust_domain}/{text}"))

@@ -53,7 +53,7 @@ async def _groups(options: argparse.Namespace) -> int:
 
 
 async def _file(options: argparse.Namespace) -> int:
-    """Print the file of one version and nothing else, so that it can be edited and applied."""
+    """Print only the file of one version, so that the user can edit and apply it."""
     desired = await leader_of(options).desired(options.text)
     if desired is None:
         raise CommandFailed(
@@ -96,7 +96,7 @@ async def _apply(options: argparse.Namespace) -> int:
 
 
 async def _until_rolled_out(options: argparse.Namespace, version: int) -> None:
-    """Say so on stderr: the result was printed before."""
+    """Wait, and report on stderr, because stdout already has the result."""
     print(done_text(version, await wait(options, version)), file=sys.stderr)
 
 
@@ -107,7 +107,7 @@ async def _history(options: argparse.Namespace) -> int:
 
 
 async def _missing_instances(options: argparse.Namespace, text: str) -> str:
-    """A message if the groups need more instances than can get a role; empty if they do not."""
+    """A message if the groups need more instances than can get a role; else empty."""
     desired = read(text)
     wanted = sum(map(desired.num_instances, desired.groups.values()))
     if not wanted:
@@ -119,7 +119,7 @@ async def _missing_instances(options: argparse.Namespace, text: str) -> str:
     if wanted <= there:
         return ""
     return (
-        f"its groups need {wanted} instances, but only {there} can get a role: they wait for "
+        f"the groups need {wanted} instances, but only {there} can get a role: they wait for "
         f"{wanted - there} more"
     )
 
@@ -232,7 +232,7 @@ def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh 
         ),
     ]  # fmt: skip
     if states.paused:
-        parts.insert(1, f"THE LEADER CHANGES NOTHING NOW: {states.paused}")
+        parts.insert(1, f"THE LEADER MAKES NO CHANGES NOW: {states.paused}")
     parts += map(_upgrade_line, states.upgrades)
     if states.blank_instance_ids:
         parts.append("\nblank: " + ", ".join(states.blank_instance_ids))

@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
             print(folder)
     except BadCertificates as exc:
         raise CommandFailed(exc.message) from exc
-    except ValueError as exc:  # a name that no certificate can hold
+    except ValueError as exc:  # a name that a certificate cannot hold
         raise CommandFailed(f"--name: {exc}") from exc
     except OverflowError as exc:
         raise CommandFailed(f"--days: {exc}") from exc

@@ -1,6 +1,6 @@
 """`pdmesh chat`: asks one question, and shows the answer as it arrives.
 
-It uses http.client alone, so that imports do not delay the first token.
+It uses only http.client, because importing a larger library would delay the first token.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def answers_from(url: str) -> Iterator[None]:
 
 
 def _plain(exc: Exception) -> str:
-    """The error without control characters from another protocol, which a terminal would obey."""
+    """The error's text without control characters, which a terminal would obey.
+
+    A server of another protocol may send them.
+    """
     if isinstance(exc, http.client.BadStatusLine) and not isinstance(exc, ConnectionError):
         return "it does not speak HTTP"
     return "".join(c for c in str(exc) if c.isprintable())
@@ -92,7 +95,7 @@ def connection_to(url: str) -> http.client.HTTPConnection:
 
 
 def base_path(url: str) -> str:
-    """The path of a gateway's address, without the /v1 at the end of clients' base URLs."""
+    """The path of a gateway's address, without the final /v1 that a client's base URL has."""
     return urlsplit(url).path.rstrip("/").removesuffix("/v1")
 
 
@@ -115,7 +118,7 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
 
 
 def error_text(status: int, body: bytes) -> str:
-    """The gateway's own error message."""
+    """The gateway's own error message, or the status if the body has none."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -56,7 +56,7 @@ def _add(options: argparse.Namespace, path: Path) -> int:
     if options.expires_days is not None:
         expires_at = int(time.time() + options.expires_days * _DAY_S)
     if options.file is None:
-        make_private(options.state_dir)  # the key file is often the first file in it
+        make_private(options.state_dir)  # the key file is often the first file in this directory
     with _changing(path) as file:
         token = api_keys.issue(file, options.tenant, expires_at, ROLES.get(options.role))
         for limit in _LIMITS:
@@ -74,6 +74,12 @@ def _list(options: argparse.Namespace, path: Path) -> int:
     file = api_keys.load(path)
     show(options, _listed(file), lambda: _keys_text(file))
     return 0
+
+
+def _how_to_add(options: argparse.Namespace) -> str:
+    """The command that makes the same key file."""
+    file = f" --file {shlex.quote(str(options.file))}" if options.file is not None else ""
+    return hint(options.state_dir, f"keys add TENANT{file}")
 
 
 def _listed(file: api_keys.KeyFile) -> list[dict[str, Any]]:

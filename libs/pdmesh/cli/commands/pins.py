@@ -1,7 +1,7 @@
 """`pdmesh pins`: manages prefixes whose KV is not evicted, such as a tenant's system prompt.
 
-A gateway turns the text into tokens, as in a request, and the master turns tokens into block names.
-The text itself is stored nowhere.
+A gateway turns the text into tokens, as it does for a request. The master turns the tokens into
+block names. The text itself is stored nowhere.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.v1 import admin_service_pb2 as pb
 
 _MAX_BODY_BYTES: Final = 64 << 20
-# Two user messages without a common beginning. Two conversations with them share only the system
-# prompt and the template.
+# Two user messages without a common beginning: conversations with them have only the system prompt
+# and the beginning of the template in common.
 _USERS: Final = ("0", "A")
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
@@ -107,7 +107,7 @@ def _when(at: Any) -> str:  # Any: a protobuf Timestamp, whose stub has no base 
 
 
 def _tokens(options: argparse.Namespace) -> list[int]:
-    """The token ids of the prefix, in whichever form it was given. Raises CommandFailed."""
+    """The token ids of the prefix, which is given in one of three forms. Raises CommandFailed."""
     if options.token_ids is not None:
         words = text_of(options.token_ids).replace(",", " ").split()
         if wrong := next((w for w in words if not w.isdecimal() or int(w[:20]) >= 2**32), None):

@@ -54,7 +54,7 @@ async def _plan(options: argparse.Namespace) -> list[pb.RatioDecision]:
 
 
 def decisions_text(decisions: Iterable[pb.RatioDecision]) -> str:
-    """One line for the decision and its reason, one for its numbers, and one for each move."""
+    """For each decision: a line with its reason, one with its numbers, if any, one per move."""
     lines: list[str] = []
     for each in decisions:
         at = each.decided_at.ToDatetime().strftime("%H:%M:%S")

@@ -13,7 +13,7 @@ from pdmesh.cli.view.output import show
 from pdmesh.cli.view.progress import ProgressLine
 from pdmesh.errors import Unavailable
 
-_PAUSE_S: Final = 1.0  # between two looks
+_PAUSE_S: Final = 1.0  # between two calls of the leader
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,5 +56,5 @@ def done_text(version: int, seen: Rollout) -> str:
 async def _look(options: argparse.Namespace, version: int) -> Rollout:
     try:
         return rollout_of(await leader_of(options).groups(), version)
-    except Unavailable as exc:  # a mesh whose leader dies has another one soon
+    except Unavailable as exc:  # another master soon leads after the leader dies
         return Rollout(False, exc.message)

@@ -1,4 +1,4 @@
-"""`pdmesh up`: starts a mesh, reports progress, and stays until Ctrl-C or detaches."""
+"""`pdmesh up`: starts a mesh and reports progress. It runs until Ctrl-C, or detaches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from pdmesh.launcher.spec import MeshSpec, asked_of
 from pdmesh.models import smollm2
 
 _POLL_S: Final = 0.1
-# What host.json says, by the option that says it for a mesh of one machine, with its default.
+# The options, with their defaults, that --host-folder forbids because host.json replaces them.
 _SAID_BY_A_HOST: Final[Mapping[str, object]] = {
     "--regions": None,
     "--nats-url": None,
@@ -57,14 +57,14 @@ _SAID_BY_A_HOST: Final[Mapping[str, object]] = {
 _REGION: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 # Set for the detached launcher, which must not detach again.
 _DETACHED: Final = "PDMESH_DETACHED"
-# The number format in which instances store KV: settings of all services, and of each.
+# The settings of the number format in which instances store KV: the shared one, and each service's.
 _KV_DTYPE_VARIABLES: Final = (
     "PDMESH_KV_CACHE_DTYPE",
     "PDMESH_PREFILL_KV_CACHE_DTYPE",
     "PDMESH_DECODE_KV_CACHE_DTYPE",
     "PDMESH_INSTANCE_KV_CACHE_DTYPE",
 )
-# The gateways' settings for access, besides the options about keys.
+# The gateways' settings that decide who gets access, besides the options about keys.
 _ACCESS_VARIABLES: Final = (
     "PDMESH_GATEWAY_KEYS_FILE",
     "PDMESH_GATEWAY_ALLOW_ANONYMOUS",
@@ -157,15 +157,15 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
 
 
 def _host(options: argparse.Namespace) -> HostFolder:
-    """Raises CommandFailed: the folder says what these options would say."""
+    """Raises CommandFailed if an option is given that the folder's host.json replaces."""
     for option, default in _SAID_BY_A_HOST.items():
         if getattr(options, option[2:].replace("-", "_")) != default:
-            raise CommandFailed(f"{option}: not with --host-folder, whose host.json says it", 2)
+            raise CommandFailed(f"{option}: not with --host-folder, whose host.json replaces it", 2)
     return HostFolder.read(options.host_folder)
 
 
 def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
-    """The --groups file and its content, read before anything starts to report errors at once."""
+    """The --groups file and its content. It is read first, so that errors are reported at once."""
     if options.groups is None:
         return None, Desired()
     file: Path = options.groups.absolute()
@@ -177,7 +177,10 @@ def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
 
 
 def _check_network(options: argparse.Namespace) -> None:
-    """Processes refuse plain text on a network, too, but only one by one and in their logs."""
+    """Raises CommandFailed for plain text on a network.
+
+    Each process would also refuse it, but only after its start and in its own log.
+    """
     is_trusted = options.insecure_network or "PDMESH_INSECURE_NETWORK" in os.environ
     has_tls = options.tls or "PDMESH_TLS_DIR" in os.environ
     if lacks_tls(options.inner_host, has_tls=has_tls, is_trusted=is_trusted):
@@ -197,9 +200,9 @@ def _check_network(options: argparse.Namespace) -> None:
 
 
 def _check_processor(options: argparse.Namespace, desired: Desired) -> None:
-    """Check for settings with which no instance can start on this machine.
+    """Check for number formats that this machine's processor lacks. Raises CommandFailed.
 
-    Otherwise each instance would report them only after its start.
+    Otherwise each instance would report it only after its start. A slow format is only reported.
     """
     if options.engine != "vllm" or installed_device() != "cpu":
         return
@@ -220,9 +223,9 @@ def _check_processor(options: argparse.Namespace, desired: Desired) -> None:
 
 
 def _engine_args(options: argparse.Namespace) -> dict[str, str]:
-    """vLLM's arguments, as far as they can be checked without vLLM."""
+    """vLLM's arguments, checked as far as is possible without vLLM. Raises CommandFailed."""
     if options.engine_arg and options.engine != "vllm":
-        raise CommandFailed(f"--engine-arg: the engine {options.engine} takes none of vLLM's")
+        raise CommandFailed(f"--engine-arg: the engine {options.engine} takes no arguments of vLLM")
     for name, _ in options.engine_arg:
         if reason := refusal(name):
             raise CommandFailed(f"--engine-arg {name}: {reason}")
@@ -253,12 +256,14 @@ def _keys_file(options: argparse.Namespace) -> Path | None:
 
 
 def _regions(options: argparse.Namespace, named: tuple[str, ...]) -> tuple[str, ...]:
-    """The regions of the options. The groups of the file must not name other regions."""
+    """The regions of --regions, by default those in --groups, which must not name any other."""
     if options.regions is None:
         return named
     asked = tuple(options.regions.split(","))
     if bad := [region for region in asked if not _REGION.fullmatch(region)]:
-        raise CommandFailed(f"--regions: {bad[0]!r} is not a name (letters, digits and dashes)")
+        raise CommandFailed(
+            f"--regions: {bad[0]!r} is not a name (lower-case letters, digits and dashes)"
+        )
     if len(set(asked)) < len(asked):
         raise CommandFailed("--regions: a region is named twice")
     if missing := [region for region in named if region not in asked]:
@@ -267,7 +272,7 @@ def _regions(options: argparse.Namespace, named: tuple[str, ...]) -> tuple[str, 
 
 
 def _model_dir(options: argparse.Namespace) -> Path | None:
-    """The model directory for the engines. The sim engine needs none."""
+    """The model directory for the engines. The simulated engine needs none."""
     if options.engine == "vllm":
         _require_vllm()
     if options.model is not None:
@@ -281,7 +286,7 @@ def _model_dir(options: argparse.Namespace) -> Path | None:
 
 
 def _pooling_model_dir(options: argparse.Namespace) -> Path | None:
-    """None: the model of the other instances."""
+    """The pooling instances' model directory; None if they have the other instances' model."""
     if options.pooling_model is None:
         return None
     if not options.pooling:
@@ -305,7 +310,7 @@ def _require_vllm() -> None:
 
 async def _serve(spec: MeshSpec, state_dir: Path) -> int:
     be_quiet()
-    os.umask(0o077)  # only this user may read its files and those of its children
+    os.umask(0o077)  # only this user may read the files of this process and its children
     stopping = asyncio.Event()
     mesh = Mesh(spec, state_dir, report=_print_line)
     starting = asyncio.create_task(mesh.__aenter__(), name="mesh-start")
@@ -347,7 +352,7 @@ def _on_signals(mesh: Mesh, starting: asyncio.Task[Mesh], stopping: asyncio.Even
 
 
 def _detach(options: argparse.Namespace) -> int:
-    """Start the launcher in the background, show its progress, and return when it is ready."""
+    """Start the launcher in the background, and show its progress until the mesh is ready."""
     log_file = options.state_dir / "logs" / "launcher.log"
     state.make_private(options.state_dir)
     log_file.parent.mkdir(mode=0o700, exist_ok=True)
@@ -372,9 +377,9 @@ def _detach(options: argparse.Namespace) -> int:
 
 
 def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse.Namespace) -> int:
-    """Show the launcher's lines until its mesh is ready or it has given up.
+    """Show the launcher's lines until its mesh is ready or the launcher has ended.
 
-    Raises CommandFailed if the launcher ended without a reason.
+    Raises CommandFailed if a signal killed the launcher, or if it could not say why it failed.
     """
     has_said = False
     while launcher.poll() is None:
@@ -400,9 +405,7 @@ def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse
 
 
 def _say(line: str) -> None:
-    """Print a line if someone still reads: the mesh does not end with the reader of its
-    progress.
-    """
+    """Print a line if a reader is left: the mesh outlives the reader of its progress."""
     with contextlib.suppress(OSError):
         _print_line(line)
 
@@ -466,7 +469,7 @@ def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec
 
 
 def _own_command() -> str:
-    """How the user can call `pdmesh`: by its path, unless it is on the PATH."""
+    """How the user can call `pdmesh`: by name if it is on the PATH, else by its path."""
     beside = Path(sys.executable).parent / "pdmesh"
     if shutil.which("pdmesh") or not beside.exists():
         return "pdmesh"

@@ -1,4 +1,4 @@
-"""Examines certificates: that of the commands, and those that the mesh's ports show."""
+"""Examines the commands' own certificate, and those that the mesh's ports show."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 _SUBJECT: Final = "certificates"
-_SOON: Final = timedelta(days=1)  # as the alert PdmeshCertificateEnds
+_SOON: Final = timedelta(days=1)  # the same limit as that of the alert PdmeshCertificateEnds
 _HANDSHAKE_S: Final = 5.0
-# OpenSSL's codes; the others are about the issuer.
+# OpenSSL's error codes. Any other code counts as a problem with the issuer.
 _NOT_YET, _EXPIRED, _WRONG_USE, _WRONG_NAME, _WRONG_ADDRESS = 9, 10, 26, 62, 64
 _RENEW: Final = "see why nothing renews it (cert-manager, or pdmesh certs by hand)"
 
@@ -40,16 +40,19 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a port showed: when its certificate ends, or why it is not accepted."""
+    """What a port showed: when its certificate ends, or why it is not accepted.
+
+    Neither is set if the port did not answer.
+    """
 
     port: Port
     ends_at: datetime | None
-    code: int = 0  # OpenSSL's, of a certificate that is not accepted
+    code: int = 0  # OpenSSL's error code if the certificate is not accepted, else 0
     why: str = ""
 
 
 def own_certificate(tls_dir: str) -> tuple[CertificateFolder | None, list[Diagnosis]]:
-    """The commands' certificate, None if there is none to use, and what is wrong with it."""
+    """The commands' certificate, or None if none is usable, and what was found about it."""
     from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
     if not tls_dir:
@@ -72,7 +75,7 @@ def of_own(identity: ProcessIdentity, ends_at: datetime, now: datetime) -> Diagn
 def ports_of(
     records: Iterable[InstanceRecord], own: ProcessIdentity, nats_url: str
 ) -> Iterator[Port]:
-    """The ports between processes that are over TLS; gateways' ports are for clients."""
+    """NATS, if it has TLS, and the gRPC ports of all processes except gateways."""
     nats = urlsplit(nats_url)
     if nats.scheme == "tls" and nats.hostname:
         yield Port("nats", nats.hostname, nats.port or 4222, nats.hostname)
@@ -89,7 +92,7 @@ async def examine_ports(folder: CertificateFolder, ports: Iterable[Port]) -> lis
 
 
 async def look_at(port: Port, folder: CertificateFolder) -> Shown:
-    """One handshake. A port that does not answer is found elsewhere: `ends_at` is None."""
+    """Make one handshake. `ends_at` is None if nothing answers, which other checks report."""
     from pdmesh.net.tls.contexts import client_context
 
     try:
@@ -114,20 +117,20 @@ async def look_at(port: Port, folder: CertificateFolder) -> Shown:
 
 
 def of_ports(shown: Iterable[Shown], now: datetime) -> Iterator[Diagnosis]:
-    """A line for each port with something wrong, and one for all others."""
+    """One diagnosis for each port with a problem or warning, and one for all other ports."""
     fine: list[datetime] = []
     for each in shown:
         if each.code:
             yield problem(_SUBJECT, f"{each.port.name} shows {each.why}", _remedy(each))
         elif each.ends_at is not None:
-            found = _of_end(f"that of {each.port.name}", each.ends_at, now)
+            found = _of_end(f"the certificate of {each.port.name}", each.ends_at, now)
             if found.remedy:
                 yield found
             else:
                 fine.append(each.ends_at)
     if fine:
         ends = f"the first ends on {min(fine):%Y-%m-%d}"
-        yield ok(_SUBJECT, f"{len(fine)} ports show the right ones; {ends}")
+        yield ok(_SUBJECT, f"{len(fine)} ports show the right certificates; {ends}")
 
 
 def _remedy(shown: Shown) -> str:

@@ -11,7 +11,7 @@ from pdmesh.cli.doctor.diagnosis import Diagnosis, ok, problem, warning
 _MAX_SKEW_S: Final = 1.0
 _SINGLE: Final = {
     "gateway": "no gateway is registered, so clients reach nothing",
-    "master-scheduler": "no master-scheduler is registered, so nobody plans or changes groups",
+    "master-scheduler": "no master-scheduler is registered, so requests get no plans",
     "kv-cache-index": "no KV-cache index is registered, so requests find no cached KV elsewhere",
     "health-monitor": "no health-monitor is registered, so faults are found late",
 }
@@ -19,7 +19,7 @@ _READ_LOG: Final = "read its log: pdmesh logs {name}"
 
 
 def of_services(services: Iterable[str]) -> Iterator[Diagnosis]:
-    """`services`: the kind of each registered process."""
+    """`services`: the service name of each registered process."""
     found = set(services)
     missing = [text for service, text in _SINGLE.items() if service not in found]
     yield from (problem("services", text, "start one") for text in missing)
@@ -46,7 +46,7 @@ def of_versions(versions: Mapping[str, str]) -> Diagnosis:
 
 
 def of_health(healths: Mapping[str, str], down: Iterable[str]) -> Iterator[Diagnosis]:
-    """`healths` by instance, as in `pdmesh status`; `down`: processes that do not run."""
+    """`healths`: by instance, as in `pdmesh status`. `down`: the processes that do not run."""
     bad = {name: text for name, text in healths.items() if text != "healthy"}
     for name, text in sorted(bad.items()):
         yield problem("health", f"{name} is {text}", _READ_LOG.format(name=name))

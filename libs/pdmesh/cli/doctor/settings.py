@@ -1,4 +1,4 @@
-"""Examines the settings in the environment, as the services themselves read them."""
+"""Asks every service how it reads the settings in the environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SERVICES: Final = (
     "health_monitor",
 )  # fmt: skip
 _AT_ONCE: Final = 2
-# Variables of the command and of tests, which no service reads.
+# Variables that only the `pdmesh` command and tests read, after the prefix.
 _OTHERS: Final = frozenset(
     SHARED_PREFIX + name
     for name in (
@@ -42,7 +42,7 @@ async def examine_settings(environ: Mapping[str, str]) -> list[Diagnosis]:
 def of_settings(
     answers: Iterable[tuple[str, str]], environ: Mapping[str, str]
 ) -> Iterator[Diagnosis]:
-    """`answers` are what each service prints of its settings, and its error if it refuses them."""
+    """`answers`: what each service prints of its settings, and its error if it refuses them."""
     refused = sorted({error for _, error in answers if error})
     yield from (problem("settings", error, "correct or unset it") for error in refused)
     known = set(_OTHERS)
@@ -52,11 +52,11 @@ def of_settings(
     yield from strange
     if not refused and not strange:
         num = sum(name.startswith(SHARED_PREFIX) for name in environ)
-        yield ok("settings", f"{num} variables are set, and every service takes its own")
+        yield ok("settings", f"{num} variables are set, and every service accepts its own")
 
 
 def _strange(known: set[str], environ: Mapping[str, str]) -> Iterator[Diagnosis]:
-    """Variables that no service reads, by its own name or by the one that all share."""
+    """Warnings about variables that no service reads, under its own prefix or the shared one."""
     shared = {SHARED_PREFIX + _field(name) for name in known}
     for name in sorted(environ):
         full = name.partition("__")[0]

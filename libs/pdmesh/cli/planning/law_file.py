@@ -1,4 +1,4 @@
-"""Reads a law of an engine that someone measured, to plan with instead of a roofline."""
+"""Reads an engine's measured law, with which a plan replaces the roofline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_law(text: str) -> Law:
     path = Path(text)
     if not path.is_file():
         known = ", ".join(sorted(LAWS))
-        raise SizingProblem("law", f"{text} is no file; laws with names: {known}")
+        raise SizingProblem("law", f"{text} is neither a file nor a known law; known laws: {known}")
     try:
         read = yaml.safe_load(path.read_bytes())
     except (OSError, yaml.YAMLError, RecursionError) as exc:

@@ -18,9 +18,9 @@ _HOUR_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class PlanPage:
-    """The question to a plan, and its answer. `price`: of a GPU for an hour; 0: not given.
+    """A plan's question and answer. `price`: that of one GPU for an hour; 0 if not given.
 
-    `notes`: what the reader must know about model, accelerator and law.
+    `notes`: what the reader must know about the model, the accelerator and the law.
     """
 
     traffic: Traffic
@@ -80,7 +80,7 @@ def _seen_row(page: PlanPage, name: str, side: Deployment) -> list[str]:
 
 
 def _costs(page: PlanPage, side: Deployment) -> tuple[float, float]:
-    """Per hour, and per million tokens of answers; in GPU hours without a price."""
+    """The costs per hour, and per million tokens of answers; in GPU hours if no price is given."""
     hour = side.num_gpus * (page.price or 1.0)
     tokens = page.traffic.rate_per_s * page.traffic.mean_output * _HOUR_S
     return hour, hour / tokens * 1e6
@@ -109,7 +109,7 @@ def _seconds(value: float) -> str:
 
 
 def _notes(page: PlanPage) -> list[str]:
-    share = f"TTFT and TPOT without P50 are those that {page.goals.share:.0%} of requests keep"
+    share = f"TTFT and TPOT without P50 are those that {page.goals.share:.0%} of requests meet"
     return [share, *page.notes]
 
 
@@ -160,5 +160,5 @@ def _pool_data(pool: PoolSize) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float | None:
-    """Four digits; None for an infinite time, which JSON does not have."""
+    """Rounded to four digits; None for infinity, which JSON cannot hold."""
     return None if math.isinf(value) else float(f"{value:.4g}")

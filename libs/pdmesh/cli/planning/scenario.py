@@ -1,4 +1,4 @@
-"""Reads what a deployment must carry: a scenario file, and options that override it."""
+"""Reads the load that a deployment must carry: a scenario file, and options that override it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdmesh.core.sizing.traffic import Goals, Traffic, traffic_of
 T = TypeVar("T")
 
 _MAX_BYTES: Final = 1 << 20
-# By field of a file: the option of the same meaning.
+# Each field of a scenario file, and the option that overrides it.
 OPTIONS: Final = {
     "rate_per_s": "rate", "prompt": "prompt", "answer": "answer", "cached_share": "cached",
     "trace": "trace", "ttft_s": "ttft", "tpot_s": "tpot", "share": "share",

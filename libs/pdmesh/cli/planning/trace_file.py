@@ -1,8 +1,7 @@
-"""Reads the lengths of a trace's requests: Mooncake's JSON lines or an Azure table, as load tests
-replay them.
+"""Reads the lengths of a trace's requests, from Mooncake's JSON lines or from an Azure table.
 
-In a Mooncake trace, the leading blocks that an earlier request had count as cached, as if every
-instance kept everything.
+In a Mooncake trace, a prompt's leading blocks count as cached if earlier requests had them, as if
+every instance kept everything.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def read_trace(path: Path) -> Traffic:
 
 
 def _sample(requests: Sequence[RequestLengths]) -> tuple[RequestLengths, ...]:
-    """The requests in the order of their prompts, cut into equal parts: the middle of each."""
+    """The middle request of each of `MAX_SAMPLES` equal parts, in the order of uncached tokens."""
     ordered = sorted(requests, key=lambda r: (r.num_new, r.num_prompt, r.num_output))
     count = min(MAX_SAMPLES, len(ordered))
     return tuple(ordered[int((i + 0.5) * len(ordered) / count)] for i in range(count))

@@ -1,1 +1,1 @@
-"""How commands show things: tables, lines of logs, progress, forms for programs."""
+"""How commands show things: tables, log lines, progress, and JSON or YAML for programs."""

@@ -34,7 +34,7 @@ def counts(prefill: int, decode: int, fusion: int, pooling: int = 0, encoder: in
 
 
 def ready_counts(members: Iterable[GroupMember]) -> str:
-    """A data-parallel domain counts as one, once all of its ranks are ready."""
+    """Counts the ready members. A domain counts once, when all of its ranks are ready."""
     roles: list[Role.ValueType] = []
     ranks: Counter[str] = Counter()
     for member in members:

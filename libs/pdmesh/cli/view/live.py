@@ -11,7 +11,7 @@ from pdmesh.cli.view.table import table
 from pdmesh.events.v1.events_pb2 import InstanceLoad, RequestFinished
 
 WINDOW_S: Final = 10.0
-_MAX_REQUESTS: Final = 20_000  # of one window; of a busier mesh, the latest are shown
+_MAX_REQUESTS: Final = 20_000  # that are counted; of a busier mesh, only the latest
 _SILENT_S: Final = 3.0  # an instance reports its load at least every second
 
 
@@ -23,7 +23,7 @@ class _Instance:
 
 
 class LiveView:
-    """Times in seconds, of one clock."""
+    """All times are in seconds, from the same clock."""
 
     def __init__(self, began: float) -> None:
         self._began = began
@@ -72,7 +72,7 @@ _INSTANCE_COLUMNS: Final = ("INSTANCE", "SLOTS", "KV FREE", "PROMPT TOKENS/S", "
 
 
 def _scenario(name: str, events: Sequence[RequestFinished], seconds: float) -> tuple[str, ...]:
-    """Times in milliseconds. Of a failed request, no time is counted."""
+    """Times in milliseconds. They are those of completed requests only."""
     whole = [e for e in events if e.outcome == "completed"]
     steps = [
         (e.e2e_ms - e.ttft_ms) / (e.usage.num_completion_tokens - 1)
@@ -109,7 +109,7 @@ def _load(name: str, each: _Instance, now: float, seconds: float) -> tuple[str, 
 
 
 def _ms(values: Iterable[float], share: float) -> str:
-    """The quantile, for people: `12 ms`; a dash if there is no value."""
+    """The quantile `share` as text, such as `12 ms`; a dash if there is no value."""
     found = sorted(values)
     if not found:
         return "-"

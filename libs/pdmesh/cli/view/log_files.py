@@ -10,7 +10,7 @@ from pdmesh.cli.view.log_lines import LogLine, in_order, of_process
 
 
 def files_of(folder: Path, processes: Iterable[str] = ()) -> list[Path]:
-    """The log files of these processes, or of all. Raises CommandFailed if there is none at all."""
+    """The log files of these processes, or of all. Raises CommandFailed if the folder has none."""
     asked = set(processes)
     files = sorted(folder.glob("*.log"))
     if not files:
@@ -19,12 +19,12 @@ def files_of(folder: Path, processes: Iterable[str] = ()) -> list[Path]:
 
 
 def read_logs(folder: Path, processes: Iterable[str] = ()) -> Iterator[LogLine]:
-    """Every line that is kept, in the order of time. Raises CommandFailed as `files_of`."""
+    """Every kept line, ordered by time. Raises CommandFailed if there are no log files."""
     return in_order(of_process(f.stem, _lines(f)) for f in files_of(folder, processes))
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """The lines of the file that was set aside when it was full, then those of the file."""
+    """The lines of the full file that was set aside as `.log.1`, then those of the file itself."""
     for part in (file.with_suffix(".log.1"), file):
         if part.exists():
             with part.open(errors="replace") as lines:

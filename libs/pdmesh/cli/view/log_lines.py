@@ -17,10 +17,10 @@ _READ_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """`entry` is empty for a line that is no JSON: NATS, Valkey and libraries write such lines."""
+    """`entry` is empty for a line that is no JSON object, such as those of NATS and Valkey."""
 
     process: str
-    at: str  # ISO 8601 in UTC; of a line without a time, that of the line before it
+    at: str  # ISO 8601 in UTC; a line without a time has that of the line before it
     text: str
     entry: dict[str, Any]
 
@@ -70,7 +70,7 @@ class LogTail:
         self._path, self._offset, self._rest = path, offset, b""
 
     def new_lines(self) -> list[str]:
-        """The whole lines since the last call; empty if the file is gone."""
+        """The complete lines since the last call, from at most 1 MiB; empty if the file is gone."""
         try:
             with self._path.open("rb") as file:
                 if self._path.stat().st_size < self._offset:
@@ -87,7 +87,7 @@ class LogTail:
 def followed(
     tails: Callable[[], Sequence[tuple[str, LogTail]]], pause: Callable[[], None]
 ) -> Iterator[LogLine]:
-    """The lines that are appended, without end. `tails` may find new files at each call."""
+    """Yields appended lines forever. `tails` may find new files at each call."""
     while True:
         news = [list(of_process(name, tail.new_lines())) for name, tail in tails()]
         if not any(news):

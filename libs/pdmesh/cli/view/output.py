@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 
 def show(options: argparse.Namespace, result: Any, text: Callable[[], str]) -> None:
-    """Print `result`, a message or data for JSON; for people it is the `text`."""
+    """Print `result`, a protobuf message or JSON data, as JSON or YAML; else print `text()`."""
     match options.output:
         case "json":
             print(json.dumps(as_data(result), indent=2))

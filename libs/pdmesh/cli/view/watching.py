@@ -1,4 +1,4 @@
-"""Shows the result of a command again and again."""
+"""Runs a command repeatedly, and shows each result."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TO_TOP_AND_CLEAR = "\x1b[H\x1b[J"
 def watched(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Run until Ctrl-C, and return 0. Raises what the first run raises.
 
-    A later failure is shown in the place of the result: a mesh without a leader, for example, has
-    one again soon.
+    A later failure is shown instead of the result: a mesh that lost its leader, for example, soon
+    has another.
     """
     before = TO_TOP_AND_CLEAR if sys.stdout.isatty() else ""
     shown = _shown(run, options)

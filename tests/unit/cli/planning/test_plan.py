@@ -210,7 +210,7 @@ def test_a_long_list_of_ranks_is_refused_before_the_search(
 ) -> None:
     words = ("--rate", "1", *LENGTHS, *GOALS, "--tp")
     assert plan(model, *words, ",".join(map(str, range(1, 65)))) == 2
-    assert "--tp: 64 numbers: give at most 8" in capsys.readouterr().err
+    assert "--tp: 64 numbers: the most allowed is 8" in capsys.readouterr().err
     assert plan(model, *words, "1,2,2,1") == 0
 
 

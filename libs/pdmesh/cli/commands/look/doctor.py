@@ -1,4 +1,4 @@
-"""`pdmesh doctor`: finds what is wrong with this machine, the settings, a file and a mesh."""
+"""`pdmesh doctor`: finds problems of this machine, the settings, a desired state and a mesh."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def _examine(options: argparse.Namespace) -> list[Diagnosis]:
 
 
 def _ports() -> list[int]:
-    """Those on which a mesh would listen; one that is no number is reported by the settings."""
+    """The ports on which a mesh would listen. Another check reports those that are not valid."""
     asked = [os.environ.get(name, default) for name, default in _PORTS]
     return [int(port) for port in asked if port.isdecimal() and 0 < int(port) < 1 << 16]
 
@@ -101,7 +101,9 @@ async def _mesh(
             await view.close()
             ahead_s = await _ahead_s(bus)
     except (CommandFailed, MeshError) as exc:
-        yield problem("mesh", getattr(exc, "message", str(exc)), "is it up? pdmesh status")
+        yield problem(
+            "mesh", getattr(exc, "message", str(exc)), "see whether it is up: pdmesh status"
+        )
         if own is not None:  # a certificate may be the cause
             for each in await examine_ports(own, ports_of((), own.identity, nats_url)):
                 yield each
@@ -122,13 +124,13 @@ async def _mesh(
 
 
 def _healths(seen: status.Status) -> dict[str, str]:
-    """Of the instances that serve or failed to; blank ones and those that load are judged later."""
+    """The health of ready and failed instances, without those that are blank or still load."""
     serving = {row.id: row.health for row in seen.rows if row.phase == "ready"}
     return serving | {row.id: row.phase for row in seen.rows if row.phase == "failed"}
 
 
 async def _ahead_s(bus: NatsBus) -> dict[str, float]:
-    """How far each process's clock is ahead of ours, from the heartbeats of one lease."""
+    """How far each instance's clock is ahead of ours, from the heartbeats of half a lease."""
     ahead: dict[str, float] = {}
 
     async def on_heartbeat(message: Message) -> None:
@@ -136,7 +138,7 @@ async def _ahead_s(bus: NatsBus) -> dict[str, float]:
         ahead[header.publisher_id] = header.occurred_at.ToMicroseconds() / 1e6 - time.time()
 
     await bus.subscribe(subjects.health_instance(), on_heartbeat, on_gap=lambda: None)
-    await asyncio.sleep(WATCHER_LEASE_S / 2)  # three heartbeats come in a lease
+    await asyncio.sleep(WATCHER_LEASE_S / 2)  # an instance sends three heartbeats per lease
     return ahead
 
 

@@ -1,4 +1,4 @@
-"""`pdmesh logs`: shows the logs of the mesh that was started here, also after its end."""
+"""`pdmesh logs`: shows the logs of the mesh that was started here, also after it has stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, folder: Path) -> None:
-    # Taken before the files are read: a line that is written meanwhile comes twice, never not.
+    # Made before the files are read, so that no line is missed. One that is written meanwhile is
+    # shown twice.
     tails = _Tails(folder, options.processes)
     _print(options, latest(_chosen(options, read_logs(folder, options.processes)), options.lines))
     if options.follow:
@@ -59,7 +60,7 @@ def _print(options: argparse.Namespace, lines: Iterable[LogLine]) -> None:
 
 
 class _Tails:
-    """The ends of the files. A process that starts later begins a file of its own."""
+    """The growing ends of the files, also of files that processes begin later."""
 
     def __init__(self, folder: Path, processes: Iterable[str]) -> None:
         self._folder, self._processes = folder, tuple(processes)

@@ -41,19 +41,19 @@ _PAIRED: Final = {Role.ROLE_PREFILL: CoreRole.PREFILL, Role.ROLE_DECODE: CoreRol
 class Row:
     """One service process.
 
-    `health` is the last verdict of the health-monitor that the master has.
+    `health` is the health-monitor's latest verdict that the master knows.
     """
 
     id: str
     service: str
     role: str = ""
     group: str = ""
-    domain: str = ""  # of a rank of a data-parallel domain: its name, the rank and their number
+    domain: str = ""  # if it is a rank of a data-parallel domain: such as `chat-d7 3/8`
     region: str = ""
     phase: str = ""  # how far the instance is between blank and serving
     health: str = ""
     fault_level: int = 0
-    fault: str = ""  # the reasons for its level
+    fault: str = ""  # the reasons for `fault_level`
     is_draining: bool = False
     slots_used: int | None = None
     slots: int | None = None
@@ -64,7 +64,7 @@ class Row:
     engine: str = ""
     address: str = ""
     pid: int = 0
-    kv_path: str = ""  # where KV waits and lands, and why; ranks that differ are split by " | "
+    kv_path: str = ""  # where KV waits and lands, and why; " | " separates ranks that differ
 
 
 @dataclass
@@ -98,7 +98,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def collect(options: argparse.Namespace) -> Status:
-    """Collect the status. Raises CommandFailed without a mesh, or with only a silent NATS."""
+    """Collect the status. Raises CommandFailed or MeshError if there is nothing to show:
+
+    no mesh was started here, or the NATS at --nats-url does not answer.
+    """
     mesh = None if options.nats_url is not None else state.read(options.state_dir)
     if mesh is None and options.nats_url is None:
         raise no_mesh(options.state_dir)
@@ -123,7 +126,7 @@ async def _collect(options: argparse.Namespace, mesh: state.MeshState | None) ->
 
 
 def _ask(bus: NatsBus) -> AskLeader:
-    """Groups are shown to callers whose token, $PDMESH_TOKEN or $PDMESH_ADMIN_TOKEN, allows it."""
+    """Groups are shown if the token in $PDMESH_TOKEN or $PDMESH_ADMIN_TOKEN allows it."""
     token = own_token("PDMESH_ADMIN_TOKEN")
 
     async def ask(invoke: Invoke[T], /) -> T:
@@ -133,7 +136,7 @@ def _ask(bus: NatsBus) -> AskLeader:
 
 
 def _ready(records: Iterable[InstanceRecord]) -> dict[str, list[ReadyInstance]]:
-    """The prefills and decodes that get requests, by group."""
+    """The ready prefills and decodes, by group."""
     found: dict[str, list[ReadyInstance]] = {}
     for record in records:
         role = _PAIRED.get(record.role)
@@ -151,7 +154,7 @@ def _ready(records: Iterable[InstanceRecord]) -> dict[str, list[ReadyInstance]]:
 
 
 def _shown(mesh: state.MeshState) -> dict[str, Any]:
-    """The state without passwords, because people copy it into terminals and tickets."""
+    """The state without passwords, because people copy the output into chats and tickets."""
     urls = {"nats_url": mesh.nats_url, "redis_url": mesh.redis_url}
     return {**asdict(mesh), **{name: without_password(url) for name, url in urls.items()}}
 
@@ -215,7 +218,7 @@ def _add_answer(row: Row, answer: GetStatusResponse | None) -> None:
 
 
 def _instances(rows: Sequence[Row]) -> str:
-    """The column DOMAIN is there only if an instance is a rank of one."""
+    """The table of instances. It has a column DOMAIN only if an instance belongs to a domain."""
     has_domains = any(row.domain for row in rows)
     titles = (
         "INSTANCE",

@@ -1,4 +1,4 @@
-"""`pdmesh top`: shows again and again what the mesh does."""
+"""`pdmesh top`: shows requests and the load of instances, again and again."""
 
 from __future__ import annotations
 

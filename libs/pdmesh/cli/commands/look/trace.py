@@ -16,8 +16,8 @@ def run(options: argparse.Namespace) -> int:
     lines = lines_about(options.request, read_logs(folder))
     if not lines:
         raise CommandFailed(
-            f"no log in {folder} names request {options.request}: it still runs, it is too long "
-            "ago, or another mesh served it"
+            f"no log in {folder} names request {options.request}: it still runs, its log lines "
+            "are gone, or another mesh served it"
         )
     steps = story(lines)
     header = ("time", "since", "told by", "what")
