@@ -69,8 +69,7 @@ def _add(options: argparse.Namespace, path: Path) -> int:
 
 def _list(options: argparse.Namespace, path: Path) -> int:
     if not path.exists():
-        add = "keys add TENANT" + (f" --file {shlex.quote(str(path))}" if options.file else "")
-        raise CommandFailed(f"no keys yet: make {path} with {hint(options.state_dir, add)}")
+        raise CommandFailed(f"no keys yet: make {path} with {_how_to_add(options)}")
     file = api_keys.load(path)
     show(options, _listed(file), lambda: _keys_text(file))
     return 0
