@@ -41,7 +41,7 @@ from loadtests.harness.results import Spread, write
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.services.gateway.text.encoding_queues import long_threads
+from pdmesh.services.gateway.text.encoding_threads import long_threads
 
 MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 _CHARS_PER_TOKEN: Final = 3.1  # of this text, by SmolLM2's tokenizer

@@ -25,11 +25,11 @@ from typing import Final
 from loadtests.harness.processes import ProcessSet, cpu_between
 from loadtests.harness.results import quantile, write
 from loadtests.harness.server import running
+from pdmesh.core.instance.prompt_times import LoadBook
 from pdmesh.core.kv.prefix.prefix_index import DeltaOutcome, IndexDelta, PrefixIndex
 from pdmesh.core.placement.fleet import Event, Fleet, LoadReported
 from pdmesh.embedded.servers import NatsServer
 from pdmesh.engine.base import BlocksChanged
-from pdmesh.instance.legs.load_report import LoadBook
 from pdmesh.instance.legs.publishing import KvBlocksPublisher, LoadPublisher
 from pdmesh.kv.index.feed import IndexFeed, Snapshot
 from pdmesh.net.bus import Message

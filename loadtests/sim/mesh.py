@@ -26,6 +26,7 @@ from pdmesh.core.instance.admission import (
     Capacity,
     Work,
 )
+from pdmesh.core.instance.prompt_times import LoadBook
 from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, IndexDelta, PrefixIndex
 from pdmesh.core.kv.tier import Tier
@@ -77,7 +78,6 @@ from pdmesh.core.request.machine import Request
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.waiting_room import WaitingRoom
 from pdmesh.errors import NoInstance
-from pdmesh.instance.legs.load_report import LoadBook
 
 _HUGE: Final = 1 << 50  # bytes: arenas are no bottleneck here
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from pdmesh.core.kv.prefix.block_hash import token_array
 from pdmesh.core.pooling.truncation import Content, SpecialTokens, TextCut, content_of
-from pdmesh.services.gateway.text.encoding_queues import EncodingQueues
+from pdmesh.services.gateway.text.encoding_threads import EncodingQueues
 
 _INLINE_CHARS: Final = 2048
 _TURN_CHARS: Final = 131072

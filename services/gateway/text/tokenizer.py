@@ -2,7 +2,7 @@
 library.
 
 Short text is encoded on the event loop, since a hop to a thread costs more than the work. Longer
-text goes to threads, in batches (`encoding_queues`), and what a chat's earlier turns had is not
+text goes to threads, in batches (`encoding_threads`), and what a chat's earlier turns had is not
 encoded again (`section_cache`). `text_stream` turns tokens into text as they arrive.
 """
 
@@ -31,7 +31,7 @@ from pdmesh.services.gateway.text.chat_template import (
     ChatTemplates,
     Conversation,
 )
-from pdmesh.services.gateway.text.encoding_queues import EncodingJob, EncodingQueues
+from pdmesh.services.gateway.text.encoding_threads import EncodingJob, EncodingQueues
 from pdmesh.services.gateway.text.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from pdmesh.services.gateway.text.section_cache import SectionCache
 from pdmesh.services.gateway.text.section_marks import SectionMarks

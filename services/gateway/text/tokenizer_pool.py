@@ -29,7 +29,7 @@ import structlog
 from pdmesh.core.catalogue.tokenizer_memory import Residency
 from pdmesh.errors import MeshError, Overloaded, TokenizerUnavailable
 from pdmesh.net.tasks import end
-from pdmesh.services.gateway.text.encoding_queues import EncodingQueues
+from pdmesh.services.gateway.text.encoding_threads import EncodingQueues
 from pdmesh.services.gateway.text.model_text import fetch_text
 from pdmesh.services.gateway.text.section_cache import SectionCache
 from pdmesh.services.gateway.text.tokenizer import BadModelDir, Tokenizer

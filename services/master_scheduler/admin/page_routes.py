@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pdmesh.core.access.exposure import is_loopback
+from pdmesh.core.access.same_origin import check_same_origin
 from pdmesh.desired_file import MAX_BYTES
 from pdmesh.errors import InvalidRequest, MeshError, NotAllowed
 from pdmesh.services.master_scheduler.admin.callers import is_local
@@ -94,7 +94,7 @@ def page_routes(
 
     async def call(request: Request) -> Response:
         try:
-            _check_origin(request, has_token=has_token)
+            check_same_origin(request.headers, has_token=has_token)
             method = _SERVICE.methods_by_name.get(request.path_params["method"])
             if method is None:
                 return _error(InvalidRequest("there is no such method"), 404)
@@ -133,21 +133,6 @@ def page_routes(
 
 def _is_here(caller: _Caller, own_host: str) -> bool:
     return is_local(caller.peer()) or caller.host() == own_host.strip("[]")
-
-
-def _check_origin(request: Request, *, has_token: bool) -> None:
-    """Raises NotAllowed for requests that another page in the operator's browser may have sent."""
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise NotAllowed("the content type must be application/json")
-    origin, host = request.headers.get("origin"), request.headers.get("host", "")
-    if origin is not None and origin.partition("://")[2] != host:
-        raise NotAllowed("this request comes from another site's page")
-    if not has_token and not _is_own(host):
-        raise NotAllowed("without an admin token the address must be localhost or a loopback one")
-
-
-def _is_own(host: str) -> bool:
-    return is_loopback(host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host)
 
 
 async def _body(request: Request) -> bytes:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.placement.instance import USED_S, Instance
-from pdmesh.core.placement.policies import Known, Query, TypicalWork
+from pdmesh.core.placement.policies import Known, Query
+from pdmesh.core.placement.shortlist import TypicalWork
 
 _MOST_USED: Final = 0.9  # beyond that share of its time, an instance is as good as full
 _HOME_SHARE: Final = 0.25  # of the balance price, for the home of a chat: new chats spread first

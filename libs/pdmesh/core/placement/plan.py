@@ -30,11 +30,10 @@ from pdmesh.core.placement.policies import (
     Policy,
     Query,
     Scored,
-    TypicalWork,
     Weights,
 )
 from pdmesh.core.placement.request_region import nearest
-from pdmesh.core.placement.shortlist import Shortlist, shortlist
+from pdmesh.core.placement.shortlist import Shortlist, TypicalWork, shortlist
 
 DEFAULT_MODEL = "default"  # stands for whatever model the scenario serves
 DEFAULT_SCENARIO = "default"

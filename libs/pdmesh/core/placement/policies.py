@@ -18,13 +18,12 @@ from typing import Final
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.predictor import LatencyPredictor
+from pdmesh.core.placement.shortlist import TypicalWork
 
 # Scores within this share of the best count as equal, and are taken in random order.
 _TIE: Final = 0.03
 _EPSILON: Final = 1e-9
 _TO_LOAD: Final = 8.0
-_HEARD: Final = 24  # at least so many random instances of a decision count
-_HEARD_WEIGHT: Final = 0.05
 MOST_SCORED: Final = 96  # prefills, and as many decodes; if there are no more, all are scored
 
 
@@ -70,29 +69,6 @@ class Weights:
     chat: float = 0.2
     spread: float = 0.3
     adapter: float = 0.5
-
-
-@dataclass(slots=True)
-class TypicalWork:
-    """Recent work and backlog of the mean instance, in seconds, from samples of many decisions.
-
-    A shortlist is no measure of all instances: the holders of a popular prefix are busier.
-    """
-
-    used_s: float = 0.0  # of compute, as in `RecentWork`
-    balance_s: float = 0.0
-    backlog_s: float = 0.0
-    num_heard: int = 0
-
-    def hear(self, drawn: Sequence[Instance], now: float) -> None:
-        """`drawn`: instances of one decision, each with equal probability."""
-        some = drawn[:: max(1, len(drawn) // _HEARD)]
-        self.num_heard += 1
-        weight = max(_HEARD_WEIGHT, 1 / self.num_heard) / len(some)
-        recent = [i.recent.at(now) for i in some]
-        self.used_s += weight * sum(used - self.used_s for used, _ in recent)
-        self.balance_s += weight * sum(balance - self.balance_s for _, balance in recent)
-        self.backlog_s += weight * sum(i.backlog_s - self.backlog_s for i in some)
 
 
 @dataclass(frozen=True, slots=True)

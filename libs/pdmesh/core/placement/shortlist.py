@@ -22,6 +22,8 @@ T = TypeVar("T")
 _HOLDERS: Final = 0.25  # of the places, for instances that hold most of the prompt
 _TRIES: Final = 1024  # holders looked at, as most may be decodes, or of other groups
 _WIDER: Final = 4  # times as many are sampled if no listed instance has a free slot
+_HEARD: Final = 24  # at least so many random instances of a decision count
+_HEARD_WEIGHT: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,29 @@ class Shortlist:
 
     instances: list[Instance]
     drawn: Sequence[Instance] = ()
+
+
+@dataclass(slots=True)
+class TypicalWork:
+    """Recent work and backlog of the mean instance, in seconds, from samples of many decisions.
+
+    A shortlist is no measure of all instances: the holders of a popular prefix are busier.
+    """
+
+    used_s: float = 0.0  # of compute, as in `RecentWork`
+    balance_s: float = 0.0
+    backlog_s: float = 0.0
+    num_heard: int = 0
+
+    def hear(self, drawn: Sequence[Instance], now: float) -> None:
+        """`drawn`: instances of one decision, each with equal probability."""
+        some = drawn[:: max(1, len(drawn) // _HEARD)]
+        self.num_heard += 1
+        weight = max(_HEARD_WEIGHT, 1 / self.num_heard) / len(some)
+        recent = [i.recent.at(now) for i in some]
+        self.used_s += weight * sum(used - self.used_s for used, _ in recent)
+        self.balance_s += weight * sum(balance - self.balance_s for _, balance in recent)
+        self.backlog_s += weight * sum(i.backlog_s - self.backlog_s for i in some)
 
 
 def shortlist(

@@ -17,6 +17,7 @@ import structlog
 from pdmesh.core.deadlines import OUTBOX_STALL_S, PROGRESS_EVERY_S
 from pdmesh.core.health.outlier_detection import Vitals
 from pdmesh.core.instance.admission import Admission
+from pdmesh.core.instance.prompt_times import LoadBook
 from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource, KvSource, SourceFault
 from pdmesh.core.model import PeerId
 from pdmesh.engine.base import BlocksChanged, Engine, Failed, Prefetch
@@ -25,7 +26,6 @@ from pdmesh.instance.legs import convert, instruments
 from pdmesh.instance.legs.kv_source_reports import KvSourceReports, OnError
 from pdmesh.instance.legs.leg_life import LegLife, PullLimits
 from pdmesh.instance.legs.legs import Leg
-from pdmesh.instance.legs.load_report import LoadBook
 from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.instance.legs.outputs import Outputs
 from pdmesh.v1.instance_service_pb2 import Command, Load, Progress

@@ -24,6 +24,7 @@ from pdmesh.core.instance.admission import (
     Refused,
     Work,
 )
+from pdmesh.core.instance.prompt_times import LoadBook
 from pdmesh.core.kv.layout.compatibility import all_bytes
 from pdmesh.core.kv.transfer.source_exclusions import KvSource
 from pdmesh.core.kv.transfer.ticket import PullFailure, make_ticket_id
@@ -50,7 +51,6 @@ from pdmesh.errors import (
 from pdmesh.instance.legs import convert, instruments, spans
 from pdmesh.instance.legs.kv_source_reports import KvSourceReports
 from pdmesh.instance.legs.legs import Leg, LegTable
-from pdmesh.instance.legs.load_report import LoadBook
 from pdmesh.instance.legs.outbox import Outbox
 from pdmesh.telemetry import names
 from pdmesh.v1.instance_service_pb2 import (

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.instance.prompt_times import LoadBook
 from pdmesh.core.kv.tier import Tier
 from pdmesh.engine.base import BlocksChanged
 from pdmesh.events.v1.events_pb2 import ErrorReported, InstanceLoad, KvBlocks
 from pdmesh.instance.legs import instruments
-from pdmesh.instance.legs.load_report import LoadBook
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
 from pdmesh.v1.instance_service_pb2 import Load

@@ -17,7 +17,7 @@ from tokenizers.processors import BertProcessing
 from pdmesh.core.pooling.truncation import SpecialTokens, TextCut
 from pdmesh.errors import Overloaded
 from pdmesh.services.gateway.text.bulk_texts import BulkTexts
-from pdmesh.services.gateway.text.encoding_queues import EncodingJob, EncodingQueues
+from pdmesh.services.gateway.text.encoding_threads import EncodingJob, EncodingQueues
 from tests.support.waiting import until
 
 WORDS = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "paris": 3, "is": 4, "big": 5}

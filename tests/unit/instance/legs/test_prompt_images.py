@@ -42,7 +42,7 @@ def test_other_images_are_refused(images: tuple[PromptImage, ...]) -> None:
 
 
 def test_a_decode_takes_no_data() -> None:
-    with pytest.raises(InvalidRequest, match="no decode"):
+    with pytest.raises(InvalidRequest, match="decodes do not"):
         images_from_proto(Start(images=images_to_proto((ONE,), with_data=True)), 10)
 
 

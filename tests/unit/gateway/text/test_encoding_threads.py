@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdmesh.errors import Overloaded
-from pdmesh.services.gateway.text.encoding_queues import (
+from pdmesh.services.gateway.text.encoding_threads import (
     EncodingJob,
     EncodingQueues,
     long_threads,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.instance.legs.load_report import MAX_NAMED, Computed, LoadBook
+from pdmesh.core.instance.prompt_times import MAX_NAMED, Computed, LoadBook
 
 
 @pytest.mark.req("S93", "S107")

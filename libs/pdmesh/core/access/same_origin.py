@@ -1,0 +1,31 @@
+"""Refuses requests to the operators' page that another site's page may have sent.
+
+A browser sends another page's requests, too: with an `origin` of that site, or, after DNS
+rebinding, with its name as `host`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pdmesh.core.access.exposure import is_loopback
+from pdmesh.errors import NotAllowed
+
+
+def check_same_origin(headers: Mapping[str, str], *, has_token: bool) -> None:
+    """`headers` have names in lower case. `has_token`: callers must show an admin token.
+
+    Raises NotAllowed for a request that another page in the operator's browser may have sent.
+    """
+    if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise NotAllowed("the content type must be application/json")
+    origin, host = headers.get("origin"), headers.get("host", "")
+    if origin is not None and origin.partition("://")[2] != host:
+        raise NotAllowed("this request comes from another site's page")
+    if not has_token and not _is_own(host):
+        raise NotAllowed("without an admin token the address must be localhost or a loopback one")
+
+
+def _is_own(host: str) -> bool:
+    name, _, port = host.rpartition(":")
+    return is_loopback(name if port.isdigit() else host)
