@@ -26,7 +26,7 @@ frozen for 6 s (SIGSTOP, then SIGCONT). One mesh goes through all cases in turn.
   ended with one clear error, or its connection was cut or refused. A connection is cut or refused
   only if the process that holds it was killed, stopped or frozen.
 - **longest gap**: the longest silence that any client saw, including the wait for the first token.
-  **bound**: the longest gap that the test allows.
+  **bound**: the longest gap that the test allows; it includes that of such streams without a fault.
 - **new request**: the time from when the process was ready again until a new request was answered.
 - **freed**: the time until no instance held a slot, a ticket or staged bytes for any request.
 
