@@ -57,7 +57,7 @@ class KvPath:
 
 
 class NoSuchPath(ValueError):
-    """The settings ask for a path that this machine does not have; the text says why, in one line."""
+    """The settings ask for a path that this machine does not have; one line of text says why."""
 
 
 def decide_path(asked: KvMemory, facts: PathFacts, *, requires_rdma: bool) -> KvPath:

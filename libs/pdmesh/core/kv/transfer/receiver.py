@@ -5,9 +5,10 @@ in order. While a pull waits or receives, its lease is renewed. A pull that fail
 asks the sender to stop and is then drained: it waits until its landing range is free.
 
 A pull also fails when none of its bytes came for `stall_s`. So a cut link is known long before the
-deadline, while a slow link may use all of the time. If the range is not free STOP_S after that, the
-connection is aborted, because a frozen sender cannot be told from a slow one. A pull that is given
-up early may have minutes left until its deadline, but it has only PULL_DRAIN_S to be drained.
+deadline, while a slow link may use all of the time. If bytes are still owed STOP_S after such a
+timeout, the connection is aborted, because a frozen sender cannot be told from a slow one. A pull
+that is given up early may have minutes left until its deadline, but it has only PULL_DRAIN_S to be
+drained.
 
 That abort must not end other pulls. While others still want bytes on the connection, it is retired
 instead: it takes no new pull and is aborted after the last one. But if nothing at all came on it
