@@ -6,8 +6,8 @@ incarnation apply in order. Deltas beyond a gap wait (bounded) until the gap is 
 covers it. A match counts only contiguous blocks from the start: a block whose predecessor an
 instance lacks is of no use to it.
 
-An instance has two neighbouring bits, engine and host, so that a shift of the whole mask finds the
-blocks in either tier. A block's name is kept once, under a row number. Equal masks are one object,
+An instance has two neighbouring bits, engine and host, so that one shift of the mask finds all
+holders in either tier. A block's name is kept once, under a row number. Equal masks are one object,
 so each block of a run costs a pointer comparison.
 
 Snapshots and removals of instances with very many blocks are cut into steps (`begin_snapshot`,

@@ -42,7 +42,7 @@ class _Entry:
 class PoolBook:
     """Pure bookkeeping.
 
-    A slot is free, being written (reserved), or holds the block of one name.
+    A slot is free, reserved for a block that is being written, or holds the block of one name.
     """
 
     num_slots: int

@@ -1,6 +1,7 @@
 """Decides how many blocks of a peer are brought here before a prompt needs them (ADR 0041).
 
-`load_plan.py` decides which of these blocks are worth it, by how likely a prompt needs them.
+`load_plan.py` decides which of these blocks are worth it. Its time to compute a block is then
+weighted by the chance that a prompt needs the blocks.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A prompt may come with a lease: blocks of its chain that every rank has pinned in its pool. The
 blocks that the engine lacks are loaded at the start of the step that begins the prompt. Every block
 that a step completes is saved at the step's end, since vLLM does not report evictions in time.
-vLLM's scheduler reports what happens; the ranks (`tier_worker.py`) carry out the decisions.
-`load_plan.py` decided before which blocks of the prompt are worth loading into the pool.
+vLLM's scheduler reports what happens; the ranks (`tier_worker.py`) carry out the decisions. Before
+that, `load_plan.py` has decided which blocks of the prompt are worth loading into the pool.
 """
 
 from __future__ import annotations
