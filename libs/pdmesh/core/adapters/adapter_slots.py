@@ -3,12 +3,12 @@
 An adapter is loaded on its first use. It is unloaded when another one needs its slot, or when it is
 removed. An engine has few slots. An adapter stays in its slot while any leg uses it, and the least
 recently used one makes room for another. The files of the new adapter are copied and verified
-before that. Only one thing changes at a time. A leg waits if there is no room for its adapter.
-Admission accepts no more adapters than there are slots, so such a leg waits only for legs that have
-just been aborted.
+before the old one is unloaded. Only one thing changes at a time. A leg waits if there is no room
+for its adapter. Admission accepts no more adapters than there are slots, so such a leg waits only
+for legs that have just been aborted.
 
-An adapter that could not be loaded is not tried again for `FAILED_S`. Its files may be large, and a
-client may ask for it as often as it likes.
+An adapter that could not be loaded is not tried again for `FAILED_S`, unless an inspection finds it
+good. Its files may be large, and a client may ask for it as often as it likes.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class AdapterSlots:
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Digests, in order."""
+        """The digests of the loaded adapters, sorted."""
         return tuple(sorted(self._loaded))
 
     @property
@@ -117,7 +117,7 @@ class AdapterSlots:
         return self._advance()
 
     def left(self, leg: int) -> list[Effect]:
-        """The leg needs its adapter no more; unknown ones are ignored."""
+        """The leg needs its adapter no more; an unknown leg is ignored."""
         if self._legs.pop(leg, None) is None:
             return []
         self._waiting.pop(leg, None)

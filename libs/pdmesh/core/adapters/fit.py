@@ -44,7 +44,8 @@ class AdapterFacts:
 def misfit(facts: AdapterFacts, max_rank: int, base: Shapes | None) -> str:
     """Why the adapter cannot be used; empty if it can.
 
-    `base`: the shapes of the model's weights. None: they do not show the layers' sizes (quantised).
+    `base`: the shapes of the model's weights. None: they are quantised, and do not show the layers'
+    sizes.
     """
     if why := _unsupported(facts.settings) or _wrong_rank(facts.settings, max_rank):
         return f"{SETTINGS}: {why}"

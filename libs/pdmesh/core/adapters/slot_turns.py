@@ -2,8 +2,9 @@
 
 A slot stays with its adapter while legs use it. An adapter with many requests would never lose its
 slot. So an adapter that is refused a slot waits for its turn, in order of arrival. For each adapter
-that waits, the one that has had its slot longest takes no new legs. Its slot is free when its legs
-have ended. It then waits for its next turn behind the others.
+that waits and finds no free slot, one adapter takes no new legs: the one that has had its slot
+longest, if it has had it for `TURN_S`. Its slot is free when its legs have ended. It then waits for
+its next turn behind the others.
 
 A client that gives up does not say so. A turn is therefore kept only while the adapter is asked for
 again within `CLAIM_S`. Gateways ask again after 2 s at most.
@@ -38,7 +39,7 @@ class AdapterTurns:
     def why_not(self, adapter: str, now: float) -> str:
         """Why a leg of the adapter must wait; empty if it may begin.
 
-        An adapter that must wait gets a place in the order.
+        An adapter that must wait gets a place in the order, unless too many wait.
         """
         if not adapter:
             return ""

@@ -18,7 +18,7 @@ LIMIT: Final = 3  # failures in a row
 AVOIDED_S: Final = 30.0
 MAX_SOURCES: Final = 256
 
-# An end of the path has too much to do, or is about to stop.
+# These say nothing about the path: one of its ends is overloaded, or about to stop.
 _SAYS_NOTHING: Final = frozenset(
     {PullFailure.BUSY, PullFailure.CLOSING, f"KV_REFUSED_{Refusal.TOO_MANY_PULLS.name}"}
 )
@@ -27,7 +27,7 @@ _SAYS_NOTHING: Final = frozenset(
 @dataclass(slots=True)
 class _Failures:
     num: int = 0  # in a row
-    avoided_until: float = 0.0  # from the failure on that reaches the limit
+    avoided_until: float = 0.0  # set by each failure from the limit on
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class AvoidedEncoders:
         self._failures.pop(source, None)
 
     def failed(self, source: PeerId, reason: str, now: float) -> bool:
-        """`reason`: of a `KvTransferFailed`. True if the source is avoided from now on."""
+        """`reason`: of a `KvTransferFailed`. True if this failure reaches the limit."""
         if reason in _SAYS_NOTHING:
             return False
         found = self._failures.setdefault(source, _Failures())

@@ -22,7 +22,7 @@ class EmbeddingLru:
 
     max_bytes: int
     num_bytes: int = 0
-    _held: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)  # oldest first
+    _held: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)  # the last used is last
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._held
@@ -33,7 +33,7 @@ class EmbeddingLru:
     def add(self, name: bytes, num_bytes: int) -> Sequence[bytes] | None:
         """Hold one more, and return the names that leave for it.
 
-        Returns None and changes nothing if there is no room even without all that may leave.
+        Returns None and changes nothing if there is no room even when all that may leave have left.
         """
         if name in self._held:
             self._held.move_to_end(name)

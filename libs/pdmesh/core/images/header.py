@@ -1,9 +1,9 @@
 """What an image file says of itself in its first bytes: its format and its size in pixels.
 
 Nothing is decoded. So an image that would fill the memory when it is decoded is refused while it is
-a few kilobytes. A file that says its size twice is refused, because a decoder may take the other
-size. A JPEG image also says how a viewer turns it: cameras write that, and decoders turn its pixels
-accordingly.
+a few kilobytes. A PNG or JPEG file that states its size twice is refused, because a decoder may
+take the other size. A JPEG file may also state an orientation: cameras write it, and decoders
+rotate the pixels accordingly.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _png(data: bytes) -> ImageHeader:
 
 
 def _gif(data: bytes) -> ImageHeader:
-    """Walk over the extensions to the first frame: decoders enlarge the screen for it."""
+    """Walk over the extensions to the first frame: if it is larger, decoders enlarge the screen."""
     header = ImageHeader("gif", _little(data, 6, 2), _little(data, 8, 2))
     flags = _little(data, 10, 1)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
@@ -132,7 +132,7 @@ def _jpeg(data: bytes) -> ImageHeader:
 
 
 def _orientation(exif: bytes) -> int:
-    """As a camera writes it, in the first directory of tags; 1, upright, if it is not there."""
+    """The orientation in the first directory of Exif tags; 1 (upright) if there is none."""
     number = {b"II*\0": _little, b"MM\0*": _big}.get(exif[:4])
     if number is None:
         return 1

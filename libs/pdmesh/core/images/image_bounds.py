@@ -9,7 +9,7 @@ from pdmesh.core.images.header import ImageHeader, NotAnImage, read_header
 
 # Models enlarge the shorter side of an image to a length of theirs, and the longer side with it.
 MAX_RATIO: Final = 200  # of the sides of an image
-MAX_PIXELS: Final = 128 << 20  # the most that may be allowed; Pillow refuses little more
+MAX_PIXELS: Final = 128 << 20  # the highest `max_pixels`; Pillow itself refuses 179 million
 
 
 class ImageRefused(Exception):

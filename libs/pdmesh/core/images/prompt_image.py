@@ -22,7 +22,7 @@ MAX_IMAGES: Final = 64  # in a prompt, whatever a model says of itself
 
 
 class ImagePlace(NamedTuple):
-    """`num_rows`: in which an image's tokens stand; 0: the model's tokens stand in none."""
+    """`num_rows`: how many rows the image's tokens form; 0: the model has no rows of tokens."""
 
     position: int
     num_tokens: int
@@ -43,7 +43,7 @@ class ImageFacts:
     grid: GridRule | None = None
 
     def tokens_of(self, num_tokens: int) -> tuple[int, ...]:
-        """What stands in a prompt for an image of so many tokens."""
+        """The token ids that stand for an image; `num_tokens` is as `place_of` counts."""
         return self.expansion if self.grid is None else (self.placeholder,) * num_tokens
 
     def place_of(self, width: int, height: int, position: int = 0) -> ImagePlace:
@@ -58,8 +58,8 @@ class ImageFacts:
 class PromptImage:
     """`num_tokens` tokens from `position` on stand for the image with this SHA-256.
 
-    Only those that compute a prompt get its images' bytes. All need `num_rows`, on which positions
-    depend: those of an answer's tokens, too. See `ImagePlace`.
+    Only instances that compute the prompt get the `data`. All others need `num_rows`, too: the
+    positions of an answer's tokens depend on it. See `ImagePlace`.
     """
 
     position: int
@@ -89,7 +89,7 @@ def check_placeholders(tokens: array[int], facts: ImageFacts, num_images: int) -
 
 
 def least_length(num_tokens: int, facts: ImageFacts, num_images: int) -> int:
-    """Of a prompt with so many tokens before its placeholders are expanded."""
+    """The least length of a prompt that has `num_tokens` before its placeholders are expanded."""
     return num_tokens + num_images * max(0, len(facts.expansion) - 1)
 
 

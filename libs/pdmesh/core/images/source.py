@@ -1,7 +1,7 @@
 """Where an image may come from: the request itself, or an allowed host.
 
 A fetch is a request that a client makes the gateway send. So only hosts that an operator named are
-asked, only at addresses that anybody can reach, and nothing that the host answers leads elsewhere.
+asked, only at public addresses, and nothing that the host answers leads elsewhere.
 `image_bounds.py` says how large an image may be.
 """
 
@@ -63,7 +63,7 @@ def decoded(text: str, rules: ImageRules) -> bytes:
         raise too_large(rules)
     found = bytearray()
     try:
-        if 0 <= text.find("=") < len(text) - 2:  # a piece may not see that it is not the last
+        if 0 <= text.find("=") < len(text) - 2:  # a piece cannot tell whether it is the last
             raise ValueError
         for at in range(0, len(text), _PIECE_CHARS):
             found += base64.b64decode(text[at : at + _PIECE_CHARS], validate=True)
@@ -75,7 +75,7 @@ def decoded(text: str, rules: ImageRules) -> bytes:
 def address_of(url: str, hosts: Collection[str]) -> ImageAddress:
     """The address that may be asked for an image. Raises ImageRefused.
 
-    There is one parser: what it finds is what is checked and what is asked.
+    The URL is parsed once: the parts that are checked are those that are used.
     """
     if len(url) > MAX_URL_CHARS or not _PRINTABLE.fullmatch(url):
         raise ImageRefused(
@@ -105,7 +105,7 @@ def address_of(url: str, hosts: Collection[str]) -> ImageAddress:
 
 
 def is_public(ip: str) -> bool:
-    """Whether anybody may be sent there: no private, loopback, link-local or other such range."""
+    """Whether the address is public: not private, loopback, link-local or otherwise special."""
     try:
         found: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(ip)
     except ValueError:
@@ -123,8 +123,8 @@ def is_public(ip: str) -> bool:
 
 # The only part of IPv6 from which public addresses are given. Python calls others global, too.
 _GLOBAL_UNICAST: Final = ipaddress.ip_network("2000::/3")
-# An IPv4 address in IPv6: DNS64 answers with it. Networks' own prefixes for that are refused,
-# because the place of the IPv4 address in them is not known.
+# DNS64 answers with IPv4 addresses below this prefix; the last 32 bits are checked. A prefix of a
+# network's own cannot be recognised: it is refused only if it is outside 2000::/3.
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
-# Azure's host answers its own machines here, with their settings. The address looks public.
+# From here Azure's host gives its virtual machines their settings. The address looks public.
 _AZURE: Final = ipaddress.ip_address("168.63.129.16")

@@ -1,8 +1,8 @@
 """How many tokens an image takes in a model that reads it in rows, as Qwen2-VL does.
 
 The model resizes an image so that both sides are multiples of `factor`, and has a token for each
-square of that side. Its tokens have a position on each axis (M-RoPE), so two images with as many
-tokens in other rows are different prompts.
+square of that side. Its tokens have a position on each axis (M-RoPE). So two images with the same
+number of tokens, but in different rows, make different prompts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class GridRule:
     def grid_of(self, width: int, height: int) -> tuple[int, int]:
         """The rows and columns of tokens of an image of this size, as `smart_resize` finds them.
 
-        An image that is thin and too large keeps one row, so it may take more tokens than
-        `max_pixels` allows.
+        An image that is thin and too large keeps at least one row and one column, so it may take
+        more tokens than `max_pixels` allows.
         """
         side = self.factor
         rows, columns = round(height / side), round(width / side)
@@ -39,5 +39,5 @@ class GridRule:
 
     @property
     def most_tokens(self) -> int:
-        """Of an image that is not thin."""
+        """The most tokens that an image takes if it is not thin."""
         return self.max_pixels // self.factor**2

@@ -1,7 +1,7 @@
 """Rules of a grammar in llguidance's Lark, as they are written.
 
 A text that is one token of the vocabulary, such as `<tool_call>`, is written as this token: parsers
-do not read it if a model spells it with others.
+do not recognise the text if a model spells it with other tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LarkRules:
         return name
 
     def literal(self, text: str) -> str:
-        """Empty for an empty text."""
+        """The text in Lark, with known tokens in place of their texts; empty for an empty text."""
         if not self._tokens:
             return quoted(text)
         parts = (self._token_or_quoted(part) for part in self._known.split(text) if part)
@@ -49,7 +49,7 @@ class LarkRules:
         return self.rule(f"{terminal} {quoted(end)}", "[lazy]")
 
     def first_token(self, text: str) -> str:
-        """The text of the token that it begins with; empty: none."""
+        """The text of the known token that `text` begins with; empty if there is none."""
         found = self._known.match(text) if self._tokens else None
         return found.group() if found else ""
 
@@ -59,7 +59,11 @@ class LarkRules:
 
 
 def quoted(text: str) -> str:
-    """Empty for an empty text. Lark does not know JSON's escapes of characters beyond U+FFFF."""
+    """The text as a string of Lark; empty for an empty text.
+
+    Lark does not know JSON's escapes of characters beyond U+FFFF, so a text with such characters is
+    written without these escapes.
+    """
     return json.dumps(text, ensure_ascii=max(text) <= "\uffff") if text else ""
 
 

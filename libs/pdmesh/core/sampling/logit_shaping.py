@@ -15,7 +15,7 @@ from pdmesh.errors import InvalidRequest
 MAX_BIASES: Final = 1024
 MAX_BAD_WORDS: Final = 1000  # token sequences
 MAX_ALLOWED: Final = 65_536
-MAX_LOGPROB_IDS: Final = 128  # whose log probabilities are told; vLLM's own bound
+MAX_LOGPROB_IDS: Final = 128  # token ids whose log probabilities are reported; vLLM's bound
 _MAX_BIAS: Final = 100.0
 
 

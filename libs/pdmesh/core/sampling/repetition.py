@@ -12,7 +12,7 @@ from typing import Final
 
 from pdmesh.errors import InvalidRequest
 
-MAX_PATTERN: Final = 256  # tokens; an answer that repeats one token has this many candidates
+MAX_PATTERN: Final = 256  # tokens; if an answer repeats one token, each length is checked
 MAX_COUNT: Final = 1 << 31
 
 
@@ -46,7 +46,7 @@ def repetition_rule(max_size: int, min_size: int, min_count: int) -> RepetitionR
 
 
 class RepetitionFinder:
-    """Looks at each token once. Its memory is that of the longest pattern."""
+    """Looks at each token once, and remembers as many tokens as the longest pattern has."""
 
     __slots__ = ("_num", "_places", "_recent", "_rule", "_runs")
 
@@ -54,7 +54,7 @@ class RepetitionFinder:
         self._rule = rule
         self._num = 0
         self._recent: deque[int] = deque()  # as many tokens as the longest pattern has
-        self._places: dict[int, deque[int]] = {}  # by token: where it occurs among these
+        self._places: dict[int, deque[int]] = {}  # by token: where it occurs in `_recent`
         # By distance: how many of the last tokens equal the token at that distance before them.
         self._runs: dict[int, int] = {}
 

@@ -4,7 +4,7 @@ A tail that may begin a stop string is held back until more text decides. The fi
 is complete ends the text, and the text before it is kept. The result does not depend on how the
 text is divided into pieces.
 
-Each stop string needs one step for each character (Knuth, Morris and Pratt), even if the strings
+The time per stop string grows linearly with the text (Knuth, Morris and Pratt), even if the strings
 are repetitive.
 """
 

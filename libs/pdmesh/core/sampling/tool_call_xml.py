@@ -2,8 +2,8 @@
 
 Some families of models write each argument between marks of their own: a text as it is, any other
 value as JSON. Their parsers find these marks in the answer, and give each value the type that its
-schema names. So the rules allow only what a parser reads back: a text has no mark in it, and the
-parser sees the types of the schema. Any other schema is refused, not loosened.
+schema names. So the rules allow only what a parser reads back unchanged: a text contains no mark,
+and the parser recognises the types of the schema. Any other schema is refused, not loosened.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Writer:
         if "string" not in types:
             return [(False, f"{self._json(schema)} {close}")]
         if schema.keys() - _NOTES <= {"type"}:
-            return [(True, self._text({}))]  # it is valid whatever its parser takes it for
+            return [(True, self._text({}))]  # valid as any type that the parser gives it
         if types == {"string"}:
             return [(True, self._text_of(schema))]
         if types == {"string", "null"}:
@@ -207,7 +207,7 @@ class _Writer:
         raise NoXmlGrammar("a $ref that does not end")
 
     def _not_null(self, schema: _Schema) -> _Schema:
-        """The schema without its null."""
+        """The schema without the null that it allows."""
         for name in _ALTERNATIVES:
             if name in schema:
                 listed = [each for each in schema[name] if isinstance(each, Mapping)]
@@ -292,7 +292,7 @@ def _type_of(value: object) -> str:
 
 
 def _has_untyped(schema: object, depth: int) -> bool:
-    """Whether a parser that looks deeply could take a value in it for a text."""
+    """Whether a parser that converts nested values could take one of `schema` for a text."""
     if isinstance(schema, Mapping):
         found = depth == 0 or "$ref" in schema or "const" in schema
         return found or any(_has_untyped(each, depth - 1) for each in schema.values())

@@ -1,8 +1,9 @@
 """Decides how many bytes a prompt's KV has and where each piece lies in one buffer (S3, S47).
 
-The buffer has one layer after the other, and within a layer the blocks in the order of the prompt.
-The bytes of a block are opaque here, so any engine's packing travels unchanged. Equal fingerprints
-say that both sides pack alike. `core/kv/transfer/pull_parts.py` decides how a pull is cut.
+The buffer has one layer after the other. A layer has one head after the other, and a head has its
+blocks in the order of the prompt. The bytes of a head's block are opaque here, so any engine's
+packing travels unchanged. Engines with equal fingerprints pack alike.
+`core/kv/transfer/pull_parts.py` decides how a pull is cut.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class KvShape:
 
     @property
     def token_layer_bytes(self) -> int:
-        """K and V of one token in one layer: 2 * hidden * precision in the paper.
+        """K and V of one token in one layer, with their scales.
 
-        The hidden size is counted over KV heads only.
+        Without scales, that is the paper's 2 * hidden * precision, with hidden over KV heads only.
         """
         return self.num_kv_heads * (2 * self.head_dim * DTYPE_BYTES[self.dtype] + self.scale_bytes)
 
@@ -64,10 +65,10 @@ class KvSpan:
 class KvLayout:
     """One prompt's buffer on one rank.
 
-    It is `num_layers` x `num_heads` x `num_blocks` x the bytes of one head of a block.
-    `block_bytes` has all heads of a block in one layer. An opaque block counts as one head.
-    `first_blocks` says by layer which blocks are in the buffer: those from this one on, because the
-    layer sees only a window. Without it, all are.
+    Its axes are layer, head and block; an item is the bytes of one head of a block. `block_bytes`
+    counts all heads of a block in one layer. An opaque block counts as one head. `first_blocks`
+    gives for each layer the first block that is in the buffer, because some layers see only a
+    window. If it is empty, all blocks are in the buffer.
     """
 
     num_layers: int

@@ -26,9 +26,10 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """It has `num_heads` of the whole model or, for opaque blocks, `num_ranks`; the other is 0.
+    """What two engines must have in common to exchange KV.
 
-    `num_ranks` are those of one pipeline stage.
+    If blocks can be cut by heads, `num_heads` counts those of the whole model, and `num_ranks` is
+    0. For opaque blocks, `num_ranks` counts those of one pipeline stage, and `num_heads` is 0.
     """
 
     model: str  # digest of the weights, of how they are used, and of the engine's version
@@ -79,9 +80,10 @@ def may_meet(fingerprint: str, our_ranks: int, their_ranks: int) -> bool:
 
 
 def rank_bytes(fingerprint: str, our_bytes: int, our_ranks: int, their_ranks: int) -> int | None:
-    """The share on each of their ranks, if each of ours has `our_bytes`; None: no exchange.
+    """The bytes on each of their ranks, if each of ours has `our_bytes`.
 
-    Of a pipeline, both are shares of the stage that has most layers.
+    None: the two cannot exchange KV. In a pipeline, both numbers are for a rank of the stage that
+    has the most layers.
     """
     if our_ranks == their_ranks:
         return our_bytes
@@ -99,7 +101,7 @@ def rank_bytes(fingerprint: str, our_bytes: int, our_ranks: int, their_ranks: in
 
 
 def all_bytes(fingerprint: str, largest_bytes: int, num_ranks: int) -> int:
-    """What all ranks together have of a prompt, if a rank of the largest stage has so much."""
+    """A prompt's bytes on all ranks, if a rank of the largest stage has `largest_bytes`."""
     kind = parse(fingerprint)
     if kind is None or not kind.stages:
         return largest_bytes * num_ranks
@@ -108,7 +110,10 @@ def all_bytes(fingerprint: str, largest_bytes: int, num_ranks: int) -> int:
 
 
 def difference(theirs: str, ours: str, them: str = "the sender", us: str = "this instance") -> str:
-    """Why KV of the fingerprint `theirs` cannot be used by `ours`, naming both; empty if it can."""
+    """Why an engine of fingerprint `ours` cannot use KV of `theirs`; empty if it can.
+
+    The text calls the two sides `us` and `them`.
+    """
     if theirs == ours:
         return ""
     a, b = parse(theirs), parse(ours)

@@ -1,9 +1,10 @@
-"""Finds where each kv head's bytes lie in a layer's paged cache, and fixes their order of travel.
+"""Finds where each kv head's bytes lie in a layer's paged cache, and in which order they travel.
 
-Engines keep a block's tokens and heads in different orders, with K and V in one tensor or one
-behind the other. When a layer's bytes travel, they are [head][block][K or V][token][content], so
-that any run of heads is contiguous. Two caches may exchange blocks if a head's block has the same
-counts in that order, whatever the strides of the caches.
+Engines keep a block's tokens and heads in different orders. K and V are on a dimension of their
+own, or one behind the other in the content. A layer's bytes travel in the order
+[head][block][K or V][token][content], so that any run of heads is contiguous. Two caches may
+exchange blocks if a head's block has the same counts in that order, whatever the strides of the
+caches.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class HeadBlocks:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the cache is nothing but heads' blocks in one piece each, block after block."""
+        """Whether each head's block is contiguous, and there are no gaps between them."""
         heads = not self.outer and self.heads.stride == self.run_bytes
         return heads and self.blocks.stride == self.block_bytes
 
     def runs(self, block: int, head: int) -> list[tuple[int, int]]:
-        """For each run, its offset in the cache and in the travelling head's block, in bytes."""
+        """For each run, its offset in the cache and in the head's block as it travels, in bytes."""
         starts = [block * self.blocks.stride + head * self.heads.stride]
         for axis in self.outer:
             starts = [s + i * axis.stride for s in starts for i in range(axis.count)]
@@ -60,18 +61,18 @@ class HeadBlocks:
 
 
 def opaque_blocks(num_blocks: int, block_bytes: int) -> HeadBlocks:
-    """A cache whose blocks are moved without looking into them."""
+    """A cache whose blocks are moved as opaque bytes."""
     return HeadBlocks(Axis(num_blocks, block_bytes), Axis(1, block_bytes), (), block_bytes)
 
 
 def head_blocks(
     axes: str, shape: Sequence[int], strides: Sequence[int], item_bytes: int
 ) -> HeadBlocks:
-    """The cache of a tensor; `axes` names its dimensions, one letter each. Strides are in items.
+    """The cache in a tensor; `axes` names its dimensions, one letter each. Strides are in items.
 
     "kbnhc" is flash attention's [2, blocks, tokens, heads, head size]. "bknhc" is the same with
-    blocks first. "bhnc" has K and V one behind the other in the content. Raises ValueError unless
-    the content is contiguous.
+    blocks first. "bhnc" has K and V one behind the other in the content. Raises ValueError if
+    `axes` does not fit `shape`, or if the content is not contiguous.
     """
     if sorted(axes) not in (sorted("bhnc"), sorted("kbhnc")) or len(shape) != len(axes):
         raise ValueError(f"axes {axes!r} cannot name a cache of shape {tuple(shape)}")
@@ -92,6 +93,6 @@ def head_blocks(
 
 
 def travel_shape(axes: str, shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-    """The shape of a travelling head's block. Caches may exchange blocks if it is equal."""
+    """The shape of a head's block as it travels. Caches of equal shape may exchange blocks."""
     named = dict(zip(axes, shape, strict=True))
     return (*(named[a] for a in _TRAVEL_ORDER if a in named), item_bytes)

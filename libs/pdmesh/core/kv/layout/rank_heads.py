@@ -3,8 +3,8 @@
 Prefill and decode may have different numbers of ranks. A rank holds a run of the model's kv heads,
 or one head of which several ranks keep copies. A destination pulls each head that it needs from one
 source, straight into its own share. With equal numbers of ranks, rank i pulls only from rank i.
-Every source gets at least one pull, if only to learn that its bytes are not needed: only then does
-it free its staged range.
+Every source gets at least one pull, if only to learn that its bytes are not needed. Otherwise its
+staged range would stay taken until the lease ends.
 """
 
 from __future__ import annotations

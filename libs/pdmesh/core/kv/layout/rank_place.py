@@ -1,8 +1,8 @@
-"""Where a rank stands among an engine's pipeline stages, and which ranks of a peer it meets (S120).
+"""Which pipeline stage a rank is in, and which ranks of a peer it exchanges KV with (S120).
 
 A stage has some of the model's layers, and the same number of tensor-parallel ranks as the others.
-Ranks are numbered stage by stage. A rank has KV of its stage's layers alone, so it meets the ranks
-of a peer's stage of the same number. Both sides have the same layers on each stage
+Ranks are numbered stage by stage. A rank has KV of its stage's layers alone, so it exchanges KV
+with the ranks of a peer's stage of the same number. Both sides have the same layers on each stage
 (`compatibility.py`).
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """`num_ranks` of the whole engine. `stages`: how many layers each stage has; (): one stage."""
+    """`num_ranks`: of the whole engine. `stages`: how many layers each stage has; (): one stage."""
 
     rank: int
     num_ranks: int
@@ -33,7 +33,7 @@ class RankPlace:
 
     @property
     def num_beside(self) -> int:
-        """The ranks of a stage."""
+        """The number of ranks in each stage."""
         return self.num_ranks // self.num_stages
 
     @property
@@ -50,7 +50,7 @@ class RankPlace:
         return self.rank == self.num_ranks - self.num_beside
 
     def num_beside_of(self, num_theirs: int) -> int:
-        """The ranks of each stage of a peer with so many ranks.
+        """The number of ranks in each stage of a peer that has `num_theirs` ranks.
 
         Raises ValueError if they do not divide over the stages.
         """
@@ -59,5 +59,5 @@ class RankPlace:
         return num_theirs // self.num_stages
 
     def first_of(self, num_theirs: int) -> int:
-        """The first rank of this stage at a peer with so many ranks. Raises ValueError as above."""
+        """The first rank of this stage at a peer. Raises ValueError as `num_beside_of` does."""
         return self.stage * self.num_beside_of(num_theirs)

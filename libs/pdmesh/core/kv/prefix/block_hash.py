@@ -2,8 +2,8 @@
 
 Equal hashes mean equal KV, so the hash must not collide even on purpose: two tenants with one hash
 would share each other's cache. Hence it is a keyed cryptographic chain (BLAKE2b). Its root binds
-everything that changes the bytes: tenant, salt, the model fingerprint (model, dtype, block size,
-layout), and the content of an adapter. The name of a block also binds the images in the prompt.
+the tenant, the salt, the model fingerprint (model, dtype, block size, layout), and the content of
+an adapter. The name of a block also binds the images that begin before the block's end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 HASH_BYTES = 16
-# The place of an image among the tokens, and its digest.
+# The position of an image's first token in the prompt, and the image's digest.
 ImageAt = tuple[int, bytes]
 _IMAGE: Final = b"image"
 
@@ -69,8 +69,8 @@ def block_hashes(
 
     `parent`: the hash of the preceding block, if the chain's earlier blocks are hashed already.
 
-    `images`: those that begin within `token_ids`, in order. All images have the same tokens, so the
-    digest of an image is part of the block in which it begins. The chain carries it on.
+    `images`: those that begin within `token_ids`, in order. Token ids do not tell images apart, so
+    the digest of an image is hashed with the block in which it begins. The chain carries it on.
     """
     data = tokens_to_bytes(token_ids)
     step = 4 * block_size
@@ -80,7 +80,7 @@ def block_hashes(
         start = position // block_size * step
         place = _IMAGE + (position % block_size).to_bytes(4, "little")
         by_block[start] = by_block.get(start, b"") + place + image
-    # A copy costs half of a new one.
+    # Copying a keyed hash object takes half the time of making one.
     copy = hashlib.blake2b(digest_size=HASH_BYTES, key=root).copy
     for start in range(0, len(data) - step + 1, step):
         digest = copy()

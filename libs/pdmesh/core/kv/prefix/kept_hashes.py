@@ -1,4 +1,4 @@
-"""The hashes of a long prompt's blocks in chunks, of which those of earlier prompts are kept.
+"""Keeps the block hashes of long prompts, in chunks, for later prompts that begin alike.
 
 A chat's next turn begins with the tokens of the turn before. To look up a chunk takes one hash of
 its tokens, a fifth of the time that the hashes of its blocks take. The name of a chunk is made with
@@ -20,7 +20,7 @@ _PERSON: Final = b"chunk"
 
 
 class KeptHashes:
-    """Chunks that were used least recently leave at `max_chunks`."""
+    """Beyond `max_chunks`, the least recently used chunk is dropped."""
 
     def __init__(self, max_chunks: int = _MAX_CHUNKS) -> None:
         self._max_chunks = max_chunks
@@ -54,7 +54,10 @@ class KeptHashes:
 
 
 def _name(root: bytes, parent: bytes, data: bytes) -> bytes:
-    """`data` has another length for each size of blocks, and no chunk begins with half a hash."""
+    """No two chunks of one root have the same name.
+
+    `parent` is empty or a whole hash, and all chunks of one block size have equally long `data`.
+    """
     hashed = hashlib.blake2b(parent, digest_size=HASH_BYTES, key=root, person=_PERSON)
     hashed.update(data)
     return hashed.digest()

@@ -27,11 +27,11 @@ _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 class PinnedPrefix:
     """Blocks of one pin as an instance finds them.
 
-    `until` is in unix seconds. It ends a cache entry, and nothing else depends on it.
+    `until` is in unix seconds. It says how long files keep the blocks; nothing else depends on it.
     """
 
     names: tuple[bytes, ...]
-    owner: bytes  # of `core.kv.tiers.owner`
+    owner: bytes  # as `core.kv.tiers.owner` makes it
     until: float
 
 

@@ -6,8 +6,8 @@ incarnation apply in order. Deltas beyond a gap wait (bounded) until the gap is 
 covers it. A match counts only contiguous blocks from the start: a block whose predecessor an
 instance lacks is of no use to it.
 
-An instance has two neighbouring bits, engine and host, so that a shift of the whole mask finds the
-blocks in either tier. A block's name is kept once, under a row number. Equal masks are one object,
+An instance has two neighbouring bits, engine and host, so that one shift of the mask finds all
+holders in either tier. A block's name is kept once, under a row number. Equal masks are one object,
 so each block of a run costs a pointer comparison.
 
 Snapshots and removals of instances with very many blocks are cut into steps (`begin_snapshot`,
@@ -25,16 +25,16 @@ from typing import Final
 
 from pdmesh.core.kv.tier import Tier
 
-TIERS: Final = (Tier.ENGINE, Tier.HOST)  # what an instance holds itself, and a tier's bit
+TIERS: Final = (Tier.ENGINE, Tier.HOST)  # an instance's own tiers, in the order of its two bits
 MAX_WAITING = 256  # deltas kept beyond a gap, per instance
 _MAX_RETIRED = 4  # incarnations remembered as over, per instance
 _MAX_INTERNED = 16_384
 _FEW = 8
-_MAX_REMEMBERED = 1024  # answers of a thousand names each
+_MAX_REMEMBERED = 1024  # masks whose instance ids are cached
 _ALL: Final = 1 << 60
 _MANY: Final = 65_536
 _GONE = "\0"  # in place of the id of an instance whose blocks are not swept yet
-_SWEPT_WITH_A_DELTA = 256  # rows of instances that are gone
+_SWEPT_WITH_A_DELTA = 256  # blocks of gone instances that are dropped with each delta
 
 
 class DeltaOutcome(enum.Enum):
@@ -108,7 +108,7 @@ class _Holder:
         return sum(map(len, (*self.rows, *self.before)))
 
     def forget(self, rank: int, row: int) -> None:
-        """The row is held no longer, whether it was before the snapshot or since."""
+        """Drop the row from what is held now, or else from what was held before the snapshot."""
         own, before = self.rows[rank], self.before[rank]
         (own if row in own else before).remove(row)
 
@@ -117,8 +117,8 @@ class _Holder:
 class SnapshotLoad:
     """A snapshot on its way into the index. Call `step` until it returns an outcome.
 
-    Until then the instance is known partly as before and partly as in the snapshot, at its former
-    version, and its deltas wait.
+    Until then, the index knows the instance partly as before and partly as in the snapshot. Its
+    version is still the former one, and its deltas wait.
     """
 
     instance_id: str
@@ -129,7 +129,7 @@ class SnapshotLoad:
     rank: int = 0
 
     def step(self, max_blocks: int) -> DeltaOutcome | None:
-        """Do a part of the work, of at most `max_blocks` blocks; None: there is more to do.
+        """Load or drop at most `max_blocks` blocks; None: there is more to do.
 
         STALE: the instance is gone, or another snapshot took this one's place. GAP: deltas after
         the snapshot are still missing.
@@ -190,7 +190,7 @@ class PrefixIndex:
         return holder is not None and holder.load is not None
 
     def is_whole(self, instance_id: str) -> bool:
-        """False while deltas of the instance are missing."""
+        """False while deltas of the instance are missing, or if the instance is unknown."""
         holder = self._instances.get(instance_id)
         return holder is not None and holder.is_whole
 
@@ -203,7 +203,7 @@ class PrefixIndex:
         return frozenset(names)
 
     def num_blocks_of(self, instance_id: str) -> int:
-        """In all tiers. A decision asks it of each instance that it scores."""
+        """In all tiers. It is called for each instance that a decision scores, so it is fast."""
         holder = self._instances.get(instance_id)
         if holder is None:
             return 0
@@ -221,7 +221,7 @@ class PrefixIndex:
         if holder.load is not None:
             if delta.sequence <= holder.load.sequence:
                 return DeltaOutcome.STALE
-            was_whole = holder.is_whole  # and still is: it waits only for the rest of the snapshot
+            was_whole = holder.is_whole  # `_wait` sets it to false, but no delta is missing here
             self._wait(holder, delta)
             holder.is_whole = was_whole
             return DeltaOutcome.WAITS
@@ -239,7 +239,7 @@ class PrefixIndex:
         blocks: Iterable[bytes],
         host: Iterable[bytes] = (),
     ) -> DeltaOutcome:
-        """Replace what is known of the instance; its engine and host pool held this at `sequence`.
+        """Replace what is known of the instance: it had `blocks` and `host` at `sequence`.
 
         It takes about a second for a million blocks: see `begin_snapshot`. GAP: deltas after the
         snapshot are still missing.
@@ -263,7 +263,7 @@ class PrefixIndex:
         holder = self._holder_for(instance_id, incarnation)
         if holder is None or sequence < holder.sequence:
             return None
-        if holder.load is not None:  # given up on the way
+        if holder.load is not None:  # this snapshot replaces one that was not loaded to its end
             for own, before in zip(holder.rows, holder.before, strict=True):
                 own.update(before)
                 before.clear()
@@ -272,16 +272,17 @@ class PrefixIndex:
         return holder.load
 
     def remove_instance(self, instance_id: str) -> int:
-        """Forget an instance that is gone, and its incarnation for good.
+        """Forget an instance that is gone.
 
-        Returns how many blocks it had, which is the cost of the call.
+        Its incarnation is refused from now on; see `forget_history`. Returns how many blocks it
+        had, which is the cost of the call.
         """
         num_blocks = self.retire_instance(instance_id)
         self.sweep(_ALL)
         return num_blocks
 
     def retire_instance(self, instance_id: str) -> int:
-        """As `remove_instance`, at once, but its blocks take room until `sweep` has met them."""
+        """As `remove_instance`, but fast: its blocks take room until `sweep` drops them."""
         holder = self._instances.pop(instance_id, None)
         if holder is None:
             return 0
@@ -295,7 +296,7 @@ class PrefixIndex:
         return holder.num_blocks
 
     def sweep(self, max_blocks: int) -> bool:
-        """Drop blocks of instances that are gone, at most so many. True: some are left."""
+        """Drop at most `max_blocks` blocks of instances that are gone. True: some are left."""
         while self._gone and max_blocks > 0:
             holder = self._gone[-1]
             max_blocks -= self._drop_some(holder, (*holder.rows, *holder.before), max_blocks)
@@ -310,7 +311,7 @@ class PrefixIndex:
         self._retired.pop(instance_id, None)
 
     def match(self, block_hashes: Sequence[bytes], tier: Tier | None = None) -> dict[str, int]:
-        """Contiguous blocks from the start, for each instance that holds at least the first.
+        """How many blocks from the start each instance holds without a gap, if it holds the first.
 
         They count in `tier` or, if it is None, in either of the instance's own tiers. It is one
         pass, with early exit.
@@ -366,7 +367,7 @@ class PrefixIndex:
     def take_forgotten(self) -> list[IndexDelta]:
         """What was evicted since the last call, per instance, for copies of this map.
 
-        Each has the number of the instance's last delta.
+        Each delta has the number of the instance's last delta.
         """
         forgotten, self._forgotten = self._forgotten, {}
         return [
@@ -450,7 +451,7 @@ class PrefixIndex:
         return holder
 
     def take_names(self, load: SnapshotLoad, max_blocks: int) -> int:
-        """For `SnapshotLoad` only. Returns how many names were taken; fewer: there are no more."""
+        """For `SnapshotLoad` only. Returns how many names were taken; below `max_blocks`: all."""
         holder, rank = load.holder, load.rank
         names = list(itertools.islice(load.names[rank], max_blocks))
         before, own = holder.before[rank], holder.rows[rank]
@@ -476,7 +477,7 @@ class PrefixIndex:
         return self._drain(holder)
 
     def _drop_some(self, holder: _Holder, parts: Sequence[set[int]], max_blocks: int) -> int:
-        """`parts` alternate as TIERS. Returns how many blocks were dropped."""
+        """`parts` alternate between the tiers, as TIERS. Returns how many blocks were dropped."""
         num_dropped = 0
         for number, rows in enumerate(parts):
             rank = number % len(TIERS)
@@ -553,7 +554,7 @@ class PrefixIndex:
         self._free.append(row)
 
     def _make_room(self) -> None:
-        """What instances that are gone held goes before what others hold."""
+        """Drop blocks of instances that are gone before any others."""
         self.sweep(1)
         if self.num_blocks >= self.max_blocks:
             self._evict_one()

@@ -1,8 +1,8 @@
 """Decides whose snapshot is asked for next, and whether the index or the instance is asked.
 
-A few are asked for at a time, the longest wait first. An instance that could not be asked goes to
-the end, with a growing pause in which it takes no place. So instances that do not answer, however
-many, delay the others only by their own turns.
+A few are asked for at a time, first those that have been due longest. After a failure, an instance
+is due again after a pause, which doubles up to a bound. So instances that do not answer take a
+place only while they are asked.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Wanted:
 class Repairs:
     """Times are seconds of one monotonic clock.
 
-    `settle_s`: a reordered delta may fill the hole by itself.
+    `settle_s`: the wait before a snapshot is asked for, since a late delta may fill the gap.
     """
 
     max_in_flight: int = 4
@@ -89,7 +89,7 @@ class Repairs:
             wanted.pause_s = min(2 * wanted.pause_s, self.max_pause_s)
 
     def next_start(self) -> float | None:
-        """When `start` may have something to do; None until `want` or `ended` is called."""
+        """When `start` may have something to do; None: not before `want` or `ended` is called."""
         if self._num_in_flight() >= self.max_in_flight:
             return None
         return min((w.due for w in self._wanted.values() if not w.is_in_flight), default=None)

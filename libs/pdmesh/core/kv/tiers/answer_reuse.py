@@ -1,8 +1,8 @@
-"""Predicts how likely the KV of a chat's answer is used again: how often chats like it went on.
+"""Predicts how likely the KV of a chat's answer is used again: how often chats like it continued.
 
-A chat went on if a later prompt begins with its answer. Then the prompt has the name of the
+A chat continued if a later prompt begins with its answer. Then the prompt has the name of the
 answer's last full block. An answer that no prompt repeats within ten minutes counts as one whose
-chat ended. That is also so if its reasoning is left out of the next prompt.
+chat ended. So does an answer whose reasoning the next prompt leaves out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 HORIZON_S: Final = 600.0
 MAX_ANSWERS: Final = 16384
 MAX_SCOPES: Final = 256
-_WEIGHT: Final = 0.05  # of the newest answer whose end is known
+_WEIGHT: Final = 0.05  # of the newest answer whose outcome is known
 _FIRST: Final = 0.5  # before anything is known of a scope
 
 
@@ -21,7 +21,7 @@ class AnswerReuse:
     """`scope` is what chats have in common: the model and the scenario, for example.
 
     Times are in seconds, on the caller's clock. While `max_answers` are undecided, no others are
-    followed: so a busy hour changes how many answers are counted, and not how they count.
+    followed. So in a busy hour fewer answers are counted, but these count as at any other time.
     """
 
     __slots__ = ("_awaited", "_chances", "_max_answers")
@@ -34,7 +34,7 @@ class AnswerReuse:
         self._chances: dict[Hashable, float] = {}
 
     def __len__(self) -> int:
-        """Answers of which it is not known whether their chats go on."""
+        """How many answers are undecided: whether their chats continue is not known yet."""
         return len(self._awaited)
 
     def chance(self, scope: Hashable) -> float:

@@ -3,8 +3,8 @@
 A full, read-only, broken or hanging disk is not used and is tried again later. A failed write makes
 the store read-only: one write per interval is let through as a probe, until one succeeds. Several
 failed reads in a row turn reading off in the same way. Intervals double up to a bound. An operation
-that makes no progress for `hang_s` turns its direction off at once. While it hangs there is no
-other probe, which would hang, too.
+that makes no progress for `hang_s` turns its direction off at once. While it hangs, no probe is let
+through: it would hang, too.
 """
 
 from __future__ import annotations

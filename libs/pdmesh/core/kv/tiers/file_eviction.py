@@ -1,8 +1,9 @@
-"""Decides which KV files of a shared directory are evicted, down to how many bytes (S105).
+"""Decides which KV files of a shared directory are evicted, and down to how many bytes (S105).
 
 Files of owners beyond their share go first, then the least recently used. A file whose time of last
 use is in the future is kept until then, as long as kept files leave a quarter of the quota to the
-others. If the disk is full before the quota is, files are evicted once until a block was written.
+others. If the disk is full before the quota is reached, files are evicted once, and not again until
+a block has been written.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ def first_use(now: float, position: int) -> float:
 
 
 def room_for(size: int, quota: int) -> int:
-    """The bytes that may be left when a file of `size` bytes needs room within the quota."""
+    """How many bytes of files may stay when a file of `size` bytes needs room in the quota."""
     return int(LOW_WATER * quota) - size
 
 
 def room_on_full_disk(size: int, used: int) -> int:
-    """The bytes that may be left when the disk is full before the quota is."""
+    """How many bytes of files may stay when the disk is full before the quota is reached."""
     return min(int(LOW_WATER * used), used - size)
 
 
@@ -56,8 +57,8 @@ def room_on_full_disk(size: int, used: int) -> int:
 class FullDisk:
     """Whether files are evicted because the disk is full, whatever the quota says.
 
-    After that, nothing is evicted until a block has been written. Otherwise, if other programs took
-    the room each time, the store would be emptied for nothing.
+    After one such eviction, nothing is evicted until a block has been written. Otherwise, if other
+    programs took the room each time, the store would be emptied for nothing.
     """
 
     _has_evicted: bool = False
@@ -75,7 +76,7 @@ class FullDisk:
 def eviction_order(
     files: Iterable[StoredFile], now: float, quota: int, owner_share: float
 ) -> Iterator[StoredFile]:
-    """The files that may be evicted, the first one first. `owner_share`: of the quota, 0..1."""
+    """The files that may be evicted, in order. `owner_share`: a share of the quota, 0 to 1."""
     by_use = sorted(files, key=lambda f: (f.used_at, f.path))
     of_owner: dict[str, int] = {}
     for stored in by_use:

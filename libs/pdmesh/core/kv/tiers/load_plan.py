@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """`runs` are in order and without gaps. `saved_s` compares with computing the same blocks."""
+    """`runs` are in order and without gaps. `saved_s`: the time saved against computing them."""
 
     runs: tuple[Run, ...] = ()
     saved_s: float = 0.0

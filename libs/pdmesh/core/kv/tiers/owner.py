@@ -1,4 +1,4 @@
-"""The owner of blocks, for quotas: one tenant under one salt; of holds: a tenant."""
+"""Names the owner of KV: of blocks, one tenant under one salt; of sessions' holds, one tenant."""
 
 from __future__ import annotations
 

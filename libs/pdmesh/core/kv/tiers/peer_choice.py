@@ -40,7 +40,7 @@ def peers_to_ask(
     kv_region: str,
     corrupt: Collection[KvSource],
 ) -> list[tuple[PoolOwner, int]]:
-    """The peers and the numbers of their blocks. `known`: by instance id; `me`: its own id."""
+    """Each peer with the number of its blocks. `known`: by instance id; `me`: our own id."""
     found = [
         (owner, match.num_blocks)
         for match in sorted(matches, key=lambda match: -match.num_blocks)

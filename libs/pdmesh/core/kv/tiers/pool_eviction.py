@@ -42,7 +42,7 @@ class _Entry:
 class PoolBook:
     """Pure bookkeeping.
 
-    A slot is free, being written (reserved), or holds the block of one name.
+    A slot is free, reserved for a block that is being written, or holds the block of one name.
     """
 
     num_slots: int
@@ -52,7 +52,7 @@ class PoolBook:
     keep_after: int = 8  # uses
     fixed_share: float = PINNED_SHARE
     held_share: float = 0.25  # of the pool, and of an owner's quota, for paused sessions
-    # Of what sessions may hold in all, for those of one owner: that three others can pause, too.
+    # The share of all holds that one owner's sessions may have: three others must find room, too.
     owner_held_share: float = 0.25
     _free: list[int] = field(init=False)
     _entries: dict[bytes, _Entry] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class PoolBook:
     _protected: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _idle_of: dict[bytes, OrderedDict[bytes, None]] = field(default_factory=dict)
     _holds: Holds = field(init=False)
-    _held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # and not in use
+    _held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # held, and not in use
     _num_of: dict[bytes, int] = field(default_factory=dict)  # slots by owner, also while written
     _num_protected: int = 0
     _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the oldest use first
@@ -123,7 +123,7 @@ class PoolBook:
     def unpin(self, name: bytes, is_use: bool = True) -> None:
         """`is_use`: the block served a request.
 
-        Then it becomes the most recently used block, and is evicted only after new blocks.
+        Such a block becomes the most recently used one, and is evicted only after new blocks.
         """
         entry = self._entries[name]
         assert entry.pins > 0, "unpinned more often than pinned"
@@ -194,8 +194,9 @@ class PoolBook:
     def hold(self, session: str, owner: bytes, names: Sequence[bytes], until: float) -> None:
         """The session has paused: evict its blocks last, also those that are stored later.
 
-        They replace what it held before. Bounded by `held_share` and, for all sessions of `owner`
-        (here a tenant, whatever its salts), by `owner_held_share`; the head of `names` wins.
+        `names` replace what it held before. Holds are bounded by `held_share` and, for all sessions
+        of `owner` (here a tenant, whatever its salts), by `owner_held_share`; the head of `names`
+        wins.
         """
         self._end_holds(self._holds.remove(session))
         for name in self._holds.add(session, owner, names, until, self.__contains__):
@@ -205,7 +206,7 @@ class PoolBook:
                 self._enter_idle(name, entry)
 
     def resume(self, session: str) -> None:
-        """The session goes on: its blocks are like any other."""
+        """The session continues: its blocks are like any other."""
         self._end_holds(self._holds.remove(session))
 
     def retire(self, session: str, names: Sequence[bytes]) -> None:
@@ -234,7 +235,7 @@ class PoolBook:
 
     @property
     def num_held(self) -> int:
-        """Holds: blocks times the paused sessions that hold them."""
+        """The number of holds: a block counts once for each paused session that holds it."""
         return len(self._holds)
 
     def _end_holds(self, names: Iterable[bytes]) -> None:
@@ -303,7 +304,7 @@ class PoolBook:
     def reserve(self, name: bytes, owner: bytes) -> int | None:
         """A slot to write the block into; it can be found after `commit`.
 
-        None: the block is here already, or no room can be made.
+        None: the block is here or being written already, or no room can be made.
         """
         if name in self._entries or name in self._writing:
             return None
@@ -358,7 +359,7 @@ class PoolBook:
         self._drop(name, entry)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """(stored, removed) since the last call; a block that came and went is in neither."""
+        """(stored, removed) since the last call; a block that is as it was then is in neither."""
         changes = tuple(self._stored), tuple(self._removed)
         self._stored.clear()
         self._removed.clear()

@@ -1,6 +1,7 @@
 """Decides how many blocks of a peer are brought here before a prompt needs them (ADR 0041).
 
-`load_plan.py` decides which of these blocks are worth it, by how likely a prompt needs them.
+`load_plan.py` decides which of these blocks are worth it. Its time to compute a block is then
+weighted by the chance that a prompt needs the blocks.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from typing import Final
 
 from pdmesh.core.kv.tiers.load_plan import Cost
 
-MAX_PREFETCHING: Final = 256  # blocks under way at once beyond which nothing is prefetched
-_POOL_SHARE: Final = 8  # the pool's slots that prefetches may take: one of so many
-_TIME_SHARE: Final = 2  # they are expected within this part of the time limit: one half
+MAX_PREFETCHING: Final = 256  # if this many blocks are under way, nothing is prefetched
+_POOL_SHARE: Final = 8  # prefetches may take one in 8 of the pool's slots
+_TIME_SHARE: Final = 2  # they are expected within one half of the time limit
 
 
 def most_prefetched(cost: Cost, timeout_s: float, num_slots: int, num_loading: int) -> int:
-    """As many as arrive in time at the peers' `cost`, and as leave prompts enough of the pool's
-    `num_slots` and of the `num_loading` blocks under way.
+    """How many blocks arrive in time at the peers' `cost` and fit a share of the `num_slots`.
+
+    The `num_loading` blocks that are under way count against that share and MAX_PREFETCHING.
     """
     in_time = int((timeout_s / _TIME_SHARE - cost.latency_s) / cost.block_s)
     at_once = min(MAX_PREFETCHING, num_slots // _POOL_SHARE) - num_loading

@@ -2,14 +2,15 @@
 blocks, and within which bounds (S108).
 
 When a call has ended, its gateway tells the instances that served it. The next turn may run
-elsewhere. So the gateway remembers instances that were told of a pause, and they also hear that the
-session goes on or is done. Another gateway does not know them: there the time ends the holds.
+elsewhere. So the gateway remembers instances that were told of a pause, and also tells them when
+the session continues or is done. Another gateway does not know them: then the holds end by their
+time.
 
 An instance's pool evicts the held blocks last. A hold is of one block for one session, and ends
 with its time. Holds are bounded for the pool and for each owner (a tenant): a session that pauses
 beyond the bound holds nothing. Only blocks that are in the pool count. Blocks that a session names
-before they are stored are awaited, within the same bounds but apart, and held when they come if
-there is room.
+before they are stored are awaited, within bounds of the same size, and held when they come if there
+is room.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_HOLD_S: Final = 600.0
 MAX_SESSION_NAMES: Final = 8192  # blocks of one session, the head of its prompt first
 MAX_SESSION_CHARS: Final = 256
 MAX_PAUSED: Final = 16_384  # sessions whose instances a gateway remembers
-MAX_TOLD: Final = 16  # instances of one session, the last ones
+MAX_TOLD: Final = 16  # instances that a gateway remembers of one session, the latest
 
 
 class SessionState(StrEnum):
@@ -53,7 +54,7 @@ class PausedSessions:
 
     hold_s: float
     max_paused: int = MAX_PAUSED
-    # By the session's key, the last pause last, which is the last to be over.
+    # By the session's key, in the order of the pauses, which is also the order of their ends.
     _pauses: OrderedDict[str, _Pause] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
@@ -64,7 +65,8 @@ class PausedSessions:
     ) -> Sequence[str]:
         """A call of the session has ended, and these instances are told of the session's state.
 
-        Returns the others that must be told of it, without blocks.
+        Unless it has paused again, returns the instances that heard only of an earlier pause: these
+        must be told of the state, too, without blocks.
         """
         has_paused = state is SessionState.PAUSED_FOR_TOOL
         if has_paused and not told:
@@ -92,9 +94,9 @@ class PausedSessions:
 def held_blocks(
     prompts: Iterable[Sequence[bytes]], num_choices: int, answer: Callable[[], Sequence[bytes]]
 ) -> list[bytes]:
-    """The blocks that an instance holds, by name: of several choices, only the prompts.
+    """The names of the blocks that an instance holds; with several choices, only the prompts'.
 
-    The client goes on with at most one of their answers. `prompts`: the names of the prompts that
+    The client continues with at most one of their answers. `prompts`: the names of the prompts that
     the instance served; `num_choices`: of the call; `answer`: the names of the first one's answer.
     """
     blocks = dict.fromkeys(name for prompt in prompts for name in prompt)
@@ -151,10 +153,10 @@ class Holds:
     most_of_owner: int
     _held: _Budget = field(init=False)
     _awaited: _Budget = field(init=False)
-    _sessions: dict[str, _Paused] = field(default_factory=dict)  # none without blocks
+    _sessions: dict[str, _Paused] = field(default_factory=dict)  # each holds or awaits a block
     _holders: dict[bytes, dict[str, None]] = field(default_factory=dict)  # sessions by block
     _awaiters: dict[bytes, dict[str, None]] = field(default_factory=dict)
-    # (until, session), the earliest first; also of sessions that have gone on since.
+    # (until, session), the earliest first; also of sessions that have continued since.
     _times: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -175,7 +177,7 @@ class Holds:
         until: float,
         is_stored: Callable[[bytes], bool],
     ) -> list[bytes]:
-        """A session that holds nothing yet holds these. Returns those that no session held.
+        """Hold `names` for a session that holds nothing. Returns those that no session held before.
 
         It awaits those that are not stored yet.
         """
@@ -215,8 +217,8 @@ class Holds:
     def remove(self, session: str) -> list[bytes]:
         """The session holds nothing any more.
 
-        Returns the blocks that no session holds now, the last that it got first: the tail of a
-        prompt is evicted before its head.
+        Returns the blocks that no session holds now, the one that it got last first. So the tail of
+        a prompt is evicted before its head.
         """
         if (paused := self._sessions.pop(session, None)) is None:
             return []
@@ -255,7 +257,7 @@ class Holds:
             del self._sessions[session]
 
     def _tidy_times(self) -> None:
-        """Bound the times of sessions that have gone on."""
+        """Drop the times of sessions that have continued, once there are many."""
         if len(self._times) > 2 * len(self._sessions) + 64:
             self._times = [(paused.until, s) for s, paused in self._sessions.items()]
             heapq.heapify(self._times)

@@ -1,10 +1,10 @@
-"""Decides which blocks a step of the engine loads from the host pool, and which it saves to it.
+"""Decides which blocks a step of the engine loads from the host pool, and which it saves there.
 
-A prompt comes with a lease: blocks of its chain that every rank has pinned in its pool. The blocks
-that the engine lacks are loaded at the start of the step that begins the prompt. Every block that a
-step completes is saved at the step's end, since vLLM does not report evictions in time. vLLM's
-scheduler reports what happens; the ranks (`tier_worker.py`) carry out the decisions. `load_plan.py`
-decided before which blocks of the prompt are worth loading into the pool.
+A prompt may come with a lease: blocks of its chain that every rank has pinned in its pool. The
+blocks that the engine lacks are loaded at the start of the step that begins the prompt. Every block
+that a step completes is saved at the step's end, since vLLM does not report evictions in time.
+vLLM's scheduler reports what happens; the ranks (`tier_worker.py`) carry out the decisions. Before
+that, `load_plan.py` has decided which blocks of the prompt are worth loading into the pool.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PoolSave:
 
 @dataclass(slots=True)
 class StepCopies:
-    """Of one step: loads before the forward, saves after it."""
+    """The copies of one step: loads before the forward pass, saves after it."""
 
     loads: list[PoolLoad] = field(default_factory=list)
     saves: list[PoolSave] = field(default_factory=list)
@@ -174,7 +174,10 @@ class StepCopyPlanner:
 def _from(
     block_ids: BlockLists, first: int, end: int, who: Callable[[Iterable[bool]], bool]
 ) -> BlockIds:
-    """The ids of the blocks below `end`, from the first one that any or all groups hold."""
+    """The ids of the blocks below `end`, by group, from the first block that groups hold.
+
+    `who` is `any` or `all`: whether one group must hold that block, or all groups must.
+    """
     rows = list(zip(*(ids[first:end] for ids in block_ids), strict=True))
     held = [who(i != NULL_BLOCK for i in row) for row in rows]
     start = first + (held.index(True) if True in held else len(held))

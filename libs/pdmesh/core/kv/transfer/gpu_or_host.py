@@ -2,7 +2,7 @@
 
 From an arena on the GPU, UCX moves KV without the host: by cuda_ipc to another GPU of the machine,
 by GPUDirect over RDMA to another machine. Where UCX can do neither, it would copy through host
-memory itself, in small pieces, while the agent waits. So the arena is then in page-locked host
+memory itself, in small pieces, while the agent waits. In that case the arena is in page-locked host
 memory, which the GPU's copy engines fill and empty. `REQUIRE_RDMA` turns that fallback, and KV over
 tcp, into an error at the start.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-# UCX's names of transports begin so: verbs and mlx5 (rc, dc, ud), EFA's (srd), Gaudi's IB (gga).
+# UCX's RDMA transports begin so: verbs and mlx5 (rc, dc, ud), EFA (srd), BlueField's DMA (gga).
 _RDMA: Final = ("rc_", "dc_", "ud_", "srd", "gga_")
 _COPIES: Final = "cuda_copy"
 _OWN_GPUS: Final = "cuda_ipc"
@@ -57,11 +57,11 @@ class KvPath:
 
 
 class NoSuchPath(ValueError):
-    """The settings ask for a path that this machine does not have; the text says why, in a line."""
+    """The settings ask for a path that this machine does not have; one line of text says why."""
 
 
 def decide_path(asked: KvMemory, facts: PathFacts, *, requires_rdma: bool) -> KvPath:
-    """Raises NoSuchPath if `KV_MEMORY` is device or `REQUIRE_RDMA` is set, and it is impossible."""
+    """Raises NoSuchPath if the machine cannot do what KV_MEMORY=device or REQUIRE_RDMA asks."""
     obstacle = _obstacle(facts)
     if requires_rdma:
         _check_rdma(asked, facts, obstacle)

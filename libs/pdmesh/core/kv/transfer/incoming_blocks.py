@@ -183,7 +183,7 @@ class IncomingBlocks:
         return self._settle(event.leg, now)
 
     def _settle(self, leg: int, now: float) -> list[IncomingEffect]:
-        """Call it once the pull and all copies have ended. The turn goes to the next pull."""
+        """If the pull and all copies have ended, end the load; its turn goes to the next pull."""
         if not self._loads[leg].is_settled:
             return []
         return self._end(leg, now) + self._begin_all(self._queue.end(leg), now)

@@ -43,7 +43,7 @@ class RangeVerified:
 
 @dataclass(frozen=True, slots=True)
 class RangeScattered:
-    """The copying that one Scatter ordered has ended, well or not."""
+    """The copying that one Scatter ordered has ended, with or without success."""
 
     leg: int
 
@@ -57,7 +57,7 @@ class PullFellSilent:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    reason: str  # as `PullFailure`
+    reason: str  # as `KvTransferFailed.reason`; see `PullFailure`
     message: str
 
 
@@ -81,7 +81,7 @@ class LoadCancelled:
 class AgentLandingFreed:
     """No late write can reach the landing range at `offset`.
 
-    The KV agent says so once per pull that failed or was cancelled.
+    The KV agent reports it once for each pull that failed or was cancelled.
     """
 
     offset: int
@@ -147,7 +147,7 @@ class Scatter:
 class ReportLoad:
     """Report the outcome of the pull, once per load that is not cancelled.
 
-    `waited_s`: the time since its turn had come and prefill was done.
+    `waited_s`: from when its turn had come and prefill was done until it ended; otherwise 0.
     """
 
     leg: int

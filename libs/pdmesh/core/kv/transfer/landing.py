@@ -19,7 +19,7 @@ class Landing:
 
     min_bytes: int
     max_bytes: int
-    num_bytes: int = -1  # of the whole pull; the first announcement tells
+    num_bytes: int = -1  # of the whole pull; -1 until the first announcement
     num_announced: int = 0  # bytes
     num_parts: int = 0
     posted: set[int] = field(default_factory=set)  # parts for which a write may still land
@@ -45,8 +45,8 @@ class Landing:
     def announce(self, part: MetaArrived) -> int | None:
         """The number of the part, whose bytes may be written from now on.
 
-        None if the part does not follow the last one without a gap: no byte may land twice or
-        outside the range.
+        None if the sender may not announce this part: it comes after the end or a refusal, leaves a
+        gap, or has wrong sizes. So no byte lands twice or outside the range.
         """
         if self.is_refused or self.is_announced or part.offset != self.num_announced:
             return None

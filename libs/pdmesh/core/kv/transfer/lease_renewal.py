@@ -1,6 +1,6 @@
 """Decides when a receiver renews the tickets of waiting pulls; `receiver.py` renews the others.
 
-Renewals are a third of a lease apart and end by themselves, so that a ticket is freed even if its
+Renewals are a third of a lease apart. They end at a set time, so that a ticket is freed even if its
 receiver forgets it.
 """
 

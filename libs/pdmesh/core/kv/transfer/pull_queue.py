@@ -6,8 +6,8 @@ bounded by bytes as well as by number. A pull that ends lets the next begin.
 
 Each source has its own queue. A source that sends slowly, or not at all, holds up only its own
 pulls: both the bytes under way from it and its share of the number are bounded. A pull that falls
-silent does not use the link. It gives up its turn to the next pull, and goes on beside that pull if
-its bytes come after all. Admission bounds the total number of pulls.
+silent does not use the link. It gives up its turn to the next pull, and continues beside that pull
+if its bytes come after all. Admission bounds the total number of pulls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, Generic, TypeVar
 
 K = TypeVar("K")
 
-MAX_ACTIVE_BYTES: Final = 64 << 20  # from one source; a longer pull goes by itself
+MAX_ACTIVE_BYTES: Final = 64 << 20  # from one source; a pull of more bytes runs alone
 
 
 @dataclass(slots=True)

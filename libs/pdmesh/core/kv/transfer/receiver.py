@@ -5,14 +5,14 @@ in order. While a pull waits or receives, its lease is renewed. A pull that fail
 asks the sender to stop and is then drained: it waits until its landing range is free.
 
 A pull also fails when none of its bytes came for `stall_s`. So a cut link is known long before the
-deadline, while a slow link may use all of the time. If a sender does not answer within STOP_S after
-the deadline, its connection is aborted: a frozen sender looks like a slow one, and both end there.
-A pull that waits for prefill may have minutes left when it is given up; it has PULL_DRAIN_S to be
+deadline, while a slow link may use all of the time. If bytes are still owed STOP_S after such a
+timeout, the connection is aborted, because a frozen sender cannot be told from a slow one. A pull
+that is given up early may have minutes left until its deadline, but it has only PULL_DRAIN_S to be
 drained.
 
-The end of one pull costs no other pull. While others get their bytes on its connection, the
-connection is retired: it takes no new pull and is aborted after the last one. A sender that was not
-heard at all for PULL_DRAIN_S loses all its pulls at once.
+That abort must not end other pulls. While others still want bytes on the connection, it is retired
+instead: it takes no new pull and is aborted after the last one. But if nothing at all came on it
+for PULL_DRAIN_S, it is aborted at once, with all its pulls.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Decides which peer may pull which bytes of a ticket, and when those bytes may be reused.
 
 A ticket is open while its engine writes layers into its range. Only the engine ends this, with the
-last layer or with a release. From the last layer on, the ticket has a lease.
+last layer or with a release. Then the ticket's lease begins.
 
-A ticket is closed once: taken, released or expired. It is never closed while a send reads its
-bytes. The connection of a send that outlives the lease is aborted, and the end of the connection
-proves that nothing reads any more. A peer that is merely slow keeps the lease alive, within a
-bound, by taking bytes and by renewing. A frozen peer does neither.
+A ticket is closed once: taken, released, expired or failed. `CloseTicket` never comes while a send
+reads its bytes or the engine writes them. The connection of a send that outlives the lease is
+aborted, and the end of the connection proves that nothing reads any more. A peer that is merely
+slow keeps the lease alive, within a bound, by taking bytes and by renewing. A frozen peer does
+neither.
 
 All of a peer's pulls share its connection. A peer that takes or renews any ticket is not frozen. So
 a send that outlives its lease does not end the connection until the peer has been silent for a
@@ -51,8 +52,8 @@ from pdmesh.core.model import Tick
 
 MAX_PULLS_PER_TICKET = 16
 MAX_DECODES = 16  # decodes whose takers are remembered for one ticket
-# Parts of one pull on their way at once: the next follows without a pause, and other pulls still
-# have their turn.
+# Parts of one pull on their way at once: enough that the next follows without a pause, and few
+# enough that other pulls have their turn.
 WINDOW = 2
 
 _Key = tuple[int, int]  # peer, pull

@@ -17,8 +17,8 @@ from pdmesh.core.model import Tick
 class OpenAsked:
     """A prompt's range is reserved and its layout known; its bytes are still to come.
 
-    `is_single`: the ticket closes with its only pull, however the pull ends. `KvLayout.parts` says
-    how pulls are cut into parts.
+    `is_single`: the ticket closes with its only pull, however the pull ends. `chunk_bytes` and
+    `is_tapered` decide how its pulls are cut into parts; see `pull_parts`.
     """
 
     ticket_id: str = field(repr=False)

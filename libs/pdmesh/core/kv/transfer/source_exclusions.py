@@ -2,8 +2,10 @@
 
 It uses what the decode found out itself and what all decodes report. A decode *ejects* a source
 whose KV was corrupt three times within a minute: no token may be computed from such KV. It *avoids*
-a source when pulls from it failed twice in a row. It also avoids a source whose KV came so slowly,
-three times in a row, that computing it would have been quicker.
+a source when pulls from it failed twice in a row within 30 s. It also avoids a source that was slow
+three times within ten minutes: the wait for its KV took more than a second, and more than twice as
+long as computing it. A pull that was faster than computing clears that count. After such an
+exclusion, one slow pull is enough for the next.
 
 The link between source and decode may be bad while both are well. So another pair is tried, or
 else one instance computes both phases. Only another try shows that the fault is over. So each
@@ -240,7 +242,7 @@ class KvExchange:
     """
 
     _of: Mapping[str, SourceExclusions] = field(default_factory=dict)
-    _others: SourceExclusions = NO_EXCLUSIONS  # of a decode that reports nothing
+    _others: SourceExclusions = NO_EXCLUSIONS  # those of a decode that reports nothing
 
     @classmethod
     def of(
@@ -281,7 +283,7 @@ class KvExchange:
         return self.exclusions(decode_id).fit(prefill_id)
 
     def of_silent(self, num_decodes: int) -> SourceExclusions | None:
-        """What a decode excludes that reports nothing, if one of so many must be such a decode.
+        """The exclusions of a decode without reports; None if all `num_decodes` may have reported.
 
         No other decode excludes less. So with few reports, no pair has to be looked at.
         """

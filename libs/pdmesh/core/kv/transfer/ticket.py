@@ -40,7 +40,7 @@ class Ticket:
     incarnation: int
     model_fingerprint: str
     num_tokens: int
-    kv_bytes: int  # per rank; in a pipeline, of the stage that has most layers
+    kv_bytes: int  # per rank; in a pipeline, on the stage with the most layers
     addresses: tuple[str, ...] = field(repr=False)  # one per rank
     lease_ms: int
 
