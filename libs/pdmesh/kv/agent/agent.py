@@ -192,8 +192,8 @@ class KvAgent:
     async def keep(self, ticket: Ticket, for_s: float) -> None:
         """Renew a ticket's lease while it waits here for its turn.
 
-        The lease is renewed until the ticket's pull, until `stop_renewing`, or for `for_s`. The
-        connection is opened, too, so that the pull finds it. Raises KvTransferFailed.
+        The lease is renewed until the ticket is pulled, `stop_renewing` is called or `for_s` has
+        passed. The connection is opened, too, so that the pull finds it. Raises KvTransferFailed.
         """
         check_ticket(ticket)
         connection = await self.connect(self._address(ticket, None))
@@ -223,12 +223,13 @@ class KvAgent:
 
         The bytes are laid out as in the sender's buffer, without the first `first_block` blocks of
         each layer. `heads` = (first, number) selects some heads, if the layout tells heads apart.
-        `num_takers` ranks of this instance pull the ticket from that rank for the same `leg`.
+        `source_rank`: the sender's rank; None: the same rank as ours. `num_takers` ranks of this
+        instance pull the ticket from the sender's rank for the same `leg`.
         `on_range` gets verified bytes while others are still on their way.
 
         A sender that has all bytes may be silent for `stall_s`. `on_silent` is called when it has
-        been silent for a while: then the link is free for others. After the return the landing
-        range is the caller's. Raises KvTransferFailed. After a failure or a cancellation, the range
+        been silent for a while, so that the link is free for other pulls. After the return the
+        landing range is the caller's. Raises KvTransferFailed. After a failure or a cancellation, the range
         stays the agent's until AgentLandingFreed.
         """
         started, identity = time.monotonic(), self._identity
