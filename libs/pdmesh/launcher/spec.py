@@ -201,7 +201,7 @@ class PlannedService:
     """A service process before its addresses are known."""
 
     name: str
-    kind: str  # the name without those of its region and host
+    kind: str  # the name without the prefix of its host or region
     service: str
     region: str
 
@@ -211,7 +211,7 @@ class PlannedService:
 
 
 def planned_services(spec: MeshSpec) -> list[PlannedService]:
-    """In start order. A name begins with that of its region, or of its host if there are several."""
+    """In start order. With several hosts, names begin with the host's; or, with regions, theirs."""
     control = [
         (name, name)
         for name, is_wanted in (

@@ -2,7 +2,7 @@
 
 It runs on one event loop. One connection per peer carries all pulls at once, told apart by pull id.
 A prompt of at most 64 KiB costs three messages: PULL, META with the bytes, and ACK. A longer prompt
-adds one META and one payload per further part of a few MiB. `sender.py` sends and `receiver.py`
+adds one META per further part; beyond 64 KiB, a part of at most 4 MiB also takes a payload. `sender.py` sends and `receiver.py`
 receives. This file has the public methods and what the two halves share.
 """
 
@@ -229,8 +229,8 @@ class KvAgent:
 
         A sender that has all bytes may be silent for `stall_s`. `on_silent` is called when it has
         been silent for a while, so that the link is free for other pulls. After the return the
-        landing range is the caller's. Raises KvTransferFailed. After a failure or a cancellation, the range
-        stays the agent's until AgentLandingFreed.
+        landing range is the caller's. Raises KvTransferFailed. After a failure or a cancellation,
+        the range stays the agent's until AgentLandingFreed.
         """
         started, identity = time.monotonic(), self._identity
         try:

@@ -97,7 +97,7 @@ class IndexFeed:
 
     @property
     def is_whole(self) -> bool:
-        """True while no instance's snapshot is missing."""
+        """True while no snapshot is wanted, not even for a routine comparison."""
         return not self._repairs
 
     def age_s(self) -> float:
