@@ -2,8 +2,9 @@
 
 It runs on one event loop. One connection per peer carries all pulls at once, told apart by pull id.
 A prompt of at most 64 KiB costs three messages: PULL, META with the bytes, and ACK. A longer prompt
-adds one META per further part; beyond 64 KiB, a part of at most 4 MiB also takes a payload. `sender.py` sends and `receiver.py`
-receives. This file has the public methods and what the two halves share.
+adds one META per further part of up to a few MiB, and one payload for each part beyond 64 KiB.
+`sender.py` sends and `receiver.py` receives. This file has the public methods and what the two
+halves share.
 """
 
 from __future__ import annotations
