@@ -59,7 +59,7 @@ class MeshCertificates:
         self._renew_at = issued_at + _RENEWED_AFTER
 
     def has_nats_a_new_one(self) -> bool:
-        """Whether NATS has a new certificate. It reads the files only when it is told to."""
+        """Whether NATS has a new certificate. NATS reads the files only when told to."""
         before, self._read_by_nats = self._read_by_nats, self._of_nats.latest()
         return before is not self._read_by_nats
 

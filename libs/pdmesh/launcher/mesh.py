@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]  # prints one line of progress
 _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
-_MAX_PROBLEMS: Final = 64  # that are reported
+_MAX_PROBLEMS: Final = 64  # different ones that are reported
 
 
 class MeshFailed(Exception):

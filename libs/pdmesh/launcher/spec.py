@@ -31,8 +31,8 @@ class StopOrder(IntEnum):
     GATEWAY = 3
 
 
-# The longest that a process may take to end after SIGTERM before it is killed: its drain (10 s)
-# and a margin.
+# The longest that a process may take to end after SIGTERM before it is killed. Instances and
+# gateways have 10 s to drain, and a margin.
 STOP_GRACE_S: Final = {
     StopOrder.SERVER: 3.0,
     StopOrder.CONTROL: 4.0,
@@ -62,11 +62,11 @@ class MeshSpec:
     node_agent: bool = False  # watch this machine's devices
     num_masters: int = 1  # one leads, the others stand by
     has_index: bool = True  # a kv-cache-index; only one host of a mesh has one
-    has_monitor: bool = True  # a health-monitor, likewise
+    has_monitor: bool = True  # a health-monitor; only one host of a mesh has one
     host_folder: Path | None = None  # of `pdmesh hosts`: this mesh is one host of a larger one
     host_name: str = ""  # names of processes begin with it
     host_region: str = ""
-    regions: tuple[str, ...] = ()  # each region has this many instances, gateways and masters
+    regions: tuple[str, ...] = ()  # each has all the numbers of instances, gateways, masters
     host: str = "127.0.0.1"  # where clients reach the gateways
     inner_host: str = "127.0.0.1"  # where the processes reach each other
     http_port: int = 8000
@@ -74,7 +74,7 @@ class MeshSpec:
     model_dir: Path | None = None  # a Hugging Face directory; the sim engine brings its own
     model_name: str | None = None
     dtype: str | None = None
-    engine_args: Mapping[str, str] = field(default_factory=dict)  # vLLM's, of all instances
+    engine_args: Mapping[str, str] = field(default_factory=dict)  # vLLM's, for all instances
     tool_parser: str | None = None  # by vLLM's name; None: the gateway's own setting
     reasoning_parser: str | None = None
     nats_url: str | None = None  # an external server instead of an embedded one
@@ -201,7 +201,7 @@ class PlannedService:
     """A service process before its addresses are known."""
 
     name: str
-    kind: str  # the name without those of its region and host
+    kind: str  # the name without the prefix of its host or region
     service: str
     region: str
 
@@ -211,7 +211,7 @@ class PlannedService:
 
 
 def planned_services(spec: MeshSpec) -> list[PlannedService]:
-    """In start order. In a region or on a host of several, a name begins with that of it."""
+    """In start order. With several hosts, names begin with the host's; or, with regions, theirs."""
     control = [
         (name, name)
         for name, is_wanted in (
@@ -254,7 +254,7 @@ def _named(kind: str, region: str, spec: MeshSpec) -> str:
 
 
 def unpaired(processes: Iterable[ProcessSpec]) -> str:
-    """Why the prefills and the decodes would never exchange KV; empty: they would."""
+    """Why the prefills and the decodes would never exchange KV; empty if they would."""
     by_role = {
         process.service: process
         for process in processes

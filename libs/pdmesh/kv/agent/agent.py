@@ -2,8 +2,9 @@
 
 It runs on one event loop. One connection per peer carries all pulls at once, told apart by pull id.
 A prompt of at most 64 KiB costs three messages: PULL, META with the bytes, and ACK. A longer prompt
-adds one META and one payload per further part of a few MiB. `sender.py` sends and `receiver.py`
-receives. This file has the public methods and what the two halves share.
+adds one META per further part of up to a few MiB, and one payload for each part beyond 64 KiB.
+`sender.py` sends and `receiver.py` receives. This file has the public methods and what the two
+halves share.
 """
 
 from __future__ import annotations
@@ -192,8 +193,8 @@ class KvAgent:
     async def keep(self, ticket: Ticket, for_s: float) -> None:
         """Renew a ticket's lease while it waits here for its turn.
 
-        The lease is renewed until the ticket's pull, until `stop_renewing`, or for `for_s`. The
-        connection is opened, too, so that the pull finds it. Raises KvTransferFailed.
+        The lease is renewed until the ticket is pulled, `stop_renewing` is called or `for_s` has
+        passed. The connection is opened, too, so that the pull finds it. Raises KvTransferFailed.
         """
         check_ticket(ticket)
         connection = await self.connect(self._address(ticket, None))
@@ -223,13 +224,14 @@ class KvAgent:
 
         The bytes are laid out as in the sender's buffer, without the first `first_block` blocks of
         each layer. `heads` = (first, number) selects some heads, if the layout tells heads apart.
-        `num_takers` ranks of this instance pull the ticket from that rank for the same `leg`.
+        `source_rank`: the sender's rank; None: the same rank as ours. `num_takers` ranks of this
+        instance pull the ticket from the sender's rank for the same `leg`.
         `on_range` gets verified bytes while others are still on their way.
 
         A sender that has all bytes may be silent for `stall_s`. `on_silent` is called when it has
-        been silent for a while: then the link is free for others. After the return the landing
-        range is the caller's. Raises KvTransferFailed. After a failure or a cancellation, the range
-        stays the agent's until AgentLandingFreed.
+        been silent for a while, so that the link is free for other pulls. After the return the
+        landing range is the caller's. Raises KvTransferFailed. After a failure or a cancellation,
+        the range stays the agent's until AgentLandingFreed.
         """
         started, identity = time.monotonic(), self._identity
         try:

@@ -1,7 +1,7 @@
 """Checksums of ranges of bytes: xxh3_128 in the host's memory, `kv.device.digest` in a GPU's.
 
-Each kind can be checked in the other memory, too, if only slower. More than HASH_HERE_BYTES at once
-are hashed beside the event loop (xxhash releases the GIL).
+Each kind can also be computed for bytes in the other memory, but more slowly. More than
+HASH_HERE_BYTES at once are hashed beside the event loop (xxhash releases the GIL).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ChecksumKind(IntEnum):
 
 
 def checksum(data: KvBytes) -> bytes:
-    """Of the kind that its memory makes fastest, see `kind_of`."""
+    """The checksum of the kind that is fastest in the memory of `data`: see `kind_of`."""
     return _checksum(data, kind_of(data))
 
 

@@ -36,7 +36,7 @@ class ConnectionPool:
         self._in_use = in_use
         self._wanted: Counter[str] = (
             Counter()
-        )  # by address: how many callers wait for it and have not run since
+        )  # by address: callers of `get` that have not resumed yet
         self._open: OrderedDict[str, KvConnection] = OrderedDict()  # least recently used first
         self._opening: dict[str, asyncio.Task[KvConnection]] = {}
         self._ended_early: set[int] = set()  # keys that ended before their opening was reported
@@ -55,8 +55,8 @@ class ConnectionPool:
     async def get(self, address: str, timeout_s: float) -> KvConnection:
         """The open connection to an address, or a new one.
 
-        Raises KvTransferFailed: KV_CONNECT_FAILED, KV_PEER_LOST, or KV_TRANSFER_TIMEOUT. After a
-        timeout, the attempt may continue for another caller.
+        Raises KvTransferFailed: not connected, lost at once, too late, or all connections in use.
+        After a timeout, the attempt may continue for another caller.
         """
         if (connection := self.find(address)) is not None:
             return connection
@@ -93,7 +93,7 @@ class ConnectionPool:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the connection is to be dropped after its last pull."""
+        """Whether any connection is to be dropped after its last pull."""
         return bool(self._leaving)
 
     def leave(self, address: str) -> None:

@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 class AgentHandler:
     """`ConnectionHandler` of an agent.
 
-    `catch_up` is called before each message; `lent` is called after a message that made a ticket.
+    `catch_up` is called before each message; `lent` is called after each fetch and each probe.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ def order_ticket(
     on_silent: Callable[[], None],
     on_freed: Callable[[], None],
 ) -> PullOrder:
-    """Raises KvTransferFailed (KV_BAD_TICKET) if the bytes do not fit or the ticket has no name."""
+    """Raises KvTransferFailed (KV_BAD_TICKET) if the bytes do not fit or the ticket id is bad."""
     check_ticket(ticket)
     is_whole = first_block == 0 and heads is None
     if is_whole and ticket.kv_bytes > landing.size:
@@ -88,8 +88,8 @@ def order_ticket(
             group_hash,
         )
 
-    # The size of some of its heads or blocks depends on the sender's layout, which the ticket does
-    # not tell.
+    # How many bytes a part of the heads or blocks has depends on the sender's layout, which is not
+    # in the ticket.
     most = min(ticket.kv_bytes, landing.size)
     least = most if is_whole else 0
     return PullOrder(

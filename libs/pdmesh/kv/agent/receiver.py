@@ -85,9 +85,13 @@ class ReceiverHalf:
         self._book = PullBook()
         self._pulls: dict[int, _Pull] = {}
         self._openings: set[_Opening] = set()
-        self._stalls: OrderedDict[str, float] = OrderedDict()  # by ticket, as `expect` said
+        self._stalls: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # by ticket id: `stall_s` of the last `expect`
         self._leases = LeaseKeeper()
-        self._kept: dict[str, tuple[Ticket, KvConnection]] = {}  # waiting for their turn
+        self._kept: dict[
+            str, tuple[Ticket, KvConnection]
+        ] = {}  # by id: tickets that wait to be pulled
         self._checks: set[asyncio.Task[None]] = set()
         self._num_asked = 0
         self.num_corrupt = 0
@@ -236,7 +240,7 @@ class ReceiverHalf:
             del self._kept[ticket_id]
 
     async def close(self, within_s: float) -> None:
-        """All connections are gone: no write lands any more."""
+        """Stop renewing, and wait for checks. All connections are gone, so no write lands now."""
         for ticket_id in list(self._kept):
             self.stop_renewing(ticket_id)
         if self._checks:
@@ -315,7 +319,7 @@ class ReceiverHalf:
 
     def _abort(self, effect: rx.AbortPeer) -> rx.PeerLost | None:
         if self._peers.get(effect.peer) is None:
-            return rx.PeerLost(effect.peer)  # the peer's end was reported before the pull began
+            return rx.PeerLost(effect.peer)  # the loss was reported before the pull began
         self._peers.abort(effect.peer, "a pull missed its deadline or got an invalid answer")
         return None
 

@@ -122,7 +122,8 @@ class SenderHalf:
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
         """Whether a part of a pull of all heads and blocks ends with these layers.
 
-        True also for a ticket that is not known yet. May be called on any thread.
+        True also near the last layer, and for a ticket that is not known yet. May be called on any
+        thread.
         """
         staged = self._staged.get(ticket_id)
         return not isinstance(staged, StagedRange) or staged.completes_part(num_layers)
@@ -177,7 +178,7 @@ class SenderHalf:
         self.handle(Tick())
 
     async def close(self, within_s: float) -> None:
-        """All connections are gone: nothing reads any more."""
+        """Release all tickets. All connections are gone, so nothing reads their bytes now."""
         self._is_closing = True
         for ticket_id in list(self._staged):
             self.handle(tx.Released(ticket_id))
@@ -224,7 +225,7 @@ class SenderHalf:
         self._lend(peer, message, ticket_id, LentBlocks(pinned, self._blocks.close))
 
     def on_probe(self, peer: int, message: wire.Probe) -> None:
-        """Answer with bytes that only this process can derive from the nonce.
+        """Answer with the bytes that belong to the nonce, this incarnation and this model.
 
         They are sent like the blocks of a pull.
         """
@@ -238,7 +239,7 @@ class SenderHalf:
             self._lend(peer, message, ticket_id, pinned)
 
     def _name_loan(self, kind: str, peer: int, message: wire.Fetch | wire.Probe) -> str:
-        """A ticket id that is equal if a message comes twice, and that no other peer can guess.
+        """A ticket id that is the same if a message comes twice, and that no peer can guess.
 
         It never leaves this process.
         """
@@ -274,7 +275,7 @@ class SenderHalf:
     def handle(self, event: tx.SenderEvent) -> None:
         """Pass the event to the core and carry out its effects.
 
-        If a part is sent by copying, that is the next event.
+        If the transport copies a part at once, its `PartSent` is the next event.
         """
         events = [event]
         for event in events:  # grows meanwhile

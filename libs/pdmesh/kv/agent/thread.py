@@ -32,7 +32,7 @@ T = TypeVar("T")
 class AgentThread:
     """`make_agent` runs on the new thread, so that only that thread uses UCX.
 
-    `die` is called if the thread ends without having been closed.
+    `die` is called if the agent's loop fails after the start and before `close`.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class AgentThread:
         agent.post(lambda: agent.expect(ticket_id, stall_s))
 
     def stats(self) -> AgentStats:
-        """The counters; they may be a moment old, since nothing waits for the agent's thread."""
+        """The counters; they may be a moment old: the call does not wait for the agent's thread."""
         return self._running().stats()
 
     def pull(
@@ -215,7 +215,7 @@ class AgentThread:
         agent.post(lambda: agent.disconnect(address))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Close the agent and end the thread, within about `timeout_s`. Idempotent."""
+        """Close the agent, and wait at most `timeout_s` for its thread to end. Idempotent."""
         if self._is_closing or not self._thread.is_alive():
             return
         self._is_closing = True
@@ -302,9 +302,9 @@ class AgentThread:
 class _HandedPull(Generic[T]):
     """A pull that another thread asked for. With the result its landing range becomes the caller's.
 
-    Without a result the range is given back here, for the agent reports nothing in two cases: a
-    task that is cancelled before its first step runs none of its code, and a task that is done
-    cannot be cancelled.
+    The agent gives back the range of a pull that fails. In two cases it does not, and the range is
+    given back here: the task is cancelled before its first step and runs none of its code, or the
+    caller cancels a task that is already done.
     """
 
     def __init__(

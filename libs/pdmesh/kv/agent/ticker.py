@@ -21,7 +21,7 @@ class Ticker:
         self._is_stopped = False
 
     def keep_going(self, soon: bool = False) -> None:
-        """There may be work now; `soon`: there will be work soon."""
+        """Start the timer if there is work; `soon`: also if work is only about to begin."""
         if self._timer is None and not self._is_stopped and (soon or self._has_work()):
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._every_s, self._tick)
@@ -35,7 +35,7 @@ class Ticker:
         self._timer = None
         try:
             self._on_tick()
-        # later ticks end what a bug has left behind, so the timer must go on
+        # later ticks clean up after a failed one, so the timer must keep running
         except Exception as error:
             log.error("kv.tick.died", exc_info=error)
         finally:

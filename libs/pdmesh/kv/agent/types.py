@@ -43,7 +43,7 @@ class PullResult:
     first_range_s: float = 0.0  # from the call to the first verified bytes
     num_ranges: int = 1
     num_metas: int = 1
-    checksums: Sequence[bytes] = ()  # xxh3_128 of each range, in order
+    checksums: Sequence[bytes] = ()  # of each range, in order, as the sender made them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class AgentStats:
     bytes_sent: int
     bytes_received: int
     num_corrupt: int  # pulls whose checksum did not match
-    messages_sent: dict[str, int]  # by kind: pull, meta, ack, refused, renew, fetch
+    messages_sent: dict[str, int]  # by kind: pull, meta, ack, pullrefusal, ...
 
 
 class AgentHooks:

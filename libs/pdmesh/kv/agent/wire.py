@@ -11,8 +11,8 @@ answer, end or renew another request's transfer. META also names the message tha
 protects against faults, not against forgers. The transport's handshake and unguessable ticket ids
 keep forgers out.
 
-Messages and core events are not `frozen`: a small pull makes 25 of them, and freezing would make it
-a tenth more expensive.
+Messages and core events are not `frozen`: a small pull makes 25 of them, and freezing
+them would make the pull 10 % more expensive.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Pull:
 
 @dataclass(slots=True)
 class Fetch:
-    """Receiver to sender: send the blocks of the longest beginning of these names in your pool."""
+    """Receiver to sender: send the named blocks, up to the first that your pool lacks."""
 
     pull_id: int
     incarnation: int
@@ -167,7 +167,7 @@ class Ack:
 
 @dataclass(slots=True)
 class Renew:
-    """Receiver to sender: keep the bytes for another lease, for I wait or receive. No answer."""
+    """Receiver to sender: keep the ticket for another lease: it is not pulled yet. No answer."""
 
     ticket_id: str = field(repr=False)
     attempt: int
@@ -179,7 +179,7 @@ Question = Pull | Fetch | Probe
 
 
 def question(message: Question) -> int:
-    """A checksum that both ends compute from what they hold, not from the bytes on the wire."""
+    """A checksum of the message's fields. Each end computes it from its own copy."""
     return xxhash.xxh3_64_intdigest(_plain(message))
 
 
@@ -235,7 +235,7 @@ def _plain(message: Message) -> bytes:
 
 
 def parse(data: memoryview) -> Message:
-    """One whole message. `Meta.inline` keeps views of `data`. Raises WireError."""
+    """One whole message. `Meta.inline` is a view of `data`. Raises WireError."""
     if len(data) < BODY_AT:
         raise WireError(f"a message of {len(data)} bytes is too short")
     magic, version, kind, detail, size, pull_id = _HEAD.unpack_from(data)

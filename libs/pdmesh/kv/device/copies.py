@@ -1,10 +1,9 @@
 """Copies between a device's paged blocks and an arena, beside the model (S50).
 
-A side stream gathers into an arena on the device; or, for a page-locked arena on the host, into a
-scratch buffer on the device, and copies from there with the copy engine, which leaves the compute
-units to the model. The streams wait for each other on the device,
-by events: the calling thread queues the work and returns. Another thread waits until the copies end
-and calls back.
+A side stream gathers into an arena on the device. For a page-locked arena on the host, it gathers
+into a scratch buffer on the device and copies from there with the copy engine, which leaves the
+compute units to the model. The streams wait for each other on the device, by events: the calling
+thread queues the work and returns. Another thread waits until the copies end and calls back.
 """
 
 from __future__ import annotations

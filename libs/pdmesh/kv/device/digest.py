@@ -20,13 +20,13 @@ from pdmesh.kv.transport.base import ByteArray
 
 WORD_BYTES: Final = 8
 _MASK: Final = (1 << 64) - 1
-_STEP_WORDS: Final = 8192  # that numpy mixes at a time: they stay in the cache
+_STEP_WORDS: Final = 8192  # words that numpy mixes at a time: they fit in the cache
 
 
 # Both take uint64 of numpy or of Triton, and wrap around. They have no annotations, since Triton
 # would look up their names. The factors are those of splitmix64.
 def mixed(word, place):  # type: ignore[no-untyped-def]
-    """The word's part in the plain sum: a bijection of the word, another one for each place."""
+    """The word's part in the plain sum: a bijection of the word, a different one for each place."""
     x = word ^ (place * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03)
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB

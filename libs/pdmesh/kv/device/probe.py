@@ -39,12 +39,12 @@ def path_facts(device: Any, host: str, arena_bytes: int) -> PathFacts:
 
 
 def host_facts(host: str) -> PathFacts:
-    """Of an engine without a GPU, as `path_facts`."""
+    """The facts of an engine without a GPU."""
     return PathFacts("cpu", is_local(host), transports_of(context_info(options_for(host))))
 
 
 def gpu_reader(device: Any) -> str:
-    """By what RDMA devices reach the GPU's memory: nvidia_peermem, DMA-BUF, or nothing."""
+    """How RDMA devices reach the GPU's memory: nvidia_peermem, DMA-BUF, or not at all."""
     if any(path.exists() for path in _PEER_MEMORY):
         return "nvidia_peermem"
     return "DMA-BUF" if _has_dma_buf(device.index or 0) else ""

@@ -2,8 +2,8 @@
 
 Only instances in the registry, under their registered incarnation, are followed. A gap leads to a
 snapshot. Also, at intervals, the next instance in turn is asked for a snapshot, since nothing else
-reveals the loss of an instance's last delta. An instance that cannot be asked waits without a place
-among the fetches in flight, so that it delays no other instance.
+reveals the loss of an instance's last delta. An instance that could not be asked waits before it is
+asked again. Meanwhile it takes no place among the fetches in flight, so it delays no other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 _ROLES: Final = (ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION)
 _FETCH_S: Final = 5.0
-_STEP_BLOCKS: Final = 4096  # of a snapshot or a removal, in one turn of the event loop
+_STEP_BLOCKS: Final = 4096  # of a snapshot or removal, handled per turn of the loop
 
 _gaps = metrics.counter(names.INDEX_GAPS, "How often deltas from an instance were missing")
 _snapshots = metrics.counter(names.INDEX_SNAPSHOTS, "Snapshot requests, by outcome")
@@ -97,7 +97,7 @@ class IndexFeed:
 
     @property
     def is_whole(self) -> bool:
-        """True while no instance's snapshot is missing."""
+        """True while no snapshot is wanted, not even for a routine comparison."""
         return not self._repairs
 
     def age_s(self) -> float:
@@ -166,7 +166,7 @@ class IndexFeed:
         version = self.index.version(delta.instance_id)
         outcome = self.index.apply(delta)
         if version is not None and version[0] != delta.incarnation:
-            self._has_gone.set()  # the delta has retired the incarnation before
+            self._has_gone.set()  # the delta has retired the previous incarnation
         if outcome is DeltaOutcome.GAP:
             if was_whole or version is None:
                 _gaps.add(1)
@@ -177,7 +177,7 @@ class IndexFeed:
             is_same_life = version is None or version[0] == delta.incarnation
             if is_next and is_same_life and not delta.clears:
                 self._follower.on_delta(delta)
-            else:  # the delta let waiting ones in, cleared all, or began a new incarnation
+            else:  # it let waiting deltas in, cleared all, or began a new incarnation
                 self._follower.on_replaced(delta.instance_id)
         self._pass_on_forgotten()
 

@@ -19,7 +19,7 @@ def all_names(pins: Iterable[Pin]) -> frozenset[bytes]:
 
 
 def prefixes_for(pins: Iterable[Pin], fingerprint: str, scenario: str) -> list[PinnedPrefix]:
-    """What an instance keeps, the oldest pin first; without room for all, later pins wait."""
+    """What an instance keeps, oldest pin first: if room is short, later pins wait."""
     mine = [pin for pin in pins if pin.scenario in ("", scenario)]
     return [
         PinnedPrefix(tuple(blocks.names), blocks.owner, pin.until.ToMicroseconds() / 1e6)

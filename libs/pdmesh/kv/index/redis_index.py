@@ -1,9 +1,9 @@
 """The index of blocks in Redis, by instance and tier, from which a restarted index starts.
 
-Everything here may be wiped at any time; the epoch key shows a wipe (F14, F15), and so does another
-primary behind sentinels. Calls end within
-about a quarter of a second. They raise Unavailable, never redis-py's own errors, and do not retry
-for a minute as redis-py does by default.
+Everything here may be wiped at any time. The epoch changes after a wipe (F14, F15), and when
+sentinels choose another primary. Each command to Redis ends within about a quarter of a second. The
+methods raise Unavailable, never redis-py's own errors, and do not retry for a minute as redis-py
+does by default.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RedisIndex:
     async def epoch(self, proposed: str) -> str:
         """The store's epoch; `proposed` becomes it if the store has none, e.g. after a wipe.
 
-        Another primary is another epoch: it may lack what its predecessor took last.
+        A new primary changes the epoch: it may lack the last writes to its predecessor.
         """
         async with self._answering():
             await self._redis.set(keys.EPOCH, proposed, nx=True)

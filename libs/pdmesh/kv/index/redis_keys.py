@@ -27,7 +27,7 @@ def instance_version(instance_id: str) -> str:
     return f"{INSTANCE_KEYS}{instance_id}:version"
 
 
-# All keys of kept responses are on one shard: a response of any tenant makes room for any other.
+# All keys of kept responses are on one shard: to make room for one, any tenant's may be removed.
 KEPT_RESPONSES: Final = f"{_PREFIX}:{{response}}:"
 # A sorted set of `<tenant>:<response id>` by when they expire, in ms.
 KEPT_EXPIRIES: Final = f"{_PREFIX}:{{response}}-expiries"
@@ -41,7 +41,7 @@ def kept_response(tenant: str, response_id: str) -> str:
 
 
 def kept_mark(tenant: str, response_id: str, mark: str) -> str:
-    """`made`: a living gateway makes the response. `stop`: it is to stop."""
+    """`made`: a living gateway makes the response. `stop`: the gateway must stop making it."""
     return f"{kept_response(tenant, response_id)}:{mark}"
 
 

@@ -64,7 +64,8 @@ class InstanceSource:
 class IndexSource:
     """Asks the kv-cache-index or the instance, as `IndexFirst` decides.
 
-    It asks the instance, too, if there is no index, or if the index does not know it.
+    It also asks the instance if there is no index, or if the index fails or has another
+    incarnation.
     """
 
     def __init__(self, view: RegistryView) -> None:

@@ -2,9 +2,9 @@
 
 Threads and waiting calls are bounded, and nothing waits for the threads to end.
 
-The threads are daemons: an interpreter that ends joins all other threads, `ThreadPoolExecutor`'s,
-too, so a hanging disk would hold the process. An exception of a call goes to its caller, and the
-thread goes on.
+The threads are daemons. At its end, the interpreter joins all other threads, those of a
+`ThreadPoolExecutor` included, so a hanging disk would keep the process alive. An exception of a
+call goes to the call's future, and the thread continues.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DiskThreads:
             )
 
     def close(self) -> None:
-        """Running calls continue, and their threads end with them. Idempotent."""
+        """Drop waiting calls. Running calls continue, and threads end after them. Idempotent."""
         with self._changed:
             self._is_closed = True
         self.drop_waiting()

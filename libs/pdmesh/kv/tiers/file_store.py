@@ -121,8 +121,7 @@ class FileStore:
     ) -> int:
         """Mask of the positions that have a file, up to the first without one.
 
-        The look-up ends early once `is_given_up` is set. It does not promise that the files are
-        good.
+        The look-up ends early once `is_given_up` is set. A file that is found may still be bad.
         """
         mask = 0
         for position, name in enumerate(names):
@@ -224,7 +223,7 @@ class FileStore:
     # -- the directory ----------------------------------------------------------------------------
 
     def scan(self) -> Iterator[StoredFile]:
-        """Every block of this identity, in no order."""
+        """Every block of this identity, in no particular order."""
         yield from self._scan(self._folder)
 
     def recover(self) -> int:
@@ -286,8 +285,8 @@ class FileStore:
     def _evict(self, target_of: Callable[[int], int]) -> None:
         """Evict down to `target_of(bytes in use)`.
 
-        Only one of the processes that share the directory evicts at a time; its lock ends when the
-        process does.
+        Only one of the processes that share the directory evicts at a time. The lock is released
+        even if the process dies.
         """
         lock = os.open(self._root / _LOCK_FILE, os.O_RDWR | os.O_CREAT, _FILE_MODE)
         try:

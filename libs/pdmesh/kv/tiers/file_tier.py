@@ -39,7 +39,7 @@ _MAX_READS: Final = 1024  # reads that wait for a thread
 
 
 class FileTier:
-    """`write` may be called from any thread; await the rest on one loop."""
+    """Await the coroutines on one loop. Other methods may be called from any thread."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class FileTier:
             log.info("kv.tier.not_kept", cause="too many calls wait for the disk")
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until no block waits to be written. False if the time is over first."""
+        """Wait until no write waits or runs. False if the time is over first."""
         return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:

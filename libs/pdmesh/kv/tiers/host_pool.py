@@ -1,6 +1,7 @@
 """Blocks in host memory: one arena mapped up front, one slot for all layers of a block (S68, S76).
 
-The step's thread saves and loads at memory speed; other threads fill slots from slower tiers.
+The thread of the engine's step copies to and from slots at memory speed; other threads fill slots
+from slower tiers.
 `core.kv.tiers.pool_eviction` decides which block has which slot, under one lock. Bytes are copied
 without the lock, into a slot that no other thread has or out of a slot that is pinned.
 """
@@ -109,7 +110,7 @@ class HostPool:
     ) -> None:
         """The bytes that `reserve` returned now hold the block, with this checksum.
 
-        `is_pinned`: as after `pin`.
+        `is_pinned`: also pin the block, as `pin` does.
         """
         with self._lock:
             self._book.commit(name)
@@ -159,7 +160,7 @@ class HostPool:
     def note_session(
         self, state: SessionState, session: str, owner: bytes, names: Sequence[bytes], until: float
     ) -> None:
-        """See `PoolBook.hold`, `resume` and `retire`. `until`: of a session that has paused."""
+        """See `PoolBook.hold`, `resume`, `retire`. `until`: when a paused session's hold ends."""
         with self._lock:
             match state:
                 case SessionState.PAUSED_FOR_TOOL:
@@ -178,7 +179,7 @@ class HostPool:
         return self._book.num_held
 
     def take_kept(self) -> list[tuple[bytes, bytes]]:
-        """(name, owner) of blocks that are kept for their many requests since the last call."""
+        """(name, owner) of blocks kept since the last call because many requests use them."""
         with self._lock:
             names = self._book.take_kept()
             return [(name, self._owners[self._book.slot(name)]) for name in names]

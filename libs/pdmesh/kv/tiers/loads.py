@@ -73,7 +73,7 @@ class Loads:
         return masks
 
     def failed_lately(self, instance_id: str) -> bool:
-        """Whether a load from this peer brought nothing, a short time ago."""
+        """Whether the last load from this peer brought nothing, at most `FAILED_S` ago."""
         return self._clock() < self._failed_until.get(instance_id, 0.0)
 
     def start(
@@ -84,7 +84,7 @@ class Loads:
         holdings: dict[str, PeerHolding],
         peers: PeerPools | None,
     ) -> list[BlockLoad]:
-        """A load for each planned block that is not here yet; several requests share one."""
+        """The loads, new or under way, that bring the planned blocks which are not here yet."""
         loads: dict[int, BlockLoad] = {}
         for run in plan.runs:
             if run.tier is Tier.HOST:

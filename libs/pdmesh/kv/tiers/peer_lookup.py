@@ -38,8 +38,8 @@ class PeerLookup:
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id
         self._records: Mapping[str, InstanceRecord] = {}
-        self._kv_region = ""  # the region that its KV stays in, by its record
-        self._corrupt: set[KvSource] = set()  # the peers that it ejects, by its record
+        self._kv_region = ""  # that our KV must stay in, from our record
+        self._corrupt: set[KvSource] = set()  # peers that our record excludes as corrupt
         self._channel: grpc.aio.Channel | None = None
         self._place = ("", "")
         self._not_before = 0.0

@@ -100,7 +100,7 @@ class AgentPeers:
         self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]
     ) -> Sequence[bytes]:
         if len(peer.addresses) != self._num_ranks:
-            return ()  # its blocks are divided among another number of ranks
+            return ()  # its blocks are divided among a different number of ranks
         names, targets = names[:MAX_NAMES], targets[:MAX_NAMES]
         loop, freed = asyncio.get_running_loop(), asyncio.Event()
 

@@ -1,8 +1,8 @@
-"""Brings the pool's memory in before its first use.
+"""Makes the kernel allocate the pool's pages before their first use.
 
 The first touch of a page costs several times as much as a copy into it, and that copy is part of an
 engine's step. So a thread asks the kernel for the pages, piece by piece, without changing them. A
-kernel that cannot do this brings each page in at its first use.
+kernel that cannot do this allocates each page at its first use.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import Final
 
 from pdmesh.core.kv.tier import Tier
 
-REPORT_EVERY_S: Final = 0.05  # from where the bytes are to the instance's host
-MAX_FAULTS: Final = 64  # waiting to be reported; more are only counted
+REPORT_EVERY_S: Final = 0.05  # how often a rank reports to the instance's host
+MAX_FAULTS: Final = 64  # that wait to be reported; further ones push out the oldest
 
 
 class TierEvent(StrEnum):
@@ -27,7 +27,7 @@ class TierEvent(StrEnum):
     LENT = "lent"  # sent to a peer
     EVICTED = "evicted"
     CORRUPT = "corrupt"  # a checksum or header did not match; recomputed
-    FAILED = "failed"  # could not be read or written in time; recomputed
+    FAILED = "failed"  # could not be read or written; a block not read is recomputed
     LATE = "late"  # still on its way when the request had to continue
     DROPPED = "dropped"  # not stored: no room, or too many blocks waited
 

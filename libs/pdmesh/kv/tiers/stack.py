@@ -43,7 +43,7 @@ _CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed 
 class BlockLease:
     """Blocks `first`, `first + 1`, ... of a chain, pinned in the host pool until `close`.
 
-    One thread at a time may use it, whichever it is.
+    Any thread may use it, but only one at a time.
     """
 
     first: int
@@ -88,7 +88,7 @@ class TierStack:
     ) -> None:
         self._lookup_s = lookup_s
         self.pool, self.counts, self.files = pool, counts, files
-        self.peers: PeerPools | None = None  # set once there is an agent to ask them with
+        self.peers: PeerPools | None = None  # set once there is a KV agent to fetch with
         self.costs = costs or CostBook()
         self._clock = clock
         self._loads = Loads(pool, counts, self.costs, clock, files)
@@ -120,8 +120,8 @@ class TierStack:
 
         The lease begins earlier if the pool also has blocks just before `first`: the engine was
         thought to hold these blocks but may have evicted some, and a lease must continue what the
-        engine holds. `find` says which peers hold blocks of `names`; it is asked beside the other
-        tiers and must not raise.
+        engine holds. `find` says which peers hold blocks of `names`; it is called while the
+        other tiers are asked, and must not raise.
         """
         end = self._clock() + timeout_s
         plan, holdings = await self._plan(names, owner, first, end, find)
@@ -153,7 +153,7 @@ class TierStack:
     ) -> None:
         """Bring blocks of a peer here before a prompt needs them, if that is expected to save time.
 
-        `chance` is how likely a prompt needs them. Only as many are brought as
+        `chance`: the probability that a prompt needs them. Only as many are brought as
         `core.kv.tiers.prefetch` allows within `timeout_s`. Nothing is brought from a peer for some
         time after a load from it has failed.
         """
@@ -369,7 +369,7 @@ class TierStack:
 def _answer(ask: asyncio.Task[T] | None, nothing: T) -> T:
     """The answer if it came in time.
 
-    A late question is cancelled; otherwise questions would gather behind a disk that hangs.
+    A late look-up is cancelled; otherwise look-ups would pile up behind a disk that hangs.
     """
     if ask is None or ask.cancel() or ask.cancelled():
         return nothing  # cancelled elsewhere: the channel to the index was closed during the call

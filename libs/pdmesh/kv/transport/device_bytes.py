@@ -1,4 +1,4 @@
-"""A range of bytes in a GPU's memory, used as a numpy array of bytes is used for the host's.
+"""A range of bytes in a GPU's memory; it is used like a numpy array of bytes in host memory.
 
 The transport, the agent and the copies take either (`base.KvBytes`). Nothing here imports torch: a
 range is made by `kv.device.arena`, where there is a device.

@@ -51,11 +51,11 @@ from pdmesh.kv.transport.ucx_worker import (
 log = structlog.get_logger(__name__)
 
 _MAX_FRAME = LENGTH.size + MAX_MESSAGE  # without its header
-_AT_ONCE = 32 << 10  # a message of this size is sent at once, and not copied to wait for others
+_AT_ONCE = 32 << 10  # a message of this size or more is sent at once, not copied to wait for others
 MAX_CONNECTIONS = 4096  # both directions
 _FLUSH_S = 0.2  # for the last messages, above all acks
 _DRAIN_S = 2.0
-_MAX_OPENINGS = 8  # of a connection that UCX ends before the peer's welcome
+_MAX_OPENINGS = 8  # attempts, if UCX ends the connection before the peer's welcome
 _WARM_UP_S = 1.0
 
 
@@ -83,7 +83,7 @@ class UcxTransport:
         self._life = secrets.randbits(64)
         self._is_closing = False
         self._by_number: dict[int, UcxConnection] = {}
-        self._greeting: dict[tuple[bytes, int], UcxConnection] = {}  # by peer, turn of its hello
+        self._greeting: dict[tuple[bytes, int], UcxConnection] = {}  # by peer, turn of our hello
         self._talking: dict[UcxConnection, None] = {}  # with messages that wait to be sent
         self._emptied = asyncio.Event()  # set when no connection is left
         self._dying: list[UcxConnection] = []  # their endpoints are to be closed
@@ -311,7 +311,8 @@ class UcxTransport:
     def _on_hello(self, data: bytes) -> None:
         """A peer that knows our key may connect.
 
-        A hello that names another life, or exceeds the limit, gets a goodbye at once.
+        A hello gets a goodbye at once if it names another life, if there are too many connections,
+        or if this transport is closing.
         """
         assert self._ucx is not None
         ucx = self._ucx

@@ -17,7 +17,7 @@ PEER_GONE: Final = "the peer is gone"
 
 
 class Owner(Protocol):
-    """What a connection needs of its transport."""
+    """What a connection needs from its transport."""
 
     def post(self, post: Any, buffer: Any, tag: int) -> Any: ...
 
@@ -39,7 +39,7 @@ class UcxConnection:
         self.key = key
         self.number = number
         self.peer_number = 0  # 0 until the peer's welcome
-        self.there: Address | None = None  # the worker's address that it sent a hello to
+        self.there: Address | None = None  # where our hello went; None: the peer connected to us
         self.greeted: asyncio.Future[None] | None = None  # only of a connection that we opened
         self.endpoint: PairedEndpoint | None = endpoint  # None once it is closed
         self.is_announced = False

@@ -5,9 +5,9 @@ to this one. `turn` is that n, from 0. If one end of a pair is closed, the other
 all in UCX's next round of keepalive. So both ends of a connection must have the same turn, or the
 connection is lost because of another, older one.
 
-The two counts part when one side makes an endpoint that the other does not answer: a hello that was
-given up or never arrived, or two hellos that cross. Therefore hello and welcome name the turns of
-their endpoints, and the side that is behind skips turns.
+The two counts diverge when one side makes an endpoint that the other does not answer: a hello that
+was given up or never arrived, or two hellos that cross. Therefore hello and welcome name the turns
+of their endpoints, and the side that is behind skips turns.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-MAX_SKIPPED = 16  # at a time, about 1 ms each: several hellos reach a peer further ahead
+MAX_SKIPPED = (
+    16  # turns per call, about 1 ms each; if the peer is further ahead, more hellos skip on
+)
 MAX_SPARE = 64
 _CLOSE_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairedEndpoint:
-    """`raw` is UCX's own."""
+    """`raw` is ucxx's endpoint."""
 
     raw: Any
     turn: int

@@ -95,7 +95,7 @@ def is_local(host: str) -> bool:
 
 
 def options_for(host: str, *, reaches_gpu: bool = False) -> dict[str, str]:
-    """UCX options for an agent of one machine: tcp on loopback, so that it listens nowhere else.
+    """UCX options for an agent on loopback: tcp on `lo` only. For another host: none.
 
     `reaches_gpu`: payloads may lie in a GPU's memory. Values in the environment win.
     """
@@ -109,7 +109,7 @@ def options_for(host: str, *, reaches_gpu: bool = False) -> dict[str, str]:
 def context_info(options: dict[str, str]) -> str:
     """What UCX prints of a context with these options: its devices and transports.
 
-    ucxx's `cuda_support` is no help: it is True without a GPU, too. Raises KvTransferFailed.
+    ucxx's `cuda_support` does not tell: it is True even without a GPU. Raises KvTransferFailed.
     """
     try:
         context = load_library().UCXContext(options)
@@ -204,7 +204,7 @@ class UcxWorker:
         self.kick()
 
     def stop(self) -> None:
-        """Never progress again: pending operations would touch memory that others have by then."""
+        """Never progress again: pending operations would touch memory that others may own now."""
         self._is_stopped = True
         assert self._loop is not None
         if not self._loop.is_closed():
@@ -374,7 +374,7 @@ _idle_lock = threading.Lock()  # agents on other threads take and give back work
 
 
 def take_worker(options: dict[str, str], inbox_bytes: int) -> UcxWorker:
-    """The worker that was given back last, or a new one.
+    """The worker with these options that was given back last, or a new one.
 
     A process has as many workers as it ever had transports at one time.
     """

@@ -1,6 +1,6 @@
 """The folder of one host: what `pdmesh hosts prepare` writes, and `pdmesh up --host-folder` reads.
 
-    host.json          who the host is, what it runs, addresses, secrets
+    host.json          the host's name, what it runs, addresses, secrets
     tls/ROLE/ID        a certificate for each of its processes, and one of a viewer for commands
     cluster-tls/       NATS' certificate towards the cluster's other servers, of an authority of
                        their own: no process of the mesh may join as a server
@@ -103,7 +103,7 @@ class HostFolder:
         return "tls://" + ",".join(self._nearest_first(self.layout.ports.nats))
 
     def redis_url(self, role: str) -> str:
-        """With the role's user."""
+        """The URL of Redis, with the user and password of the role."""
         sentinels = ",".join(self._nearest_first(self.layout.ports.sentinel))
         password = self.secrets.passwords[role]
         return f"rediss-sentinel://{role}:{password}@{sentinels}/0?primary={PRIMARY}"

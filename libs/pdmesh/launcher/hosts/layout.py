@@ -26,7 +26,7 @@ from pdmesh.errors import InvalidRequest
 
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 _CLUSTER_SIZES: Final = (3, 5)  # with a majority left when one of them is lost
-_FOLDERS: Final = frozenset({"authority", "admin"})  # that `prepare` makes beside those of hosts
+_FOLDERS: Final = frozenset({"authority", "admin"})  # made beside those of hosts
 _MAX_HOSTS: Final = 256
 _Count = Annotated[int, Field(ge=0, le=4096)]
 _Port = Annotated[int, Field(ge=1, le=65_535)]
@@ -73,7 +73,7 @@ class ServerPorts(_Part):
 
 class Layout(_Part):
     hosts: dict[str, Host]
-    servers: tuple[str, ...] = ()  # hosts
+    servers: tuple[str, ...] = ()  # names of hosts; empty: the first three
     ports: ServerPorts = ServerPorts()
 
     @property

@@ -56,7 +56,7 @@ _OF_CLIENTS: Final = (
 
 
 def prepare(layout: Layout, out: Path, days: float) -> list[Path]:
-    """The folders of the hosts. Raises BadCertificates, OSError."""
+    """Write the folders of all hosts, and return them. Raises BadCertificates, OSError."""
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     root = out / AUTHORITY
     authority = Authority.opened(root / "mesh")
