@@ -134,9 +134,7 @@ def _check_duplicates(outlined: bytes, body: bytes) -> None:
     except InvalidRequest:
         if len(body) > SMALL_BYTES:
             raise
-        _find_duplicates(
-            body.decode()
-        )  # the outline changes a name like `[1]`
+        _find_duplicates(body.decode())  # the outline changes a name like `[1]`
 
 
 def _explain(text: str, body: bytes) -> InvalidRequest:

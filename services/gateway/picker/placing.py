@@ -167,9 +167,7 @@ class Placing:
         received = await asker.received()
         region = self._region(received)
         if not received.is_by_master:
-            return PlacedRequest(
-                key, region
-            )  # that gateway knows its own legs better
+            return PlacedRequest(key, region)  # that gateway knows its own legs better
         handed = handed_for(prepared)
         handed.result.CopyFrom(self._result(request_id, received))
         return PlacedRequest(key, region, handed)

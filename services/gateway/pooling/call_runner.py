@@ -164,9 +164,7 @@ class CallRunner:
             found = await _results(tasks, call.ended)
         finally:
             await end(tasks)
-            await asyncio.gather(
-                *tasks, return_exceptions=True
-            )  # or asyncio logs them
+            await asyncio.gather(*tasks, return_exceptions=True)  # or asyncio logs them
         num_cached = sum(each.num_cached_tokens for each in found)
         return PoolingAnswer(
             [each.values for each in found], spec.num_values, len(spec.inputs), num_cached
