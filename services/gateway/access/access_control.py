@@ -152,7 +152,10 @@ class KeyedAccess:
     """
 
     def __init__(self, keys_file: Path | None, tokens: ClientTokens | None = None) -> None:
-        """Without `keys_file`, no API key is valid; without `tokens`, no token. Raises BadKeyFile."""
+        """Raises BadKeyFile.
+
+        Without `keys_file`, no API key is valid. Without `tokens`, no token is valid.
+        """
         self._keys = None if keys_file is None else FollowedKeys(keys_file)
         self._client_tokens = tokens
         self._tenants = Tenants()

@@ -226,7 +226,7 @@ def _stop_reason(delta: TextDelta) -> StopReason | None:
 
 
 def _of(choice: pb.Choice, field: str) -> Any:
-    """The choice's submessage `field`, or None if it is not set: then the answer has none either."""
+    """The submessage `field` of the choice. None: it is unset, and stays unset in the answer."""
     return getattr(choice, field) if choice.HasField(field) else None  # type: ignore[arg-type]
 
 

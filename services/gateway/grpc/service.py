@@ -195,9 +195,7 @@ class InferenceServicer:
                     writer.blocked_since = time.monotonic()
                     yield part
                     writer.blocked_since = math.inf
-                if (
-                    stream.failure is not None
-                ):  # the client has already got the output before the failure
+                if stream.failure is not None:  # all earlier output was sent
                     call.is_void = not has_begun
                     raise stream.failure
         finally:
