@@ -57,7 +57,10 @@ class RateLimited(Overloaded):
 
 
 class Permit(Protocol):
-    """The right to one call: `charge` before its work, `settle` after it, and always `leave`."""
+    """The right to one call.
+
+    Call `charge` before the work, `settle` after it, and `leave` in every case.
+    """
 
     @property
     def tenant(self) -> Tenant: ...
@@ -65,7 +68,10 @@ class Permit(Protocol):
     def charge(self, num_tokens: int) -> None: ...
 
     async def has_more(self) -> bool:
-        """Whether this gateway may now grant its tenant more than when `charge` refused."""
+        """Whether this gateway can now grant the tenant more than it could when `charge` refused.
+
+        Waits for other gateways to give up parts of the limits.
+        """
         ...
 
     def settle(self, num_used: int) -> None: ...
@@ -91,9 +97,10 @@ ANYONES_PERMIT: Final = _Anyone()
 
 class AccessControl(Protocol):
     async def check(self, authorization: str) -> Tenant:
-        """Check the key or token of a call of which nothing has been read yet; its tenant.
+        """Check the key or token of a call before anything of the call is read. Return its tenant.
 
-        This check does not count as a request. Raises the errors of `enter` but RateLimited.
+        This check does not count as a request. Raises the same errors as `enter`, except
+        RateLimited.
         """
         ...
 
@@ -112,7 +119,7 @@ class AccessControl(Protocol):
         ...
 
     def share(self, gateways: Collection[str]) -> None:
-        """Tell which gateways exist now, by name."""
+        """Take the names of the gateways that exist now."""
         ...
 
     async def run(self) -> None: ...
@@ -145,7 +152,10 @@ class KeyedAccess:
     """
 
     def __init__(self, keys_file: Path | None, tokens: ClientTokens | None = None) -> None:
-        """None: no keys, or no tokens. Raises BadKeyFile."""
+        """Raises BadKeyFile.
+
+        Without `keys_file`, no API key is valid. Without `tokens`, no token is valid.
+        """
         self._keys = None if keys_file is None else FollowedKeys(keys_file)
         self._client_tokens = tokens
         self._tenants = Tenants()
@@ -186,7 +196,7 @@ class KeyedAccess:
         return {} if self._keys is None else self._keys.keyring.tenants
 
     def _known(self) -> Mapping[str, Tenant]:
-        """All tenants; those of the file have their limits from there."""
+        """All tenants. For a tenant of the key file, the limits in the file count."""
         if self._client_tokens is None:
             return self._in_file
         return ChainMap(dict(self._in_file), dict(self._client_tokens.tenants))
@@ -317,9 +327,9 @@ def access_control(
     *,
     allow_anonymous: bool,
 ) -> AccessControl:
-    """How this gateway admits clients: `core.access.exposure` says if it may without keys.
+    """How this gateway admits clients. `core.access.exposure` decides whether it may need no keys.
 
-    Raises StartupError with one line.
+    Raises StartupError with a message of one line.
     """
     if keys_file is not None or tokens is not None:
         try:

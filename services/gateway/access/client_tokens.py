@@ -1,4 +1,4 @@
-"""Clients with a token of the OpenID provider: which tenant they are."""
+"""Finds the tenant of a client that has a token of the OpenID provider."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.services.gateway.access.errors import PermissionDenied
 
 
 class ClientTokens:
-    """Works while `run` runs."""
+    """Finds the tenant of a token. `run` must be running meanwhile."""
 
     def __init__(self, verifier: TokenVerifier, names: ClaimNames) -> None:
         self._verifier, self._names = verifier, names
@@ -21,11 +21,11 @@ class ClientTokens:
 
     @property
     def tenants(self) -> Mapping[str, Tenant]:
-        """The tenants of tokens so far."""
+        """The tenants that tokens have named so far."""
         return self._claimed.tenants
 
     async def tenant(self, token: str, in_file: Mapping[str, Tenant]) -> Tenant:
-        """The tenant of a token; one that is in the key file is as the file says.
+        """The tenant of a token. If the key file has the tenant, its limits are those of the file.
 
         Raises InvalidToken, Unavailable, or PermissionDenied if the claims name no tenant.
         """

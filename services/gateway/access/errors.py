@@ -1,4 +1,4 @@
-"""What is said to callers that are not admitted."""
+"""The errors for callers that are not admitted."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ log = structlog.get_logger(__name__)
 _DAY_S: Final = 86400
 _TICK_S: Final = 1.0
 _ASK_S: Final = 0.5  # how long a call waits for a part
-_ASK_AGAIN_S: Final = 0.25  # after no gateway gave a part
-_ATTEMPTS: Final = 5  # of a write that another gateway's write preceded
-_CLOSE_S: Final = 2.0  # for all tenants together: the stopping process waits this long
+_ASK_AGAIN_S: Final = 0.25  # the pause after an ask that got nothing, or that NATS refused
+_ATTEMPTS: Final = 5  # to write a ledger that other gateways write at the same time
+_CLOSE_S: Final = 2.0  # how long a stopping process waits for the last writes of all tenants
 _MAX_GONE: Final = 1024
 _GONE_S: Final = 3.0  # a starting gateway may hold parts before others see its record
 _ledgers: Final = msgspec.json.Decoder(Ledger)
@@ -80,7 +80,7 @@ class _Ask(NamedTuple):
 class TenantLedgers:
     """The ledgers as they are known to the gateway `me` (its id and incarnation).
 
-    `known` returns the tenants that the key file has now.
+    `known` returns the tenants that the key file has now, and those that tokens have named.
     """
 
     def __init__(
@@ -104,7 +104,10 @@ class TenantLedgers:
         self._living: Collection[str] = ()
 
     async def more(self, tenant: Tenant) -> bool:
-        """Wait for a part of the tenant's limits, if it has any. Return whether one came."""
+        """Wait for a further part of the tenant's limits. Return whether one came.
+
+        Return False at once if this gateway holds all parts.
+        """
         if self._parts.holds_all(tenant):
             return False
         return await self._more(tenant, _Ask(tenant.name, "parts"))

@@ -29,17 +29,17 @@ _REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
 
 
 class _Parts:
-    """What the messages of one stream have in common. `counts_each`: each has the usage so far."""
+    """The base of the two writers. `counts_each`: each message has the usage so far."""
 
     def __init__(self, call: Call, *, counts_each: bool) -> None:
         self._call = call
         self._counts_each = counts_each
         tells_prompt = call.spec.has_token_ids or call.spec.echoed
-        # If prompts are part of the answer: the choices whose prompt was not sent yet.
+        # The choices whose prompt must still be sent. Empty if the answer has no prompts.
         self._untold = set(range(len(call.generations))) if tells_prompt else set[int]()
 
     def _is_first(self, delta: TextDelta) -> bool:
-        """Whether this message contains the prompt."""
+        """Whether this is the first message of a choice whose prompt must be sent."""
         if delta.index not in self._untold:
             return False
         self._untold.discard(delta.index)
@@ -172,7 +172,7 @@ def chat_response(call: Call, deltas: Sequence[TextDelta]) -> pb.ChatResponse:
     )
 
 
-def _choice(delta: TextDelta, **fields: Any) -> pb.Choice:  # Any: of each field its own type
+def _choice(delta: TextDelta, **fields: Any) -> pb.Choice:  # Any: each field has its own type
     return pb.Choice(
         index=delta.index,
         finish_reason=_REASONS[delta.finish_reason],
@@ -195,7 +195,10 @@ def _function(call: ToolCallDelta) -> pb.FunctionCall:
 
 
 def _shown(call: Call, delta: TextDelta) -> TextDelta:
-    """The delta without a token that was drawn only because one has to be."""
+    """The delta. If the call asks for the echo alone, it is empty.
+
+    The engine then drew one token only because it cannot draw none.
+    """
     if not call.spec.is_echo_alone:
         return delta
     return replace(delta, text="", token_ids=(), logprobs=())
@@ -223,7 +226,7 @@ def _stop_reason(delta: TextDelta) -> StopReason | None:
 
 
 def _of(choice: pb.Choice, field: str) -> Any:
-    """A message of the choice; None if it has none, so that the answer has none either."""
+    """The submessage `field` of the choice. None: it is unset, and stays unset in the answer."""
     return getattr(choice, field) if choice.HasField(field) else None  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Turns requests of the gRPC API into call specs, as the OpenAI requests that mean the same."""
+"""Turns requests of the gRPC API into call specs, by way of the equivalent OpenAI requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def chat_spec(request: pb.ChatRequest, frontend: Frontend, permit: Permit)
 
 
 def _named(spec: CallSpec, names: FieldNames) -> CallSpec:
-    """The spec with the gRPC name of the constraint's field, which a later refusal names."""
+    """The spec with the gRPC name of the constraint's field: a later error contains this name."""
     sampling = spec.sampling
     if sampling.constraint is None:
         return spec

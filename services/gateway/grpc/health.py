@@ -34,7 +34,7 @@ class UnknownService(InvalidRequest):
 class HealthServicer:
     """Gives one answer for all `services` and for the server as a whole, whose name is empty.
 
-    `living`: names for which the answer is always SERVING.
+    `living`: further names, for which `Check` always answers SERVING. `Watch` does not know them.
     """
 
     def __init__(
@@ -123,7 +123,10 @@ class HealthServicer:
         self._changed = asyncio.Event()
 
     def _make_room(self) -> None:
-        """End the oldest watch of the address with the most, so that a flood harms only itself."""
+        """At the bound, end the oldest watch of the address that has the most watches.
+
+        So a client that opens too many watches loses its own.
+        """
         if len(self._watches) < self._max_watches:
             return
         ((address, _),) = Counter(w.address for w in self._watches).most_common(1)
@@ -140,6 +143,6 @@ class _Watch:
         self.address = address
 
     def end(self) -> None:
-        """Cancel the watch's task. While it waits for its client to read, nothing else ends it."""
+        """Cancel the watch's task. Nothing else ends a task that waits for its client to read."""
         if self._task is not None:
             self._task.cancel()

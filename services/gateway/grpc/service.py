@@ -1,6 +1,7 @@
 """The mesh's own client API: pdmesh.v1.InferenceService, with health and reflection.
 
-Calls take the same path as over HTTP: each method makes a CallSpec and returns one call's deltas.
+Calls take the same path as over HTTP: a generating method makes a CallSpec, opens a call, and
+returns the call's deltas.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at ru
 SERVICE: Final = "pdmesh.v1.InferenceService"
 _HEALTH_SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _HEALTH: Final = f"/{_HEALTH_SERVICE.full_name}/"
-_MAX_STREAMS: Final = 1024  # at once on one connection
+_MAX_STREAMS: Final = 1024  # open at once on one connection
 _MAX_METADATA_BYTES: Final = 16384
-_MAX_FIELDS: Final = 32_768  # of a request; a list of token ids is one
+_MAX_FIELDS: Final = 32_768  # of a request; a list of token ids counts as one field
 Part_co = TypeVar("Part_co", covariant=True)
 
 
@@ -57,7 +58,7 @@ class _Parts(Protocol[Part_co]):
 
 
 class InferenceServicer:
-    """As over HTTP, a client that reads nothing for `write_timeout_s` is disconnected (F28)."""
+    """A stream whose client reads nothing for `write_timeout_s` is cancelled (F28)."""
 
     def __init__(self, frontend: Frontend, access: AccessControl, write_timeout_s: float) -> None:
         self._frontend = frontend
@@ -154,7 +155,7 @@ class InferenceServicer:
     async def _opened(
         self, spec: CallSpec, permit: Permit, context: Context, *, is_streamed: bool
     ) -> AsyncIterator[Call]:
-        """The call, closed in the end. A client that leaves cancels this task, which frees it.
+        """Open a call, and close it in the end. If the client leaves, gRPC cancels this task.
 
         Raises MeshError.
         """
@@ -177,7 +178,7 @@ class InferenceServicer:
             self._frontend.close(call, error)
 
     async def _streamed(self, call: Call, parts: _Parts[Part_co]) -> AsyncIterator[Part_co]:
-        """The messages of a stream, while watching how long each takes to be written."""
+        """Yield the messages of a stream. `SlowClients` sees how long each write takes."""
         writer = _Writer(asyncio.current_task(), call.request_id)
         self._writing.add(writer)
         stream, has_begun = AnswerStream(call), False
@@ -194,7 +195,7 @@ class InferenceServicer:
                     writer.blocked_since = time.monotonic()
                     yield part
                     writer.blocked_since = math.inf
-                if stream.failure is not None:  # its client first got what came before
+                if stream.failure is not None:  # all earlier output was sent
                     call.is_void = not has_begun
                     raise stream.failure
         finally:
@@ -204,7 +205,7 @@ class InferenceServicer:
 
 @dataclass(frozen=True, slots=True)
 class GrpcBounds:
-    """What clients may send and hold at most, and how slowly they may read and write."""
+    """Limits on what clients may send and hold open, and on how slowly they may read and write."""
 
     max_bytes: int  # of a message
     max_incoming_bytes: int
@@ -240,7 +241,8 @@ class GrpcServer:
             if not method.startswith(_HEALTH):
                 await access.check(_metadata(context, "authorization"))
 
-        # Clients without a key get a bound of their own, apart from clients that have one.
+        # Health checks need no key. They have a separate bound, so that they cannot block the calls
+        # of clients that have a key.
         num_messages = max(2, bounds.max_incoming_bytes // bounds.max_bytes)
         num_keyless = max(1, num_messages // 4)
         of_all = Incoming(num_messages - num_keyless, bounds.receive_timeout_s)

@@ -1,7 +1,7 @@
 """The types of the public port's answers, for `/openapi.json`.
 
-For speed, `format` and `logprobs` write answers as bytes, without these types. The tests read real
-answers with them. They refuse unknown fields.
+For speed, `format` and `logprobs` write answers without these types. The tests decode real answers
+with these types, which refuse unknown fields.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ErrorAnswer(Answer):
 
 
 class PromptTokensDetails(Answer):
-    cached_tokens: int  # that prefill did not compute
+    cached_tokens: int  # tokens of the prompt that prefill did not compute
 
 
 class UsageAnswer(Answer):
@@ -76,10 +76,10 @@ class PromptTokenLogprob(Answer):
     decoded_token: str
 
 
-# For each token of the prompt except the first, by token id.
+# One item for each token of the prompt, by token id. The first item is None.
 PromptLogprobsAnswer = list[dict[str, PromptTokenLogprob] | None]
-# What ended it beside the model's own end token, which is None: a stop token, a stop string, or
-# repetition_detected.
+# Why the choice ended: a stop token, a stop string, or `repetition_detected`. None for any other
+# reason, such as the model's own end token.
 StopReasonAnswer = int | str | None
 
 

@@ -1,6 +1,6 @@
 """The public endpoint.
 
-It is a raw ASGI application: a framework would cost more than all the rest.
+It is a raw ASGI application, because a framework would cost more time than all the other work.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class HttpApp:
             await self._fail(exchange, MeshError("internal error; the server's log has the cause"))
         finally:
             self.writing.remove(exchange)
-            exchange.errors = OPENAI_ERRORS  # a stream's own would keep its call in memory
+            exchange.errors = OPENAI_ERRORS  # a stream's own format would keep its call in memory
 
     async def _fail(self, exchange: HttpExchange, error: MeshError) -> None:
         """Send an error response; if the stream has begun, one error event and no [DONE]."""
@@ -242,7 +242,7 @@ class HttpApp:
             with exchange.watched():
                 spec = await chat_spec(request, self._frontend, permit)
             is_streamed, written = bool(request.stream), _format_of(request)
-            del request  # which has images as text
+            del request  # its images, as base64, take much memory
             await answer(exchange, spec, permit, self._frontend, written, is_streamed=is_streamed)
         finally:
             permit.leave()

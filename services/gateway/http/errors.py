@@ -25,7 +25,7 @@ _TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorFormat:
-    """`request_id_headers` are the headers with the request's id, in all responses."""
+    """`request_id_headers`: names of the headers that carry the request's id in all responses."""
 
     body: Callable[[MeshError, str], bytes]
     event: Callable[[MeshError], bytes]

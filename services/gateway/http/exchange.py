@@ -2,9 +2,9 @@
 
 A client that does not read blocks only its own writer; `gateway/slow_clients.py` disconnects it.
 
-A refusal waits for the rest of the request, within bounds. The connection can then be kept, and a
-proxy with HTTP/2 towards its client has nothing to reset: it may reset a stream whose answer came
-before the end of its request, and the client then sees no status.
+An error answer is sent after the rest of the request was read, within bounds. The connection can
+then be kept. Also, a proxy may reset its client's HTTP/2 stream if the answer comes before the end
+of the request. The client of such a stream would see no status.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Headers = list[tuple[bytes, bytes]]
 
 _NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 _JSON = (b"content-type", b"application/json")
-# Of the rest of a refused request: how much of it is read, and for how long.
+# How much of the rest of a refused request is read, and for how long.
 _MAX_REST_BYTES: Final = 1 << 20
 _MAX_REST_S: Final = 2.0
 _QUOTABLE: Final = frozenset(map(chr, range(0x20, 0x7F))) - {'"', "\\"}  # RFC 6750, 3
@@ -91,14 +91,14 @@ class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request_id = new_request_id()
         self.has_started = False
-        self._is_received = False  # the whole request
+        self._is_received = False  # whether the whole request was received
         self.ignored_fields: list[str] = []  # of the request; the response names them
         self.path_parameters: Mapping[str, str] = _NO_PARAMETERS
         self._query: bytes = scope.get("query_string", b"")
         self.errors: ErrorFormat = OPENAI_ERRORS
         self.handed: HandedPlan | None = None
         self.blocked_since = math.inf
-        # A list of pairs; of several with one name, the first counts.
+        # ASGI has a list of pairs. If several have the same name, the first counts.
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self._receive = receive
         self._send = send
@@ -115,7 +115,7 @@ class HttpExchange:
 
     @property
     def query(self) -> Mapping[str, str]:
-        """The fields after `?`; of several with one name, the last counts."""
+        """The fields after `?`. If several have the same name, the last counts."""
         return dict(parse_qsl(self._query.decode("latin-1"), keep_blank_values=True))
 
     @property
@@ -127,8 +127,9 @@ class HttpExchange:
         return authorization_of(self.header(b"authorization"), self.header(b"x-api-key"))
 
     async def body(self, max_bytes: int, room: BodyRoom) -> bytes:
-        """Raises BodyTooLarge before reading more, Overloaded if `room` is full,
-        ClientDisconnected.
+        """Read the body. Raises BodyTooLarge without reading the rest.
+
+        Raises Overloaded if `room` is full, and ClientDisconnected.
         """
         announced = self.header(b"content-length")
         if announced.isdigit() and int(announced) > max_bytes:
@@ -159,7 +160,8 @@ class HttpExchange:
     async def _drop_rest(self) -> None:
         """Read and drop what is left of the request, within bounds. Raises ClientDisconnected.
 
-        A client that waits for `100 Continue` is not asked for a body that is not wanted.
+        Reads nothing if the request announces a body over the bound. Reads nothing either if the
+        client waits for `100 Continue`: reading would ask it to send an unwanted body.
         """
         announced = self.header(b"content-length")
         is_long = announced.isdigit() and int(announced) > _MAX_REST_BYTES
@@ -197,7 +199,7 @@ class HttpExchange:
             await self.json(body, error.http_status, error_headers(error))
 
     def watched(self) -> AbstractContextManager[None]:
-        """If the client leaves, this task's work in here ends with ClientDisconnected."""
+        """A context that cancels its work and raises ClientDisconnected if the client leaves."""
         return _Watched(self.connection)
 
     def cut(self) -> None:
@@ -206,7 +208,7 @@ class HttpExchange:
 
 
 class _Watched:
-    """The work of the current task, which ends with ClientDisconnected if the client leaves."""
+    """Watches the connection while the current task works. See `HttpExchange.watched`."""
 
     __slots__ = ("_connection", "_has_left", "_task")
 
@@ -234,12 +236,12 @@ class _Watched:
 
 
 def authorization_of(authorization: str, api_key: str) -> str:
-    """What `AccessControl` takes, from the values of these two headers."""
+    """The argument for `AccessControl`, from the values of these two headers."""
     return authorization or (f"Bearer {api_key}" if api_key else "")
 
 
 def error_headers(error: MeshError) -> Headers:
-    """The headers by which clients know what to do about an error."""
+    """The headers that tell clients how to react to an error."""
     headers: Headers = []
     if error.retry_after_ms is not None:
         seconds = max(1, math.ceil(error.retry_after_ms / 1000))

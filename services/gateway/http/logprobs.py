@@ -65,7 +65,7 @@ class LogprobWriter:
     def completion(self, logprobs: Sequence[TokenLogprob]) -> Json:
         """The form of /v1/completions: parallel arrays.
 
-        `top_logprobs` always include the drawn token, so there may be one more.
+        `top_logprobs` always include the drawn token, so they may be one more than asked for.
         """
         return {
             "tokens": [self._spelt(lp.token_id) for lp in logprobs],
@@ -78,9 +78,9 @@ class LogprobWriter:
         }
 
     def echoed(self, prompt_ids: Sequence[int], echo: str, found: PromptLogprobs | None) -> Json:
-        """As `completion`, of a prompt whose text `echo` begins the answer.
+        """As `completion`, but for the prompt. The answer begins with `echo`, the prompt's text.
 
-        The first token has no log probability. A special token of the prompt need not be in `echo`.
+        The first token has no log probability. `echo` may lack special tokens of the prompt.
         """
         entries = list(_entries(found)) if found is not None else []
         none = [None] * (len(prompt_ids) - len(entries))
@@ -98,7 +98,7 @@ class LogprobWriter:
     def _top(self, entry: _Entry) -> dict[str, float]:
         """The likeliest tokens by text.
 
-        Of tokens with equal text the drawn one counts, else the likeliest.
+        If several tokens have the same text, the drawn token counts, or else the likeliest.
         """
         token_id, logprob, top_ids, top_logprobs = entry
         found = {self._spelt(token_id): max(logprob, _LEAST)}
@@ -124,7 +124,7 @@ class LogprobWriter:
         return begin
 
     def _offset_in(self, token_id: int, echo: str) -> int:
-        """As `_offset_of`, but of a token of the prompt whose text is `echo`."""
+        """As `_offset_of`, but for a token of a prompt. `echo` is the text of the whole prompt."""
         if self._tokenizer.has_text((token_id,)):
             return self._offset_of(token_id)
         begin = self._offset

@@ -1,6 +1,6 @@
 """The paths of the public port: the handler of each, and its description for `/openapi.json`.
 
-A route cannot be made without its `Operation`. So the document has every path that is served.
+A route cannot be made without an `Operation`, so the document has every served path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NoRoute(InvalidRequest):
     grpc_code, http_status, default_reason = "UNIMPLEMENTED", 404, "NOT_FOUND"
 
 
-# The error statuses of paths that need a model, and of those that only inform.
+# The error statuses of paths that need a model, and of paths that only return information.
 ASKING_ERRORS: Final = (400, 401, 403, 404, 413, 429, 500, 503, 504)
 TELLING_ERRORS: Final = (401, 403, 404, 429, 500, 503)
 
@@ -41,8 +41,8 @@ class Operation:
     """The request and the answers of one method of one path, as types that msgspec can describe.
 
     `takes` is the struct that validates the body. `streams` is the type of the data of each event
-    of a stream. `errors` are the statuses of the error answers. `makes` tells where in the answer
-    the path parameters of other operations are: a JSON pointer for each. `query` has the schema of
+    of a stream. `errors` are the statuses of the error answers. `makes` maps a path parameter of
+    other operations to the JSON pointer of its value in this answer. `query` has the schema of
     each field of the query.
     """
 
@@ -54,7 +54,7 @@ class Operation:
     fails: Shape = ErrorAnswer  # the type of an error's body
     other: Mapping[int, Shape] = field(default_factory=dict)  # further statuses
     ends_in_done: bool = True  # its stream ends with `data: [DONE]`
-    is_open: bool = False  # without an API key
+    is_open: bool = False  # needs no API key
     makes: Mapping[str, str] = field(default_factory=dict)
     query: Mapping[str, Shape] = field(default_factory=dict)
 

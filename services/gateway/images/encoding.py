@@ -1,8 +1,8 @@
 """Has an encoder make the embeddings of a prompt's images while its prefill waits (S130).
 
-The encoder holds them, and the prefill fetches them. Whatever becomes of the encoder, the prefill
-is told. It has the images, too, and encodes them itself if it must. So no failure here fails the
-request.
+The encoder holds the embeddings, and the prefill fetches them. The gateway tells the prefill
+whether the encoder succeeded. The prefill has the images, too, and encodes them itself if the
+encoder did not. So no failure here fails the request.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def find_encoder(
 class EncodeLeg:
     """One prompt's images at an encoder, under `key`.
 
-    `prefill_key` names the leg that waits for them, at the other end of `prefill`.
+    `prefill_key` names the leg that waits for the embeddings, on the instance of session `prefill`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Fetches an image from an allowed host, with one request that leads nowhere else.
+"""Fetches an image from an allowed host, with one request that reaches no other host.
 
-The name is resolved once, and every address that it has must be public; the connection goes to one
-of these addresses, so that a second answer of DNS changes nothing. Redirects are not followed.
-Proxies are not used, whatever the environment says.
+The name is resolved once, and all of its addresses must be public. The connection goes to one of
+these addresses, so a later answer of DNS has no effect. Redirects are not followed. Proxies are
+not used, even if the environment names one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _READ_BYTES: Final = 65_536
 _NAME_THREADS: Final = 4
 _MAX_HEAD_BYTES: Final = 16_384  # of an answer
 _INTERIM: Final = (100, 102, 103)  # statuses that come before the answer
-_MAX_FRAMING_BYTES: Final = 65_536  # of an answer: its head, and what chunks have beside the image
+_MAX_FRAMING_BYTES: Final = 65_536  # of an answer: its head, and the sizes of its chunks
 
 
 # Any: the families and addresses of `socket.getaddrinfo`.
@@ -41,9 +41,9 @@ def resolve(host: str, port: int) -> list[Any]:
 
 
 class FetchTime:
-    """The time left to all fetches of a request together, and to all of their waits for places.
+    """The time left for all fetches of a request together, and for all their waits for places.
 
-    The two are apart, because a wait is not the fault of the host.
+    Waits and fetches each have the full timeout, because a wait is not the host's fault.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -52,7 +52,7 @@ class FetchTime:
 
     @contextlib.asynccontextmanager
     async def spent(self, kind: Literal["wait", "fetch"]) -> AsyncIterator[None]:
-        """Raises TimeoutError when the rest of the time is over."""
+        """Count the time spent within. Raises TimeoutError when no time is left."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         try:
@@ -64,7 +64,10 @@ class FetchTime:
 
 @dataclass(frozen=True, slots=True)
 class FetchBounds:
-    """`timeout_s`: of a request's images together. `max_per_host`: a slow host leaves places."""
+    """`timeout_s` is for all images of a request together.
+
+    `max_per_host` is below `max_at_once`, so that one slow host cannot take all places.
+    """
 
     timeout_s: float
     max_at_once: int = 16
@@ -74,8 +77,8 @@ class FetchBounds:
 class Fetcher:
     """`may_reach` decides about an address that DNS gave. `resolve` runs in a thread.
 
-    DNS that hangs keeps a thread, whatever the timeout. So names have threads of their own, and
-    nothing else waits for these.
+    A hanging DNS look-up occupies its thread even after the timeout. So look-ups have their own
+    threads, which do no other work.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Fetcher:
     ) -> None:
         self._rules, self._bounds, self._may_reach = rules, bounds, may_reach
         self._room = asyncio.Semaphore(bounds.max_at_once)
-        # The allowed hosts bound the number of these.
+        # One semaphore for each host. Only allowed hosts get one, so their number is bounded.
         self._room_of_host: defaultdict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(bounds.max_per_host)
         )
@@ -100,9 +103,9 @@ class Fetcher:
         return FetchTime(self._bounds.timeout_s)
 
     async def fetch(self, url: str, time: FetchTime) -> bytes:
-        """`time`: what is left to all images of the request.
+        """`time`: the time left for all images of the request.
 
-        Raises ImageRefused, Overloaded if no place becomes free in that time.
+        Raises ImageRefused, or Overloaded if no place becomes free in that time.
         """
         address = address_of(url, self._rules.hosts)
         async with self._place(address, time):
@@ -110,7 +113,7 @@ class Fetcher:
 
     @contextlib.asynccontextmanager
     async def _place(self, address: ImageAddress, time: FetchTime) -> AsyncIterator[None]:
-        """The host's place comes first: a wait for that holds no place of other hosts."""
+        """Wait first for a place of the host: this wait takes no place from other hosts."""
         async with contextlib.AsyncExitStack() as places:
             try:
                 async with time.spent("wait"):
@@ -171,7 +174,7 @@ class Fetcher:
                 answer.count(len(data))
                 await asyncio.sleep(0)  # a read that finds bytes does not yield
         except httptools.HttpParserError as exc:
-            # An error of the callbacks comes as the cause of the parser's.
+            # If a callback raised, its error is the context of the parser's error.
             refused = exc.__context__
             if isinstance(refused, ImageRefused):
                 raise refused from None
@@ -197,7 +200,7 @@ class _Answer:
         self.ends_with_connection = False
 
     def count(self, num_bytes: int) -> None:
-        """Count a read that was parsed: only one without a whole head counts as head."""
+        """Count a parsed read. It counts towards the head only if the head is still incomplete."""
         if not self._has_head:
             self._num_head_left -= min(num_bytes, _MAX_HEAD_BYTES)
             if self._num_head_left < 0:

@@ -1,7 +1,7 @@
 """Turns the images of a request into checked and hashed bytes, within bounds.
 
-Nothing is decoded here: the header of an image tells its size. What costs more than a few
-milliseconds runs in a thread, a few at a time.
+No pixels are decoded here: the header of an image tells its size. Large images are read in threads,
+a few at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdmesh.services.gateway.images.fetching import Fetcher, FetchTime
 
 _INLINE_BYTES: Final = 65_536  # reading this many bytes takes less than a millisecond
 _MAX_THREADS: Final = 2
-_MAX_SUM: Final = 4  # images of the most pixels whose pixels a request may have
+_MAX_SUM: Final = 4  # a request may have as many pixels as this many images of the largest size
 MAX_SENT_BYTES: Final = 64 << 20  # of images, over all choices of a call
 
 
@@ -29,7 +29,7 @@ MAX_SENT_BYTES: Final = 64 << 20  # of images, over all choices of a call
 class AskedImage:
     """An image as a request gives it: by its address, as base64, or as its bytes.
 
-    `format` is what it must have, as in `ImageHeader`; empty: any.
+    `format` is the format that the image must have, as in `ImageHeader`. Empty: any.
     """
 
     field: str
@@ -41,7 +41,7 @@ class AskedImage:
 
 
 class Held:
-    """Images' bytes count as held for as long as anything refers to this."""
+    """The bytes of images count as held for as long as anything refers to this object."""
 
     __slots__ = ("__weakref__",)
 
@@ -57,10 +57,10 @@ class LoadedImages:
 
 
 class Images:
-    """`max_count`: in a request. `max_held_bytes`: of all open requests together.
+    """`max_count` is for one request. `max_held_bytes` is for all open requests together.
 
-    Before images are read, their bytes count as they were given: a few threads read large images,
-    and any number of requests may wait for these.
+    Images that wait to be read count with the size of their URL or base64 text: only a few threads
+    read large images, and any number of requests may wait for a thread.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Images:
         self._max_held_bytes = max_held_bytes
         self._threads = asyncio.Semaphore(_MAX_THREADS)
         self.num_held_bytes = 0
-        self.num_given_bytes = 0  # of images that wait to be read, as the requests give them
+        self.num_given_bytes = 0  # of images that wait to be read, as URL, base64 or bytes
 
     @property
     def num_bytes(self) -> int:
@@ -152,7 +152,7 @@ class Images:
         weakref.finalize(held, self._give_back, num_bytes).atexit = False
 
     def _check_room(self, num_bytes: int) -> None:
-        """Whether so many bytes may come to those that are held. Raises Overloaded."""
+        """Raises Overloaded if the gateway may not hold `num_bytes` more."""
         if self.num_held_bytes + num_bytes > self._max_held_bytes:
             raise Overloaded("this gateway holds too many images")
 

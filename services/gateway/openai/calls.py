@@ -48,8 +48,8 @@ from pdmesh.services.gateway.request.spec import CallSpec, SamplingSpec, ServedM
 from pdmesh.services.gateway.text.chat_template import RESERVED_VARIABLES, Conversation
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
-_COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's
-MAX_PROMPT_LOGPROBS: Final = 1 << 18  # of a call
+_COMPLETION_DEFAULT_TOKENS = 16  # as in OpenAI's API
+MAX_PROMPT_LOGPROBS: Final = 1 << 18  # in the answer to one call
 
 
 async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, permit: Permit) -> CallSpec:
@@ -76,7 +76,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, permit: 
     if parsing is not None:
         sampling = await _parsed_sampling(sampling, parsing, request, model, frontend, tenant)
     is_hidden = parsing is not None and request.include_reasoning is False
-    if is_hidden:  # anything else about the tokens would reveal the reasoning
+    if is_hidden:  # log probabilities and token ids would reveal the reasoning
         sampling = replace(sampling, num_logprobs=None, logprob_token_ids=())
     return CallSpec(
         operation="chat",
@@ -157,7 +157,7 @@ async def _parsed_sampling(
     frontend: Frontend,
     tenant: Tenant,
 ) -> SamplingSpec:
-    """`sampling` with the parsers' needs. Tool calls with a form exclude another form.
+    """`sampling`, changed as the parsers need it. Constrained tool calls exclude another form.
 
     Raises InvalidRequest.
     """
@@ -179,7 +179,7 @@ async def completion_spec(
     tenant: Tenant,
     default_max_tokens: int | None = _COMPLETION_DEFAULT_TOKENS,
 ) -> CallSpec:
-    """`default_max_tokens`: where the model has no default of its own. Raises MeshError."""
+    """`default_max_tokens` counts if the model has no default of its own. Raises MeshError."""
     model = await frontend.served_model(request.model, tenant, request.scenario)
     check_logprobs(frontend, model.name, request.logprobs)
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
@@ -243,7 +243,7 @@ async def completion_prompts(
 async def tokenized(
     request: TokenizeRequest, frontend: Frontend, permit: Permit
 ) -> tuple[array[int], ServedModel]:
-    """The tokens of a request with this prompt or conversation, and its model.
+    """The tokens of the request's prompt or conversation, and its model.
 
     Raises MeshError.
     """
@@ -280,8 +280,9 @@ async def text_tokens(
     add_special_tokens: bool = True,
     owner: str | None = None,
 ) -> array[int]:
-    """`owner`: the tenant whose chat this is. A text that cannot fit the context is refused before
-    it is encoded. Raises MeshError.
+    """Encode a text. `owner`: the tenant whose chat this is.
+
+    A text that cannot fit the context is refused before it is encoded. Raises MeshError.
     """
     context = model.context_length
     if len(text) > context * model.tokenizer.max_token_chars:
@@ -296,7 +297,10 @@ async def chat_tokens(
     *,
     add_special_tokens: bool = False,
 ) -> array[int]:
-    """Raises MeshError. Most templates write the special tokens themselves."""
+    """The tokens of a rendered conversation. Raises MeshError.
+
+    By default no special tokens are added, because most templates write them.
+    """
     tokenizer = model.tokenizer
     if not tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template", field="messages")
@@ -349,7 +353,7 @@ def conversation_of(
 def check_logprobs(
     frontend: Frontend, model: str, num_logprobs: int | None, field: str = "logprobs"
 ) -> None:
-    """Refuse logprobs that the instances cannot compute, rather than leave them out."""
+    """Raises InvalidRequest if the instances cannot compute logprobs."""
     if num_logprobs is None:
         return
     record = frontend.shared.fleet.reference(model)
@@ -364,7 +368,7 @@ def check_logprobs(
 def check_num_prompt_logprobs(
     prompts: Sequence[array[int]], num_each: int | None, num_choices: int
 ) -> None:
-    """Bound the number of logprobs, each of which is an object. Raises InvalidRequest."""
+    """Bound the number of log probabilities in an answer. Raises InvalidRequest."""
     if num_each is None:
         return
     num = sum(map(len, prompts)) * (num_each + 1) * num_choices

@@ -31,7 +31,7 @@ def has_images(messages: Sequence[ChatMessage]) -> bool:
 
 
 def no_images(messages: Sequence[ChatMessage], model: str) -> InvalidRequest:
-    """The refusal of the first image, by a model that takes none."""
+    """The error for a model that takes no images. It names the first image."""
     _, field = next(_image_parts(messages))
     message = f"{field}: the model {model} takes no images; only parts of type text are supported"
     return InvalidRequest(message, reason="UNSUPPORTED_FIELD", field=field)

@@ -62,7 +62,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 class ImageFile(ContentPart):
     """An image that another API gives without an address. No JSON becomes such a part.
 
-    `format` is what it must have, as in `ImageHeader`; empty: any.
+    `format` is the format that the image must have, as in `ImageHeader`. Empty: any.
     """
 
     base64: str = ""

@@ -65,7 +65,7 @@ def decoded(
 
 
 def objects_of(texts: Mapping[str, str]) -> dict[str, Object]:
-    """The objects that fields of a typed request hold as JSON; together they have a body's bounds.
+    """Parse fields that hold JSON objects as text. All texts together have the bounds of a body.
 
     Raises InvalidRequest with the field.
     """
@@ -110,7 +110,7 @@ def _parsed(
 
 
 def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
-    """Refuse duplicates: a filter before the gateway could read another of the values."""
+    """Refuse duplicates: a filter in front of the gateway could read a different value."""
     if len(dict(pairs)) == len(pairs):
         return
     seen: set[str] = set()
@@ -127,14 +127,14 @@ _find_duplicates: Final = json.JSONDecoder(object_pairs_hook=_refuse_duplicates)
 def _check_duplicates(outlined: bytes, body: bytes) -> None:
     """Find duplicate keys, of which msgspec silently takes the last.
 
-    The standard library's parser has a hook that sees them all. It costs 2 us for a usual body.
+    The standard library's parser has a hook that sees all keys. It takes 2 us for a usual body.
     """
     try:
         _find_duplicates(outlined.decode())
     except InvalidRequest:
         if len(body) > SMALL_BYTES:
             raise
-        _find_duplicates(body.decode())  # for a field name that looks like a list of token ids
+        _find_duplicates(body.decode())  # the outline changes a name like `[1]`
 
 
 def _explain(text: str, body: bytes) -> InvalidRequest:
@@ -164,8 +164,8 @@ def _explain(text: str, body: bytes) -> InvalidRequest:
 def _with_key(where: str, what: str, body: bytes) -> str:
     """Add the key of a wrong value in a mapping, which msgspec does not tell.
 
-    It is the first key whose value has the kind that msgspec names. A key that is no UTF-8 is found
-    only here, since msgspec gives up at the wrong value.
+    The key is the first one whose value has the kind that msgspec names. A key that is not UTF-8
+    raises an error only here, because msgspec stops at the wrong value.
     """
     field, _, below = where.partition(_ANY_KEY)
     got = _GOT.search(what)
@@ -187,7 +187,7 @@ def _kind_of(value: bytes) -> str:
 
 
 def _check_no_nul(request: object) -> None:
-    """Raises InvalidRequest with the first field that has a NUL, because that ends strings in C."""
+    """Raises InvalidRequest with the first field that has a NUL, which would end a string in C."""
     left: list[tuple[str, object]] = [("", msgspec.to_builtins(request))]
     while left:
         where, value = left.pop()

@@ -1,6 +1,6 @@
-"""How the answers to an OpenAI request are drawn.
+"""Turns the sampling fields of an OpenAI request into a SamplingSpec.
 
-Most requests ask only for a temperature and a length, so they pay nothing for the further fields.
+Most requests set only a temperature and a length. For them, the further fields cost almost nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from pdmesh.services.gateway.request.shaping import (
 from pdmesh.services.gateway.request.spec import SamplingSpec, ServedModel
 from pdmesh.services.gateway.request.thinking import thinking_budget_of
 
-# What `_with_further` reads. A request that leaves all of it out is done without.
+# The fields that `_with_further` reads. It is not called for a request that sets none of them,
+# unless the model's defaults shape logits.
 _FURTHER: Final = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "top_k", "min_p", "min_tokens",
     "logit_bias", "bad_words", "allowed_token_ids", "thinking_token_budget", "logprob_token_ids",

@@ -74,7 +74,7 @@ class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Session(msgspec.Struct, forbid_unknown_fields=True):
-    """Of pdmesh: what comes after the answer, so that instances know how long to keep its KV."""
+    """pdmesh's own: what follows the answer, so that instances know how long to keep its KV."""
 
     id: told.SessionId
     state: Literal["paused_for_tool", "resumed", "done"]
@@ -402,7 +402,7 @@ def checked_ids(
 
 
 def _check_end(request: ChatCompletionRequest | TokenizeRequest) -> None:
-    """Of the prompt, which is within the final message or after it."""
+    """Check that the request does not both continue the final message and begin a new one."""
     if request.continue_final_message and request.add_generation_prompt is not False:
         message = "continue_final_message needs add_generation_prompt to be false"
         raise InvalidRequest(message, field="continue_final_message")

@@ -1,4 +1,4 @@
-"""The messages from the picker to the proxy, as the Endpoint Picker Protocol wants them.
+"""The messages from the picker to the proxy, as the Endpoint Picker Protocol defines them.
 
 https://github.com/kubernetes-sigs/gateway-api-inference-extension, docs/proposals/
 004-endpoint-picker-protocol, version 1.0.0.
@@ -28,7 +28,7 @@ _PIECE_BYTES: Final = 62_000  # of a streamed body; Envoy's HTTP/2 has frames of
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """`addresses`: best first. `plan`: the value of the plan's header; empty: none."""
+    """`addresses`: the best first. `plan`: the value of the plan's header. Empty: no plan."""
 
     addresses: Sequence[str]
     plan: str = ""
@@ -50,7 +50,7 @@ def allowed_addresses(metadata: pb.Metadata) -> Collection[str] | None:
 
 
 def passed_headers() -> pb.ProcessingResponse:
-    """The head goes on, without headers that only the picker may set."""
+    """Let the proxy forward the head, without headers that only the picker may set."""
     response = pb.ProcessingResponse()
     response.request_headers.response.header_mutation.remove_headers.extend(_OWN_HEADERS)
     return response
@@ -63,7 +63,7 @@ def picked_headers(pick: Pick) -> pb.ProcessingResponse:
 
 
 def picked_body(pick: Pick) -> pb.ProcessingResponse:
-    """The same, once the proxy has sent the whole body."""
+    """As `picked_headers`, but as the answer to the body, after the head was answered."""
     response = pb.ProcessingResponse()
     _set_pick(response, response.request_body.response, pick)
     return response
@@ -85,7 +85,7 @@ def _set_header(mutation: pb.HeaderMutation, name: str, value: bytes) -> None:
 
 
 def streamed_request(chunks: Iterable[bytes], *, is_last: bool) -> Iterable[pb.ProcessingResponse]:
-    """The body goes on as it came. `is_last`: nothing follows, no trailers either."""
+    """Return the body unchanged. `is_last`: nothing follows, not even trailers."""
     pieces = [piece for chunk in chunks for piece in _pieces(chunk)] or [b""]
     for number, piece in enumerate(pieces, 1):
         response = pb.ProcessingResponse()
@@ -128,7 +128,7 @@ def passed_trailers() -> pb.ProcessingResponse:
 
 
 def refusal(error: MeshError, form: ErrorFormat, request_id: str) -> pb.ProcessingResponse:
-    """The client gets the same answer as from a gateway."""
+    """Send the client the same error as a gateway would."""
     response = pb.ProcessingResponse()
     immediate = response.immediate_response
     immediate.status.code = error.http_status

@@ -2,8 +2,8 @@
 
 The proxy sends the head, the body if it was told to, and later the response. Requests that can be
 planned wait for their body; all others get their endpoint at once. In the mode FULL_DUPLEX_STREAMED
-the proxy sends pieces and forwards only what it gets back. In the mode BUFFERED it keeps the body,
-and waits for an answer to the head before it sends the body.
+the proxy sends pieces, and forwards only what the picker returns. In the mode BUFFERED the proxy
+keeps the body, and waits for an answer to the head before it sends a copy of the body.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pdmesh.services.gateway.picker.answers import (
 
 Answers = Iterable[pb.ProcessingResponse]
 _RESPONSE_PARTS: Final = frozenset({"response_headers", "response_body", "response_trailers"})
-_MAX_DIGITS: Final = 18  # of a length; more are not worth converting
+_MAX_DIGITS: Final = 18  # of a content-length; a longer one is over every bound
 _WHOLE: Final = frozenset({pb.BUFFERED, pb.FULL_DUPLEX_STREAMED})
 
 
 class WrongProcessingMode(MeshError):
-    """The proxy does not show the body as the picker needs it."""
+    """The proxy does not send the body in a mode that the picker supports."""
 
     default_reason = "WRONG_PROCESSING_MODE"
 
@@ -52,8 +52,8 @@ class Head:
 class PickDialogue:
     """`is_planned(method, path)`: whether such a request is placed by its body.
 
-    Once `body` is set, or `head` is and the request is not planned, `wants_pick` is true, and
-    `picked` must be called before more is heard.
+    `wants_pick` becomes true when the body is complete, or at the head if the request is not
+    planned or has no body. The caller must then call `picked` before the next `hear`.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class PickDialogue:
         return b"".join(self._chunks)
 
     def close(self) -> None:
-        """Give back the room of the body. Idempotent."""
+        """Drop the body, and give its bytes back to `room`. Idempotent."""
         self._room.give_back(self._num_bytes)
         self._num_bytes = 0
         self._chunks.clear()
 
     def hear(self, message: pb.ProcessingRequest) -> Answers:
-        """The answers to send before anything else. Raises MeshError to refuse the request."""
+        """The answers to send before the next message is read. Raises MeshError to refuse."""
         part = message.WhichOneof("request")
         if part in _RESPONSE_PARTS:
             is_duplex = self._response_mode == pb.FULL_DUPLEX_STREAMED
@@ -110,7 +110,7 @@ class PickDialogue:
         return self._go_on(pick)
 
     def _go_on(self, pick: Pick) -> Answers:
-        """One by one, so that the body is not in memory twice."""
+        """Yield the answers one by one, so that the body is not in memory twice."""
         yield picked_headers(pick)
         yield from streamed_request(self._chunks, is_last=not self._has_trailers)
         if self._has_trailers:
@@ -181,7 +181,7 @@ class PickDialogue:
 
 
 def _headers(headers: pb.HeaderMap) -> dict[str, str]:
-    """Of several with one name, the first counts, as at the gateway."""
+    """The headers by name. If several have the same name, the first counts, as at the gateway."""
     found: dict[str, str] = {}
     for header in headers.headers:
         value = header.raw_value.decode("latin-1") or header.value

@@ -1,5 +1,4 @@
-"""Places a request by its body, as the gateway that gets it would: with the same code, up to the
-plan.
+"""Places a request by its body. It runs the code of a gateway up to the plan.
 
 A request that the gateway would refuse is refused here with the same error. A request that cannot
 be planned without its images or its kept responses goes to a gateway without a plan.
@@ -59,9 +58,9 @@ _PATHS: Final = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES})
 
 @dataclass(frozen=True, slots=True)
 class PlacedRequest:
-    """`key`: equal for the turns of a chat. `region`: of the planned instances.
+    """`key` is equal for all turns of a chat. `region` is the region of the planned instances.
 
-    `plan`: for the gateway that gets the request; None: it asks for a plan itself.
+    `plan` is for the gateway that gets the request. None: that gateway asks for a plan itself.
     """
 
     key: bytes = b""
@@ -71,7 +70,7 @@ class PlacedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What the body says: the call, and the beginning that later turns of it will have, too."""
+    """The call that the body asks for, and the beginning that later turns of its chat share."""
 
     spec: CallSpec
     beginning: bytes
@@ -107,7 +106,7 @@ class Placing:
         return None if self._is_strict else []
 
     async def _chat(self, path: str, body: bytes, tenant: Tenant) -> TranslatedChat | None:
-        """None: it continues a response that is not in the body. Raises MeshError."""
+        """None: the request continues a stored response. Raises MeshError."""
         if path == CHAT:
             return TranslatedChat(parse_chat(body, self._ignored()))
         if path == RESPONSES:
@@ -184,7 +183,7 @@ class Placing:
         )
 
     def _region(self, received: PlanReceived) -> str:
-        """Where the answer's tokens come from."""
+        """The region of the instance that sends the answer's tokens."""
         first = (received.decodes or received.prefills)[0]
         return self._shared.fleet.region_of(first.instance_id)
 
@@ -213,7 +212,7 @@ class _Asker:
         self._answer: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
 
     def on_event(self, event: Event) -> None:
-        if not self._answer.done():  # its client may have left
+        if not self._answer.done():  # the picker may have stopped waiting
             self._answer.set_result(event)
 
     async def received(self) -> PlanReceived:

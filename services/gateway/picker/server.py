@@ -21,12 +21,15 @@ _READINESS, _LIVENESS = "readiness", "liveness"
 _MAX_STREAMS: Final = 4096  # at once on one connection: a proxy has few connections
 _MAX_METADATA_BYTES: Final = 16_384
 _MAX_FIELDS: Final = 8_192  # of a message, most of them headers
-_HEAD_BYTES: Final = 128 << 10  # what a message may have beside the body
+_HEAD_BYTES: Final = 128 << 10  # the most bytes of a message without its body
 
 
 @dataclass(frozen=True, slots=True)
 class PickerAddress:
-    """Where the picker listens. `is_certified`: callers must show a certificate, if it has one."""
+    """Where the picker listens, and its bounds.
+
+    `is_certified`: if the picker has a certificate, callers must show one, too.
+    """
 
     host: str
     port: int
@@ -71,6 +74,6 @@ class PickerServer:
         self._health.set_serving(True)
 
     async def stop(self, grace_s: float) -> None:
-        """Proxies are told first, and then open streams get `grace_s` to end."""
+        """Report NOT_SERVING to the proxies, and then give open streams `grace_s` to end."""
         self._health.close()
         await self._server.stop(grace_s)

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at run time
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["ExternalProcessor"]
 PROCESS: Final = f"/{SERVICE.full_name}/Process"
-_MAX_ENDPOINTS: Final = 4  # of a pick: the first, and those that the proxy may try after it
+_MAX_ENDPOINTS: Final = 4  # of a pick: the first one, and others that the proxy may try next
 
 _picks = metrics.counter(
     names.PICKER_PICKS,
@@ -49,16 +49,16 @@ _duration = metrics.histogram(
 
 @dataclass(frozen=True, slots=True)
 class PickerBounds:
-    """What a request may have at most, and how long it may take to arrive."""
+    """Limits on a request's body, fields and arrival time, and on who may call."""
 
     max_body_bytes: int
     receive_timeout_s: float
     is_strict: bool
-    is_certified: bool  # callers need a certificate of the role proxy, where there is TLS
+    is_certified: bool  # with TLS, callers need a certificate of the role `proxy`
 
 
 class PickerServicer:
-    """`room` bounds the bytes of all bodies that are being read, with those of the HTTP port."""
+    """`room` bounds the bytes of all bodies being read, here and at the HTTP port together."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class PickerServicer:
         """`tenant` is None for requests that are not planned. Raises MeshError."""
         begun, placement = time.monotonic(), PlacedRequest()
         if tenant is not None:
-            self._addresses(placement, head.only)  # without an endpoint nothing is booked
+            self._addresses(placement, head.only)  # book nothing if no gateway is free
             placement = await self._placing.place(head.path, body, tenant)
         pick = Pick(
             self._addresses(placement, head.only),

@@ -1,1 +1,1 @@
-"""Calls for vectors and scores: split into batches, sent to pooling instances, put together."""
+"""Calls for vectors and scores, which pooling instances compute in batches."""

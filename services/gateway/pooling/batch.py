@@ -1,4 +1,7 @@
-"""The shell of one batch: turns its life's effects into commands, and news into events."""
+"""The shell of one batch.
+
+It turns the effects of `BatchLife` into commands, and the messages of instances into events.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ _GONE: Final = PeerId("", 0)
 
 @dataclass(frozen=True, slots=True)
 class BatchIdentity:
-    """The names of one batch, as instances see it; `began_at`: its call, monotonic."""
+    """The names by which instances know one batch.
+
+    `began_at`: when its call began, on the monotonic clock.
+    """
 
     request_id: str
     traceparent: str
@@ -39,7 +45,7 @@ class BatchIdentity:
 
 
 class PoolingBatch:
-    """`run` gives its answer. It is the owner of its legs, and waits in the waiting room."""
+    """Call `run` for the answer. The batch owns its legs, and waits in the waiting room itself."""
 
     def __init__(
         self, shared: Collaborators, spec: PoolingSpec, places: range, identity: BatchIdentity
@@ -47,7 +53,7 @@ class PoolingBatch:
         self._shared, self._spec, self.places, self._identity = shared, spec, places, identity
         limits = shared.slos.limits_for(spec.scenario, spec.num_tokens)
         self.life = life.BatchLife(limits, shared.budget, identity.began_at, spec.field)
-        self.instance_id = ""  # that took it
+        self.instance_id = ""  # of the instance that accepted the batch
         self.accepted_at = 0.0
         self._done: asyncio.Future[Pooled] = asyncio.get_running_loop().create_future()
         self._session: InstanceSession | None = None
@@ -57,7 +63,7 @@ class PoolingBatch:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> Pooled:
-        """Raises MeshError. If cancelled, nothing of it is left on an instance."""
+        """Raises MeshError. If it is cancelled, it aborts its leg."""
         try:
             self._step(life.Begun())
             return await self._done
@@ -145,7 +151,7 @@ class PoolingBatch:
         return Command(pool=pool)
 
     def _abort(self) -> None:
-        """Give up the leg that is open, if any."""
+        """Abort the open leg, if there is one."""
         session, self._session = self._session, None
         if session is not None:
             session.forget(self._key)
@@ -153,7 +159,7 @@ class PoolingBatch:
 
     def _join_room(self, instances: Sequence[PeerId], until: float) -> None:
         if not instances:
-            return  # time alone ends this wait
+            return  # only the timer ends this wait
         ids = [each.instance_id for each in instances]
         self._waiting_number = self._shared.room.join(self, ids, until, self._spec.tenant)
         if self._waiting_number is None:

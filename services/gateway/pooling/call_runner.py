@@ -27,8 +27,8 @@ from pdmesh.v1.instance_service_pb2 import Pooled
 
 MAX_VALUES: Final = 1 << 23  # numbers of one answer: 32 MiB
 MAX_OPEN_BYTES: Final = 256 << 20  # of the inputs and answers of all calls together
-_MOST_REVISIONS: Final = 3  # of a model, for one call
-_WIDTH: Final = 8  # batches of one call that are out at once: it cannot take every slot
+_MOST_REVISIONS: Final = 3  # how many revisions of its model one call may try
+_WIDTH: Final = 8  # batches that one call may have open, so that it cannot take every slot
 
 
 class CallerGone(Exception):
@@ -44,10 +44,10 @@ class OpenCall:
     )
 
     def cancel(self, error: MeshError | None = None) -> None:
-        """`error`: what the client is told; without it, the client has gone."""
+        """`error`: the error for the client. None: the client has gone."""
         if not self.ended.done():
             self.ended.set_exception(error or CallerGone())
-            self.ended.exception()  # a call that has its answer by now does not read it
+            self.ended.exception()  # read it here, or asyncio logs it if the call has its answer
 
 
 class CallRunner:
@@ -64,9 +64,9 @@ class CallRunner:
         traceparent: str,
         watch: Callable[[Callable[[], None]], None],
     ) -> AsyncIterator[PoolingAnswer]:
-        """The answer, which is written within: until then the call is open.
+        """A context with the answer. The call is open until the context ends.
 
-        Raises MeshError, and CallerGone once `watch` has told that the client is gone.
+        Raises MeshError, or CallerGone when the callback that `watch` got reports a lost client.
         """
         self._frontend.check_open()
         spec = self._with_scenario(spec)
@@ -119,7 +119,10 @@ class CallRunner:
         call: OpenCall,
         out: list[PoolingBatch],
     ) -> PoolingAnswer:
-        """Compute all inputs with one revision of the model: anew, if it goes meanwhile."""
+        """Compute all inputs with one revision of the model.
+
+        If the revision is replaced meanwhile, start again with another revision.
+        """
         for _ in range(_MOST_REVISIONS):
             report.spec = self._pinned(report.spec)
             try:
@@ -161,7 +164,7 @@ class CallRunner:
             found = await _results(tasks, call.ended)
         finally:
             await end(tasks)
-            await asyncio.gather(*tasks, return_exceptions=True)  # one failure is told, not each
+            await asyncio.gather(*tasks, return_exceptions=True)  # or asyncio logs them
         num_cached = sum(each.num_cached_tokens for each in found)
         return PoolingAnswer(
             [each.values for each in found], spec.num_values, len(spec.inputs), num_cached
@@ -183,7 +186,7 @@ class CallRunner:
             raise PoisonRequest("instances died recently while they worked on these inputs")
 
     def _judge(self, spec: PoolingSpec, done: Sequence[PoolingBatch]) -> None:
-        """Remember the batches that killed instances, each by itself; forget the answered ones."""
+        """Record each batch that killed instances as suspect, and clear the answered batches."""
         poison = self._shared.poison
         for batch in done:
             if batch.life.is_answered:
@@ -194,7 +197,7 @@ class CallRunner:
                 poison.add(digest, batch.life.victims, time.monotonic())
 
     def _digest(self, spec: PoolingSpec, places: range) -> bytes:
-        """A name for this tenant's inputs that reveals nothing of them."""
+        """A name for these inputs of the tenant, which reveals nothing about them."""
         key = hmac.digest(self._shared.hash_secret, spec.tenant.name.encode(), "sha256")
         state = hashlib.blake2b(digest_size=16, key=key, person=b"pool")
         for place in places:
@@ -211,7 +214,7 @@ def _num_used_tokens(report: PoolingReport, done: Sequence[PoolingBatch]) -> int
 async def _results(
     tasks: Sequence[asyncio.Task[Pooled]], ended: asyncio.Future[None]
 ) -> list[Pooled]:
-    """All results, or what the first failure or the call's end raises."""
+    """All results. Raises the error of the first failed task, or of `ended`."""
     pending: set[asyncio.Future[Pooled] | asyncio.Future[None]] = {*tasks, ended}
     while any(not task.done() for task in tasks):
         finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What operators see of each pooling call: counters, one log line, one event, one span."""
+"""Reports each pooling call to operators: counters, one log line, one event, one span."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdmesh.v1.common_pb2 import Usage
 
 @dataclass(slots=True)
 class PoolingReport:
-    """A call, filled in as it goes on."""
+    """The facts about one call, filled in while the call runs."""
 
     spec: PoolingSpec
     request_id: str

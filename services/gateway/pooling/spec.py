@@ -1,4 +1,4 @@
-"""What a client asked to have pooled, once validated, and what it gets."""
+"""A validated pooling request of a client, and its answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PoolingSpec:
     vocabulary: str = ""
     tenant: Tenant = ANYONE
     canary: tuple[str, bool] | None = None
-    field: str = "input"  # of the request, with its inputs
+    field: str = "input"  # the request's field that holds the inputs
 
     @property
     def needs(self) -> PoolingNeeds:
@@ -48,7 +48,10 @@ class PoolingSpec:
 
 @dataclass(frozen=True, slots=True)
 class PoolingAnswer:
-    """`parts`: little-endian float32 of the batches, in order; `num_values` of each input."""
+    """`parts`: the little-endian float32 numbers of each batch, in order.
+
+    Each input has `num_values` numbers.
+    """
 
     parts: Sequence[bytes]
     num_values: int

@@ -34,9 +34,7 @@ class MessagesErrorAnswer(Answer, tag_field="type", tag="error"):
 
 
 class MessagesUsage(Answer):
-    """`input_tokens` were computed; `cache_read_input_tokens` were not, because they were
-    cached.
-    """
+    """`input_tokens` were computed. `cache_read_input_tokens` were in the cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int

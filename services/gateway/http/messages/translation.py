@@ -45,7 +45,7 @@ _FORMATS: Final = {f"image/{name}": name for name in ("jpeg", "png", "gif", "web
 
 
 def has_later_system(request: CountTokensRequest) -> bool:
-    """Whether there are system messages after the first message: not all templates accept them."""
+    """Whether `messages` has system messages, which not all templates accept there."""
     return any(message.role == "system" for message in request.messages)
 
 

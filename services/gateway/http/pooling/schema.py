@@ -1,7 +1,7 @@
 """The requests for vectors and scores that we take, as typed structs: OpenAI's fields, then vLLM's.
 
-A field that would change the answer and that we cannot do gets a 400 that names it: `UNSUPPORTED`
-lists those fields with the values that ask for nothing.
+A field that would change the answer and is not supported gets a 400 that names it. `UNSUPPORTED`
+lists these fields with their values that have no effect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
 
 
 class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What all of them take."""
+    """The fields that all these requests have."""
 
     UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(_UNSUPPORTED)
 

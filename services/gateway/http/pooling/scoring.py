@@ -47,7 +47,7 @@ async def scoring_spec(
 async def _vectors_spec(
     base: PoolingSpec, scored: ScoredTexts, served: ServedModel, reading: Reading
 ) -> PoolingSpec:
-    """The vectors of the first texts, then of the second ones."""
+    """`base` with the inputs of the first texts, and then those of the second texts."""
     inputs: list[array[int]] = []
     for texts, field in zip((scored.first, scored.second), scored.fields, strict=True):
         inputs += await tokens_of(list(texts), served, reading, field)
@@ -148,7 +148,7 @@ def _check_lengths(scored: ScoredTexts, served: ServedModel, cut: TextCut | None
 
 
 def scores_of(spec: PoolingSpec, answer: PoolingAnswer, num_first: int) -> list[float]:
-    """One for each pair. Takes some milliseconds for each million numbers."""
+    """One score for each pair. This takes some milliseconds for each million numbers."""
     numbers = np.frombuffer(b"".join(answer.parts), dtype="<f4")
     if spec.task is PoolingTask.CLASSIFY:
         return [float(each) for each in numbers]
@@ -157,7 +157,7 @@ def scores_of(spec: PoolingSpec, answer: PoolingAnswer, num_first: int) -> list[
     first = np.broadcast_to(vectors[:num_first], second.shape)
 
     def products(one: Numbers, other: Numbers) -> Numbers:
-        """Those of large numbers need more than float32."""
+        """The dot product of each pair, in float64: float32 could overflow."""
         found: Numbers = np.einsum("ij,ij->i", one, other, dtype=np.float64)
         return found
 

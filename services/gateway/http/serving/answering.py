@@ -1,7 +1,7 @@
 """Answers a call from its opening to its last byte, in the format of any API.
 
 A stream's writer takes all text since its last write, and sends it as one chunk for each choice.
-An error before the first text becomes an HTTP status. After that, it is the stream's last event.
+An error before the first write becomes an HTTP status. A later error is the stream's last event.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdmesh.services.gateway.request.frontend import Call, Frontend
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.text.choice_text import TextDelta
 
-# The most log probabilities to write on the event loop. Each may have up to 21 tokens to spell.
+# A delta with more log probabilities is written in a thread. Each has up to 21 tokens to spell.
 MAX_LOGPROBS_HERE: Final = 256
 _EVENT_STREAM: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -42,7 +42,7 @@ class StreamWriter(Protocol):
 
 
 class AnswerFormat(Protocol):
-    """How one request is answered."""
+    """The format of the answer to one request."""
 
     def stream(self, call: Call) -> StreamWriter: ...
 
@@ -136,9 +136,9 @@ async def _written(
 async def _end_badly(
     exchange: HttpExchange, call: Call, failure: Exception, pending: list[bytes]
 ) -> NoReturn:
-    """Send the output before the failure, of all choices, and then raise the failure.
+    """Send the pending output of all choices if the stream has begun, and raise the failure.
 
-    The failure becomes an HTTP status if nothing was sent before.
+    Otherwise the pending output is dropped, and the failure becomes an HTTP status.
     """
     if exchange.has_started and (data := b"".join(pending)):
         await exchange.write(data)

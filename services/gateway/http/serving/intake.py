@@ -1,4 +1,4 @@
-"""Admits a request, for each API alike: checks the key and the bounds, and reads the body."""
+"""Admits a request of any API: checks its key and its bounds, and reads its body."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ class Intake:
         return await exchange.body(self._max_body_bytes, self.body_room)
 
     def ignored(self, exchange: HttpExchange) -> list[str] | None:
-        """The list that takes the names of unknown fields; None if they are refused."""
+        """The list to which a parser adds the names of unknown fields. None: it refuses them."""
         return None if self.is_strict else exchange.ignored_fields
