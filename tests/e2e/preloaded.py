@@ -29,7 +29,7 @@ _MODULES = [
     "vllm.model_executor.models.llama",
     "pdmesh.engine.vllm.connector.connector",
 ]
-# The server's: what vLLM reads while it is imported, and whose end ends all of them.
+# The server's: what vLLM reads while it is imported, and the process with which all others end.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",

@@ -1,10 +1,11 @@
-"""Collects what a load report names: requests admitted and prompts computed since the last report.
+"""Decides which prompts are timed together, and collects what a load report names.
 
-The master settles its bookings by these ids and learns from the times of prompts. An engine
-computes parts of several prompts in one step, so the time between the ends of two prompts says
-little about either. So prompts are timed together, as a span: from when the first could begin until
-none is left, or until the step ends in which the `_SPAN_PROMPTS`th of them ended. The book is
-bounded: requests that do not fit are left out, and their bookings expire at the master.
+A report names the requests that were admitted and the prompts that were computed since the last
+one. The master settles its bookings by these ids, and learns from the times. An engine computes
+parts of several prompts in one step, so the time between the ends of two prompts says little about
+either. So prompts are timed together, as a span: from when the first could begin until none is
+left, or until the step ends in which the `_SPAN_PROMPTS`th of them ended. The book is bounded:
+requests that do not fit are left out, and their bookings expire at the master.
 """
 
 from __future__ import annotations
