@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pdmesh.core.server_urls import SentinelUrl, is_sentinel_url
 from pdmesh.net.addresses import join
-from pdmesh.net.tasks import end
+from pdmesh.net.tasks import end, watched
 from pdmesh.net.tls.own_certificate import own_certificates
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Primary:
     def __init__(self, url: SentinelUrl, options: Mapping[str, Any], pool: Any) -> None:
         self._url, self._options, self._pool = url, options, pool
         self.address: Address | None = None  # as last asked
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def get_master_address(self) -> Address:
         """Raises redis-py's ConnectionError if no sentinel knows the primary."""
@@ -118,9 +119,17 @@ class Primary:
         except (RedisError, OSError, TimeoutError):
             return None
         finally:
-            for each in sentinel.sentinels:
-                await each.aclose()
+            self._close(sentinel)
         return found
+
+    def _close(self, sentinel: Any) -> None:
+        """Close its connections in a task of its own.
+
+        The question may be cancelled while it closes them, and redis-py would then leave them open.
+        """
+        task = watched(sentinel.aclose(), "close a sentinel's connections", lambda _: None)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
 
 def _with_latest_certificate(connection: Any) -> Any:
