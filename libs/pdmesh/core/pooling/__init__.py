@@ -1,1 +1,1 @@
-"""Vectors and scores of whole texts: what a model can make, its inputs' batches and instances."""
+"""Vectors and scores of whole texts: a model's abilities, truncation, batches, and placement."""

@@ -1,10 +1,11 @@
 """Decides where one batch of inputs goes, and what follows when an instance refuses it or is lost.
 
-A batch has no state on an instance. If its instance is lost, it runs again on another one, within
-the gateway's retry budget (minimum-cost recovery of a stateless call). A batch that has killed two
-instances or their engines is not tried a third time (F38). A batch waits for a slot for at most
-`ttft_s`, counted from its beginning or its last loss. Only the call's deadline bounds an accepted
-batch: an instance whose engine hangs ends itself, and the session with a frozen instance breaks.
+Instances keep no state of a batch. If an instance is lost, its batch runs again on another one,
+within the gateway's retry budget (minimum-cost recovery of a stateless call). A batch that has
+killed two instances or their engines is not tried a third time (F38). A batch waits for a slot for
+at most `ttft_s`, counted from its beginning or its last loss. Only the call's deadline bounds an
+accepted batch: an instance whose engine hangs ends itself, and the session with a frozen instance
+breaks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pdmesh.errors import (
 
 
 class ModelReplaced(NoInstance):
-    """The model was replaced during a call, and may already have computed some of its inputs."""
+    """The model was replaced during a call. Vectors of the two models must not be mixed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Decides which inputs of a call are sent to an instance as one batch, which should fill a step."""
+"""Divides the inputs of a call into batches that fill a step, and can soon run again elsewhere."""
 
 from __future__ import annotations
 
