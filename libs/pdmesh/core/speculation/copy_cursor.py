@@ -14,8 +14,8 @@ from typing import Final
 
 from pdmesh.core.speculation.ngram_index import NgramIndex, Tokens
 
-WINDOW: Final = 64  # within so many tokens after the place that the answer left, one is enough
-PATIENCE: Final = 32  # after so many drawn tokens, one is no longer enough
+WINDOW: Final = 64  # tokens after the place that the answer left, where one equal token is enough
+PATIENCE: Final = 32  # tokens that the answer may draw before one equal token is not enough
 SURE: Final = 4  # tokens copied in a row that make a place worth returning to
 REPLAYED: Final = 64  # the most drawn tokens from which a moved request finds its place again
 
@@ -106,7 +106,11 @@ class CopyCursor:
             self._cursor = None if found is None else found + 1
 
     def _beginning(self) -> int:
-        """After the first place in the prompt with the answer's first token, or its beginning."""
+        """Where the first proposal begins in the prompt.
+
+        It begins after the first token that equals the answer's first token. If there is none, it
+        begins at the prompt's beginning.
+        """
         if self._prompt_end >= len(self._index):
             return self._index.num_forgotten
         found = self._index.find(self._index.at(self._prompt_end), 0, self._prompt_end)

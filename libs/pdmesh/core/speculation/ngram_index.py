@@ -1,4 +1,5 @@
-"""Finds earlier places of a text's last tokens. The steps do not depend on the text's length.
+"""Finds earlier places of a text's last tokens, in a number of steps that does not depend on the
+text's length.
 
 The index has one hash table for each length of n-gram. A table links the positions at which n-grams
 with the same hash end, from the latest back to the first. The n-gram at the end of the text is

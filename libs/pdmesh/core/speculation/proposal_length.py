@@ -19,8 +19,10 @@ from typing import Final
 from pdmesh.core.speculation.token_cost import TokenCost
 
 LEAST_GAIN: Final = 1.05  # a smaller gain may be lost when acceptance varies
-PROBE_EVERY: Final = 64  # steps; in this one, a token is proposed even if none pays, to see changes
-PAUSE_EVERY: Final = 256  # steps; in this one, no token is proposed, to see the cost of a check
+# Every so many steps, a token is proposed even if none pays, to notice changes.
+PROBE_EVERY: Final = 64
+# Every so many steps, no token is proposed, to measure the cost of a check.
+PAUSE_EVERY: Final = 256
 _MEMORY: Final = 200  # tokens: checks that are longer ago count for little
 _GRAIN: Final = 0.02  # acceptance is rounded to a multiple of it; each value has one schedule
 _BAND: Final = 0.03  # a smaller change of the acceptance is mostly noise, and is not followed

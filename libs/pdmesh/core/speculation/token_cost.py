@@ -14,7 +14,7 @@ from typing import Final
 _MEMORY: Final = 1000  # steps: those that are longer ago count for little
 _LEAST_STEPS: Final = 50
 _LEAST_SPREAD: Final = 0.03  # standard deviation of the numbers of tokens, divided by their mean
-_LONGEST: Final = 3.0  # times the expected time; the excess is ignored: the step waited
+_LONGEST: Final = 3.0  # times the expected time, at most: a longer step waited for something else
 _LEAST, _MOST = 1e-4, 1.0  # a share outside of these bounds is noise
 _PER_DECADE: Final = 10  # values that a share is rounded to
 
