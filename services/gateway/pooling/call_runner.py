@@ -66,8 +66,8 @@ class CallRunner:
     ) -> AsyncIterator[PoolingAnswer]:
         """A context with the answer. The call is open until the context ends.
 
-        Raises MeshError. `watch` gets a callback to call when the client is lost; this then raises
-        CallerGone.
+        Raises MeshError, or CallerGone if the client is lost. `watch` gets the callback that
+        reports the loss.
         """
         self._frontend.check_open()
         spec = self._with_scenario(spec)

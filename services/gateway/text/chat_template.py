@@ -2,7 +2,7 @@
 
 The template comes from the model directory, never from a client. It runs in jinja's immutable
 sandbox, with the functions and variables that Hugging Face gives it. A conversation whose prompt
-exceeds a number of characters is refused.
+has more than `max_chars` characters is refused.
 
 Some templates read a message's content as text, some as a list of parts, and some as either. When a
 template is loaded, it is tried with both forms. As in plain vLLM, it gets parts if it reads parts,
@@ -69,7 +69,7 @@ RESERVED_VARIABLES: Final = frozenset(
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """What a prompt is rendered from. `variables`: the template variables that the client set.
+    """The source of a prompt. `variables`: the template variables that the client set.
 
     The prompt ends with the beginning of the model's message (`add_generation_prompt`), or within
     the final message (`continue_final_message`).

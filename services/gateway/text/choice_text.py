@@ -42,8 +42,9 @@ class TextDelta(msgspec.Struct, frozen=True):
     """The output of one choice since the last delta.
 
     Only the last delta has `is_last`, with a finish reason or an error. `stop_reason` is the stop
-    string or stop token that ended the choice, or "repetition_detected". It is None if the model's
-    own end token ended the choice. In a delta, reasoning comes before text, and text before calls.
+    string or stop token that ended the choice, or "repetition_detected". It is None for any other
+    end, such as the model's own end token. In a delta, reasoning comes before text, and text before
+    calls.
     """
 
     index: int

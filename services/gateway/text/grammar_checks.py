@@ -60,7 +60,7 @@ class _Check:
 
 @dataclass(slots=True)
 class _Place:
-    """A tenant's place in the room for a check. `number`: by which it leaves the room."""
+    """A tenant's place in the room for a check. `number` identifies the place to the room."""
 
     check: _Check
     tenant: str

@@ -49,7 +49,7 @@ class BadModelDir(MeshError):
 
 @dataclass(frozen=True, slots=True)
 class AnswerMarks:
-    """What a model's files reveal about how it writes reasoning and tool calls.
+    """The parts of a model's files that show how it writes reasoning and tool calls.
 
     `special_tokens` are keyed by their names in the files, such as `eos_token`.
     """

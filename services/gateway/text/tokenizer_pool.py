@@ -61,12 +61,12 @@ _BYTES_EACH: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TokenizerRules:
-    """How tokenizers are loaded. `max_chars`: the bound of a conversation as text."""
+    """How tokenizers are loaded. `max_chars`: the most characters of a rendered conversation."""
 
     max_chars: int
     has_defaults: bool = True
     num_threads: int = 1
-    num_long_threads: int = 0  # for long texts; 0: by the processors
+    num_long_threads: int = 0  # for long texts; 0: by the number of processors
     max_bytes: int = 512 << 20
     max_section_bytes: int = 64 << 20  # of tokens that are kept for the next turns of chats
 

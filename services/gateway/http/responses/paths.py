@@ -268,7 +268,7 @@ class ResponsesPaths:
         return bytes((await self._found(tenant, response_id)).response)
 
     async def _found(self, tenant: str, response_id: str, field: str | None = None) -> KeptResponse:
-        """A kept response. If it is unfinished and no gateway makes it any more, it has failed.
+        """A kept response. One that no gateway makes any more is returned as failed.
 
         An unmarked response may have ended between two requests to the store. After an outage of
         Redis, its gateway may reconnect later than this one. So the store is asked again for as

@@ -29,7 +29,10 @@ class TextLogprobs:
         self._held: list[Json] = []
 
     def of(self, delta: TextDelta, logprobs: list[Json]) -> list[Json]:
-        """Those of the tokens of `delta.text`. `logprobs`: of all tokens since the last call."""
+        """The part of the log probabilities that is of `delta.text`.
+
+        `logprobs`: those of all tokens since the last call.
+        """
         self._held += logprobs
         found: list[Json] = []
         if delta.text:
