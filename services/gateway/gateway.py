@@ -129,7 +129,7 @@ class Gateway:
 
     @property
     def loops(self) -> Sequence[asyncio.Task[None]]:
-        """Tasks that run as long as the gateway. Without any one of them it cannot serve."""
+        """Tasks that run as long as the gateway. If one of them ends, the gateway cannot serve."""
         return self._tasks
 
     async def start(self) -> None:
@@ -151,12 +151,12 @@ class Gateway:
 
     async def _tell_health(self) -> None:
         while True:
-            self.fleet.staleness_s()  # must be called often: the age is counted from the last call
+            self.fleet.staleness_s()  # must be called often, to notice when the view is connected
             self.grpc.set_serving(not self._not_ready())
             await asyncio.sleep(_HEALTH_S)
 
     async def stop(self) -> None:
-        """Refuse new calls, let streams end for `drain_s`, end the rest, and close everything."""
+        """Refuse new calls, let streams finish for `drain_s`, end the rest, and close all parts."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.frontend.drain(self._settings.drain_s))
             tasks.create_task(self.http.stop())

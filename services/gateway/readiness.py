@@ -1,6 +1,7 @@
-"""Probes paths of a request until one of them proves that this gateway is ready.
+"""Probes paths of a request until this gateway is proved to be ready.
 
-`core.health.gateway_readiness` decides which path is next, and when the gateway is ready.
+`core.health.gateway_readiness` decides which path is next, and when the gateway is ready: after one
+passed probe, or after many that full instances refused.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PathProof:
         return self._core.is_ready
 
     async def run(self) -> None:
-        """Probe until one path is proved."""
+        """Probe until the gateway is ready."""
         core = self._core
         while not core.is_ready:
             paths = {_ids(*path): path for path in self._paths()}

@@ -1,4 +1,4 @@
-"""The environment a gateway reads."""
+"""The settings that a gateway reads from its environment."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ class Settings(OidcSettings):
     )
 
     def kv_transfer_of(self, scenario: str) -> KvTransfer.ValueType:
-        """What the gateway asks of the prefills that serve `scenario` (S51)."""
+        """How the gateway asks prefills that serve `scenario` to hand KV on (S51)."""
         return _MODES[self.kv_transfer_by_scenario.get(scenario, self.kv_transfer)]
 
     @property

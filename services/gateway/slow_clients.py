@@ -14,7 +14,7 @@ _LOOK_EVERY_S: Final = 0.5
 
 
 class AnswerWriter(Protocol):
-    """What writes one answer to its client."""
+    """The writer of one answer to its client."""
 
     request_id: str
     blocked_since: float  # when it began to wait for its client, monotonic; inf: it does not wait

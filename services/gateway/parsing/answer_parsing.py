@@ -45,7 +45,8 @@ from pdmesh.services.gateway.text.tokenizer import Tokenizer
 log = structlog.get_logger(__name__)
 
 # Tokens to feed at once. The time of some parsers grows with the square of an answer's length. So a
-# long answer must not count as one piece of work, which others wait for, when it is fed again.
+# long answer is fed again in pieces: other choices are served between them, and each has its own
+# time limit.
 _PIECE: Final = 64
 _MAX_DEATHS: Final = 2  # of the parser process, while it worked on one choice
 _choices: Final = itertools.count(1)
@@ -140,12 +141,12 @@ class AnswerParsers:
         return ParsedModel(*found, tokenizer)
 
     def may_be_needed(self, *, for_tools: bool) -> bool:
-        """Whether the settings leave any chat to be parsed; `for_tools`: tool calls count."""
+        """Whether the settings allow a reasoning parser, or with `for_tools` a tool parser."""
         tool, reasoning = self._settings
         return reasoning != NONE or (for_tools and tool != NONE)
 
     def is_needed(self, tokenizer: Tokenizer, *, for_tools: bool) -> bool:
-        """Whether every chat with the model is parsed; `for_tools`: or those with tools."""
+        """Whether the model has a reasoning parser, or with `for_tools` a tool parser."""
         names = self.model(tokenizer).names
         return bool(names.reasoning or (for_tools and names.tool))
 
@@ -184,7 +185,7 @@ class AnswerParsers:
     async def _asked_again(
         self, model: ParsedModel, request: PrepareAnswer | AskMarks
     ) -> ParserReply:
-        """Ask the process, and once more if it dies over the request."""
+        """Ask the process, and once more if the process is lost."""
         for _ in range(_MAX_DEATHS):
             life = await self.life()
             try:
@@ -258,7 +259,8 @@ class CallParser:
         """What the parsers find in the new tokens. Raises ParserLost, ParserFailed."""
         parsers = self._parsing.parsers
         if choice.life is None:
-            # Known before it is open there, so that it is closed if the client leaves meanwhile.
+            # `life` is set before the choice is opened, so that `close` closes the choice even if
+            # the client leaves meanwhile.
             choice.life = await parsers.life()
             await parsers.ask(choice.life, self._parsing.model, choice.open)
             if choice.token_ids:
@@ -303,7 +305,7 @@ class CallParser:
 class _Choice:
     """`life`: the life of the process in which the choice is open.
 
-    `token_ids`: all that were fed.
+    `token_ids`: all tokens that were fed.
     """
 
     __slots__ = ("has_calls", "life", "num_deaths", "open", "token_ids")

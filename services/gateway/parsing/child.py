@@ -21,7 +21,7 @@ from pdmesh.services.gateway.parsing.frames import (
     requests,
 )
 
-MAX_MODELS: Final = 4  # the least recently used one leaves; choices that are open keep theirs
+MAX_MODELS: Final = 4  # beyond it, the least recently used is dropped; open choices keep theirs
 
 
 def main() -> None:
@@ -39,8 +39,8 @@ def main() -> None:
     except ImportError as exc:
         send(answers, ParsingFailed(str(exc)))
         return
-    # vLLM's parsers log a traceback for each call that a model leaves unfinished. What they cannot
-    # read becomes text of the answer, and the gateway logs what they raise.
+    # vLLM's parsers log a traceback for each call that a model leaves unfinished. Output that they
+    # cannot parse becomes text of the answer, and the gateway logs their exceptions.
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
     requests = ParserRequests(MAX_MODELS)
     send(answers, ParserDone())

@@ -2,8 +2,8 @@
 
 The parser process takes ten seconds to start, or a minute on a busy machine. Every chat with a
 model that has a reasoning parser is parsed. So the process starts as soon as such a model is
-served, and again if it dies. Other models need the process for tool calls only. For them it starts
-early only if a setting says so. A mesh without such models never starts it.
+served, and again if it dies. Other models need the process for tool calls only. For them, it starts
+early only if a setting says so. Otherwise it starts with the first call that needs it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 _TICK_S: Final = 1.0
 _RETRY_S: Final = 30.0  # the pause after a start that failed
 _PATIENCE_S: Final = 120.0  # the longest that the gateway's readiness waits
-_MAX_LOOKED_AT: Final = 8  # models whose tokenizers are loaded to see what they need
+_MAX_LOOKED_AT: Final = 8  # models whose tokenizers are loaded to see if they need parsers
 
 _Served = tuple[str, str]  # a model's name, and the digest of its text
 
@@ -35,8 +35,9 @@ _Served = tuple[str, str]  # a model's name, and the digest of its text
 class EarlyStart:
     """`served` returns the models that instances serve.
 
-    `is_settled` is true once no chat would have to wait for a start. The gateway is not ready
-    before that. It then stays true.
+    `is_settled` becomes true, for good, once the parsers of the first served models are started or
+    have failed to start, or 120 s after a model is first served. The gateway is not ready before.
+    If the settings allow no parsers or vLLM is not installed, it is true from the beginning.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class EarlyStart:
         self._is_for_tools = is_for_tools
         self._clock = clock
         self._needing: dict[_Served, weakref.ref[Tokenizer] | None] = {}
-        self._prepared: dict[_Served, int | None] = {}  # the process that has the model's parsers
+        # The id of the process in which the model's parsers were loaded.
+        self._prepared: dict[_Served, int | None] = {}
         self._retry_at = 0.0
         self._seen_at: float | None = None  # when the first model was seen
         self._is_settled = not self.is_of_use

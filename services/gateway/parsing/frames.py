@@ -27,8 +27,8 @@ class LoadParsers(msgspec.Struct, tag=True):
 class PrepareAnswer(msgspec.Struct, tag=True):
     """Asks what the parsers of an answer to `request` need from the engine and in the text.
 
-    `constrained_prompt` is the prompt if the answer has a constraint. The constraint may begin
-    after the reasoning.
+    `constrained_prompt` is the prompt if the answer has a constraint, else empty. It decides
+    whether the constraint begins after the reasoning.
     """
 
     model: str
@@ -79,7 +79,7 @@ class PreparedAnswer(msgspec.Struct, tag=True):
     """`constraint`: vLLM's structured outputs as JSON, if the answer must have a form.
 
     `begins_after`: the tokens after which a constraint begins; empty: it begins at once.
-    `lacks_end`: no token ends the reasoning, so that no constraint can follow it.
+    `lacks_end`: no single token ends the reasoning, so no constraint can follow it.
     """
 
     are_special_shown: bool

@@ -1,7 +1,8 @@
-"""Decides by a model's chat template which of vLLM's parsers read its answers.
+"""Decides by a model's chat template and type which of vLLM's parsers read its answers.
 
-The template shows the model how to write a tool call and where its reasoning ends. It has marks
-that no template of another family has. The first entry whose marks are found decides.
+The template shows the model how to write a tool call and where its reasoning ends. Each entry of a
+table lists marks in the templates of one model family, and the beginning of its model type. The
+first entry that matches decides.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pdmesh.services.gateway.text.tokenizer import AnswerMarks
 AUTO: Final = "auto"
 NONE: Final = "none"
 
-# Marks that the template must all have, the beginning of the model's type, and vLLM's parser.
+# An entry: marks that the template must all have, the beginning of the model's type, vLLM's parser.
 _TOOL_PARSERS: Final = (
     (("<\uff5cDSML\uff5c",), "", "deepseek_v32"),
     (("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```json"), "", "deepseek_v3"),

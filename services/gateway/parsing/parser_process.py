@@ -1,9 +1,9 @@
 """The process beside the gateway in which vLLM's parsers run.
 
-To import vLLM takes seconds of CPU and half a gigabyte of memory, and its parsers may run for any
-time. Both would harm the process that serves all clients. The parser process starts when
-`early_start` or the first call needs it. If it dies, or is silent for too long, it is started
-again. Then choices are fed again from their first token.
+Importing vLLM takes seconds of CPU and half a gigabyte of memory, and the time of its parsers has
+no bound. Both would harm the process that serves all clients. The parser process starts when
+`early_start` or the first call needs it. If it dies, or hangs and is killed, it is started again
+when it is needed. Then choices are fed again from their first token.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _STARTED: Final = {names.ATTR_OUTCOME: "started"}
 _FAILED: Final = {names.ATTR_OUTCOME: "failed"}
 
 _COMMAND: Final = (sys.executable, "-m", "pdmesh.services.gateway.parsing.child")
-# Limits of work, or of time without any (`core.control.hung_parser`).
+# Limits of processor time, or of time without work (`core.control.hung_parser`).
 _START_S: Final = 180.0  # vLLM's import
 _LOAD_S: Final = 120.0  # to load a model's parsers and import their modules
-_END_S: Final = 5.0  # from the end of its output to the end of the process
+_END_S: Final = 5.0  # the longest from the end of its output to the end of the process
 _ANSWER_S: Final = 30.0  # a parser that takes longer counts as hung
-_CHECKS: Final = 4  # of the process, within a limit
+_CHECKS: Final = 4  # how often a waiting request checks the process within its limit
 
 
 class ParserLost(Exception):
@@ -135,7 +135,7 @@ class ParserLife:
         self._stdin, self._stdout = process.stdin, process.stdout
         self._waiting: deque[_Asked] = deque()
         self._hung = HungParser()  # on the oldest request
-        # In the order in which the process keeps them.
+        # The models that the process keeps, in the same order: the least recently used one first.
         self._models: OrderedDict[str, None] = OrderedDict()
         self._loading = asyncio.Lock()
         self.is_over = False

@@ -27,7 +27,7 @@ _MAX_MESSAGE: Final = 500
 
 
 class ParserRequests:
-    """Keeps `max_models` models. The least recently used one is dropped, but its choices go on."""
+    """Keeps `max_models` models. The least recently used is dropped; its open choices continue."""
 
     def __init__(self, max_models: int) -> None:
         self._max_models = max_models

@@ -1,7 +1,8 @@
-"""vLLM's own parsers over the tokens of a choice. Only the parser process imports vLLM.
+"""Runs vLLM's own parsers on the tokens of a choice. Only the parser process imports vLLM.
 
-The parsers are fed token by token, as vLLM would feed them. So their findings do not depend on how
-the tokens came. They are the same after a hand-over, a migration or a restart of this process.
+The parsers of a stream are fed token by token, as in vLLM. So their findings do not depend on how
+many tokens arrive together. A hand-over, a migration or a restart of this process does not change
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pdmesh.services.gateway.text.text_stream import Detokenizer, TextRules, Tex
 
 # Where vLLM's reasoning parsers keep the token that ends the reasoning.
 _END_TOKENS: Final = ("end_token_id", "_reasoning_end_token_id", "_end_token_id")
-# An attribute of a parser: it has counted the streamed tokens.
+# An attribute of some parsers, true if they have counted the streamed tokens.
 _STREAMED: Final = "_streaming_count_valid"
 _MARKS: Final = ("start_token_id", "end_token_id")
 _MAX_REQUESTS: Final = 8  # the latest ones; each has a few kilobytes, or more with long tools
@@ -98,7 +99,10 @@ class ModelParsers:
     def _reasoning_end(
         self, request: Any, variables: dict[str, Any], prompt: list[int]
     ) -> list[int] | None:
-        """The token that ends the reasoning. Empty: the prompt ends it. None: no one token does."""
+        """The token that ends the reasoning. None: no single token ends it.
+
+        Empty: the answer has no reasoning, because the prompt ends it or there is no parser.
+        """
         parser = self._kind(
             self._tokenizer,
             request.tools,
@@ -147,7 +151,7 @@ class ModelParsers:
         return ChoiceParser(parser, request, text, prompt, rules.end_ids, is_whole=frame.is_whole)
 
     def _request(self, body: bytes) -> tuple[Any, dict[str, Any]]:
-        """The request as vLLM's serving layer passes it to a parser, made once for each call."""
+        """The request as vLLM's serving layer passes it to a parser. A call's choices share it."""
         if (known := self._requests.get(body)) is not None:
             self._requests.move_to_end(body)
             return known
@@ -211,7 +215,8 @@ class ChoiceParser:
         """The tokens between the marks of the reasoning, as vLLM counts them in a whole answer.
 
         In a stream, vLLM leaves out tokens that add no text at once, such as a part of a character.
-        If the prompt begins the reasoning, its older parsers count no tokens.
+        If the prompt begins the reasoning, vLLM's older parsers count no tokens, so the begin mark
+        is added for them.
         """
         reasoner = self._parser.reasoning_parser
         if reasoner is None or reasoner.is_reasoning_end(self._prompt):
@@ -276,7 +281,7 @@ class ChoiceParser:
 
 
 def _append(pieces: list[ParsedPiece], new: ParsedPiece) -> None:
-    """Add to the last piece if the order of its contents allows that, else begin another one."""
+    """Add `new` to the last piece if this keeps the order of contents, else as another piece."""
     last = pieces[-1] if pieces else None
     if (
         last is None

@@ -63,7 +63,7 @@ def picked_headers(pick: Pick) -> pb.ProcessingResponse:
 
 
 def picked_body(pick: Pick) -> pb.ProcessingResponse:
-    """As `picked_headers`, but as the answer to the body, after the head was answered."""
+    """As `picked_headers`, but in the answer to the body, since the head is already answered."""
     response = pb.ProcessingResponse()
     _set_pick(response, response.request_body.response, pick)
     return response
@@ -105,7 +105,7 @@ def unchanged_request_body() -> pb.ProcessingResponse:
 
 
 def unchanged_response(message: pb.ProcessingRequest, *, is_duplex: bool) -> pb.ProcessingResponse:
-    """The answer to a part of the endpoint's response."""
+    """Let the proxy forward a part of the endpoint's response unchanged."""
     response = pb.ProcessingResponse()
     part = message.WhichOneof("request")
     if part == "response_headers":

@@ -1,9 +1,10 @@
 """Decides what the picker says to the proxy about one HTTP request, part by part.
 
-The proxy sends the head, the body if it was told to, and later the response. Requests that can be
-planned wait for their body; all others get their endpoint at once. In the mode FULL_DUPLEX_STREAMED
-the proxy sends pieces, and forwards only what the picker returns. In the mode BUFFERED the proxy
-keeps the body, and waits for an answer to the head before it sends a copy of the body.
+The proxy sends the head, the body if it is configured to, and later the response. The picker reads
+the body of a request that can be planned, and gives all others an endpoint at once. In the mode
+FULL_DUPLEX_STREAMED, the proxy sends the body in pieces, and forwards only the pieces that the
+picker returns. In the mode BUFFERED, the proxy keeps the body, and waits for an answer to the head
+before it sends a copy of the body.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class PickDialogue:
     def picked(self, pick: Pick) -> Answers:
         self.wants_pick, self.has_picked = False, True
         if self._is_head_answered:
-            self.close()  # the proxy has kept the body
+            self.close()  # the proxy has the body itself
             return [picked_body(pick)]
         self._is_head_answered = True
         if not self._is_waiting_for_body:

@@ -1,7 +1,7 @@
-"""Places a request by its body. It runs the code of a gateway up to the plan.
+"""Places a request by its body, with the code that a gateway runs up to the plan.
 
-A request that the gateway would refuse is refused here with the same error. A request that cannot
-be planned without its images or its kept responses goes to a gateway without a plan.
+A request that the gateway would refuse is refused here with the same error. A request that has
+images or continues a kept response goes to a gateway without a plan.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Placing:
         except (Overloaded, NoInstance):
             if self._shared.slos.default_text(prepared.spec.scenario) is None:
                 raise
-            return PlacedRequest(key)  # the gateway answers with the scenario's text
+            return PlacedRequest(key)  # the gateway answers with the scenario's default text
 
     async def _planned(self, prepared: PreparedCall, key: bytes) -> PlacedRequest:
         spec, prompt = prepared.spec, prepared.prompts[0]
@@ -167,7 +167,8 @@ class Placing:
         received = await asker.received()
         region = self._region(received)
         if not received.is_by_master:
-            return PlacedRequest(key, region)  # that gateway knows its own legs better
+            # Without a master, gateways rank by their own legs, so the picked one plans itself.
+            return PlacedRequest(key, region)
         handed = handed_for(prepared)
         handed.result.CopyFrom(self._result(request_id, received))
         return PlacedRequest(key, region, handed)

@@ -103,7 +103,7 @@ class PickerServicer:
         """`tenant` is None for requests that are not planned. Raises MeshError."""
         begun, placement = time.monotonic(), PlacedRequest()
         if tenant is not None:
-            self._addresses(placement, head.only)  # book nothing if no gateway is free
+            self._addresses(placement, head.only)  # raises before a plan is booked in vain
             placement = await self._placing.place(head.path, body, tenant)
         pick = Pick(
             self._addresses(placement, head.only),

@@ -1,6 +1,6 @@
 """The shell of one batch.
 
-It turns the effects of `BatchLife` into commands, and the messages of instances into events.
+It carries out the effects of `BatchLife`, and turns the messages of instances into its events.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PoolingBatch:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> Pooled:
-        """Raises MeshError. If it is cancelled, it aborts its leg."""
+        """Raises MeshError. If cancelled, it aborts the open leg."""
         try:
             self._step(life.Begun())
             return await self._done
@@ -105,7 +105,7 @@ class PoolingBatch:
             case life.GiveBatchUp(error):
                 self._fail(error)
             case life.Done():
-                pass  # `on_event` has the answer
+                pass  # `_on_pooled` returns the answer to `run`
 
     def _rank(self, excluded: frozenset[PeerId]) -> None:
         fleet, needs = self._shared.fleet.pooling, self._spec.needs
@@ -174,7 +174,7 @@ class PoolingBatch:
         if not self._done.done():
             self._done.set_exception(error)
 
-    # -- what it is told --------------------------------------------------------------------------
+    # -- called by the waiting room and the session -----------------------------------------------
 
     def on_slot_freed(self, instance_id: str) -> None:
         self._waiting_number = None
@@ -185,10 +185,10 @@ class PoolingBatch:
         self._step(life.BatchEvicted())
 
     def on_token(self, key: int, token_id: int, now: float) -> None:
-        """No instance draws tokens for it."""
+        """Never called: no tokens are drawn for a batch."""
 
     def on_logprobs(self, key: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """No instance draws tokens for it."""
+        """Never called: no tokens are drawn for a batch."""
 
     def on_event(self, event: leg_events.Event, detail: SessionEvent | None = None) -> None:
         match event:
@@ -215,7 +215,7 @@ class PoolingBatch:
         self.accepted_at = self.accepted_at or time.monotonic()
 
     def _ended(self, key: int) -> None:
-        """The instance says no more about this leg."""
+        """Forget this leg, since the instance sends nothing more about it."""
         if self._session is not None and key == self._key:
             self._session.forget(key)
             self._session = None

@@ -47,7 +47,7 @@ class OpenCall:
         """`error`: the error for the client. None: the client has gone."""
         if not self.ended.done():
             self.ended.set_exception(error or CallerGone())
-            self.ended.exception()  # read it here, or asyncio logs it if the call has its answer
+            self.ended.exception()  # otherwise asyncio logs it if the call already has its answer
 
 
 class CallRunner:
@@ -66,7 +66,8 @@ class CallRunner:
     ) -> AsyncIterator[PoolingAnswer]:
         """A context with the answer. The call is open until the context ends.
 
-        Raises MeshError, or CallerGone when the callback that `watch` got reports a lost client.
+        Raises MeshError, or CallerGone if the client is lost. `watch` gets the callback that
+        reports the loss.
         """
         self._frontend.check_open()
         spec = self._with_scenario(spec)
@@ -164,7 +165,7 @@ class CallRunner:
             found = await _results(tasks, call.ended)
         finally:
             await end(tasks)
-            await asyncio.gather(*tasks, return_exceptions=True)  # or asyncio logs them
+            await asyncio.gather(*tasks, return_exceptions=True)  # otherwise asyncio logs errors
         num_cached = sum(each.num_cached_tokens for each in found)
         return PoolingAnswer(
             [each.values for each in found], spec.num_values, len(spec.inputs), num_cached

@@ -13,7 +13,7 @@ from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel, PoolingN
 
 @dataclass(frozen=True, slots=True)
 class PoolingSpec:
-    """`first_lengths`: for pairs of texts, how many tokens of each input belong to the first text.
+    """`first_lengths`: for pairs of texts, how many tokens come before the second text of each.
 
     `vocabulary` and `canary` as in `PoolingNeeds`.
     """

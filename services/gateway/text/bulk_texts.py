@@ -1,7 +1,8 @@
-"""Makes tokens of many texts at once, for vectors and scores, beside the texts of chats.
+"""Tokenizes the many texts of a call for vectors or scores, without delaying chats.
 
-Each distinct text is encoded once, in turns of bounded length on a thread of its own. So a call
-with megabytes of text delays no chat, and only for a turn another call like it.
+Each distinct text of a call is encoded once. A call with more than 2048 characters is encoded in
+turns of bounded length on a separate thread. On that thread, the turns of different calls
+alternate, so a call with megabytes of text does not block the others.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ _Text = str | tuple[str, str]  # two are joined when their turn comes
 
 
 class BulkTexts:
-    """`max_token_chars`: of the longest token of the vocabulary."""
+    """`max_token_chars`: the length of the longest token of the vocabulary."""
 
     def __init__(self, inner: HfTokenizer, queues: EncodingQueues, max_token_chars: int) -> None:
         self._inner, self._queues = inner, queues
         self.max_token_chars = max_token_chars
 
     def bounded(self, text: str, max_tokens: int, cut: TextCut | None) -> str:
-        """The text without what no token of an input can come from."""
+        """The text, shortened to the most characters that `max_tokens` tokens can have.
+
+        Its beginning is dropped if `cut` drops the first tokens, otherwise its end.
+        """
         most = max_tokens * self.max_token_chars
         if len(text) <= most:
             return text
@@ -45,7 +49,7 @@ class BulkTexts:
     def bounded_pair(
         self, one: str, other: str, max_tokens: int, cut: TextCut | None
     ) -> tuple[str, str]:
-        """As `bounded`, of two texts that will be one."""
+        """As `bounded`, for two texts that will be joined."""
         most = max_tokens * self.max_token_chars
         if len(one) + len(other) <= most:
             return one, other
@@ -63,10 +67,10 @@ class BulkTexts:
         return await self._each(texts, encode)
 
     async def shortened(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The beginnings of the texts that have at most so many tokens, special ones not counted.
+        """The beginning of each text, with at most `max_tokens` tokens besides special ones.
 
-        They are cut between characters, so that their tokens are those of a text. Raises
-        Overloaded.
+        A text is cut between characters. It is then encoded again, since a cut may change its last
+        tokens, and is cut further if it still has too many. Raises Overloaded.
         """
         return await self._each(texts, partial(self._shortened, max_tokens))
 
@@ -104,7 +108,7 @@ class BulkTexts:
         return [content_of(token_array(encoding.ids), cut) for encoding in found]
 
     def _shortened(self, max_tokens: int, texts: Sequence[_Text]) -> list[str]:
-        """A single text goes as a batch, too: only then others run meanwhile."""
+        """Even a single text is encoded as a batch, since only this lets other threads run."""
         kept = [text if isinstance(text, str) else "".join(text) for text in texts]
         places = [place for place, text in enumerate(kept) if text]
         while places:
@@ -116,12 +120,12 @@ class BulkTexts:
         return kept
 
     def _probes(self) -> Iterator[str]:
-        """Texts of which one has tokens, whatever the vocabulary is."""
+        """Texts to try in order, since a vocabulary may have no token for some of them."""
         yield "a"
         yield from islice(self._inner.get_vocab(with_added_tokens=False), _NUM_PROBES)
 
     def _around(self, probe: str | tuple[str, str]) -> SpecialTokens | None:
-        """None if a text of the probe has no token."""
+        """The special tokens around the probe, or None if a text of it has no token."""
         (whole,) = self._inner.encode_batch([probe], add_special_tokens=True)
         owners: list[int | None] = whole.sequence_ids
         firsts = [place for place, owner in enumerate(owners) if owner == 0]
@@ -165,7 +169,7 @@ def _turns(texts: Sequence[_Text]) -> Iterator[Sequence[_Text]]:
 
 
 def _before(text: str, encoding: Encoding, max_tokens: int) -> str:
-    """The text's characters before those of its first token too many."""
+    """The text before its first token beyond `max_tokens`; always shorter than `text`."""
     offsets = encoding.offsets
     end = min(offsets[max_tokens - 1][1], offsets[max_tokens][0])
     return text[: min(end, len(text) - 1)]

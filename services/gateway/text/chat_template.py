@@ -1,13 +1,13 @@
 """Turns a conversation into a prompt with the model's own template, in a sandbox.
 
 The template comes from the model directory, never from a client. It runs in jinja's immutable
-sandbox, with the functions and variables that Hugging Face gives it. Its output is cut off at a
-bound.
+sandbox, with the functions and variables that Hugging Face gives it. A conversation whose prompt
+has more than `max_chars` characters is refused.
 
-Some templates read a message's content as text, some as a list of parts, and some as either. Each
-template is tried once with both. As in plain vLLM, it gets parts if it reads parts, and otherwise
-one text with a line for each part. An image is a part without text. It also gets the tools, and
-those of a client's variables that it reads and that the renderer does not set.
+Some templates read a message's content as text, some as a list of parts, and some as either. When a
+template is loaded, it is tried with both forms. As in plain vLLM, it gets parts if it reads parts,
+and otherwise one text with a line for each part. An image is a part without text. A template also
+gets the tools, and the client's variables that it reads, except those that the renderer sets.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TEMPLATE_FAULTS: Final = (
     RecursionError,
 )
 _TRIED_TEXTS: Final = ("pdmesh-first", "pdmesh-second")
-# Marks where the final message ends in the prompt. A template may trim the space.
+# Marks where the final message ends in the prompt. A template may trim the tag's space.
 _END_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 # Appears only if the template prints a part as a whole instead of its text.
 _TRIED_KEY: Final = "pdmesh-key"
@@ -69,7 +69,7 @@ RESERVED_VARIABLES: Final = frozenset(
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """The source of a prompt. `variables`: the template's variables that the client set.
+    """The source of a prompt. `variables`: the template variables that the client set.
 
     The prompt ends with the beginning of the model's message (`add_generation_prompt`), or within
     the final message (`continue_final_message`).
@@ -101,8 +101,8 @@ class ChatTemplate:
         found = jinja2.meta.find_undeclared_variables(environment.parse(source))
         self._variables = found - environment.globals.keys() - RESERVED_VARIABLES
         self._template = environment.from_string(source)
-        # jinja copies the globals for each rendering. To copy a plain dict costs a tenth of what it
-        # costs to copy jinja's own chain of maps.
+        # jinja copies the globals for each rendering. Copying a plain dict costs a tenth of copying
+        # jinja's own chain of maps.
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
@@ -209,7 +209,7 @@ def _with_one_system(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _text_of(content: object) -> str:
-    """As in plain vLLM, the images of a message come before its text."""
+    """The content as one text. As in plain vLLM, images come before text."""
     if not isinstance(content, list | tuple):
         return str(content)
     return "\n".join(sorted(content, key=lambda part: not isinstance(part, ImageMark)))

@@ -42,8 +42,9 @@ class TextDelta(msgspec.Struct, frozen=True):
     """The output of one choice since the last delta.
 
     Only the last delta has `is_last`, with a finish reason or an error. `stop_reason` is the stop
-    string or stop token that ended the choice, unless that is the model's own end token, or that
-    the choice repeats itself. In a delta, reasoning comes before text, and text before calls.
+    string or stop token that ended the choice, or "repetition_detected". It is None for any other
+    end, such as the model's own end token. In a delta, reasoning comes before text, and text before
+    calls.
     """
 
     index: int
@@ -65,15 +66,15 @@ class TextDelta(msgspec.Struct, frozen=True):
         num_of_prompt = len(self.prompt_logprobs.token_ids) if self.prompt_logprobs else 0
         if not self.logprobs:
             return num_of_prompt
-        # Usually the likeliest few are told beside each token.
+        # Up to 20 alternatives beside a token are not counted.
         num_each = 1 + len(self.logprobs[0].top_token_ids) // 21
         return len(self.logprobs) * num_each + num_of_prompt
 
 
 class ChoiceText:
-    """`default_text` is the whole answer if no instance can begin one in time (S44).
+    """`default_text` is the whole answer if no instance can begin an answer in time (S44).
 
-    `repeated` ends an answer that repeats itself.
+    `repeated` finds where an answer repeats itself, and ends it there.
     """
 
     __slots__ = (
@@ -107,13 +108,13 @@ class ChoiceText:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string was found, or a repetition that ends it."""
+        """Whether a stop string or a repetition has ended the answer."""
         if not self._may_stop:
             return False
         return self._text.is_stopped or (self._repeated is not None and self._repeated.is_found)
 
     def num_tokens(self, num_emitted: int) -> int:
-        """The number of tokens of the answer: those after its end do not count."""
+        """The number of tokens of the answer. Tokens after a stop do not count."""
         return self._text.num_tokens if self.is_stopped else num_emitted
 
     @property

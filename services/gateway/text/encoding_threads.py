@@ -2,10 +2,10 @@
 
 A hop to a thread and back costs as much as encoding a thousand characters. So texts that gather
 while a thread works share one hop. A text as long as a context takes a tenth of a second. It waits
-behind other long texts, and never delays a short one. Two processors remain for the event loop and
-for short texts, so one thread for long texts would be the bound of a gateway on many processors.
-The many texts of a call for vectors or scores have a queue with a bound of their own, too. The
-amount of waiting text is bounded.
+behind other long texts, and never delays a short one. Unless a setting gives their number, long
+texts have a thread for each processor but two, which remain for the event loop and short texts.
+Calls for vectors and scores share another thread. The amount of waiting text is bounded, separately
+for these calls.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _MAX_BATCH_CHARS: Final = 131072
 
 
 def long_threads(num_processors: int) -> int:
-    """How many long texts are encoded at once on so many processors, if no setting says it."""
+    """The number of threads for long texts, unless a setting gives it."""
     return max(1, num_processors - _KEPT_PROCESSORS)
 
 
 class EncodingQueues:
     """The queues of all tokenizers of a gateway. Their bounds are for all models together.
 
-    `num_long_threads`: those for long texts; 0: by the processors.
+    `num_long_threads`: the threads for long texts; 0: as many as `long_threads` says.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class EncodingQueues:
     async def encode(self, encode: Encode, job: EncodingJob) -> array[int]:
         """Encode a text on a thread with `encode(jobs)`, which may raise.
 
-        Raises Overloaded at the bound.
+        Raises Overloaded if too much text waits.
         """
         num_chars = len(job.text)
         if self.num_pending_chars + num_chars > self._max_pending_chars:
@@ -81,9 +81,9 @@ class EncodingQueues:
             self.num_pending_chars -= num_chars
 
     async def in_turns(self, turns: Iterable[Callable[[], Sequence[T]]], num_chars: int) -> list[T]:
-        """Run the turns of one call one after the other, between those of other calls.
+        """Run the turns of one call in sequence. The turns of several calls alternate.
 
-        `num_chars`: of the texts of all turns. Raises Overloaded at the bound.
+        `num_chars`: the length of the texts of all turns. Raises Overloaded if too much text waits.
         """
         if self.num_bulk_chars + num_chars > self._max_pending_chars:
             raise Overloaded("too much text waits to be tokenized")

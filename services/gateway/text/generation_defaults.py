@@ -1,6 +1,6 @@
-"""The defaults for requests from a model's own `generation_config.json`.
+"""The defaults for requests that a model's `generation_config.json` sets.
 
-The same keys are read as in vLLM.
+The keys are those that vLLM reads.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ class GenerationDefaults:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether a request that asks for nothing has its logits shaped."""
+        """Whether the logits of a request that sets no sampling parameters are shaped."""
         return (self.top_k, self.min_p, self.repetition_penalty) != (0, 0.0, 1.0)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> GenerationDefaults:
-        """Read `config`, in which the model's author may have written anything; ignore bad
-        values.
-        """
+        """Read `config`, which may contain anything, and ignore bad values."""
         max_tokens = int(_number(config, "max_new_tokens", 1, math.inf, 0))
         return cls(
             _number(config, "temperature", 0, 2, 1.0),

@@ -60,7 +60,7 @@ class _Check:
 
 @dataclass(slots=True)
 class _Place:
-    """A tenant's place in the room for a check. `number`: what leaves the room."""
+    """A tenant's place in the room for a check. `number` identifies the place to the room."""
 
     check: _Check
     tenant: str
@@ -80,7 +80,7 @@ class GrammarChecks:
         self._num_bytes = 0
 
     async def grammar(self, asked: AskedGrammar, tokenizer: Tokenizer, tenant: Tenant) -> str:
-        """As engines take it. Raises InvalidRequest with the field, or Overloaded."""
+        """The grammar in the form for engines. Raises InvalidRequest with the field, Overloaded."""
         if len(asked.text) > MAX_GRAMMAR_BYTES // 2:
             message = f"{asked.field} has more than {MAX_GRAMMAR_BYTES // 2} characters"
             raise InvalidRequest(message, reason="GRAMMAR_REFUSED", field=asked.field)
@@ -102,7 +102,7 @@ class GrammarChecks:
                 place.done.cancel()
         await self._checker.close()
 
-    # --- those that wait -------------------------------------------------------------------------
+    # --- waiting checks --------------------------------------------------------------------------
 
     async def _checked(self, asked: AskedGrammar, tokenizer: Tokenizer, tenant: Tenant) -> Checked:
         body = msgspec.json.encode(Check(self._checker.key(tokenizer), asked))
@@ -144,7 +144,7 @@ class GrammarChecks:
         if not place.check.places:
             del self._checks[place.check.name]
 
-    # --- the one that is compiled ----------------------------------------------------------------
+    # --- the running check -----------------------------------------------------------------------
 
     async def _run(self) -> None:
         while called := self._room.call(_PROCESS, 1):

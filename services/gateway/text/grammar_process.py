@@ -1,4 +1,4 @@
-"""The process that compiles grammars: it starts with the first one, and is replaced if it ends."""
+"""The process that compiles grammars. It starts with the first grammar, and again if it ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdmesh.engine.grammars.asked_grammars import AskedGrammar
 from pdmesh.engine.grammars.checker import FRAME, Check, Checked, LoadVocabulary
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
-# For a process that neither answers nor ends; its CPU time is bounded more tightly.
+# A process that neither answers nor ends is killed after this time. Its CPU time is bounded, too.
 _ANSWER_S: Final = 60.0
 _MODULE: Final = "pdmesh.engine.grammars.checker"
 _BY_A_GRAMMAR: Final = (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV)
@@ -40,12 +40,12 @@ class KilledByGrammar(Exception):
 
 
 class GrammarProcess:
-    """One check at a time."""
+    """The caller must run one check at a time."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._num_checked = 0  # checks of the present process
-        self._loaded: set[int] = set()  # keys of vocabularies that it was given
+        self._loaded: set[int] = set()  # keys of the vocabularies that the process has
         self._keys: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
         self._new_keys = itertools.count(1)
 
@@ -63,7 +63,7 @@ class GrammarProcess:
                 self._loaded.discard(self.key(tokenizer))
                 checked = await self._checked(asked, tokenizer)
         except asyncio.CancelledError:
-            await self.close()  # or the next check would take the answer of this one
+            await self.close()  # otherwise the next check would read this one's answer
             raise
         self._num_checked += 1
         return checked
@@ -89,7 +89,7 @@ class GrammarProcess:
             code = process.returncode
             if code not in _BY_A_GRAMMAR:
                 raise
-            # The limit of CPU time is that of one check.
+            # Each check has its own limit of CPU time, so SIGXCPU is due to this grammar.
             is_certain = code == -signal.SIGXCPU or not self._num_checked
             raise KilledByGrammar(is_certain=is_certain) from None
         return msgspec.json.decode(answer, type=Checked)
@@ -108,7 +108,10 @@ class GrammarProcess:
 
 
 async def _answer(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
-    """Raises CheckInterrupted once the process has ended."""
+    """Send a frame and read the answer to it.
+
+    Raises CheckInterrupted if the process ends, or is killed because it does not answer.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -1,4 +1,4 @@
-"""A prompt in the form for instances and the master: token bytes and the names of its blocks."""
+"""A prompt as instances and the master get it: the bytes of its tokens and its block names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP_CHUNKS: Final = 4
 class Prompt:
     """A prompt's tokens and the hashes of its blocks, made once for all its choices (S69, S80).
 
-    `data` is the tokens as little-endian uint32; a hash has 16 bytes, one per full block.
+    `data` holds the tokens as little-endian uint32. Each full block has a hash of 16 bytes.
     """
 
     __slots__ = (
@@ -89,7 +89,7 @@ class Prompt:
     def hashing(self, record: InstanceRecord, kept: KeptHashes) -> Iterator[None]:
         """Compute the `hashes` of a long prompt in steps of about a millisecond.
 
-        There are none for a prompt of one step, and for one with images: `hashes` computes them.
+        A prompt that fits in one step or has images is left to `hashes`.
         """
         size, key = record.block_size, (record.model_fingerprint, record.block_size)
         step = _STEP_CHUNKS * CHUNK_BLOCKS * size
@@ -106,7 +106,7 @@ class Prompt:
     def answer_hashes(self, record: InstanceRecord, answer: Sequence[int]) -> list[bytes]:
         """Hashes of the full blocks that the answer completes.
 
-        Its last token has no KV yet.
+        The answer's last token is left out, because it has no KV yet.
         """
         size, before = record.block_size, self.hashes(record)
         if not size:

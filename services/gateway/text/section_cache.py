@@ -1,8 +1,7 @@
-"""Keeps the tokens of prompts' sections, so that a chat's next turn is tokenized only from the
-last turn on.
+"""Keeps the tokens of a prompt's sections, so that a chat's next turn only encodes the new text.
 
-A section's name is a hash of all text up to its end, as a block of KV is named by all tokens before
-it. The names begin with the tenant's, so no tenant can tell by the time that an answer takes which
+A section's name is a hash of all text up to its end, as a block's name is a hash of all tokens up
+to its end. The hash also covers the tenant, so a tenant cannot learn from response times which
 texts another tenant sent.
 """
 
@@ -22,8 +21,9 @@ Encode = Callable[[str], "array[int]"]
 
 
 class SectionCache:
-    """Of all tokenizers of a gateway; threads share it. Sections that were used least recently
-    leave at `max_bytes`.
+    """One cache for all tokenizers and encoding threads of a gateway.
+
+    Above `max_bytes`, the least recently used sections are evicted.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -36,7 +36,7 @@ class SectionCache:
         return len(self._kept)
 
     def encode(self, sections: Sequence[str], owner: bytes, encode: Encode) -> array[int]:
-        """The tokens of a text, of which those that are kept are not encoded again.
+        """The tokens of a text. Kept sections at its beginning are not encoded again.
 
         `owner` names the tokenizer and the tenant. The last section is not kept, because the next
         turn continues it.
@@ -61,8 +61,10 @@ class SectionCache:
         return tokens
 
     def _used(self, names: Sequence[bytes], num_kept: int, fresh: Sequence[array[int]]) -> None:
-        """Sections at the end of a text leave first: without those before them they are never
-        found.
+        """Keep the fresh sections, mark all sections as used, and evict the excess.
+
+        Of one text, the last sections are evicted first, because a section is found only if all
+        sections before it are kept.
         """
         with self._lock:
             for name, encoded in zip(names[num_kept:], fresh, strict=True):

@@ -1,9 +1,9 @@
-"""Where a prompt may be cut so that its sections are tokenized alone as they are within the prompt.
+"""Where a prompt may be cut so that each section has the same tokens alone as within the prompt.
 
 A tokenizer first looks for its added tokens, and encodes the text between two of them by itself.
 So a text may be cut before an added token, provided that the token is found wherever its name
-stands, whatever is beside it. That excludes names that another added token contains or overlaps,
-and tokens that depend on their neighbours or take white space with them.
+occurs, regardless of the text beside it. This excludes tokens whose names another added token
+contains or overlaps, and tokens that depend on their neighbours or absorb white space.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SectionMarks:
     def sections(self, text: str) -> list[str]:
         """The text in order, each section but the first beginning with a mark.
 
-        Where a section ends depends only on the text up to the mark that ends it, so a text that
-        goes on has the same sections up to its last mark. The last section may be of any length.
+        The end of a section depends only on the text up to the next mark. So if a text is
+        continued, only its last section changes. The last section may be of any length.
         """
         begin, found = 0, []
         least = max(1, self.least_chars)
@@ -57,7 +57,7 @@ class SectionMarks:
 
 
 def _is_alone(token: AddedToken) -> bool:
-    """Whether the library finds it by its name alone, in text that is not yet normalized."""
+    """Whether the library finds the token by its name alone, in text before normalization."""
     name = token.content
     depends = token.lstrip or token.rstrip or token.single_word or token.normalized
     return bool(name) and not depends and name == name.strip()

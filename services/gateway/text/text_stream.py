@@ -2,8 +2,8 @@
 
 A token's text depends on the tokens before it: SentencePiece decoders remove the space at the
 beginning of a text, and a character may be spread over several tokens. So each step decodes a few
-earlier tokens together with the new ones, and shows the difference. It never shows an incomplete
-character. The result does not depend on how the tokens are divided into steps.
+earlier tokens together with the new ones, and shows the difference. An incomplete character is held
+back for up to 64 tokens. The result does not depend on how the tokens are divided into steps.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pdmesh.core.sampling.stop_strings import StopText
 _INCOMPLETE: Final = "\ufffd"
 _AT_ONCE: Final = 64  # tokens to decode together
 _MAX_CONTEXT: Final = 8  # a character has at most four bytes
-# The most tokens with incomplete text. If there are more, they are shown as they are, because to
-# decode them again and again would take quadratic time.
+# The most tokens with incomplete text. After these, the text is shown with its incomplete
+# characters, because decoding the tokens again at each step would take quadratic time.
 _MAX_PENDING: Final = 64
 # The names of bytes in the vocabularies of SentencePiece and of GPT-2's byte-level tokens.
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -53,7 +53,7 @@ PLAIN: Final = TextRules()
 
 
 class Detokenizer:
-    """Decodes tokens, leaving out special ones unless they are shown. All streams share it."""
+    """Decodes tokens, without special ones unless they are shown. Streams share a detokenizer."""
 
     def __init__(self, tokenizer: HfTokenizer, *, are_special_shown: bool = False) -> None:
         self._decode = partial(tokenizer.decode, skip_special_tokens=not are_special_shown)
@@ -67,8 +67,8 @@ class Detokenizer:
         self.lone_text = lru_cache(maxsize=16_384)(lone)
         # Whether a token of whole characters has the same text wherever it stands.
         self.is_additive = isinstance(tokenizer.decoder, decoders.ByteLevel)
-        # Any plain text to put before a token that is decoded alone, so that the token keeps its
-        # space.
+        # A token of letters. It is put before a token that is decoded by itself, so that the latter
+        # keeps its space.
         any_ids = range(tokenizer.get_vocab_size())
         before = next(([i] for i in any_ids if lone(i).isalpha()), [])
         self.own_bytes = lru_cache(maxsize=16_384)(partial(_own_bytes, tokenizer, before))
@@ -103,7 +103,7 @@ def _own_bytes(tokenizer: HfTokenizer, before: list[int], token_id: int) -> byte
 class TextStream:
     """The text after `prompt_ids`.
 
-    `num_tokens`: how many tokens were used until a stop was found.
+    `num_tokens`: the number of tokens fed so far, or until a stop string was found.
     """
 
     __slots__ = (
@@ -124,9 +124,8 @@ class TextStream:
         self._context: list[int] = []  # the last tokens whose text was shown, or the prompt's last
         self._shown = ""  # their text
         self._pending: list[int] = []  # tokens whose text is incomplete
-        self._known = (
-            ""  # where the prompt ends in half a character: `_shown` and what that looks like
-        )
+        # If the prompt ends within a character: `_shown` and the text of the character's beginning.
+        self._known = ""
         self.num_tokens = 0
 
     @property
@@ -229,7 +228,7 @@ class TextStream:
         return added
 
     def _added(self, text: str) -> str:
-        """The part of `text` that is new. `text` is that of the context and all pending tokens."""
+        """The new part of `text`, which is the text of the context and all pending tokens."""
         if self._known and text.startswith(self._known):
             return text[len(self._known) :]
         if text.startswith(self._shown):

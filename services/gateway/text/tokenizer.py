@@ -2,8 +2,8 @@
 library.
 
 Short text is encoded on the event loop, since a hop to a thread costs more than the work. Longer
-text goes to threads, in batches (`encoding_threads`), and what a chat's earlier turns had is not
-encoded again (`section_cache`). `text_stream` turns tokens into text as they arrive.
+text is encoded on threads, in batches (`encoding_threads`). The tokens of a chat's earlier turns
+are reused (`section_cache`). `text_stream` turns tokens into text as they arrive.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class BadModelDir(MeshError):
 
 @dataclass(frozen=True, slots=True)
 class AnswerMarks:
-    """The files' marks of how a model writes reasoning and tool calls. Tokens are keyed by name."""
+    """The parts of a model's files that show how it writes reasoning and tool calls.
+
+    `special_tokens` are keyed by their names in the files, such as `eos_token`.
+    """
 
     model_type: str = ""
     template: str = ""
@@ -61,8 +64,8 @@ class ModelFacts:
     """What a model's files contain besides its tokenizer and its chat template.
 
     Token ids are below `vocab_size`. `eos_token_ids` end an answer unless they are ignored.
-    `vocabulary` is a digest of the assignment of ids to tokens; empty if that is not known.
-    `packed` is the compressed tokenizer.json, which takes a small part of the tokenizer's memory.
+    `vocabulary` is a digest of the assignment of ids to tokens, or empty if it is unknown.
+    `packed` is the compressed tokenizer.json, which is small compared with the tokenizer.
     """
 
     eos_token_ids: frozenset[int]
@@ -75,7 +78,10 @@ class ModelFacts:
 
 
 class Tokenizer:
-    """It has no reference cycle, so it is freed as soon as the last call that uses it ends."""
+    """A model's tokenizer, with its chat templates and facts.
+
+    A tokenizer has no reference cycle, so it is freed as soon as the last call that uses it ends.
+    """
 
     def __init__(
         self,
@@ -143,15 +149,16 @@ class Tokenizer:
             sources.get(WITH_TOOLS) or sources.get(DEFAULT, ""),
             special,
         )
-        packed = zlib.compress(text, 1)  # other threads run meanwhile
+        packed = zlib.compress(text, 1)  # releases the interpreter's lock
         facts = ModelFacts(eos, vocab_size, defaults, vocabulary, token_id, marks, packed)
         return cls(inner, template, facts, queues, sections)
 
     def to_json(self) -> str:
-        """Its tokenizer.json, which may have many megabytes.
+        """The content of tokenizer.json, which may have many megabytes.
 
-        The library would write it anew, and hold the interpreter's lock for a tenth of a second for
-        each megabyte: no event loop runs meanwhile, whichever thread asks.
+        It is unpacked from the kept copy. The library's `to_str` would hold the interpreter's lock
+        for a tenth of a second per megabyte, so the event loop would stop even if another thread
+        called it.
         """
         return zlib.decompress(self._packed).decode() if self._packed else self._inner.to_str()
 
@@ -182,7 +189,7 @@ class Tokenizer:
         return await self._queues.encode(self._encode_all, job)
 
     def _encode_all(self, jobs: Sequence[EncodingJob]) -> list[array[int]]:
-        """All of them have special tokens added, or none."""
+        """Encode jobs that have the same `add_special_tokens`."""
         if any(self._has_sections(job) for job in jobs):
             return [self._encode_job(job) for job in jobs]
         return self._encode_texts([job.text for job in jobs], jobs[0].add_special_tokens)
@@ -200,7 +207,7 @@ class Tokenizer:
         )
 
     def _has_sections(self, job: EncodingJob) -> bool:
-        """Whether the text is long enough that parts of it are worth keeping, and can be cut."""
+        """Whether the text is a chat's, can be cut, and is long enough to keep its sections."""
         is_chat = job.owner is not None and not job.add_special_tokens
         is_kept = self._sections is not None and self._section_marks is not None
         return is_chat and is_kept and len(job.text) > _INLINE_CHARS
@@ -299,8 +306,9 @@ def _template_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, s
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int:
-    """The vocabulary size of the model, or of the text part of one that reads images; 0: not
-    given.
+    """The vocabulary size from a model's config, or 0 if the config has none.
+
+    Models that read images may give it in `text_config`.
     """
     text_config = config.get("text_config")
     value = config.get("vocab_size")
@@ -312,8 +320,8 @@ def _vocab_size(config: Mapping[str, Any]) -> int:
 def _eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
     """The end tokens of the first config that names any.
 
-    generation_config comes first, because config often lacks the token that ends a chat. Neither
-    needs to name the tokenizer's own end token, which always ends an answer.
+    generation_config comes first, because config often lacks the token that ends a chat. The caller
+    adds the tokenizer's own end token, so neither config needs to name it.
     """
     for config in configs:
         value = config.get("eos_token_id")

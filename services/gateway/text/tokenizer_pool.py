@@ -1,11 +1,11 @@
 """The tokenizers of all models that clients ask this gateway for, within a memory bound.
 
 A model's files come from the gateway's own folder if it has the same files, else from an instance
-of the model. Models are fetched independently, and while one instance is silent another one is
-asked, too. Only one tokenizer is parsed at a time: the library holds the interpreter's lock while
-it parses (30 ms for each MB), so streams pause. After each one, streams get four times as long to
-themselves. If a tokenizer cannot be loaded, requests for its model are refused until the next
-attempt; other models are not affected.
+of the model. Models are fetched independently. If an instance stays silent, another one is asked,
+too. Only one tokenizer is parsed at a time: the library holds the interpreter's lock while it
+parses (30 ms for each MB), so streams pause. For the sake of streams, the next tokenizer is parsed
+after a rest of four times the parsing time, at most 2 s. If a tokenizer cannot be loaded, requests
+for its model are refused until the next attempt. Other models are not affected.
 
 A call keeps its tokenizer until it ends, even after the tokenizer has left the pool.
 """
@@ -48,8 +48,8 @@ _FAILED: Final = {names.ATTR_OUTCOME: "failed"}
 _WAIT_S: Final = 30.0  # how long a request waits for its model to be loaded
 _FETCH_S: Final = 60.0  # how long one fetch of a model's files may take
 _PARSE_S: Final = 60.0  # how long one parsing may take
-_SILENT_S: Final = 2.0  # an instance that is silent for longer is not the only one asked
-_MAX_SOURCES: Final = 3  # instances to ask for files before the load fails
+_SILENT_S: Final = 2.0  # after this silence of an instance, another one is asked, too
+_MAX_SOURCES: Final = 3  # instances to ask for files in one attempt
 _MAX_FETCHES: Final = 64  # at a time, since each takes room on the disk
 _MAX_WAITING: Final = 1024  # requests that wait for tokenizers
 _REST_RATIO: Final = 4.0  # the rest between two loads, as a multiple of the parsing time
@@ -61,12 +61,12 @@ _BYTES_EACH: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TokenizerRules:
-    """How tokenizers are loaded. `max_chars`: the bound of a conversation as text."""
+    """How tokenizers are loaded. `max_chars`: the most characters of a rendered conversation."""
 
     max_chars: int
     has_defaults: bool = True
     num_threads: int = 1
-    num_long_threads: int = 0  # for long texts; 0: by the processors
+    num_long_threads: int = 0  # for long texts; 0: by the number of processors
     max_bytes: int = 512 << 20
     max_section_bytes: int = 64 << 20  # of tokens that are kept for the next turns of chats
 
@@ -105,8 +105,8 @@ class TokenizerPool:
     async def get(self, model: str, text: ModelText | None, sources: TextSources) -> Tokenizer:
         """The tokenizer of a model.
 
-        `text`: the model's files, as its instances report them. `sources`: the addresses of
-        instances that have these files.
+        `text`: the model's files, as its instances report them. `sources` returns the records of
+        the instances that have these files.
 
         Raises TokenizerUnavailable, Overloaded.
         """
@@ -162,9 +162,8 @@ class TokenizerPool:
                 _loads.add(1, _FAILED)
                 cause = exc.message if isinstance(exc, MeshError) else repr(exc)
                 log.warning("tokenizer.failed", model=model, reason=cause)
-                if isinstance(
-                    exc, Overloaded
-                ):  # such instances have the files, and say when to ask again
+                # Overloaded instances have the files, and say when to ask again.
+                if isinstance(exc, Overloaded):
                     raise _unavailable(_retry_s(exc)) from None
                 now = self._clock()
                 raise _unavailable(self._residency.failed(digest, now) - now) from None
@@ -278,7 +277,7 @@ def _load_guarded(folder: Path, **rules: Any) -> Tokenizer:
 async def _fetched(digest: str, sources: TextSources, folder: Path) -> TextFiles:
     """Fetch the files from an instance.
 
-    An instance that refuses as Overloaded has the files, so it is asked again after the time that
+    If an instance that has the files is Overloaded, instances are asked again after the time that
     it names. Raises Overloaded if that is too late, MeshError, OSError, TimeoutError.
     """
     folders = (folder / str(number) for number in itertools.count())
@@ -300,8 +299,8 @@ async def _fetched_once(
 ) -> TextFiles:
     """Ask some instances in random order, and return the first files that arrive.
 
-    A silent instance may only be slow, so it goes on while the next one is asked. If all fail, an
-    Overloaded outweighs other errors. Raises MeshError, OSError.
+    A silent instance may only be slow, so its fetch continues while the next one is asked. If all
+    fail, Overloaded is raised rather than another error. Raises MeshError, OSError.
     """
     waiting = random.sample(sources, min(_MAX_SOURCES, len(sources)))
     asked: set[asyncio.Task[TextFiles]] = set()

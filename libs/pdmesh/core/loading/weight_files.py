@@ -1,7 +1,7 @@
-"""Decides which weight files of a model's folder are read, in which order (S84).
+"""Decides which weight files of a model's folder are read, and in which order (S84).
 
-The order is that of the files' names, numbers by value: a sharded model is read from its first file
-to its last. An index, if there is one, says which files belong to the model, and which tensors.
+Files are ordered by name, with numbers compared by value, so a sharded model is read from its first
+file to its last. An index, if there is one, lists the model's tensors and the file of each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DIGITS: Final = re.compile(r"(\d+)")
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """By name, numbers by value: `model-2` comes before `model-10`."""
+    """By name, with numbers compared by value: `model-2` comes before `model-10`."""
     return sorted(
         names,
         key=lambda name: [
@@ -41,7 +41,7 @@ def parse_index(text: bytes, file: str = INDEX) -> Mapping[str, str]:
 
 
 def files_to_read(found: Iterable[str], index: Mapping[str, str] | None) -> list[str]:
-    """The files of the model, in order. Without an index, those that were found.
+    """The files of the model, in order. Without an index, these are all found files.
 
     Raises WeightsUnreadable if a file of the index was not found.
     """
@@ -56,7 +56,7 @@ def files_to_read(found: Iterable[str], index: Mapping[str, str] | None) -> list
 
 
 def check_complete(headers: Sequence[WeightHeader], index: Mapping[str, str] | None) -> None:
-    """Check that each tensor of the index is in its file. Files that are not read do not count.
+    """Check that each tensor of the index is in its file. Files without a header are not checked.
 
     Raises WeightsUnreadable.
     """

@@ -1,8 +1,8 @@
 """Reads the header of a safetensors file: which tensors it holds, and where.
 
 A file begins with the header's length (8 bytes, little-endian) and the header (JSON). The tensors'
-bytes follow without gaps, up to the file's end. Anything else is an error that names the file,
-so that a file that was cut off is found before any of its weights is used.
+bytes follow without gaps, up to the file's end. Anything else is an error that names the file, so
+a truncated file is found before any of its weights is used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Decides which loader reads an engine's weights: vLLM's, or ours, which keeps file order (S84).
 
 vLLM's loader maps the files into memory in each rank. On a local disk, whose pages all ranks share,
-that takes the least time. On storage behind a network or FUSE, each rank's reads cost
-time, and so does their order; there, one reader per node is faster.
+that takes the least time. On storage behind a network or FUSE, the reads of every rank cost time,
+and reads out of order cost more. There, one reader per node is faster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REMOTE: Final = frozenset(
 
 
 class WeightsLoader(StrEnum):
-    """The setting. AUTO: by the kind of storage."""
+    """The setting. With AUTO, the kind of storage decides."""
 
     AUTO = "auto"
     VLLM = "vllm"
@@ -44,7 +44,7 @@ def choose(asked: WeightsLoader, filesystem: str) -> LoaderChoice:
 def filesystem_of(path: str, mounts: str) -> str:
     """The type of the file system of an absolute path, from the text of /proc/mounts.
 
-    Empty if none is found. The last of several mounts at one place is the one that is seen.
+    Empty if none is found. Of several mounts at one place, the last one hides the others.
     """
     found, longest = "", -1
     for line in mounts.splitlines():

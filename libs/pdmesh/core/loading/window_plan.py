@@ -1,8 +1,8 @@
-"""Decides through which parts of one buffer the bytes of all weight files go (S86, S87).
+"""Decides into which parts of one buffer the bytes of all weight files are read (S86, S87).
 
-The bytes of a file are cut into windows of whole tensors. Windows lie in turn at the buffer's start
-and at its end, and the buffer is as long as any two neighbours together. So one window is read
-while the ranks copy the weights of the one before, in one buffer that serves all files.
+The bytes of a file are cut into windows of whole tensors. Windows are placed alternately at the
+buffer's start and at its end, and any two successive windows fit into the buffer. So one window is
+read while the ranks copy the weights of the window before. One buffer serves all files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WindowPlan:
 
 
 def plan_windows(headers: Sequence[WeightHeader], window_bytes: int = WINDOW_BYTES) -> WindowPlan:
-    """Windows of at most `window_bytes`; a longer tensor is a window of its own."""
+    """Windows of at most `window_bytes`; a longer tensor has a window to itself."""
     runs = [(header.file, run) for header in headers for run in _runs(header, window_bytes)]
     sizes = [_aligned(run[-1].end - run[0].begin) for _, run in runs]
     buffer_bytes = max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
@@ -63,7 +63,7 @@ def plan_windows(headers: Sequence[WeightHeader], window_bytes: int = WINDOW_BYT
 def handing_order(tensors: Sequence[StoredTensor]) -> tuple[StoredTensor, ...]:
     """The file's order, but the smallest tensor comes last.
 
-    The last one must be copied (`WeightStream`), so it should be small.
+    The last tensor must be copied (`WeightStream`), so it should be small.
     """
     last = min(tensors, key=lambda tensor: tensor.num_bytes)
     return (*(tensor for tensor in tensors if tensor is not last), last)

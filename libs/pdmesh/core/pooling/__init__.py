@@ -1,3 +1,1 @@
-"""Vectors and scores of whole texts: what a model can make, which inputs go together, where they
-go.
-"""
+"""Vectors and scores of whole texts: a model's abilities, truncation, batches, and placement."""

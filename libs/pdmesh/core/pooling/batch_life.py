@@ -1,10 +1,11 @@
 """Decides where one batch of inputs goes, and what follows when an instance refuses it or is lost.
 
-Nothing of a batch is kept anywhere: its loss costs what was computed, and the batch runs once more
-on another instance (minimum-cost recovery of a stateless call), within the gateway's budget of
-retries. A batch that has killed two instances or their engines is not tried a third time (F38). It
-waits only for a slot, for at most `ttft_s`. Only the call's deadline bounds an accepted batch: an
-instance whose engine hangs ends itself, and the session with a frozen instance breaks.
+Instances keep no state of a batch. If an instance is lost, its batch runs again on another one,
+within the gateway's retry budget (minimum-cost recovery of a stateless call). A batch that has
+killed two instances or their engines is not tried a third time (F38). A batch waits for a slot for
+at most `ttft_s`, counted from its beginning or its last loss. Only the call's deadline bounds an
+accepted batch: an instance whose engine hangs ends itself, and the session with a frozen instance
+breaks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pdmesh.errors import (
 
 
 class ModelReplaced(NoInstance):
-    """The earlier model may have computed some inputs of the call, so the call begins anew."""
+    """The model was replaced during a call. Vectors of the two models must not be mixed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """All instances that may take it, best first."""
+    """All instances that may take the batch, best first."""
 
     instances: Sequence[PeerId]
 
@@ -62,7 +63,7 @@ class BatchAccepted:
 
 @dataclass(frozen=True, slots=True)
 class BatchRejected:
-    """`is_final`: this instance will not take it later, either."""
+    """`is_final`: this instance will not take the batch later, either."""
 
     key: int
     is_final: bool = False
@@ -91,14 +92,14 @@ class BatchLost:
 
 @dataclass(frozen=True, slots=True)
 class PlaceFreed:
-    """Its turn in the waiting room has come: this instance has a slot."""
+    """The batch's turn in the waiting room has come: this instance has a slot."""
 
     instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class BatchEvicted:
-    """The waiting room has no room for it."""
+    """The waiting room has no room for the batch."""
 
 
 Event = (
@@ -134,7 +135,7 @@ class SendBatch:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Give the last attempt up: the instance has not answered in time."""
+    """Give up the last attempt, because it took too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class WaitForPlace:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer is there."""
+    """The batch has its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ class BatchLife:
     is_over: bool = False
     is_answered: bool = False
     attempt: int = 0
-    _key: int = 0  # of the present attempt; events of others are ignored
+    _key: int = 0  # of the present attempt; events of other attempts are ignored
     _asked: PeerId | None = None
     _is_accepted: bool = False
     _is_waiting: bool = False
@@ -190,7 +191,7 @@ class BatchLife:
     _queue: list[PeerId] = field(default_factory=list)
     _rest: list[PeerId] = field(default_factory=list)  # those that this round does not ask
     _busy: list[PeerId] = field(default_factory=list)
-    _freed_id: str = ""  # the instance that has a slot for it
+    _freed_id: str = ""  # the instance that has a slot for the batch
     _asked_before: set[PeerId] = field(default_factory=set)  # in earlier rounds
     _excluded: set[PeerId] = field(default_factory=set)
 
@@ -282,9 +283,9 @@ class BatchLife:
         return Rank(frozenset(self._excluded))
 
     def _begin_round(self, instances: Sequence[PeerId], now: float) -> list[Effect]:
-        """Ask the instance that has a slot first, and last those that refused in earlier rounds.
+        """Ask the instance that has a slot first, and last those asked in earlier rounds.
 
-        In a large fleet that is full, each round asks others.
+        So each round asks other instances of a large fleet that is full.
         """
         if self._asked_before.issuperset(instances):
             self._asked_before.clear()
@@ -307,7 +308,7 @@ class BatchLife:
             return self._out_of_time()
         awaited = [*self._busy, *self._rest][:_MOST_AWAITED]
         if not awaited:
-            self._excluded.clear()  # there is no other: they may be well again
+            self._excluded.clear()  # no other instance is left, and these may work again
         self._is_waiting = True
         wait_s = min(_MOST_RETRY_S, self.limits.retry_s * 2.0 ** min(self._num_waits, 16))
         self._num_waits += 1

@@ -1,6 +1,4 @@
-"""Decides which inputs of a call go to an instance together: few enough to move soon, enough to
-fill a step.
-"""
+"""Divides the inputs of a call into batches that fill a step, and can soon run again elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ MAX_CALL_TOKENS: Final = 1 << 21  # of one call: 8 MiB of token ids
 
 
 def batches(lengths: Sequence[int]) -> Iterator[range]:
-    """The inputs' places, in order. `lengths`: the tokens of each."""
+    """The batches, as ranges of inputs. `lengths`: the number of tokens of each input."""
     start = num_tokens = 0
     for place, length in enumerate(lengths):
         is_full = place - start >= MAX_BATCH_INPUTS or num_tokens + length > MAX_BATCH_TOKENS

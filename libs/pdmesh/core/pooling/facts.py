@@ -15,9 +15,9 @@ class PoolingTask(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PoolingFacts:
-    """`is_matryoshka`: beginnings of its vectors are vectors, too.
+    """`is_matryoshka`: the first numbers of a vector of the model can serve as a shorter vector.
 
-    `matryoshka_dimensions` lists how long they may be; empty: any length up to `num_dimensions`.
+    `matryoshka_dimensions` lists the lengths of such vectors; empty: any up to `num_dimensions`.
     """
 
     tasks: frozenset[PoolingTask]
@@ -30,7 +30,7 @@ class PoolingFacts:
     joins_pairs: bool = False  # a pair is one text for it, not two with a separator between them
 
     def num_values(self, task: PoolingTask, num_dimensions: int = 0) -> int:
-        """How many numbers it makes of one input."""
+        """How many numbers the model makes from one input."""
         if task is PoolingTask.CLASSIFY:
             return self.num_classes
         return num_dimensions or self.num_dimensions
@@ -41,11 +41,11 @@ class PoolingFacts:
 
     @property
     def scores(self) -> bool:
-        """Whether it scores pairs: as a cross-encoder, or by how near their vectors are."""
+        """Whether the model scores pairs, as a cross-encoder or by the similarity of vectors."""
         return self.is_cross_encoder or self.embeds
 
     def why_not_dimensions(self, asked: int) -> str:
-        """Why its vectors cannot have so many dimensions; empty if they can."""
+        """Why the model's vectors cannot have `asked` dimensions; empty if they can."""
         if not self.is_matryoshka:
             return "this model's vectors have one size only: it is not a matryoshka model"
         if self.matryoshka_dimensions and asked not in self.matryoshka_dimensions:

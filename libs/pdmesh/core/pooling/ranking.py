@@ -1,7 +1,8 @@
-"""Decides which pooling instances are asked first: near, not avoided, with the fewest open legs.
+"""Decides which pooling instances are asked first: not avoided, with a free slot, near, least busy.
 
-Nothing is handed over and nothing is cached that matters, so any instance of the model will do. All
-inputs of a call go to instances with one fingerprint, since vectors of two models do not compare.
+Pooling hands nothing over and needs no cached prefix, so any instance of the model can take an
+input. All inputs of a call go to instances with one fingerprint, since vectors of different models
+cannot be compared.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class PoolingInstance:
 class PoolingQuery:
     """`excluded` instances failed for these inputs; `avoided` ones are asked last.
 
-    `fingerprint`: which instances may be asked; None: any. `canary`: the group of the scenario's
-    canary, and whether it gets this call; if no instance can take it there, the others get it.
+    `fingerprint`: only instances with this fingerprint are asked; None: all. `canary`: the group of
+    the scenario's canary, and whether the canary gets this call.
     """
 
     model: str
@@ -53,9 +54,9 @@ def ranked(
     query: PoolingQuery,
     num_used: Callable[[PeerId], int],
 ) -> list[PeerId]:
-    """Best first, at most `MOST_RANKED`. Full instances come after those that are not.
+    """Best first, at most `MOST_RANKED`. Full instances come after others, avoided ones last.
 
-    `num_used`: slots in use, as far as it is known.
+    `num_used`: an instance's slots in use, as far as known.
     """
     scenario = query.scenario or DEFAULT_SCENARIO
     able = [
@@ -83,9 +84,9 @@ def ranked(
 
 
 def _of_side(able: list[PoolingInstance], query: PoolingQuery) -> list[PoolingInstance]:
-    """The canary's instances or all others, as the call's turn says.
+    """The canary's instances, or all others, by the call's turn.
 
-    If that leaves none, or only avoided ones, all instances may take the call.
+    If there are none, or only avoided ones, all instances may take the call.
     """
     if query.canary is None:
         return able

@@ -1,7 +1,7 @@
-"""Decides how long a step of an engine may take that cannot compute a long input in parts.
+"""Decides how long a step may take in an engine that cannot compute a long input in parts.
 
 Such an engine answers no ping until its step ends. A step with n times the usual tokens may take n
-times the usual time, and counts as work for that long. After that the engine counts as silent.
+times the usual time, and counts as work for that long. After that, the engine counts as silent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StepTimeLimit:
     _num_now: int = 0
 
     def num_signs(self, num_steps: int, num_open_tokens: int, now: float) -> int:
-        """All signs of work so far: one for each of `num_steps`, and those of long steps."""
+        """All signs of work so far: one for each of `num_steps`, and more within long steps."""
         if num_steps != self._num_steps or not num_open_tokens:
             self._num_steps, self._began_at = num_steps, now
             self._num_before, self._num_now = self._num_before + self._num_now, 0

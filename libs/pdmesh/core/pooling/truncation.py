@@ -1,8 +1,8 @@
-"""Decides which tokens of a text, or of a pair of texts, are kept, as vLLM decides it.
+"""Decides which tokens of a text, or of a pair of texts, are kept. It follows vLLM.
 
-A client may name the side, left or right, at which the input is cut; special tokens are cut off
-there, too. If it names none, special tokens stay, and of two texts the longer one is cut first, as
-tokenizers do it. If not even the special tokens fit then, the input is cut at its end.
+A client may name the side, left or right, at which the input is cut. Special tokens are then cut
+off there, too. If the client names no side, special tokens stay, and of two texts the longer one is
+cut first, as in tokenizers. If not even the special tokens fit, the input is cut at its end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Side = Literal["left", "right"]
 
 @dataclass(frozen=True, slots=True)
 class TextCut:
-    """An input has at most `max_tokens` tokens. `side`: where the others are cut off."""
+    """An input keeps at most `max_tokens` tokens. `side`: where the surplus is cut off."""
 
     max_tokens: int
     side: Side | None = None
@@ -24,7 +24,7 @@ class TextCut:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A text's tokens without special ones, as far as they are needed. `length` counts all."""
+    """A text's tokens that are needed, without special ones. `length` counts all its tokens."""
 
     tokens: array[int]
     length: int
@@ -47,8 +47,9 @@ def _none() -> array[int]:
 class SpecialTokens:
     """The special tokens of an input of one or two texts.
 
-    `types` says of the input's parts to which text they belong, where the model tells them apart:
-    each token before, the first text, each between, the second text, each token after.
+    `types` has the number (0 or 1) of the text to which each part of the input belongs: each token
+    before, the first text, each between, the second text, each token after. It is empty if the
+    model does not tell the texts apart.
     """
 
     before: array[int] = field(default_factory=_none)
@@ -64,7 +65,7 @@ class SpecialTokens:
 class Pair:
     """Two texts as one input. `first_length`: how many tokens come before the second text.
 
-    All tokens count if the tokenizer does not tell the texts apart.
+    It is the number of all tokens if the tokenizer does not tell the texts apart.
     """
 
     tokens: array[int]
@@ -109,7 +110,7 @@ def two_texts(
 ) -> Pair | None:
     """The input of a pair of texts.
 
-    `cuts_second`: only the second text loses tokens; None if it has too few for that.
+    `cuts_second`: only the second text loses tokens; None if the first one leaves no room for it.
     """
     one, other = first.tokens, second.tokens
     if cut is not None and cut.side is None and (room := cut.max_tokens - len(special)) >= 0:

@@ -1,11 +1,11 @@
 """Prompt lookup with a cursor: an answer that copies a text proposes what comes next in that text
 (S116, S117).
 
-Plain prompt lookup searches anew in each step for a place where the answer's last tokens stood
-before. A text with repeated lines has many such places, and most are wrong. The cursor stays where
-the answer copies, and advances with each copied token. After an edit, the search prefers places
-near the one that the answer left, and there a single token is enough. Before anything is copied,
-the first proposal begins where the answer's first token first stands.
+Plain prompt lookup searches in each step for an earlier place with the answer's last tokens. A text
+with repeated lines has many such places, and most are wrong. The cursor stays where the answer
+copies, and advances with each copied token. After an edit, the search prefers places near the one
+that the answer left, and a single equal token there is enough. The first proposal begins after the
+first place in the prompt that has the answer's first token.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Final
 
 from pdmesh.core.speculation.ngram_index import NgramIndex, Tokens
 
-WINDOW: Final = 64  # tokens behind a lost cursor in which one token is enough to find it
-PATIENCE: Final = 32  # tokens drawn since then, after which it is not
+WINDOW: Final = 64  # tokens after the place that the answer left, where one equal token is enough
+PATIENCE: Final = 32  # tokens that the answer may draw before one equal token is not enough
 SURE: Final = 4  # tokens copied in a row that make a place worth returning to
-REPLAYED: Final = 64  # drawn tokens from which a request that was moved finds its place again
+REPLAYED: Final = 64  # the most drawn tokens from which a moved request finds its place again
 
 
 class CopyCursor:
-    """The text of one request, and where its answer copies from.
+    """The text of one request, and the place that its answer copies.
 
     `num_drawn`: how many tokens at the end of `text` are the answer's, wherever they were drawn.
     """
@@ -35,7 +35,7 @@ class CopyCursor:
         self._cursor: int | None = None
         self._left: int | None = None  # the place where the answer stopped copying
         self._num_copied = 0  # in a row, up to the end
-        self._num_since = 0  # tokens since then
+        self._num_since = 0  # tokens drawn since the answer left its place
         for token in text[begin:]:
             self._seek()
             self.extend([int(token)])
@@ -53,14 +53,14 @@ class CopyCursor:
         return self._index.num_bytes
 
     def extend(self, tokens: Tokens) -> None:
-        """The answer goes on with these."""
+        """Add the answer's next tokens."""
         for token in tokens:
             self._follow(token)
             self._index.extend([token])
             self._forget(self._index.num_forgotten)
 
     def propose(self, num_tokens: int) -> list[int]:
-        """At most so many; none if nothing in the text says what comes next."""
+        """At most `num_tokens` tokens; none if the text has no place to copy."""
         if num_tokens <= 0:
             return []
         self._seek()
@@ -72,7 +72,7 @@ class CopyCursor:
         return proposed
 
     def _follow(self, token: int) -> None:
-        """The cursor is always in the text: it and the text's end advance together."""
+        """Advance or drop the cursor. The text's end advances with it, so it stays in the text."""
         self._num_since += 1
         if self._cursor is None:
             return
@@ -106,7 +106,11 @@ class CopyCursor:
             self._cursor = None if found is None else found + 1
 
     def _beginning(self) -> int:
-        """Where the answer's first token first stands in the prompt, or the prompt's beginning."""
+        """Where the first proposal begins in the prompt.
+
+        It begins after the first token that equals the answer's first token. If there is none, it
+        begins at the prompt's beginning.
+        """
         if self._prompt_end >= len(self._index):
             return self._index.num_forgotten
         found = self._index.find(self._index.at(self._prompt_end), 0, self._prompt_end)

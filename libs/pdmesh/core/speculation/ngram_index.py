@@ -1,9 +1,10 @@
-"""Finds where the end of a text stood before, in a constant number of steps for any length of text.
+"""Finds earlier places of a text's last tokens, in a number of steps that does not depend on the
+text's length.
 
 The index has one hash table for each length of n-gram. A table links the positions at which n-grams
 with the same hash end, from the latest back to the first. The n-gram at the end of the text is
-entered only when its next token is known, so a search never finds itself. A new text is entered by
-numpy at once, and the tokens after it one by one.
+entered only when its next token is known, so a search never finds that n-gram itself. A new text is
+entered by numpy at once, and the tokens after it one by one.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from numpy.typing import NDArray
 
 Tokens = Sequence[int] | NDArray[np.int32]
 
-SIZES: Final = (4, 2)  # of n-grams, in tokens; the first that is found wins
+SIZES: Final = (4, 2)  # of n-grams, in tokens; the first size with a match is used
 MAX_LINKS: Final = 16  # that one search follows in a table
-_FEW: Final = 64  # tokens up to which one by one is faster than numpy
+_FEW: Final = 64  # up to so many tokens, entering one by one is faster than numpy
 _LEAST_BITS: Final = 8  # of a table's hashes
 _FACTORS: Final = (  # odd numbers of 64 random bits
     0x9E3779B97F4A7C15,
@@ -33,9 +34,11 @@ _NONE: Final = -1
 
 
 class NgramIndex:
-    """A text that grows. It keeps the last `max_tokens` at least, and twice as many at most.
+    """A text that grows. It keeps at least the last `max_tokens`.
 
-    `num_steps` counts the work: entries made, and links followed.
+    It keeps at most twice as many if `max_tokens` is a power of two, else up to four times as many.
+
+    `num_steps` counts the work: entries made, links followed and tokens scanned.
     """
 
     def __init__(self, text: Tokens, max_tokens: int) -> None:
@@ -47,7 +50,7 @@ class NgramIndex:
         self.extend(text)
 
     def __len__(self) -> int:
-        """The text's length with what is forgotten, so that positions never change."""
+        """The text's length, including forgotten tokens, so that positions never change."""
         return self.num_forgotten + len(self._text)
 
     @property
@@ -85,9 +88,9 @@ class NgramIndex:
             self._rebuild()
 
     def next_after(self, near: int | None = None) -> int | None:
-        """The position behind an earlier place of the longest n-gram that ends the text.
+        """The position after an earlier place of the longest n-gram that ends the text.
 
-        This is the latest such place, or, of the `MAX_LINKS` latest, the one nearest to `near`.
+        The place is the latest, or of the `MAX_LINKS` latest the one nearest to `near`.
         """
         for table in self._tables:
             found = self._place(table, near)
@@ -115,14 +118,17 @@ class NgramIndex:
         return best
 
     def _enter(self) -> None:
-        """Enter the n-grams that end one token before the end."""
+        """Enter the n-grams that end before the last token."""
         end = len(self._text) - 1
         for table in self._tables:
             table.enter(self._text, end)
             self.num_steps += 1
 
     def _rebuild(self) -> None:
-        """Amortised over the tokens since the last time, which were as many as there are now."""
+        """Fill the tables from the text, with room for it to grow, so that this is rarely needed.
+
+        The surplus of a text that is too long is forgotten.
+        """
         if len(self._text) > 2 * self._max_tokens:
             num_surplus = len(self._text) - self._max_tokens
             del self._text[:num_surplus]
@@ -134,7 +140,7 @@ class NgramIndex:
 
 
 class _Table:
-    """`heads`: by hash, the latest end of such an n-gram; `before`: by end, the one before it."""
+    """`heads`: by hash, the end of the latest n-gram. `before`: by end, the earlier one's end."""
 
     def __init__(self, size: int) -> None:
         self.size = size

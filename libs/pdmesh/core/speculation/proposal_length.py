@@ -5,8 +5,8 @@ does not pay. A decode step of a small batch waits for memory. So checking k pro
 sequence, beside the token that the step draws, costs next to nothing. In a large batch, each check
 costs as much as drawing a token. `acceptance` is the chance a that a proposed token is right, given
 that all earlier tokens of the proposal are right. Then a step yields 1 + a + ... + a^k tokens of a
-sequence. The chance depends on the text, and the cost of a check on the machine: both start from a
-setting, and `AdaptiveSpeculation` follows the results and the times of the checks.
+sequence. The chance depends on the text, and the cost of a check depends on the machine. Both start
+from a setting, and `AdaptiveSpeculation` adapts them to the results and the times of the steps.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import Final
 from pdmesh.core.speculation.token_cost import TokenCost
 
 LEAST_GAIN: Final = 1.05  # a smaller gain may be lost when acceptance varies
-PROBE_EVERY: Final = 64  # steps: then one token is proposed even where none pays, to see a change
-PAUSE_EVERY: Final = 256  # steps: then none is proposed, to see what a check costs
+# Every so many steps, a token is proposed even if none pays, to notice changes.
+PROBE_EVERY: Final = 64
+# Every so many steps, no token is proposed, to measure the cost of a check.
+PAUSE_EVERY: Final = 256
 _MEMORY: Final = 200  # tokens: checks that are longer ago count for little
 _GRAIN: Final = 0.02  # acceptance is rounded to a multiple of it; each value has one schedule
-_BAND: Final = 0.03  # a change of the acceptance that is followed; a smaller one is mostly noise
+_BAND: Final = 0.03  # a smaller change of the acceptance is mostly noise, and is not followed
 _COST_BAND: Final = 1.5  # a factor by which the cost of a token changes before it is followed
 
 
@@ -46,7 +48,7 @@ class Method(StrEnum):
 class Speculation:
     """`token_cost` is what checking one token costs, as a share of a step's fixed cost.
 
-    `max_tokens` 0: no token is ever proposed. `is_fixed`: `max_tokens` for each batch size.
+    `max_tokens` 0: no token is ever proposed. `is_fixed`: always propose `max_tokens`.
     """
 
     max_tokens: int
@@ -57,9 +59,10 @@ class Speculation:
     is_fixed: bool = False
 
     def at_prefill(self) -> Speculation:
-        """A prefill computes the draft's KV of the prompt, if there is any, in one pass.
+        """The speculation of a prefill: one token if the method has KV, else none.
 
-        Nobody checks the token that it proposes: its requests end with token 1.
+        Proposing makes the draft compute its KV of the prompt. The proposed token is not checked,
+        because a prefill's requests end with token 1.
         """
         if not self.max_tokens or not self.method.has_kv:
             return NO_SPECULATION
@@ -99,15 +102,15 @@ class AdaptiveSpeculation:
     """How many tokens to propose at each step, by how many earlier proposals were right and by how
     long the steps took.
 
-    `checked` is told of each sequence's proposal, `computed` of each step without prompts; `counts`
-    begins a step. The schedule follows what is measured only if it moves out of a band, so that
-    noise does not change it back and forth.
+    Call `counts` before each step, `checked` for each sequence's proposal, and `computed` for each
+    step without prompts. The schedule changes only if a measured value leaves a band around the
+    value that the schedule is for, so that noise does not change it back and forth.
     """
 
     assumed: Speculation
     max_batch: int
     acceptance: float = field(init=False)  # as measured
-    _followed: float = field(init=False)  # the schedule is for this one, and for the next
+    _followed: float = field(init=False)  # the schedule is for this acceptance and `_token_cost`
     _token_cost: float = field(init=False)
     _costs: TokenCost = field(init=False)
     _num_steps: int = 0
@@ -118,7 +121,7 @@ class AdaptiveSpeculation:
         self._costs = TokenCost(self._token_cost)
 
     def checked(self, num_proposed: int, num_accepted: int) -> None:
-        """Learn from one proposal. What follows its first wrong token says nothing."""
+        """Learn from one proposal. The tokens after its first wrong one show nothing."""
         num_tried = num_accepted + (num_accepted < num_proposed)
         if num_tried:
             kept = (1 - 1 / _MEMORY) ** num_tried
@@ -130,7 +133,7 @@ class AdaptiveSpeculation:
 
     @property
     def _may_pause(self) -> bool:
-        """A draft with KV needs that of every token."""
+        """A draft with KV cannot pause, because it needs the KV of every token."""
         return not (self.assumed.is_fixed or self.assumed.method.has_kv)
 
     def counts(self) -> list[int]:

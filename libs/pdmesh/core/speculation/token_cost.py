@@ -2,7 +2,7 @@
 
 A step of n tokens takes about `fixed + n * each` seconds. A line through the latest steps gives
 both. Steps differ in n as requests come and go and as more or fewer tokens are proposed. Until they
-have differed enough, the assumed share holds.
+have differed enough, the assumed share is used.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final
 
 _MEMORY: Final = 1000  # steps: those that are longer ago count for little
 _LEAST_STEPS: Final = 50
-_LEAST_SPREAD: Final = 0.03  # standard deviation of the numbers of tokens, by their mean
-_LONGEST: Final = 3.0  # times what is expected: a longer step waited for something else
+_LEAST_SPREAD: Final = 0.03  # standard deviation of the numbers of tokens, divided by their mean
+_LONGEST: Final = 3.0  # times the expected time, at most: a longer step waited for something else
 _LEAST, _MOST = 1e-4, 1.0  # a share outside of these bounds is noise
 _PER_DECADE: Final = 10  # values that a share is rounded to
 
@@ -44,7 +44,7 @@ class TokenCost:
 
     @property
     def share(self) -> float:
-        """As measured, in steps of a quarter; as assumed where that cannot be told."""
+        """The measured share, rounded to ten values per decade, or the assumed one before that."""
         if (line := self._line()) is None:
             return self.assumed
         fixed, each = line
@@ -52,7 +52,7 @@ class TokenCost:
         return _rounded(max(_LEAST, share))
 
     def _line(self) -> tuple[float, float] | None:
-        """Seconds of a step, and of each of its tokens, neither below 0; None: not known yet."""
+        """Fixed seconds of a step, and seconds of a token, neither below 0; None: not known yet."""
         if self._weight < _LEAST_STEPS:
             return None
         mean, mean_s = self._tokens / self._weight, self._seconds / self._weight

@@ -1,9 +1,10 @@
 """Makes responses in the background, while no client waits for them, and cancels them.
 
-The gateway that makes a response says so in the store, again and again while it lives. There, any
-gateway may ask it to stop. If that gateway is gone, the response counts as failed, although no
-process could record the failure. A response that ends while Redis is unreachable or full is kept
-later, if Redis recovers within two minutes.
+The gateway that makes a response marks it in the store, and renews the mark while it lives. Any
+gateway may set another mark there to stop the response. If the gateway that made it is gone, its
+mark expires. The response then counts as failed, although no process has recorded the failure. A
+response that ends while Redis is unreachable or full is kept later, if Redis recovers within two
+minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _Name = tuple[str, str]  # the tenant's name, and the id of the response
 
 @dataclass(frozen=True, slots=True)
 class BackgroundCall:
-    """A call in the background. Its end leaves `permit`, and passes the response to `keep`."""
+    """A call in the background. When it ends, `permit` is left and `keep` gets the response."""
 
     call: Call
     writer: ResponseWriter
@@ -81,7 +82,7 @@ class BackgroundResponses:
         return is_made_here or await self._store.is_made(tenant, response_id)
 
     async def close(self) -> None:
-        """Wait until the responses are kept. All calls have been ended before."""
+        """Wait until the responses are kept. The caller must have ended all calls before."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=_STOP_WITHIN_S)
         await end([*self._tasks.values(), *filter(None, [self._telling])])
@@ -124,9 +125,7 @@ class BackgroundResponses:
             log.warning("response.not_kept", response_id=name[1], reason=outcome.value)
 
     async def _tell(self) -> None:
-        """While there are responses, renew their marks in the store, and stop those marked to
-        stop.
-        """
+        """While responses are open, renew their marks in the store, and cancel those to stop."""
         while self._open:
             names = list(self._open)
             with contextlib.suppress(Unavailable):

@@ -30,7 +30,7 @@ Keep = Callable[[Json], Awaitable[KeepOutcome]]
 
 @dataclass(frozen=True, slots=True)
 class ResponsesFormat:
-    """`keep` keeps a response that has ended; None if the client did not ask for that."""
+    """`keep` keeps a response; None if the client declined that or the gateway keeps none."""
 
     request: ResponsesRequest
     exchange: HttpExchange
@@ -105,7 +105,7 @@ class ResponseWriter:
         return response
 
     async def kept(self, response: Json) -> Json:
-        """Keep the response if the client asks for that, and note in it whether it is kept."""
+        """Keep the response if it is to be kept, and note in it whether that succeeded."""
         if self._keep is not None:
             response["store"] = await self._keep(response) is KeepOutcome.KEPT
         return response
@@ -123,7 +123,7 @@ class ResponseWriter:
         return self._response
 
     async def whole(self, deltas: Sequence[TextDelta]) -> Json:
-        """The whole response at once. `deltas` has its choice."""
+        """The whole response at once. `deltas` has one delta, with the whole choice."""
         (delta,) = deltas
         if delta.num_logprobs <= MAX_LOGPROBS_HERE:
             self.chunk(delta)

@@ -112,7 +112,7 @@ def _as_kept(item: InputItem) -> InputItem:
 def _bare(item: InputItem) -> InputItem:
     """The item without the fields that no later response reads, such as annotations and logprobs.
 
-    These could be long in each response of a chain, and no bound of a request covers them all.
+    They could be long in each response of a chain, and a request's bounds do not cover their sum.
     """
     bare = {
         name: list(map(_bare_part, parts))
@@ -123,9 +123,8 @@ def _bare(item: InputItem) -> InputItem:
 
 
 def _bare_part(part: ItemPart) -> ItemPart:
-    annotations: list[Json] | None = (
-        [] if part.type == "output_text" else None
-    )  # clients expect the field
+    # Clients expect this field in output_text.
+    annotations: list[Json] | None = [] if part.type == "output_text" else None
     bare = ItemPart(type=part.type, text=part.text, refusal=part.refusal, annotations=annotations)
     if part.type == "input_image":
         bare.image_url, bare.detail = part.image_url, part.detail

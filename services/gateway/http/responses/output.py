@@ -43,7 +43,7 @@ class OutputItems:
             return b""
         return event(name, data, next(self._numbers))
 
-    # --- what is added ---------------------------------------------------------------------------
+    # --- adding content --------------------------------------------------------------------------
 
     def text(self, text: str, logprobs: list[Json]) -> bytes:
         began = b"" if self._kind == _TEXT else self._begin_part(_TEXT)
@@ -113,7 +113,7 @@ class OutputItems:
         index = {"output_index": len(self.items) - 1}
         return told + self.event("response.output_item.done", {**index, "item": item})
 
-    # --- how an item begins ----------------------------------------------------------------------
+    # --- beginning an item -----------------------------------------------------------------------
 
     def _begin_part(self, kind: str) -> bytes:
         if kind == _TEXT:

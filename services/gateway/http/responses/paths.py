@@ -162,7 +162,7 @@ class ResponsesPaths:
                     spec = await chat_spec(translated.chat, self._frontend, permit)
                 keep = self._keep(exchange, request, previous, permit)
                 written = ResponsesFormat(request, exchange, keep)
-                request.input = ""  # has images as text; `keep` has all that it needs
+                request.input = ""  # frees images, which are long texts; `keep` has its own items
                 del previous, translated
                 if request.background:
                     body = await self._begin(exchange, spec, permit, written)
@@ -202,7 +202,7 @@ class ResponsesPaths:
     ) -> bytes:
         """Begin a response that no client waits for.
 
-        Its end leaves the permit. Raises MeshError.
+        When the response ends, the permit is left. Raises MeshError.
         """
         keep = written.keep
         if keep is None:
@@ -268,11 +268,11 @@ class ResponsesPaths:
         return bytes((await self._found(tenant, response_id)).response)
 
     async def _found(self, tenant: str, response_id: str, field: str | None = None) -> KeptResponse:
-        """A kept response; it has failed if no gateway makes it any more.
+        """A kept response. One that no gateway makes any more is returned as failed.
 
-        It may have ended between two requests to the store, and after an outage of Redis its
-        gateway may reconnect later than this one. So this looks for as long as a living gateway
-        needs to mark the response. Raises ResponseNotFound, Unavailable.
+        An unmarked response may have ended between two requests to the store. After an outage of
+        Redis, its gateway may reconnect later than this one. So the store is asked again for as
+        long as a living gateway needs to mark the response. Raises ResponseNotFound, Unavailable.
         """
         for _ in range(_NUM_LOOKS):
             kept = await load_kept(self._store, tenant, response_id, field)

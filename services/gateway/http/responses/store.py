@@ -1,10 +1,10 @@
 """Keeps responses in Redis, each under its tenant, for a limited time and within bounds.
 
-A response that cannot be kept is still answered. A lookup raises Unavailable while Redis is
-unreachable. Each call to Redis ends within a second. After a failure, there are no calls for a
-moment. `keep_response.lua` decides, within Redis, which kept responses make room for a new one. The
-bound over all tenants leaves room for the other data in Redis. If Redis is full for another reason,
-nothing is kept, but kept responses can still be found and forgotten.
+A response that cannot be kept is still sent to its client. A lookup raises Unavailable while Redis
+is unreachable. Each call to Redis ends within a second. If Redis does not answer, it is not called
+for a second. `keep_response.lua` decides, within Redis, which kept responses make room for a new
+one. The bound over all tenants leaves room for the other data in Redis. If Redis is full for
+another reason, nothing is kept, but kept responses can still be found and forgotten.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ResponseStore:
         return KeepOutcome.KEPT
 
     async def load(self, tenant: str, response_id: str) -> bytes | None:
-        """A kept response; None if it was never kept, is forgotten, or is another tenant's.
+        """A kept response. None if it was never kept, has expired, or is another tenant's.
 
         Raises Unavailable.
         """
@@ -135,7 +135,7 @@ class ResponseStore:
     async def making(self, names: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Mark the responses that this gateway makes, and return those that it must stop.
 
-        A name is (tenant, response). A mark holds for some seconds. Raises Unavailable.
+        A name is (tenant, response). A mark expires after 10 s. Raises Unavailable.
         """
         async with self._answering(), self._pipeline() as pipe:
             for name in names:
@@ -145,7 +145,7 @@ class ResponseStore:
         return [name for name, stop in zip(names, found[1::2], strict=True) if stop]
 
     async def made(self, tenant: str, response_id: str) -> None:
-        """Remove the mark: the response is no longer being made. Raises Unavailable."""
+        """Remove the marks of a response that is no longer being made. Raises Unavailable."""
         marks = (keys.kept_mark(tenant, response_id, mark) for mark in (_MADE, _STOP))
         async with self._answering():
             await self._redis.unlink(*marks)
@@ -223,8 +223,8 @@ class ResponseStore:
         shared = (_HERE / "forgetting.lua").read_text()
         keep = (_HERE / "keep_response.lua").read_text()
         forget = (_HERE / "forget_response.lua").read_text()
-        # With this first line, a Redis that is out of memory refuses a script before it begins.
-        # Without it, Redis lets a script write that has deleted something before.
+        # A script that begins with `#!lua` is refused at once if Redis is out of memory. Without
+        # this line, Redis would let the script write once it has deleted something.
         self._keep = self._redis.register_script(f"#!lua\n{shared}{keep}")
         self._forget = self._redis.register_script(f"#!lua flags=allow-oom\n{shared}{forget}")
 

@@ -1,8 +1,8 @@
 """Which log probabilities of a parsed answer are those of its text.
 
 The parsers say what the reasoning, the text and the calls are, but not which tokens make them up.
-So the text is searched for in the bytes of the last tokens: behind those of the reasoning, and
-before those of the calls.
+So the text is searched for in the bytes of the last tokens, after those of the reasoning and before
+those of the calls.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from pdmesh.services.gateway.text.choice_text import TextDelta
 
-# Tokens without text that may belong to later text: parts of a character, or what could have begun
-# a mark.
+# The most tokens to keep that gave no text yet: parts of a character, or a possible beginning of a
+# mark.
 _MAX_HELD: Final = 64
 
 # Any: JSON objects on their way out.
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 class TextLogprobs:
-    """Those of one choice, in the form of `LogprobWriter.chat`."""
+    """The log probabilities of one choice's text, in the form of `LogprobWriter.chat`."""
 
     __slots__ = ("_held",)
 
@@ -29,7 +29,10 @@ class TextLogprobs:
         self._held: list[Json] = []
 
     def of(self, delta: TextDelta, logprobs: list[Json]) -> list[Json]:
-        """The log probabilities of `delta.text`. `logprobs`: of all tokens since the last call."""
+        """The part of the log probabilities that is of `delta.text`.
+
+        `logprobs`: those of all tokens since the last call.
+        """
         self._held += logprobs
         found: list[Json] = []
         if delta.text:
@@ -48,10 +51,10 @@ class TextLogprobs:
 
 
 def _place(text: bytes, tokens: list[bytes], *, is_first: bool) -> tuple[int, int]:
-    """The range of the tokens that have this text; if none have, the last ones of its length.
+    """The range of the tokens that contain this text, or else the last tokens of its length.
 
-    `is_first`: where the text is first, if possible at the beginning of a token, as other text
-    follows that may repeat it; otherwise, where it is last.
+    If the text occurs several times, its last place is used. With `is_first` other text follows
+    that may repeat it, so its first place is used, if possible at the beginning of a token.
     """
     whole = b"".join(tokens)
     ends = list(accumulate(map(len, tokens)))

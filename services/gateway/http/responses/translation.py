@@ -142,7 +142,7 @@ def _choice(choice: str | ChosenTool) -> ToolChoice:
 
 
 class _Conversation:
-    """The chat's messages; `names`: where in the request each part of them comes from."""
+    """The chat's messages. `names` maps their parts to the fields of the request."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
