@@ -107,7 +107,11 @@ def _of_response_format(asked: ResponseFormat) -> AskedGrammar | None:
 
 
 def _of_structured_outputs(asked: StructuredOutputs) -> AskedGrammar:
-    """Without any kind it is refused, as in vLLM: with a misspelt kind, any answer would do."""
+    """Raises InvalidRequest with the field.
+
+    A value without a kind is refused, as in vLLM. Otherwise a misspelt kind, which is ignored as an
+    unknown field, would leave the answer unconstrained.
+    """
     for name in ("disable_additional_properties", "whitespace_pattern"):
         if getattr(asked, name):
             field = f"structured_outputs.{name}"
