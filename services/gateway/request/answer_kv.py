@@ -1,8 +1,8 @@
 """Tells a chat's prefill that the KV of the answer is at the decode.
 
-When the answer has ended, the prefill fetches its KV from the decode's host pool into its own pool,
-if it expects that to save time (`TierStack.prefetch`). So the next turn neither computes the
-answer's blocks nor waits for them (ADR 0041).
+After the answer's end, the prefill fetches this KV from the decode's host pool into its own pool.
+It does so only if it expects to save time (`TierStack.prefetch`). Then the next turn neither
+computes the answer's blocks nor waits for them (ADR 0041).
 """
 
 from __future__ import annotations
