@@ -130,7 +130,7 @@ class Call(PacedWaiter):
 
     @property
     def num_cached_tokens(self) -> int:
-        """The cached tokens of each prompt's first choice, since other choices share them."""
+        """The cached tokens of all prompts, each counted for its first choice only."""
         return sum([g.core.num_cached_tokens for g in self.generations[:: self.spec.n]])
 
     def cancel(self, error: MeshError | None = None) -> None:
