@@ -125,7 +125,7 @@ def _of_structured_outputs(asked: StructuredOutputs) -> AskedGrammar:
     if len(given) > 1:
         raise InvalidRequest(f"{field}: only one kind at a time", field=field)
     if asked.json_object is False:
-        raise InvalidRequest(f"{field} is true, or not given", field=field)
+        raise InvalidRequest(f"{field} must be true or absent", field=field)
     value = getattr(asked, given[0])
     text = value if isinstance(value, str) else "" if value is True else _json(value, field)
     has_any_whitespace = not asked.disable_any_whitespace

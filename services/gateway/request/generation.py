@@ -243,7 +243,7 @@ class Generation:
             return outcome
         field = constraint.asked_by
         message = (
-            f"{field}: it allows no token beside the other fields of the request, or has become "
+            f"{field} allows no token together with the other fields of the request, or has become "
             "too complex"
         )
         return Fail(ConstraintUnsatisfiable(message, field=field))

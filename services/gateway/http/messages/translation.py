@@ -104,7 +104,7 @@ def _set_output(
             raise unsupported("output_config.format")
         schema = form.get("schema")
         if not isinstance(schema, dict):
-            message = "output_config.format.schema is a JSON schema"
+            message = "output_config.format.schema must be a JSON schema"
             raise InvalidRequest(message, field="output_config.format.schema")
         chat.response_format = ResponseFormat("json_schema", JsonSchemaFormat(schema=schema))
         names["response_format"] = "output_config.format"
@@ -265,7 +265,7 @@ def _format_of(source: ImageSource, where: str) -> str:
         return ""
     if (found := _FORMATS.get(source.media_type)) is None:
         field = f"{where}.media_type"
-        raise InvalidRequest(f"{field} is one of {', '.join(_FORMATS)}", field=field)
+        raise InvalidRequest(f"{field} must be one of {', '.join(_FORMATS)}", field=field)
     return found
 
 

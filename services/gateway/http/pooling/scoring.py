@@ -96,7 +96,7 @@ async def _pairs_spec(
     for one, other in pairs:
         pair = two_texts(one, other, special, cut, cuts_second=cuts_second)
         if pair is None:
-            message = "it leaves no token of a document after the query"
+            message = "truncate_prompt_tokens leaves no token of a document after the query"
             raise InvalidRequest(message, field="truncate_prompt_tokens")
         found.append(pair)
     return replace(
