@@ -96,7 +96,7 @@ class AnswerKv:
 def _can_give(decode: InstanceRecord, prefill: InstanceRecord) -> bool:
     """Whether the prefill may fetch from the decode's host pools.
 
-    Both have a host pool for each of equally many ranks, may exchange KV, and do not drain.
+    Both must have host pools for equally many ranks, be able to exchange KV, and not drain.
     """
     return (
         prefill.takes_prefetches

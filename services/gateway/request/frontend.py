@@ -393,7 +393,7 @@ class Frontend:
         _count_slo(call, self.shared.slos)
 
     def _tell_session(self, call: Call) -> None:
-        """Report the session state that the client sent to instances, even if the call failed."""
+        """Tell instances which session state the client sent, even if the call failed."""
         if (session := call.spec.session) is None:
             return
         served = [

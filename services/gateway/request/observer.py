@@ -1,6 +1,6 @@
 """Reports each call to operators: counters, histograms, one log line, one event, one trace.
 
-The report is made from noted times when the call is closed, so it never delays a token.
+The report is made when the call is closed, from times noted earlier, so it never delays a token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A client's validated request, in one form for HTTP and gRPC.
 
-These values are msgspec structs because each call makes and replaces some. This costs a tenth of
-the same work with frozen dataclasses.
+Each call makes and replaces some of these values. They are msgspec structs, because for these that
+costs a tenth of what it costs for frozen dataclasses.
 """
 
 from __future__ import annotations

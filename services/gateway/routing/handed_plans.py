@@ -4,8 +4,8 @@ The picker asks the master for a plan and names a gateway to the proxy. The mast
 plan's instances under the picker's request id, so the gateway takes over the plan and the id, and
 nothing is booked twice. The plan comes as a header through the proxy, and a client could add such a
 header too. So the plan is signed with a key that only gateways can derive, is for one prompt of one
-tenant, expires after some seconds, and is used only once by a gateway. The gateway ignores a header
-that is not such a plan, and asks the master as usual.
+tenant, expires after some seconds, and is used at most once by each gateway. If a header has no
+such plan, the gateway ignores the header and asks the master as usual.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class InstanceSession:
             owner.on_event(fact, event)
 
     def _tell_soon(self) -> None:
-        """Call waiters soon, because a prompt may have been answered or given up without its slot.
+        """Call waiters soon: a prompt was answered or given up, perhaps without taking its slot.
 
         They are called in the loop's next turn. By then the outbox has the abort of a prompt that
         was given up, which must reach the instance before the prompts of the waiters.
