@@ -80,7 +80,7 @@ class ServedModels:
     def text_of(self, model: str) -> ModelText | None:
         """The model's tokenizer files; None if its instances have none.
 
-        If instances differ, as during an upgrade, it has those of the most common vocabulary.
+        If instances differ, as during an upgrade, the most common vocabulary decides.
         """
         if model in self._texts:
             return self._texts[model]
