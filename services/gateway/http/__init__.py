@@ -1,1 +1,1 @@
-"""The HTTP endpoint: paths and their documents, requests taken in, answers written."""
+"""The HTTP endpoint: its paths with their descriptions, its requests and its answers."""

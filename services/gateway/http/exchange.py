@@ -68,9 +68,10 @@ class WrongMethod(InvalidRequest):
 
 
 class BodyRoom:
-    """Bounds the bytes of the incoming bodies of all clients together (F31).
+    """Bounds the bytes of the bodies that all clients are sending now, in sum (F31).
 
-    Thousands of connections may each send a large body at the same time.
+    Thousands of connections may each send a large body at the same time. A body that arrives as one
+    message does not count.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -109,7 +110,7 @@ class HttpExchange:
         return str(self._headers.get(name, b""), "latin-1")
 
     def use(self, handed: HandedPlan | None) -> None:
-        """Take over a picker's plan, which the master has booked under the id of its request."""
+        """Take over a picker's plan and its request id, under which the master has booked it."""
         if handed is not None:
             self.handed, self.request_id = handed, handed.result.request_id
 
@@ -127,9 +128,10 @@ class HttpExchange:
         return authorization_of(self.header(b"authorization"), self.header(b"x-api-key"))
 
     async def body(self, max_bytes: int, room: BodyRoom) -> bytes:
-        """Read the body. Raises BodyTooLarge without reading the rest.
+        """Read the body.
 
-        Raises Overloaded if `room` is full, and ClientDisconnected.
+        Raises BodyTooLarge without reading the rest, Overloaded if `room` is full, and
+        ClientDisconnected.
         """
         announced = self.header(b"content-length")
         if announced.isdigit() and int(announced) > max_bytes:
@@ -203,7 +205,7 @@ class HttpExchange:
         return _Watched(self.connection)
 
     def cut(self) -> None:
-        """Give up on a client that does not read: its writer resumes and finds the client gone."""
+        """Disconnect a client that does not read. The blocked writer then finds the client gone."""
         self.connection.abort()
 
 
@@ -236,7 +238,7 @@ class _Watched:
 
 
 def authorization_of(authorization: str, api_key: str) -> str:
-    """The argument for `AccessControl`, from the values of these two headers."""
+    """The argument for `AccessControl`, from the values of `authorization` and `x-api-key`."""
     return authorization or (f"Bearer {api_key}" if api_key else "")
 
 

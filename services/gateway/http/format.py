@@ -87,7 +87,7 @@ class ChunkWriter:
             self._logprobs or counts_each or self._has_token_ids or call.spec.is_echo_alone
         )
         self._told_echoes: set[int] = set()
-        # It is sent with the first token.
+        # The echo has log probabilities, which come with the first token.
         self._is_echoed_late = bool(call.spec.echoed) and has_logprobs
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = _encode(
@@ -110,7 +110,10 @@ class ChunkWriter:
         self._after = close + tail % self._usage
 
     def opening(self) -> bytes:
-        """The role of each choice, which OpenAI sends before any content."""
+        """The role of each choice, which OpenAI sends before any content.
+
+        For a completion, the echoed prompts, unless they are sent with the first token.
+        """
         if not self._is_chat:
             return b"" if self._is_echoed_late else self._echoes()
         return b"".join(
@@ -268,7 +271,7 @@ def _echo(call: Call, index: int) -> str:
 
 
 def _logprob_writer(call: Call, generation: Generation) -> LogprobWriter:
-    """The writer of a choice, whose text begins with the prompt if that is echoed."""
+    """The writer of a choice's log probabilities. The text begins with an echoed prompt, if any."""
     before = () if call.spec.echoed else generation.prompt.tokens
     return LogprobWriter(call.spec.tokenizer, before, spells_ids=call.spec.spells_ids)
 

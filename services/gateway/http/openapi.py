@@ -111,7 +111,7 @@ def _parameters(route: HttpRoute) -> list[Json]:
 
 
 def _links(route: HttpRoute, routes: Sequence[HttpRoute]) -> Json:
-    """The operations whose path parameters are all in this one's answer."""
+    """Links to the operations whose path parameters are all in the answer of this route."""
     makes = route.operation.makes
     links: Json = {}
     for other in routes:
@@ -165,7 +165,10 @@ def _response(status: int, content: Json) -> Json:
 
 
 def _complete_requests(components: Json, taken: Sequence[type], *, is_strict: bool) -> None:
-    """Add the rules that the types of requests cannot express."""
+    """Add the rules that the types of requests cannot express.
+
+    Unless `is_strict`, also allow unknown fields.
+    """
     for name in msgspec.json.schema_components(taken)[1]:
         without_nul(components[name])
         if not is_strict:
@@ -176,7 +179,7 @@ def _complete_requests(components: Json, taken: Sequence[type], *, is_strict: bo
 
 
 def _say_what_is_unsupported(components: Json, routes: Sequence[HttpRoute]) -> None:
-    """Describe each unsupported field by the values that have no effect."""
+    """Describe each unsupported field by its accepted values, which have no effect."""
     for route in routes:
         struct = route.operation.takes
         if struct is None:

@@ -1,6 +1,7 @@
 """The rules of requests that `/openapi.json` shows besides the types and bounds of fields.
 
-Each rule describes a check of a struct whose fields depend on each other.
+Each rule describes checks of a struct that its types do not express. Most are of fields that depend
+on each other.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ RULES: Final[Mapping[type[msgspec.Struct], Json]] = {
 
 
 def without_nul(schema: object) -> None:
-    """Add to each string of a schema that it has no U+0000; strings in an enum cannot have it."""
+    """Add to each string of a schema a pattern that excludes U+0000, unless it has an enum."""
     if isinstance(schema, list):
         for each in schema:
             without_nul(each)

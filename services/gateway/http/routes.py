@@ -118,5 +118,5 @@ def path_parameters(path: str) -> list[str]:
 
 
 def plain_path(path: str) -> str:
-    """The path in the form of OpenAPI, without the number of segments of a parameter."""
+    """The path in OpenAPI's form, in which `{name:path}` is `{name}`."""
     return _PARAMETER.sub(r"{\1}", path)

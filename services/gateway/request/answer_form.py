@@ -107,7 +107,11 @@ def _of_response_format(asked: ResponseFormat) -> AskedGrammar | None:
 
 
 def _of_structured_outputs(asked: StructuredOutputs) -> AskedGrammar:
-    """Without any kind it is refused, as in vLLM: with a misspelt kind, any answer would do."""
+    """Raises InvalidRequest with the field.
+
+    A value without a kind is refused, as in vLLM. Otherwise a misspelt kind, which is ignored as an
+    unknown field, would leave the answer unconstrained.
+    """
     for name in ("disable_additional_properties", "whitespace_pattern"):
         if getattr(asked, name):
             field = f"structured_outputs.{name}"
@@ -121,7 +125,7 @@ def _of_structured_outputs(asked: StructuredOutputs) -> AskedGrammar:
     if len(given) > 1:
         raise InvalidRequest(f"{field}: only one kind at a time", field=field)
     if asked.json_object is False:
-        raise InvalidRequest(f"{field} is true, or not given", field=field)
+        raise InvalidRequest(f"{field} must be true or absent", field=field)
     value = getattr(asked, given[0])
     text = value if isinstance(value, str) else "" if value is True else _json(value, field)
     has_any_whitespace = not asked.disable_any_whitespace

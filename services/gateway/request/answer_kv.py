@@ -1,8 +1,8 @@
 """Tells a chat's prefill that the KV of the answer is at the decode.
 
-The prefill fetches it from the decode's host pool into its own, after the answer has ended, if it
-expects that to save time (`TierStack.prefetch`). So the next turn neither computes nor awaits the
-answer's blocks (ADR 0041).
+After the answer's end, the prefill fetches this KV from the decode's host pool into its own pool.
+It does so only if it expects to save time (`TierStack.prefetch`). Then the next turn neither
+computes the answer's blocks nor waits for them (ADR 0041).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHAT: Final = "chat"
 class AnswerKv:
     """For all calls of a gateway. With `is_on` False it does nothing.
 
-    What it does is a hint: no error of it reaches a call.
+    `answered` only gives a hint: none of its errors reaches a call.
     """
 
     def __init__(self, fleet: FleetView, sessions: SessionPool, *, is_on: bool) -> None:
@@ -39,7 +39,7 @@ class AnswerKv:
         self.reuse = AnswerReuse()
 
     def prompted(self, spec: CallSpec, prompt: Prompt) -> None:
-        """A chat is being placed: it may be the next turn of one whose answer is known here."""
+        """Record that a chat is being placed. It may continue a chat whose answer is known here."""
         if not (len(self.reuse) and spec.operation == _CHAT):
             return
         reference = self._fleet.reference(spec.base_model)
@@ -54,7 +54,7 @@ class AnswerKv:
         prefill_id: str,
         decode_id: str,
     ) -> None:
-        """A choice ended well. `answer`: all its tokens. The ids are those of its last legs."""
+        """A choice was completed. `answer`: all its tokens. The ids are those of its last legs."""
         if not self._is_on or spec.operation != _CHAT or prefill_id == decode_id:
             return
         try:
@@ -72,7 +72,7 @@ class AnswerKv:
         prefill: InstanceRecord,
         decode: InstanceRecord,
     ) -> None:
-        # Prompts are looked up under the reference's names, and other groups may have others.
+        # `prompted` looks prompts up by the reference's block names. Other groups may have others.
         reference = self._fleet.reference(spec.base_model) or prefill
         if not (known_as := prompt.answer_hashes(reference, answer)):
             return
@@ -94,7 +94,10 @@ class AnswerKv:
 
 
 def _can_give(decode: InstanceRecord, prefill: InstanceRecord) -> bool:
-    """Whether both have a host pool, and each rank of one may fetch from the other's."""
+    """Whether the prefill may fetch from the decode's host pools.
+
+    Both must have host pools for equally many ranks, be able to exchange KV, and not drain.
+    """
     return (
         prefill.takes_prefetches
         and decode.fetches_from_peers

@@ -16,9 +16,10 @@ MAX_MESSAGES: Final = 2048
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 256
 MAX_NAME_CHARS: Final = 256
-_LEAST: Final = 2.0**-126  # the least positive number of 32 bits that has all its digits
-MAX_GRAMMARS_BYTES: Final = 4 << 20  # of one call: each choice of each prompt sends its own
-MAX_ALLOWED_IDS: Final = 1 << 20  # likewise
+_LEAST: Final = 2.0**-126  # the least positive normal number of 32 bits
+# Of one call. Each choice of each prompt sends its own copy.
+MAX_GRAMMARS_BYTES: Final = 4 << 20
+MAX_ALLOWED_IDS: Final = 1 << 20
 
 
 def check_sampling(
@@ -32,18 +33,18 @@ def check_sampling(
 
 
 def as_sent(value: float) -> float:
-    """A positive value in the form that instances get, which has 32 bits: not 0 there."""
+    """The value, or `_LEAST` if it is between 0 and that, because 32 bits could round it to 0."""
     return _LEAST if 0 < value < _LEAST else value
 
 
 def check_choices(*, n: int | None, seed: int | None) -> None:
-    """Choice i draws with seed + i, so that sum must fit into 64 bits too."""
+    """Choice i draws with seed + i, and this sum must fit into 64 bits too."""
     in_range("n", n, 1, MAX_N)
     in_range("seed", seed, -(1 << 63), (1 << 63) - 1 - MAX_N)
 
 
 def check_grammars(constraint: Constraint | None, num_choices: int) -> None:
-    """`num_choices`: of all prompts together."""
+    """Bound the bytes of a call's grammars. `num_choices`: of all prompts together."""
     if constraint is None:
         return
     num_bytes = num_choices * len(constraint.grammar.encode(errors="replace"))
@@ -57,7 +58,7 @@ def check_grammars(constraint: Constraint | None, num_choices: int) -> None:
 
 
 def check_allowed_ids(num_ids: int, num_choices: int) -> None:
-    """`num_choices`: as in `check_grammars`."""
+    """Bound a call's `allowed_token_ids`. `num_choices` as in `check_grammars`."""
     if num_ids * num_choices > MAX_ALLOWED_IDS:
         field = "allowed_token_ids"
         message = (

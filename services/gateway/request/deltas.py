@@ -20,7 +20,7 @@ class ClientDisconnected(Exception):
 class AnswerStream:
     """The new output of a call's choices, until all of them have ended.
 
-    `failure` is the error of a choice that failed. Raise it after the output before it is written.
+    `failure` is the error of a choice that failed. Raise it after writing the output before it.
     """
 
     __slots__ = ("_call", "_parser", "failure", "num_open")
@@ -47,7 +47,7 @@ class AnswerStream:
         return shown
 
     def close(self) -> None:
-        """Forget the failure too, whose traceback has the frames that hold this stream."""
+        """Close the parser. Also forget the failure: frames of its traceback hold this stream."""
         self.failure = None
         if self._parser is not None:
             self._parser.close()
@@ -97,7 +97,7 @@ def _failure(delta: TextDelta) -> MeshError | ClientDisconnected:
 
 
 def _without_a_bad_end(delta: TextDelta) -> TextDelta:
-    """The part of a delta before its error: its tokens, without a finish reason."""
+    """The delta; if its choice failed, without the error and not marked as the last one."""
     is_bad = delta.is_last and delta.finish_reason is None
     return replace(delta, is_last=False, error=None) if is_bad else delta
 

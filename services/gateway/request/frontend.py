@@ -65,10 +65,10 @@ _scenarios = metrics.counter(
 _ttft_slo = metrics.counter(names.TTFT_SLO, "Calls by scenario and TTFT objective: met, missed")
 _BY_LABEL: Final = MappingProxyType(
     {"by": "label"}
-)  # one value for all labels, because clients may send any
+)  # without the label, because clients may send any text
 _BY_DEFAULT: Final = MappingProxyType({"by": "default"})
 _MAX_TAKEN: Final = (
-    16_384  # tokens turned into text at once: this blocks the loop for some milliseconds
+    16_384  # tokens that one `take` turns into text; this blocks the loop for some milliseconds
 )
 
 
@@ -92,14 +92,14 @@ class Call(PacedWaiter):
         self.created = int(time.time())  # shown to clients; no decision depends on it
         self.started_at = time.monotonic()
         self.generations: list[Generation] = []
-        self.is_void = False  # the client got nothing but an error
+        self.is_void = False  # the client got an error and no output
         self.num_reasoning_tokens = 0  # sum over the choices that have ended
 
     def take(self) -> list[TextDelta]:
         """The new output of each choice.
 
-        If there is very much of it, some choices have to wait for the loop's next turn. `changed`
-        then returns again.
+        Beyond `_MAX_TAKEN` tokens, the remaining choices wait for the loop's next turn, in which
+        `changed` returns again.
         """
         taken: list[TextDelta] = []
         num_tokens = 0
@@ -130,7 +130,7 @@ class Call(PacedWaiter):
 
     @property
     def num_cached_tokens(self) -> int:
-        """The cached tokens of each prompt's first choice, since other choices share them."""
+        """The cached tokens of all prompts, each counted for its first choice only."""
         return sum([g.core.num_cached_tokens for g in self.generations[:: self.spec.n]])
 
     def cancel(self, error: MeshError | None = None) -> None:
@@ -149,7 +149,7 @@ def new_request_id() -> str:
 
 
 class Frontend:
-    """Opens and closes calls within `max_calls`; knows all open calls, so it can drain them."""
+    """Opens and closes calls, at most `max_calls` at once, and ends the open ones in `drain`."""
 
     def __init__(
         self,
@@ -179,9 +179,9 @@ class Frontend:
         return self.shared.fleet.model_name(asked, scenario)
 
     async def served_model(self, asked: str, tenant: Tenant, scenario: str = "") -> ServedModel:
-        """The model that a request of this tenant names; `scenario` is empty if it names none.
+        """The model that a request of this tenant names.
 
-        Raises MeshError.
+        `scenario` is empty if the request names none. Raises MeshError.
         """
         fleet = self.shared.fleet
         name = fleet.model_name(asked, scenario)
@@ -215,13 +215,19 @@ class Frontend:
         return model, ServedModel(model.name, tokenizer, model.max_model_len)
 
     async def any_model(self, asked: str, tenant: Tenant) -> ServedModel:
-        """The model of any kind that a request names, for its tokenizer. Raises MeshError."""
+        """The model that a request names, for its tokenizer. It may be a pooling model.
+
+        Raises MeshError.
+        """
         if self.shared.fleet.is_pooling_model(asked):
             return (await self.pooling_model(asked, tenant))[1]
         return await self.served_model(asked, tenant)
 
     def check_open(self) -> None:
-        """Raises Draining or Overloaded, before the work of reading and encoding (S97)."""
+        """Refuse a call before the gateway reads and encodes its prompt (S97).
+
+        Raises Draining or Overloaded.
+        """
         if self.is_draining:
             raise Draining("this gateway is shutting down")
         if len(self._calls) >= self._max_calls:
@@ -237,9 +243,10 @@ class Frontend:
         is_quiet: bool = False,
         handed: HandedPlan | None = None,
     ) -> Call:
-        """Start a call, which must be closed. `handed`: a plan that an endpoint picker made for it.
+        """Start a call. The caller must close it.
 
-        Raises Draining or Overloaded.
+        `is_quiet`: tokens do not wake the call's waiter, only ends do. `handed`: an endpoint
+        picker's plan for the call. Raises Draining, Overloaded or RateLimited.
         """
         self.check_open()
         _count_scenario(prepared)
@@ -258,14 +265,14 @@ class Frontend:
                     self.shared, spec, prompt, identity, on_tokens, call.on_news
                 )
                 call.generations.append(generation)
-        self._calls[call] = None  # from here on it must be closed
+        self._calls[call] = None  # from here on the call must be closed
         self.observer.on_accepted()
         for generation in call.generations:
             generation.start()
         return call
 
     async def prepare(self, spec: CallSpec) -> PreparedCall:
-        """Find out all that the call's plan depends on.
+        """Determine everything that the call's plan depends on.
 
         Raises InvalidRequest, ModelNotFound, NoInstance or PoisonRequest.
         """
@@ -293,7 +300,7 @@ class Frontend:
         return PreparedCall(spec, prompts, budgets, by)
 
     def take_handed(self, header: str) -> HandedPlan | None:
-        """The plan of an endpoint picker in the header of a request; None if there is none."""
+        """The endpoint picker's plan in a request's header; None if there is no valid one."""
         handed = self.shared.handed_plans
         return None if handed is None else handed.take(header)
 
@@ -303,11 +310,11 @@ class Frontend:
         return handed.result if plans.fits(handed, handed_for(prepared)) else None
 
     def _with_adapter(self, spec: CallSpec) -> CallSpec:
-        """Bind the call to the content that its adapter has now, for as long as the call lasts.
+        """Bind the call to the content that its adapter has now.
 
-        The tokens of the prompt are those of the model that the adapter changed when the prompt was
-        encoded. Raises ModelNotFound for an adapter that was removed since then, and NoInstance if
-        its name now stands for something else.
+        The prompt was encoded for the model that the adapter changed at that time. Raises
+        ModelNotFound if the adapter was removed since then, and NoInstance if the name now stands
+        for an adapter of another model or for a model.
         """
         if spec.adapter is None:
             return spec
@@ -317,7 +324,7 @@ class Frontend:
         return replace(spec, adapter=found)
 
     async def _name_blocks(self, spec: CallSpec, prompts: Sequence[Prompt]) -> None:
-        """Hash long prompts in steps, between which the loop does other work."""
+        """Hash the prompts' blocks in steps, so that the loop does other work in between."""
         record = self.shared.fleet.reference(spec.base_model)
         if record is not None:
             for prompt in prompts:
@@ -327,7 +334,7 @@ class Frontend:
     async def _with_scenario(
         self, spec: CallSpec, prompts: Sequence[Prompt]
     ) -> tuple[CallSpec, str]:
-        """Give the call its scenario, and tell what chose it. The rules use its longest prompt."""
+        """The call with its scenario, and what chose it. The rules look at the longest prompt."""
         if spec.scenario:
             return spec, "label"
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
@@ -339,7 +346,7 @@ class Frontend:
         return replace(spec, scenario=found), by
 
     def take_in(self, call: Endable) -> None:
-        """Count a pooling call that begins, so that it ends when the gateway does."""
+        """Register a pooling call that begins, so that `drain` ends it."""
         self._calls[call] = None
         self.observer.on_accepted()
 
@@ -349,7 +356,7 @@ class Frontend:
             self._is_idle.set()
 
     def close(self, call: Call, error: MeshError | None = None) -> None:
-        """Free what still runs and report the call, once.
+        """Cancel the choices that still run, and report the call. Idempotent.
 
         `error`: the error that the API reported to the client, if any.
         """
@@ -371,7 +378,10 @@ class Frontend:
             raise PoisonRequest("instances died recently while they worked on this prompt")
 
     def _judge(self, call: Call) -> None:
-        """Remember a prompt that killed instances, unless one of its choices was answered."""
+        """Remember prompts that killed instances, and count the call's TTFT objective.
+
+        A prompt is forgotten if one of its choices was completed.
+        """
         poison = self.shared.poison
         for generation in call.generations:
             if victims := generation.core.deaths_witnessed:
@@ -383,7 +393,7 @@ class Frontend:
         _count_slo(call, self.shared.slos)
 
     def _tell_session(self, call: Call) -> None:
-        """Tell instances what the client said of its session, however the call ended."""
+        """Tell instances which session state the client sent, even if the call failed."""
         if (session := call.spec.session) is None:
             return
         served = [
@@ -395,7 +405,7 @@ class Frontend:
         self.shared.session_hints.ended(session.id, session.state, prompt, served)
 
     async def drain(self, drain_s: float) -> None:
-        """Admit no more calls. Let open ones run for `drain_s`, then end the rest with an error."""
+        """Admit no more calls. Open calls may run for `drain_s`; then they end with an error."""
         self.is_draining = True
         self._is_idle.clear()
         if self._calls:
@@ -440,7 +450,7 @@ class Frontend:
 
 
 def handed_for(prepared: PreparedCall) -> HandedPlan:
-    """What a plan for the call's first choice is bound to."""
+    """The fields of the request that a handed plan for the call's first choice must match."""
     spec = prepared.spec
     return HandedPlan(
         prompt_digest=prepared.prompts[0].digest,

@@ -83,7 +83,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Collaborators:
-    """What every generation of a gateway shares."""
+    """The objects that all generations of a gateway share."""
 
     fleet: FleetView
     sessions: SessionPool
@@ -103,7 +103,7 @@ class Collaborators:
     session_hints: SessionHints
     grammars: GrammarChecks = field(default_factory=lambda: GrammarChecks(GrammarProcess()))
     kept_hashes: KeptHashes = field(default_factory=KeptHashes)
-    handed_plans: HandedPlans | None = None  # of endpoint pickers; None: they are not used
+    handed_plans: HandedPlans | None = None  # None: the plans of endpoint pickers are not used
 
     def refusal(self, spec: CallSpec, num_prompt_tokens: int) -> Overloaded | None:
         """Why a choice must not join its scenario's queue; None if it may."""
@@ -114,7 +114,7 @@ class Collaborators:
 
 
 class Generation:
-    """One choice of a call. It calls `on_tokens` when `take` has output, and `on_end` last."""
+    """One choice of a call. Calls `on_tokens` when `take` has output, and `on_end` at its end."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Generation:
         self._on_tokens = on_tokens
         self._on_end = on_end
         self._sessions: dict[int, InstanceSession] = {}  # by leg key
-        self._encodings: dict[int, EncodeLeg] = {}  # of their images, by the prefill's key
+        self._encodings: dict[int, EncodeLeg] = {}  # of the prompt's images, by the prefill's key
         self._text = ChoiceText(
             identity.index,
             spec.tokenizer.text_stream(prompt.tokens, sampling.text_rules(end_ids)),
@@ -154,8 +154,8 @@ class Generation:
             default_text=shared.slos.default_text(spec.scenario),
             repeated=sampling.repeated_end(end_ids, identity.max_tokens),
         )
-        self._waiting_number: int | None = None  # its place in the waiting room
-        self._is_queued = False  # it is counted in the scenario's queue
+        self._waiting_number: int | None = None  # the choice's place in the waiting room
+        self._is_queued = False  # the choice is counted in the scenario's queue
         self._events: deque[Event] = deque()
         self._effects: deque[Effect] = deque()
         self._is_running = False
@@ -175,22 +175,22 @@ class Generation:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string was found in its text, or a repetition ended it."""
+        """Whether a stop string or a repetition in its text ended the choice."""
         return self._text.is_stopped
 
     def cancel(self, error: MeshError | None = None) -> None:
-        """Stop in any state, and free all that this choice holds.
+        """Stop the choice in any state, and free all that it holds.
 
-        `error` is what a client that still listens gets.
+        A client that still listens gets `error`.
         """
         if not self.is_ended:
             self.error = error
             self.on_event(ClientGone())
 
     def detach(self) -> None:
-        """Drop the reference to the call, which no longer listens.
+        """Drop the references to the call, which no longer listens.
 
-        So call and choice are freed at once, and not later by the garbage collector.
+        Without a reference cycle, call and choice are freed at once, not by the garbage collector.
         """
         self._on_tokens = self._on_end = unheard
 
@@ -200,7 +200,7 @@ class Generation:
 
     @property
     def num_taken_tokens(self) -> int:
-        """How many of those tokens `take` returned: the client has them or will get them."""
+        """How many tokens `take` has returned: the client has them or will get them."""
         return self._text.num_taken
 
     @property
@@ -228,8 +228,10 @@ class Generation:
     def _told(
         self, outcome: Complete | Fail | Cancelled | None
     ) -> Complete | Fail | Cancelled | None:
-        """The outcome for the client, with the field of a constraint or an image, which instances
-        do not know.
+        """The outcome for the client.
+
+        If a constraint or an image failed, the error names its field of the request. Instances do
+        not know this field.
         """
         constraint = self._spec.sampling.constraint
         if isinstance(outcome, Fail) and isinstance(outcome.error, ImageUnusable):
@@ -241,14 +243,15 @@ class Generation:
             return outcome
         field = constraint.asked_by
         message = (
-            f"{field}: it allows no token beside the other fields of the request, or has become "
+            f"{field} allows no token together with the other fields of the request, or has become "
             "too complex"
         )
         return Fail(ConstraintUnsatisfiable(message, field=field))
 
     def _stop_token(self) -> int | None:
-        """The stop token that ended it, if that is not the tokenizer's own end token (as in
-        vLLM).
+        """The stop token that ended the choice.
+
+        As in vLLM, None stands for the tokenizer's own end token and for any other end.
         """
         outcome = self.core.outcome
         if not (isinstance(outcome, Complete) and outcome.finish_reason == "stop"):
@@ -274,7 +277,7 @@ class Generation:
             self._on_tokens()
 
     def on_event(self, event: Event, detail: SessionEvent | None = None) -> None:
-        """Handle an event. Events that its effects cause at once are queued behind this one."""
+        """Handle an event. Events that its effects cause at once are handled after it."""
         if detail is not None:
             self._note_detail(event, detail)
         self._events.append(event)
@@ -298,9 +301,10 @@ class Generation:
         self._arm_timer()
 
     def _carry_out(self) -> bool:
-        """Carry out effects, and return False if the rest must wait for the loop's next turn.
+        """Carry out effects. Return False if the rest must wait for the loop's next turn.
 
-        It must wait after token 1 woke the writer, which writes before the hand-over is prepared.
+        A SendStart after token 1 waits, so that the client's writer, which token 1 woke, writes
+        before the hand-over is prepared.
         """
         while self._effects:
             effect = self._effects.popleft()
@@ -324,7 +328,7 @@ class Generation:
         self._end(Cancelled())
 
     def on_slot_freed(self, instance_id: str) -> None:
-        self._waiting_number = None  # the room has forgotten the waiter that it calls
+        self._waiting_number = None  # the room forgets a waiter before it calls it
         self.on_event(SlotFreed(instance_id))
 
     def on_evicted(self) -> None:
@@ -355,7 +359,10 @@ class Generation:
         self._shared.planner.ask(self, effect.plan, query, vocabulary, handed)
 
     def _refusal(self) -> Overloaded | None:
-        """None for a choice that has its plan: the picker has judged the queue."""
+        """Why the choice must not be queued; None if it may.
+
+        A choice with a handed plan may, because the picker has judged the queue.
+        """
         if self._identity.handed is not None:
             return None
         return self._shared.refusal(self._spec, len(self.prompt.tokens))
@@ -371,8 +378,9 @@ class Generation:
             return
         session = self._shared.sessions.session(record)
         if not session.has_slot or (self.prompt.images and session.is_full):
-            # It would refuse, and tells when it has a slot. So the prompt is not sent for nothing;
-            # images, which may be megabytes, not even to make sure.
+            # The instance would probably reject the prompt. The session reports when the instance
+            # may have a slot. Without news for `TRUST_S`, a text is sent all the same, but images,
+            # which may be megabytes, are not sent to a full instance.
             self.on_event(LegRejected(effect.key))
             return
         kv_transfer = self._shared.kv_transfer(self._spec.scenario or record.scenario)
@@ -387,7 +395,8 @@ class Generation:
     def _encoder_for(self, record: InstanceRecord) -> Encoder | None:
         """The encoder of the prompt's images; None if `record` encodes them itself.
 
-        It does so with an adapter, too, which may change how the model reads images.
+        If the request has an adapter, `record` encodes them, because the adapter may change how the
+        model reads images.
         """
         if not self.prompt.images or self._spec.adapter is not None:
             return None
@@ -426,11 +435,11 @@ class Generation:
             self._refuse(key)
 
     def _refuse(self, key: int) -> None:
-        """Report a rejection, not a failure: the instance cannot be asked now."""
+        """Report a final rejection, not a failure: the instance cannot be asked now."""
         self.on_event(LegRejected(key, is_final=True))
 
     def _left(self, key: int) -> InstanceSession | None:
-        """The session of a leg that this choice leaves."""
+        """Drop a leg and end the encoding of its images. Return the leg's session, if any."""
         if (encoding := self._encodings.pop(key, None)) is not None:
             encoding.end()
         return self._sessions.pop(key, None)
@@ -491,9 +500,9 @@ class Generation:
     # --- time ------------------------------------------------------------------------------------
 
     def _arm_timer(self) -> None:
-        """Keep one timer, and move it only if it would fire too late.
+        """Keep one timer, and replace it only if it would fire too late.
 
-        After progress it fires too early. Then it arms itself again.
+        If progress has moved the next tick back, the timer fires too early and is armed again.
         """
         if self.core.outcome is not None:
             if self._timer is not None:
@@ -515,7 +524,7 @@ class Generation:
         self.on_event(Tick())
 
     def _hear_engine(self) -> None:
-        """Tell the core of a silent leg what the instance last reported about its engine."""
+        """Pass the instance's last report about its engine on to the core, for the accepted leg."""
         key = self.core.computing_key
         session = self._sessions.get(key) if key is not None else None
         if key is None or session is None:
@@ -528,7 +537,7 @@ class Generation:
 
 
 def unheard() -> None:
-    """Ignore a callback of a generation whose call no longer listens."""
+    """The callback of a generation whose call does not listen."""
 
 
 # Any: each function takes the one effect its key names.

@@ -24,7 +24,7 @@ from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanResult
 
 @dataclass(slots=True)
 class ChoiceIdentity:
-    """The names under which instances and the master know one choice."""
+    """What identifies one choice to instances and the master, with its seed and its limits."""
 
     request_id: str
     index: int
@@ -32,11 +32,11 @@ class ChoiceIdentity:
     seed: int | None = None
     max_tokens: int = 1
     deadline: float = 0.0  # monotonic
-    handed: PlanResult | None = None  # the answer to its first query, which a picker asked
+    handed: PlanResult | None = None  # the master's answer to a picker's query for this choice
 
 
 class LegCommands:
-    """The messages of one choice. `emitted` is always all that the choice has emitted so far."""
+    """The messages of one choice. `emitted`: all tokens that the choice has emitted so far."""
 
     __slots__ = (
         "_adapter", "_constraint", "_identity", "_model", "_prompt", "_shaping", "_spec",
@@ -64,7 +64,7 @@ class LegCommands:
         emitted: Sequence[int],
         num_remaining: int,
     ) -> PlanQuery:
-        """Ask for a plan. `reference`: an instance that represents the model, if there is one."""
+        """The query for a plan. `reference`: an instance that represents the model, if any."""
         spec, prompt = self._spec, self._prompt
         return PlanQuery(
             request_id=self._identity.request_id,
@@ -102,7 +102,7 @@ class LegCommands:
         return command
 
     def encode(self, key: int, attempt: int, record: InstanceRecord) -> Command:
-        """Encode the prompt's images for `record`, the instance that computes the prompt."""
+        """The command to encode the images for `record`, the instance that computes the prompt."""
         prompt = self._prompt
         return Command(
             encode=Encode(
@@ -126,7 +126,7 @@ class LegCommands:
     ) -> Command:
         """The command that starts a decode leg.
 
-        Token 1 is the last replayed token, unless the decode must wait for it.
+        The first token is the last of the replayed tokens. An early decode waits for it instead.
         """
         replayed = list(emitted[: effect.num_replayed])
         ticket = effect.ticket.wire
@@ -150,9 +150,10 @@ class LegCommands:
         record: InstanceRecord,
         replayed: Sequence[int],
     ) -> None:
-        """Set what both commands have.
+        """Set the fields that both commands have.
 
-        They are filled in place, because a message is copied when another one is made of it.
+        The commands are filled in place, because protobuf copies a message that is put into
+        another one.
         """
         prompt, images = self._prompt, self._prompt.images
         leg.key = effect.key
@@ -168,11 +169,11 @@ class LegCommands:
         if self._adapter is not None:
             leg.adapter.CopyFrom(self._adapter)
         if images:
-            # A decode gets no data: it pulls the KV that a prefill computed of them.
+            # A decode gets no data: it pulls the KV that the prefill computed from the images.
             leg.images.extend(images_to_proto(images, with_data=isinstance(leg, Prefill)))
 
     def _num_prompt_logprobs(self, num_drawn: int) -> int | None:
-        """None once a token was drawn: they came with the first one."""
+        """None once a token was drawn: the prompt's log probabilities came with the first token."""
         return None if num_drawn else self._spec.sampling.num_prompt_logprobs
 
     def _fill_sampling(

@@ -1,6 +1,6 @@
 """Reports each call to operators: counters, histograms, one log line, one event, one trace.
 
-The report is made when the call is closed, from times noted before, so it never delays a token.
+The report is made when the call is closed, from times noted earlier, so it never delays a token.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pdmesh.v1.common_pb2 import Usage
 
 log = structlog.get_logger(__name__)
 
-_MAX_EVENTS: Final = 1024  # waiting to be published; more are dropped and counted
-# How long events are gathered before they are published. To publish each one by itself would wake
-# the bus and all listeners for each request, which would take a tenth of their CPU.
+_MAX_EVENTS: Final = 1024  # events that wait to be published; more are dropped and counted
+# How long events are gathered before they are published. An event published by itself wakes the bus
+# and all listeners. If each request did so, it would take a tenth of their CPU.
 _GATHER_S: Final = 0.02
 
 _accepted = metrics.counter(names.REQUESTS_ACCEPTED, "Calls that passed validation")
@@ -42,7 +42,7 @@ _ttft = metrics.histogram(names.TIME_TO_FIRST_TOKEN, "From acceptance to the fir
 _tpot = metrics.histogram(
     names.TIME_PER_OUTPUT_TOKEN,
     "Mean time between output tokens",
-    # The buckets of the semantic conventions, and as many more for fast models, from 1 to 10 ms.
+    # The 13 buckets of the semantic conventions, and 13 more from 1 to 60 ms for fast models.
     buckets=(
         0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03,
         0.04,
@@ -108,7 +108,7 @@ class Observer:
             await self.publish_rest()
 
     async def publish_rest(self) -> None:
-        """Publish what has gathered by now."""
+        """Publish the events that have gathered by now."""
         events, self._events = self._events, []
         self._has_events.clear()
         if self._publisher is not None:
@@ -210,7 +210,7 @@ class Observer:
         self._add(event)
 
     def on_pooled(self, facts: CallFacts, event: RequestFinished, span: Span) -> None:
-        """A call for vectors or scores was closed. `event` needs its trace's id only."""
+        """A call for vectors or scores was closed. `event` is complete except for the trace id."""
         self.num_ended[facts.outcome] += 1
         kind = {
             names.ATTR_OPERATION: facts.operation,
@@ -276,7 +276,10 @@ def _count_tokens(model: str, direction: str, num_tokens: int) -> None:
 
 
 class _Times:
-    """Durations in seconds, of the first choice or of the whole call; 0 if it ended before that."""
+    """Durations in seconds, of the first choice or of the whole call, and counts of the call.
+
+    A duration is 0 if the call ended before it could be measured.
+    """
 
     __slots__ = (
         "decode_queue_s",
@@ -306,9 +309,9 @@ class _Times:
 
 
 def _losses(report: CallReport) -> list[dict[str, Any]]:
-    """For the log of a call that lost an instance; `pdmesh trace` tells them as steps.
+    """The lost legs of all choices, for the call's log line and event.
 
-    Any: the fields of a line of the log.
+    Any: the fields of a log line.
     """
     return [
         {
@@ -339,7 +342,7 @@ def _trace_id(span: Span) -> str:
 
 
 def _finish_spans(report: CallReport) -> None:
-    """Set the root's attributes, and add a child for each choice's planning.
+    """Set the root span's attributes, and add a child span for the planning of each choice.
 
     Instances make the spans of their legs.
     """

@@ -1,9 +1,9 @@
 """Decides when a stream is written: at once, or with the tokens that come soon after.
 
-A writer is woken at once for the first token, for the end, and for a token that comes after the
-interval since it was last woken. So pacing never delays a stream that is slower than the interval.
-Tokens that come faster than people read are written together, once per interval. One timer wakes
-all writers that wait.
+A writer is woken at once for the first token, for the end, and for a token that comes at least one
+interval after the writer was last woken. So pacing never delays a stream that is slower than the
+interval. Tokens that come faster are written together, once per interval. One timer wakes all
+waiting writers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PacedWaiter:
     def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer
         self._woken_at = -math.inf
-        self._is_paced = False  # the pacer will wake it
+        self._is_paced = False  # the pacer will wake the waiter
         self._is_dirty = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -57,7 +57,7 @@ class PacedWaiter:
         self.on_news()
 
     def on_news(self) -> None:
-        """Something that is not to wait: an end, an error, or text that is there already."""
+        """Wake the waiter at once: for an end, an error, or output that must not wait."""
         waiter = self._waiter
         if waiter is None:
             self._is_dirty = True

@@ -26,7 +26,10 @@ MAX_STOP_IDS: Final = 64
 
 
 class AskedShaping(msgspec.Struct, frozen=True):
-    """The fields of vLLM's API. None: the model's default. `top_k` -1 or 0: all tokens."""
+    """The fields of vLLM's API. None: the model's default, or no shaping if it has none.
+
+    `top_k` -1 or 0: all tokens.
+    """
 
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -71,7 +74,7 @@ async def shaping_of(
 
 
 def biases_by_id(asked: Mapping[str, float]) -> dict[int, float]:
-    """Convert the keys to token ids, which are strings in JSON. Raises InvalidRequest."""
+    """Convert the keys, which are strings in JSON, to token ids. Raises InvalidRequest."""
     found: dict[int, float] = {}
     for name, bias in asked.items():
         if not (name.isascii() and name.isdigit() and len(name) <= 10):
@@ -139,7 +142,7 @@ async def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[
     """The token ids of each bad word, exactly as vLLM makes them.
 
     They are the tokens of the word at the beginning of a text. The tokens of the word after a space
-    are added if there are as many of them.
+    are added if they are as many and begin with another token.
     """
     if not words:
         return ()

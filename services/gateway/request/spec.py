@@ -1,7 +1,7 @@
 """A client's validated request, in one form for HTTP and gRPC.
 
-Each call makes these values, so they are structs of msgspec, whose making and replacing costs a
-tenth of what it costs for frozen dataclasses.
+Each call makes and replaces some of these values. They are msgspec structs, because for these that
+costs a tenth of what it costs for frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ UNBOUNDED: Final = 1 << 31
 class SamplingSpec(msgspec.Struct, frozen=True):
     """How an answer's tokens are drawn, and when it ends.
 
-    If `max_tokens` is None, the answer may fill the context, up to `default_max_tokens` or, without
-    that, the gateway's default.
+    If `max_tokens` is None, the limit is `default_max_tokens` or, if that is None too, the
+    gateway's default. In both cases the answer may not exceed the context.
     """
 
     max_tokens: int | None = None
@@ -81,7 +81,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class ToldSession(msgspec.Struct, frozen=True):
-    """What the client says of its session."""
+    """The session that a client names, and its state."""
 
     id: str
     state: SessionState
@@ -114,7 +114,7 @@ class CallSpec(msgspec.Struct, frozen=True):
     parsing: Parsing | None = None  # its answers hold reasoning or tool calls
     tenant: Tenant = ANYONE
     adapter: AdaptedModel | None = None  # the adapter that `model` names
-    images: tuple[PromptImage, ...] = ()  # of its prompt, which is the only one then
+    images: tuple[PromptImage, ...] = ()  # a call with images has only one prompt
     held_images: Held | None = None
 
     @property
@@ -128,7 +128,7 @@ class CallSpec(msgspec.Struct, frozen=True):
 
 
 class PreparedCall(msgspec.Struct, frozen=True):
-    """A call with all that its plan depends on. `prompts` and `max_tokens` are in one order."""
+    """A call with all that its plan depends on. `prompts` and `max_tokens` have the same order."""
 
     spec: CallSpec  # with its scenario, and its adapter as it is now
     prompts: tuple[Prompt, ...]

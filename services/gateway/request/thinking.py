@@ -1,4 +1,4 @@
-"""Makes the thinking budget of a call: what its client asks for, with the model's marks."""
+"""Makes a call's thinking budget from the client's number of tokens and the model's marks."""
 
 from __future__ import annotations
 

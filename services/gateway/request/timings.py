@@ -23,7 +23,7 @@ class Timings:
     """
 
     submitted: float = 0.0
-    asked: float = 0.0  # asked for a plan: the prompt's blocks are named by now
+    asked: float = 0.0  # the plan was asked for; the prompt's blocks were named before
     planned: float = 0.0
     accepted: float = 0.0  # by a prefill
     first_token: float = 0.0
@@ -31,7 +31,7 @@ class Timings:
     decode_accepted: float = 0.0
     kv_received: float = 0.0
     ended: float = 0.0
-    kv_transfer_us: int = 0  # of the next KV to be noted
+    kv_transfer_us: int = 0  # of the last KV; set before `note` gets its LegKvReceived
     _decode_key: int = 0  # of the last leg that was offered to a decode
 
     def decode_offered(self, key: int) -> None:
@@ -60,5 +60,5 @@ class Timings:
 
     @property
     def decode_queue_s(self) -> float:
-        """From token 1 until a decode accepted the request; 0 if none did, or did so before."""
+        """From token 1 until a decode accepted; 0 if none did, or one did before token 1."""
         return max(0.0, self.decode_accepted - self.handed_over) if self.handed_over else 0.0

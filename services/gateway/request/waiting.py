@@ -27,8 +27,8 @@ class Waiter(Protocol):
 class Waiting:
     """The waiting room of a gateway.
 
-    `prefill_batch`: how many prompts a prefill computes in lockstep, or 0 if it does not. Prompts
-    that are computed in lockstep are sent in batches of similar length.
+    `prefill_batch`: how many prompts a prefill computes in lockstep; 0: none. Prompts that are
+    computed in lockstep are sent in batches of similar length.
     """
 
     def __init__(self, max_waiting: int, prefill_batch: int = 0) -> None:
@@ -41,15 +41,15 @@ class Waiting:
 
     @property
     def queues(self) -> Mapping[str, Mapping[int, int]]:
-        """The number of requests that were rejected and not yet taken, by scenario and priority.
+        """The number of requests that were rejected and not yet accepted, by scenario and priority.
 
-        A request counts from its first rejection on. It also counts while it asks for another plan
-        and is not in the room. Empty queues are left out.
+        A request counts from its first rejection on, also while it asks for another plan and is not
+        in the room. Empty queues are left out.
         """
         return self._queues
 
     def count(self, scenario: str, priority: int, change: int) -> None:
-        """Count one request more (`change` 1) or fewer (-1) in a queue."""
+        """Add `change`, which is 1 or -1, to the number of requests in a queue."""
         queue = self._queues.setdefault(scenario, {})
         queue[priority] = queue.get(priority, 0) + change
         if not queue[priority]:
@@ -69,7 +69,7 @@ class Waiting:
         tenant: Tenant,
         num_tokens: int = 0,
     ) -> int | None:
-        """Return the number to pass to `leave`, or None if there is no room.
+        """Return the number to pass to `leave`, or None if the room is full.
 
         `num_tokens` as in `WaitForSlot`.
         """
@@ -92,7 +92,10 @@ class Waiting:
             self._end(left[1], time.monotonic(), "left")
 
     def slots_freed(self, instance_id: str, num_free: int) -> None:
-        """Send the instance as many requests as it can take: its batch is filled first (S46)."""
+        """Call up to `num_free` of the requests that wait for the instance.
+
+        Prompts for a prefill that computes in lockstep are called in batches (S46).
+        """
         now = time.monotonic()
         for waiter, since in self._room.call(instance_id, num_free):
             self._end(since, now, "called")

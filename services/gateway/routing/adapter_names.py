@@ -1,4 +1,4 @@
-"""The LoRA adapters that clients may ask for by name, from the leading master's board.
+"""The LoRA adapters that clients may name, from the leading master's board.
 
 While the store is unreachable, the last list stays valid.
 """

@@ -1,7 +1,7 @@
 """Decides whether a canary gets the next request of a gateway that ranks by itself (S24).
 
 It uses the share that the leading master last wrote for the scenario. While the store is
-unreachable, the last value stays valid, as in `out_of_service.py`.
+unreachable, the last share stays valid.
 """
 
 from __future__ import annotations

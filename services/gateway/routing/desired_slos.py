@@ -1,6 +1,6 @@
 """Takes the scenarios' SLOs from the desired state as soon as it changes (S9, S44).
 
-For scenarios that the desired state does not name, the settings apply. A version that this release
+The settings apply to scenarios for which the desired state has no SLOs. A version that this release
 cannot read changes nothing. While the store is unreachable, the last version stays valid.
 """
 
@@ -46,7 +46,7 @@ class DesiredSlos:
         self._has_latest.set()
 
     async def _read(self) -> None:
-        """Read in a thread: a long file takes longer than a token may wait."""
+        """Read new versions in a thread, because a long file would delay tokens."""
         while True:
             await self._has_latest.wait()
             self._has_latest.clear()

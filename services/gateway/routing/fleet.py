@@ -59,9 +59,9 @@ def pair_of(record: InstanceRecord) -> str:
 
 
 def _encodes_for(record: InstanceRecord) -> tuple[str, str, str, str]:
-    """What an encoder and the instances that it encodes for have in common.
+    """A key that an encoder shares with the instances that it encodes for.
 
-    An encoder has no KV, so it has no KV format to compare.
+    It has no KV format, because an encoder has no KV.
     """
     return record.group_id, record.revision, record.kv_region, record.model
 
@@ -83,7 +83,7 @@ def _local(record: InstanceRecord) -> LocalInstance:
 
 
 def _takes_calls(record: InstanceRecord) -> bool:
-    """Whether a proxy can send requests there: proxies take only numeric addresses."""
+    """Whether a proxy can send requests to the gateway. Proxies take only numeric addresses."""
     is_gateway = record.service == _GATEWAY and not record.is_draining
     return is_gateway and is_numeric(record.http_address)
 
@@ -101,10 +101,10 @@ def gateway_name(instance_id: str, incarnation: int) -> str:
 class Wanted:
     """What an instance must have to serve a request.
 
-    It must have the request's model and the vocabulary of its tokens. If the request wants an
-    adapter, it must have slots for adapters. If the request has images, its model must take images.
-    An empty `vocabulary` matches every instance: then the tokenizer came from the gateway's own
-    folder.
+    The instance must have the request's model and the vocabulary of its tokens. If the request
+    wants an adapter, the instance must have slots for adapters. If the request has images, the
+    instance must take images. `vocabulary` is empty if the tokenizer came from the gateway's own
+    folder. Every instance then matches, and so does an instance that reports no vocabulary.
     """
 
     model: str
@@ -137,7 +137,7 @@ class KnownModel:
 
 @dataclass(frozen=True, slots=True)
 class MeshView:
-    """What a gateway knows of the mesh from the registry's store."""
+    """What a gateway knows about the mesh from the registry's store."""
 
     records: RegistryView
     out_of_service: OutOfServiceView = field(default_factory=OutOfServiceView)
@@ -147,7 +147,10 @@ class MeshView:
 
 @dataclass(frozen=True, slots=True)
 class _Unfit:
-    """The instances that cannot serve a request. Asked of few: a large mesh has thousands."""
+    """The instances that cannot serve a request, as a container that tests one id at a time.
+
+    A large mesh has thousands of instances, and a ranking usually looks at few of them.
+    """
 
     records: Mapping[str, InstanceRecord]
     wanted: Wanted
@@ -267,7 +270,7 @@ class FleetView:
         return "" if record is None else record.region
 
     def staleness_s(self) -> float:
-        """How long the view may have been out of date, as counted between calls: call it often."""
+        """The time since a call of this method last found the store connected. Call it often."""
         now = self._clock()
         if self._view.is_connected:
             self._connected_at = now
@@ -301,7 +304,7 @@ class FleetView:
         return name if found is None else found.model
 
     def known_model(self, model: str) -> KnownModel | None:
-        """The model as it is, or was before its instances were lost; None if it is not known."""
+        """The model as it is, or as it was before its instances were lost; None if unknown."""
         base = self.base_model(model)
         is_answering = self._served.catalogue.since(base) is not None
         served = self._served if is_answering else self.pooling.served
@@ -317,7 +320,7 @@ class FleetView:
         return self.pooling.has(name) and not is_other
 
     def model_name(self, asked: str, scenario: str = "") -> str:
-        """The model that `asked` means; a model without instances is known for a while.
+        """The model that `asked` means. A model that has lost its instances is known for a while.
 
         Raises ModelNotFound, NoInstance, and InvalidRequest for a pooling model.
         """
@@ -335,10 +338,7 @@ class FleetView:
         raise ModelNotFound(f"the model {shown} does not exist", field="model")
 
     def text_of(self, model: str) -> ModelText | None:
-        """The model's tokenizer files; None if its instances have none.
-
-        During an upgrade instances may differ: then the files of the most common vocabulary.
-        """
+        """See `ServedModels.text_of`."""
         return self._served.text_of(model)
 
     def text_sources(self, model: str) -> list[InstanceRecord]:
@@ -362,7 +362,7 @@ class FleetView:
         return self._served.unsupported_shaping(self.base_model(model))
 
     def supports_constraints(self, model: str) -> bool:
-        """Whether all instances of the model support constraints."""
+        """See `ServedModels.supports_constraints`."""
         return self._served.supports_constraints(self.base_model(model))
 
     def images_of(self, model: str) -> ImageFacts | None:
@@ -382,7 +382,7 @@ class FleetView:
         return self._served.catalogue.scenario_of(model, self._clock())
 
     def can_serve(self) -> bool:
-        """Whether there is any instance of any role."""
+        """Whether there is an instance that makes answers, vectors or scores."""
         return self.serves_answers() or not self.pooling.is_empty
 
     def serves_answers(self) -> bool:
@@ -390,9 +390,9 @@ class FleetView:
         return bool(self._fusions or self._prefills or self._decodes)
 
     def paths(self) -> list[tuple[InstanceRecord, InstanceRecord | None]]:
-        """All paths of a request, in the order of `core.health.gateway_readiness`.
+        """The paths to probe, in the order of `core.health.gateway_readiness`.
 
-        The second instance is None if the first does both phases.
+        The second instance of a path is None if the first does both phases.
         """
         prefills, decodes, fusions = (
             {r.instance_id: pair_of(r) for r in records if not r.is_draining}
@@ -413,9 +413,9 @@ class FleetView:
         *,
         is_local: bool = False,
     ) -> Candidate | None:
-        """The planned instance, or None if it is gone, out of service or of another model.
+        """The planned instance; None if it is gone, out of service or cannot serve the request.
 
-        So a late plan never reaches a successor of the instance, whatever the master says.
+        So a late plan never reaches a later incarnation of the instance.
         """
         record = self.record(instance_id, incarnation)
         if record is None or record.role not in _ROLES or not takes_requests(record):

@@ -2,10 +2,10 @@
 
 The picker asks the master for a plan and names a gateway to the proxy. The master has booked the
 plan's instances under the picker's request id, so the gateway takes over the plan and the id, and
-nothing is booked twice. The plan comes as a header through the proxy, to which clients may add
-headers too. So it is signed with a key that only gateways can derive, is for one prompt of one
-tenant, ends after some seconds, and is used once. A header that is not such a plan is ignored: the
-gateway then asks the master as always.
+nothing is booked twice. The plan comes as a header through the proxy, and a client could add such a
+header too. So the plan is signed with a key that only gateways can derive, is for one prompt of one
+tenant, expires after some seconds, and is used at most once by each gateway. If a header has no
+such plan, the gateway ignores the header and asks the master as usual.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pdmesh.telemetry import metrics, names
 from pdmesh.v1.scheduler_service_pb2 import HandedPlan
 
 PLAN_HEADER: Final = "x-pdmesh-plan"
-LIFE_S: Final = 10.0  # from the plan to the end of the body at the gateway
+LIFE_S: Final = 10.0  # from the issue of the plan until the gateway has the whole body
 _SKEW_S: Final = 5.0  # between the clocks of two gateways
 _MAX_USED: Final = 65_536
 _MAX_CHARS: Final = 8192
 _MAC_BYTES: Final = 32
-_REQUEST_ID: Final = re.compile(r"req-[0-9a-f]{1,64}")  # it goes into headers and logs
+_REQUEST_ID: Final = re.compile(r"req-[0-9a-f]{1,64}")  # the id is written to headers and logs
 _PURPOSE: Final = b"pdmesh endpoint picker's plan, v1"
 
 _ignored = metrics.counter(
@@ -49,13 +49,13 @@ class HandedPlans:
         self._used: OrderedDict[str, float] = OrderedDict()  # request ids, until they expire
 
     def issue(self, plan: HandedPlan) -> str:
-        """The header's value. It sets when the plan expires."""
+        """Return the header's value for a plan. Sets the plan's `expires_at_ms`."""
         plan.expires_at_ms = int((self._clock() + LIFE_S) * 1000)
         payload = plan.SerializeToString()
         return base64.urlsafe_b64encode(payload + self._mac(payload)).decode()
 
     def take(self, header: str) -> HandedPlan | None:
-        """The plan in a header's value, the first time; None if there is none to use."""
+        """The plan in a header's value; None if it is not valid or was taken before."""
         if not header:
             return None
         plan, reason = self._opened(header)
@@ -64,8 +64,9 @@ class HandedPlans:
         return plan
 
     def fits(self, plan: HandedPlan, other: HandedPlan) -> bool:
-        """Whether the plan is for this request (prompt and tenant, model, adapter, scenario and
-        length of the answer), and has not expired while the body came.
+        """Whether the plan is for the request of `other`, and did not expire while the body came.
+
+        The prompt with its tenant, model, adapter, scenario and length of the answer must match.
         """
         is_same = all(getattr(plan, name) == getattr(other, name) for name in _OF_THE_REQUEST)
         reason = "" if is_same else "other"
@@ -106,11 +107,14 @@ class HandedPlans:
             return None
         try:
             return HandedPlan.FromString(payload)
-        except DecodeError:  # of another version
+        except DecodeError:  # a plan of another version
             return None
 
     def _forget(self, now: float) -> None:
-        """The oldest expire first, but for the skew of clocks."""
+        """Forget expired ids, and the oldest if there are too many.
+
+        The ids expire nearly in the order in which they came.
+        """
         while self._used:
             request_id, until = next(iter(self._used.items()))
             if until >= now and len(self._used) < _MAX_USED:

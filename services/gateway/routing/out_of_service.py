@@ -2,8 +2,8 @@
 health-monitor.
 
 The master's plans respect both boards. A gateway that ranks by itself while no master answers reads
-them here (S42). So the decisions from before the master was lost still hold, and so do the new ones
-of the health-monitor. While the store is unreachable, the last state stays valid.
+the boards here (S42). So decisions from before the master was lost stay in force, and new ones of
+the health-monitor take effect. While the store is unreachable, the last state stays valid.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OutOfServiceView:
     def is_avoided(self, instance_id: str, incarnation: int) -> bool:
         """Whether the instance gets only requests that no other instance can take.
 
-        Such an instance is faulty, or leaves as soon as others can do its work.
+        Such an instance is faulty, or will leave as soon as others can do its work.
         """
         found = self._entry(instance_id)
         is_leaving = found is not None and found.mode == LEAVE_MODE_DRAIN

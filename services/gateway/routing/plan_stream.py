@@ -1,4 +1,4 @@
-"""One stream of plans from one master: separate calls would cost three times as much."""
+"""One stream of plans from one master, at a third of the cost of separate calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stub
 
 
 class PlanStream:
-    """The stream opens at its first use, and again after it broke. It takes one query at a time."""
+    """A stream that opens at its first use, and again after it broke. Takes one `ask` at a time."""
 
     def __init__(self, master: InstanceRecord) -> None:
         self._channel = rpc.channel_to(master)
@@ -42,7 +42,7 @@ class PlanStream:
             raise Unavailable("the master did not answer in time") from exc
 
     async def _exchange(self, asked: PlanStreamRequest) -> PlanResponse:
-        """Ask over the stream, and close it if that fails: the next query needs a clean stream."""
+        """Ask over the stream. If that fails, close it: the next query needs a clean stream."""
         if self._call is None:
             self._call = self._stub.PlanStream()
         call, is_answered = self._call, False

@@ -1,6 +1,6 @@
 """Finds where requests may go: asks the master in batches, or ranks here without one (F11, F12).
 
-Only one Plan call is in flight at a time, and the next one takes all queries that have gathered. So
+Only one Plan call is in flight at a time, and the next one takes the queries that have gathered. So
 each request of a busy gateway costs only a fraction of a call. An answer from an older epoch is
 refused (I7).
 """
@@ -74,9 +74,9 @@ class _Ask:
 
 
 class Planner:
-    """`num_open(instance_id, incarnation)` counts this gateway's legs there, for its own ranking.
+    """`num_open(instance_id, incarnation)` counts this gateway's legs on an instance.
 
-    `queues` returns how many of its requests wait, by scenario and priority.
+    `queues` returns how many of the gateway's requests wait, by scenario and priority.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class Planner:
         vocabulary: str = "",
         handed: PlanResult | None = None,
     ) -> None:
-        """Ask for a plan. PlanReceived or PlanFailed follows within the timeout.
+        """Ask for a plan. The asker gets PlanReceived or PlanFailed.
 
-        `vocabulary`: of the query's tokens. `handed`: the master's answer to the same query of an
-        endpoint picker, which is used at once if its instances are still there.
+        `vocabulary`: of the query's tokens. `handed`: the master's answer to an endpoint picker's
+        query for this request. It is used at once if its instances are still there.
         """
         wanted = Wanted(query.model, vocabulary, query.adapter_digest, query.has_images)
         ask = _Ask(asker, plan, query, wanted)
@@ -131,9 +131,9 @@ class Planner:
     def refusal(
         self, scenario: str, priority: int, ttft_s: float, can_evict: bool
     ) -> Overloaded | None:
-        """Why a new request should not even ask for a plan; None if it should (S97).
+        """Why to refuse a new request without asking for a plan; None if it may ask (S97).
 
-        It should not if too many requests wait, or if it could not be served in its time.
+        It is refused if too many requests wait, or if it could not be served in its time.
         """
         own = self._queues().get(scenario, {})
         now = time.monotonic()
@@ -153,7 +153,10 @@ class Planner:
             await self._answer(self._next_asks())
 
     def _next_asks(self) -> list[_Ask]:
-        """No name in `run` holds them, because `run` would keep the last ones and their images."""
+        """Take the next batch.
+
+        `run` has no name for the batch, which would keep the last queries in memory while it waits.
+        """
         asks, self._asks = self._asks[:_MAX_BATCH], self._asks[_MAX_BATCH:]
         if not self._asks:
             self._has_asks.clear()
@@ -180,7 +183,7 @@ class Planner:
     # --- the master ------------------------------------------------------------------------------
 
     async def _ask_master(self, queries: Sequence[PlanQuery]) -> PlanResponse:
-        """Ask the leader, and if a standby refuses, the other masters. Raises MeshError."""
+        """Ask the masters, the leader first, until one answers. Raises MeshError."""
         masters = sorted(
             self._fleet.masters(), key=lambda r: (not r.is_leader, r.instance_id != self._leader)
         )
@@ -238,7 +241,10 @@ class Planner:
         return self._received(ask, result) or self._rank_here(ask)
 
     def _received(self, ask: _Ask, result: PlanResult) -> PlanReceived | None:
-        """None: the view that it was made from is newer or older than ours."""
+        """The plan as an event; None if this gateway cannot use enough of its instances.
+
+        The master's view may be newer or older than the gateway's.
+        """
         prefills = self._resolve(ask.wanted, result.prefills)
         decodes = self._resolve(ask.wanted, result.decodes)
         if not any(c.is_local for c in prefills) and not (prefills and decodes):

@@ -1,4 +1,4 @@
-"""The pooling instances as this gateway sees them: their models, and which is asked first."""
+"""The pooling instances as this gateway sees them: their models, and the order of asking them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 @dataclass(frozen=True, slots=True)
 class PoolingModel:
-    """A model of pooling instances, as its record tells."""
+    """A model of pooling instances, as an instance's record describes it."""
 
     name: str
     facts: PoolingFacts
@@ -30,9 +30,9 @@ class PoolingModel:
 
 @dataclass(frozen=True, slots=True)
 class PoolingNeeds:
-    """What the instances of one call must have. `vocabulary`: of its tokens; empty: not known.
+    """What the instances of one call must have.
 
-    `canary` as in `PoolingQuery`.
+    `vocabulary`: of the call's tokens; empty: not known. `canary` as in `PoolingQuery`.
     """
 
     model: PoolingModel
@@ -43,7 +43,7 @@ class PoolingNeeds:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is asked of an instance's record for each batch, made once."""
+    """The facts of an instance's record that each batch needs, converted once."""
 
     instance: PoolingInstance
     facts: PoolingFacts
@@ -51,7 +51,7 @@ class _Known:
 
 
 class PoolingFleet:
-    """`answers`: the models that make answers, which other paths serve."""
+    """`answers`: the models that make answers, which requests for vectors or scores cannot use."""
 
     def __init__(
         self,
@@ -92,9 +92,10 @@ class PoolingFleet:
     def model(
         self, asked: str, scenario: str = "", fits: Callable[[PoolingFacts], bool] = bool
     ) -> PoolingModel:
-        """`fits`: which models `default` may mean, if there is one.
+        """The model that `asked` means. `fits` selects the models that `default` may mean.
 
-        Raises InvalidRequest for a model that makes answers, ModelNotFound, NoInstance.
+        If no model fits, `default` means any. Raises ModelNotFound, NoInstance, and InvalidRequest
+        for a model that makes answers.
         """
         name = self._default(asked, scenario, fits)
         if name is None:
@@ -108,7 +109,10 @@ class PoolingFleet:
     def _default(
         self, asked: str, scenario: str, fits: Callable[[PoolingFacts], bool]
     ) -> str | None:
-        """The first model by name that fits, of those of the scenario if any of them does."""
+        """The first fitting model by name; None if `asked` is not `default`, or none fits.
+
+        Models of the scenario come before others.
+        """
         if asked not in ("", DEFAULT_MODEL) or self.has(asked):
             return None
         known = {r.model: r for r in self._records if r.model}
@@ -135,9 +139,10 @@ class PoolingFleet:
         return bool(self.served.serving(model)) and not knows
 
     def pinned(self, needs: PoolingNeeds, num_open: Callable[[str, int], int]) -> PoolingNeeds:
-        """The needs with the revision of the model that all inputs of one call go to.
+        """The needs with the fingerprint of one revision, so that all inputs of a call go there.
 
-        It is that of the instance that would be asked first, or of the canary if it is its turn.
+        It is the revision of the instance that would be asked first, which is a canary's if the
+        canary gets this call.
         """
         needs = replace(needs, canary=self._canaries.draw(needs.scenario or DEFAULT_SCENARIO))
         first = next(iter(self._ranked(needs, None, (), num_open)), None)
@@ -157,7 +162,7 @@ class PoolingFleet:
         excluded: Collection[PeerId],
         num_open: Callable[[str, int], int],
     ) -> list[PeerId]:
-        """Best first. `num_open`: our own legs."""
+        """The instances to ask, best first. `num_open` counts this gateway's own legs."""
         return self._ranked(needs, needs.model.fingerprint, excluded, num_open)
 
     def _ranked(
@@ -185,7 +190,10 @@ class PoolingFleet:
         return ranked(instances, query, lambda peer: num_open(peer.instance_id, peer.incarnation))
 
     def _able(self, needs: PoolingNeeds) -> list[_Known]:
-        """Those of all revisions that read these tokens and make the same kind of numbers."""
+        """The instances of all revisions of the call's model that may serve its scenario.
+
+        They read tokens of the call's vocabulary and make the same kind of numbers.
+        """
         vocabulary, facts, name = needs.vocabulary, needs.model.facts, needs.model.name
         scenario = needs.scenario or DEFAULT_SCENARIO
         return [
@@ -212,6 +220,9 @@ class PoolingFleet:
         return _Known(instance, pooling_from_proto(record.pooling), record.text.vocabulary)
 
     def _tie(self, instance_id: str) -> bytes:
-        """A fixed order of this gateway, so that not all gateways begin with the same instance."""
+        """A key that orders equal instances differently at each gateway.
+
+        So not all gateways begin with the same instance.
+        """
         key = self._gateway_id.encode()[:64]
         return hashlib.blake2b(instance_id.encode(), key=key, digest_size=8).digest()

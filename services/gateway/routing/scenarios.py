@@ -1,8 +1,8 @@
 """Chooses the scenario of a call that names none: by the gateway's rules, else by its model.
 
-A rule may bound the tokens that no instance of its scenario holds. Only then is the master asked,
-before the call opens. Without an answer nothing counts as cached: such a rule then fits only short
-prompts.
+A rule may bound how many tokens of the prompt the best instance of its scenario may lack. The
+master is asked only if such a rule may decide, before the call opens. If no master answers, no
+tokens count as cached, so the rule fits only short prompts.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 log = structlog.get_logger(__name__)
 
 _NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
-_RETRY_MASTER_S: Final = 0.25  # how long nobody is asked after a master failed
+_RETRY_MASTER_S: Final = 0.25  # how long no master is asked after one failed
 
 
 class Matching(Protocol):
     async def held_by_scenario(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """Blocks from the first on, by scenario; empty if no master answers."""
+        """The longest match of an instance in blocks, by scenario; empty if no master answers."""
         ...
 
 
 class PrefixMatches:
-    """Asks the leader what the instances of each scenario hold of a prompt."""
+    """Asks the leader how much of a prompt the instances of each scenario hold."""
 
     def __init__(self, fleet: FleetView, gateway_id: str, *, timeout_s: float) -> None:
         self._fleet, self._gateway_id, self._timeout_s = fleet, gateway_id, timeout_s
@@ -49,7 +49,7 @@ class PrefixMatches:
         self._closing: set[asyncio.Future[None]] = set()  # channels to former leaders
 
     async def held_by_scenario(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """Blocks from the first on, by scenario; empty if no master answers."""
+        """See `Matching.held_by_scenario`."""
         if not block_hashes or time.monotonic() < self._ask_at:
             return _NOTHING
         try:
@@ -66,7 +66,7 @@ class PrefixMatches:
             raise Unavailable("no master leads")
         channel = self._channel_to(leader)
         asked = MatchPrefixRequest(gateway_id=self._gateway_id, block_hashes=block_hashes)
-        # Any: the stub's stubs only know the call of synchronous channels.
+        # Any: grpc-stubs only knows the calls of synchronous channels.
         stub: Any = SchedulerServiceStub(channel)
         try:
             answer = await stub.MatchPrefix(asked, timeout=self._timeout_s)
@@ -83,7 +83,7 @@ class PrefixMatches:
         if self._channel is None or self._where != where:
             before, self._where = self._channel, where
             self._channel = rpc.channel_to(leader)
-            if before is not None:  # questions that are on their way may still be answered
+            if before is not None:  # requests in flight may still be answered
                 closing = asyncio.ensure_future(before.close(self._timeout_s))
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
@@ -98,7 +98,7 @@ class PrefixMatches:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the rules look at. `hashes` are computed only if a rule asks for them."""
+    """The properties of a call that rules look at. `hashes` is called only if a rule needs it."""
 
     operation: str
     model: str
@@ -113,8 +113,9 @@ class ScenarioChooser:
     matches: Matching
 
     async def choose(self, asked: Asked) -> tuple[str, str]:
-        """(scenario, what chose it: rule or model). Only rules whose scenario serves the model
-        apply.
+        """Return the scenario and what chose it: `rule` or `model`.
+
+        Only rules whose scenario serves the model apply.
         """
         if self.rules:
             rules = [r for r in self.rules if self.fleet.has_served(asked.model, r.scenario)]
@@ -127,7 +128,7 @@ class ScenarioChooser:
         return self.fleet.scenario_of(asked.model), "model"
 
     async def _cached(self, asked: Asked) -> Mapping[str, int]:
-        """Tokens by scenario."""
+        """The number of cached tokens of the prompt, by scenario."""
         reference = self.fleet.reference(asked.model)
         if reference is None:
             return _NOTHING

@@ -1,6 +1,6 @@
-"""The models that instances of one kind serve now: by name, their tokenizers, what represents each.
+"""The models that instances of one kind serve now, with their tokenizers and abilities.
 
-A gateway has one `ServedModels` for models that make answers, and one for those that make vectors.
+A gateway has one `ServedModels` for models that make answers, and one for pooling models.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pdmesh.v1.common_pb2 import InstanceRecord, ModelText
 
 
 class ServedModels:
-    """`preferred` is what `default` means; empty: a model of the request's scenario."""
+    """`preferred` is the model that `default` means; empty: a model of the request's scenario."""
 
     def __init__(self, preferred: str = "") -> None:
         self.catalogue = ModelCatalogue(preferred)
-        self._references: dict[str, InstanceRecord] = {}  # the last one of each known model
+        self._references: dict[str, InstanceRecord] = {}  # the last one seen of each known model
         self._by_model: dict[str, list[InstanceRecord]] = {}
         self._texts: dict[str, ModelText | None] = {}
         self._unsupported_shaping: dict[str, frozenset[str]] = {}
@@ -28,7 +28,7 @@ class ServedModels:
         self._images: dict[str, ImageFacts | None] = {}
 
     def see(self, records: Iterable[InstanceRecord], now: float) -> None:
-        """`records` are all that take requests now; the first of a model represents it."""
+        """`records`: all that take requests now. The first record of a model represents it."""
         self._by_model = {}
         for record in records:
             if record.model:
@@ -54,7 +54,7 @@ class ServedModels:
         return self._by_model.get(model, ())
 
     def reference(self, model: str) -> InstanceRecord | None:
-        """An instance that represents the model; the last one that was seen, if all are gone."""
+        """An instance that represents the model. If all are gone, it is one that was seen last."""
         served_by = self._by_model.get(model)
         return served_by[0] if served_by else self._references.get(model)
 
@@ -63,14 +63,14 @@ class ServedModels:
         return self._unsupported_shaping.get(model, frozenset())
 
     def supports_constraints(self, model: str) -> bool:
-        """Whether all instances of the model support constraints, or there are none."""
+        """Whether all instances of the model support constraints. True if there are none."""
         return model in self._supporting_constraints or model not in self._by_model
 
     def images_of(self, model: str) -> ImageFacts | None:
         """How the model takes images; None if none of its instances takes any.
 
-        If instances differ, as during an upgrade: how most of those that take any do. Requests
-        with images go to no others.
+        If the instances that take images differ, as during an upgrade, most of them take images
+        this way.
         """
         if model in self._images:
             return self._images[model]
@@ -80,7 +80,7 @@ class ServedModels:
     def text_of(self, model: str) -> ModelText | None:
         """The model's tokenizer files; None if its instances have none.
 
-        During an upgrade instances may differ: then the files of the most common vocabulary.
+        If instances differ, as during an upgrade, the most common vocabulary decides.
         """
         if model in self._texts:
             return self._texts[model]
@@ -92,7 +92,7 @@ class ServedModels:
         return [(m, text.digest if text else "") for m, text in sorted(self._texts.items())]
 
     def text_sources(self, model: str) -> list[InstanceRecord]:
-        """The instances that have the files that `text_of` names."""
+        """The instances with the files that `text_of` returns."""
         text = self.text_of(model)
         return [r for r in self.serving(model) if text is not None and r.text.digest == text.digest]
 
@@ -106,7 +106,7 @@ def _common_text(records: Sequence[InstanceRecord]) -> ModelText | None:
 
 
 def _common_images(records: Sequence[InstanceRecord]) -> ImageFacts | None:
-    """The most frequent tokens, and the bound of images that holds for all instances with them."""
+    """The most frequent image tokens, and the least `max_images` of the instances with them."""
     found = [facts for record in records if (facts := images_from_proto(record)) is not None]
     if not found:
         return None
@@ -117,7 +117,7 @@ def _common_images(records: Sequence[InstanceRecord]) -> ImageFacts | None:
 
 
 def _tokens_of(facts: ImageFacts) -> tuple[int | tuple[int, ...], ...]:
-    """What says which tokens an image takes, as values that have an order."""
+    """The facts that determine an image's tokens, as values that can be ordered."""
     rule = facts.grid
     grid = (rule.factor, rule.min_pixels, rule.max_pixels) if rule is not None else ()
     return facts.placeholder, facts.expansion, grid

@@ -68,7 +68,7 @@ def from_proto(event: SessionEvent, kind: str) -> Event | None:
         case "finished":
             return LegFinished(key, _FINISH.get(event.finished.finish_reason, "stop"))
         case "pooled" | "encoded":
-            return LegFinished(key, "stop")  # what was made is in the event, or at the encoder
+            return LegFinished(key, "stop")  # the result is in the event, or at the encoder
         case "failed":
             return _failed(key, event.failed)
     return None

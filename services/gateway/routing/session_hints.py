@@ -2,8 +2,8 @@
 
 The client names the session and its state with a request. When the call has ended, the blocks of
 prompt and answer are evicted last for a bounded time (a tool runs), like others (the session goes
-on), or first (it is done). Instances bound what is held, so a client cannot fill them.
-`core.kv.tiers.session_holds` decides which instances are told, and of which blocks.
+on), or first (it is done). Instances bound the held blocks, so clients cannot fill their pools.
+`core.kv.tiers.session_holds` decides which instances get a hint, and for which blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STATES: Final[dict[SessionState, SessionStateProto.ValueType]] = {
 
 @dataclass(frozen=True, slots=True)
 class ServedChoice:
-    """A choice that ended well. `answer`: all its tokens; `instance_ids`: of its last legs."""
+    """A choice that was answered. `answer`: all its tokens; `instance_ids`: of its last legs."""
 
     prompt: Prompt
     answer: Sequence[int]
@@ -69,7 +69,10 @@ class SessionHints:
     def ended(
         self, session: str, state: SessionState, prompt: Prompt, served: Sequence[ServedChoice]
     ) -> None:
-        """A call has ended, well or not. `prompt`: one of its prompts; `served`: in their order."""
+        """A call has ended, answered or not.
+
+        `prompt`: one of the call's prompts. `served`: the answered choices, in the call's order.
+        """
         try:
             self._tell(session, state, prompt, served)
         except Exception:

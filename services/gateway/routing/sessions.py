@@ -1,10 +1,10 @@
 """One Session stream to each instance that this gateway uses, for all requests between them (ADR
 0001).
 
-The writer sends all commands of one turn of the event loop as one message, or as several if they
-are large: a message above gRPC's bound would end the session with all its legs. The reader finds
-the leg of each token with one dict look-up. When the stream breaks, every leg on it is lost at
-once, so that nothing has to time out.
+The writer sends all commands of one turn of the event loop as one message. It cuts large messages,
+because a message above gRPC's bound would end the session with all its legs. The reader finds the
+leg of each token with one dict look-up. When the stream breaks, every leg on it is lost at once, so
+that nothing has to time out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 log = structlog.get_logger(__name__)
 
 _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
-# Commands; beyond this number the instance counts as lost, because it does not read.
+# Commands that wait; beyond this number no leg is opened, because the instance does not read.
 _MAX_OUTBOX: Final = 8192
 _MAX_HINTED: Final = 256  # commands that wait; beyond this number hints are dropped
 _MESSAGE_BYTES: Final = rpc.MAX_MESSAGE_BYTES // 8  # of commands gathered in one message
@@ -64,7 +64,7 @@ SlotsFreed = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """When the instance's engine last reported its work, and how far it had got."""
+    """When an instance's engine last showed progress, and how far it had got."""
 
     at: float
     num_signs: int
@@ -73,7 +73,7 @@ class EngineProgress:
 
 
 class InstanceSession:
-    """The stream to one incarnation of an instance, reconnected while that is in the registry."""
+    """The stream to one incarnation of an instance. A command opens it, also after it broke."""
 
     def __init__(self, record: InstanceRecord, hello: Hello, on_slots_freed: SlotsFreed) -> None:
         self.instance_id = record.instance_id
@@ -101,17 +101,20 @@ class InstanceSession:
 
     @property
     def has_slot(self) -> bool:
-        """Whether to offer it a prompt; if not, `on_slots_freed` is called when there is a slot."""
+        """Whether to offer the instance a prompt.
+
+        If not, `on_slots_freed` is called when the instance may have a slot.
+        """
         return self.slots.has_slot(time.monotonic())
 
     @property
     def is_full(self) -> bool:
-        """It refused a leg for now, and has not said yet that it has a slot."""
+        """Whether the instance has rejected a leg for now and has not reported a slot since."""
         return self.slots.is_full
 
     @property
     def is_usable(self) -> bool:
-        """Whether the stream is open, or is broken and due to be opened again."""
+        """Whether the stream is open or may be opened now: a broken one only after a delay."""
         return self._is_open or time.monotonic() >= self._may_open_at
 
     # --- commands --------------------------------------------------------------------------------
@@ -127,8 +130,9 @@ class InstanceSession:
         return True
 
     def send(self, command: Command) -> None:
-        """Send a command, or drop it if the stream is broken: the instance has aborted all its
-        legs.
+        """Send a command, or drop it if the stream is broken and may not be opened yet.
+
+        The instance aborts all legs of a broken stream, so it does not need the command.
         """
         if not self._is_open:
             if time.monotonic() < self._may_open_at:
@@ -187,7 +191,10 @@ class InstanceSession:
             call.cancel()  # the reader sees the end of the stream and logs the reason
 
     async def _write_all(self, call: Any) -> None:
-        """Apart from `_write`, which would keep the last commands, and their images, in memory."""
+        """Send the gathered commands.
+
+        In `_write`, local names would keep the last commands, and their images, in memory.
+        """
         commands, self._outbox = self._outbox, []
         for some in messages(commands):
             await call.write(SessionRequest(commands=some))
@@ -201,7 +208,7 @@ class InstanceSession:
             self._on_response(response)
 
     def _on_response(self, response: SessionResponse) -> None:
-        """Handle the beginnings of legs, then tokens, then ends: their order within each leg."""
+        """Handle the first events of legs, then tokens, then ends, as they follow in each leg."""
         ends: list[tuple[str, SessionEvent]] = []
         kind: str | None
         legs = self._legs
@@ -248,10 +255,10 @@ class InstanceSession:
             owner.on_event(fact, event)
 
     def _tell_soon(self) -> None:
-        """A slot may be left for a waiter, as a prompt was answered or given up without taking it.
+        """Call waiters soon: a prompt was answered or given up, perhaps without taking its slot.
 
-        Waiters are called in the loop's next turn: by then the abort of a prompt that was given up
-        is in the outbox, and must reach the instance before their prompts do.
+        They are called in the loop's next turn. By then the outbox has the abort of a prompt that
+        was given up, which must reach the instance before the prompts of the waiters.
         """
         if not self._will_tell:
             self._will_tell = True
@@ -289,13 +296,13 @@ class InstanceSession:
             num_legs=len(lost),
         )
         for key, owner in lost.items():
-            # An instance that was never reached was not killed by the request, so its prompt must
-            # not count as poison (F38).
+            # If the instance was not reached, the request did not kill it. So the prompt must not
+            # count as poison (F38).
             end = LegLost(key, was_silent) if was_reached else LegRejected(key, is_final=True)
             owner.on_event(end)
 
     def _is_unreachable(self) -> bool:
-        """Whether connecting failed. A connection that broke leaves the channel idle instead."""
+        """Whether connecting failed. After a connection broke, the channel is idle instead."""
         if self._channel is None:
             return True
         return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
@@ -325,7 +332,7 @@ def messages(commands: Sequence[Command]) -> Sequence[Sequence[Command]]:
 
 
 class SessionPool:
-    """The sessions, by instance and incarnation: made at first use, kept while registered."""
+    """The sessions, by instance and incarnation. Each is made at its first use."""
 
     def __init__(self, gateway_id: str, on_slots_freed: SlotsFreed) -> None:
         self._gateway_id = gateway_id
@@ -358,7 +365,10 @@ class SessionPool:
         return found.num_legs if found.is_usable else 1 << 30
 
     def forget_gone(self, is_known: Callable[[str, int], bool]) -> None:
-        """Close idle sessions of instances that left the registry. Others break by themselves."""
+        """Close the sessions without legs of instances that left the registry.
+
+        A session with legs stays until these have ended.
+        """
         for key, session in list(self._sessions.items()):
             if not is_known(*key) and not session.num_legs:
                 del self._sessions[key]

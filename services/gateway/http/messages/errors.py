@@ -27,7 +27,7 @@ _TYPES: Final = {
 def error_body(error: MeshError, request_id: str = "") -> bytes:
     """{"type": "error", "error": {type, message}, "request_id"}"""
     message = error.message
-    if isinstance(error, NoApiKey):  # clients of this API send it in a header of its own
+    if isinstance(error, NoApiKey):  # clients of this API send the key in x-api-key
         message += ", or x-api-key: <key>"
     if error.field and error.field not in message:
         message = f"{error.field}: {message}"

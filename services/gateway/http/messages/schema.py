@@ -22,7 +22,7 @@ _Anything = Any
 
 
 class ImageSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Where an image comes from. The last two are for other blocks' sources, which are refused."""
+    """The source of an image. `file_id` and `content` are fields of other sources, and refused."""
 
     type: str
     media_type: str | None = None
@@ -170,7 +170,7 @@ def parse_messages(body: bytes, ignored: list[str] | None = None) -> MessagesReq
 
 
 def _check_thinking(request: MessagesRequest) -> None:
-    """A budget leaves room for an answer, as in Anthropic's API."""
+    """Check that the budget leaves room for an answer, as Anthropic's API does."""
     thinking, field = request.thinking, "thinking.budget_tokens"
     if thinking is None or thinking.type != "enabled":
         return

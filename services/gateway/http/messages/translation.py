@@ -36,8 +36,8 @@ from pdmesh.services.gateway.openai.tools import (
 from pdmesh.services.gateway.openai.translated import TranslatedChat
 from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, ResponseFormat
 
-# A coding agent puts this line before its system prompt. It differs in each request, so no two
-# prompts would share a prefix.
+# A coding agent puts this line before its system prompt. The line differs in each request, so it is
+# dropped: with it, no two prompts would share a prefix.
 _BILLING: Final = "x-anthropic-billing-header"
 _BLOCK_CONTENT: Final = ("text", "source", "content", "input", "thinking")
 _SOURCE_CONTENT: Final = ("data", "url", "file_id", "content")
@@ -104,7 +104,7 @@ def _set_output(
             raise unsupported("output_config.format")
         schema = form.get("schema")
         if not isinstance(schema, dict):
-            message = "output_config.format.schema is a JSON schema"
+            message = "output_config.format.schema must be a JSON schema"
             raise InvalidRequest(message, field="output_config.format.schema")
         chat.response_format = ResponseFormat("json_schema", JsonSchemaFormat(schema=schema))
         names["response_format"] = "output_config.format"
@@ -149,7 +149,7 @@ def _system_texts(request: CountTokensRequest, *, merges_system: bool) -> Iterat
 
 
 class _Conversation:
-    """The chat's messages; `names`: where in the request each part of them comes from."""
+    """The chat's messages. `names` maps the path of each part to its path in the request."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
@@ -220,7 +220,7 @@ class _Conversation:
             elif block.type == "thinking":
                 reasoning.append(block.thinking or "")
             elif block.type == "redacted_thinking":
-                continue  # redacted thinking, which only its writer can read
+                continue  # only the server that wrote it can read it
             elif text := _text_of(block, place):
                 parts.append(ContentPart("text", text))
         message = ChatMessage("assistant", _content(parts) if parts else None)
@@ -260,12 +260,12 @@ def _image(block: MessageBlock, where: str) -> ContentPart:
 
 
 def _format_of(source: ImageSource, where: str) -> str:
-    """The format that the media type promises; empty without one."""
+    """The image format of the media type; empty if the source has none."""
     if source.media_type is None:
         return ""
     if (found := _FORMATS.get(source.media_type)) is None:
         field = f"{where}.media_type"
-        raise InvalidRequest(f"{field} is one of {', '.join(_FORMATS)}", field=field)
+        raise InvalidRequest(f"{field} must be one of {', '.join(_FORMATS)}", field=field)
     return found
 
 

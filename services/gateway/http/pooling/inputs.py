@@ -38,7 +38,9 @@ def cut_of(request: PoolingRequest, context: int) -> TextCut | None:
     if asked is None:
         return None
     if asked == 0:
-        raise InvalidRequest("no token of the input is left", field="truncate_prompt_tokens")
+        raise InvalidRequest(
+            "truncate_prompt_tokens is 0, which leaves no token", field="truncate_prompt_tokens"
+        )
     num = context if asked == -1 else asked
     if num > context:
         message = f"truncate_prompt_tokens must be at most the model's context, {context}"

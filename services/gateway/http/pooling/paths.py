@@ -50,7 +50,7 @@ _SCORE_PATHS: Final = ("/score", "/v1/score")
 _RERANK_PATHS: Final = ("/rerank", "/v1/rerank", "/v2/rerank")
 _EMBEDS: Final = attrgetter("embeds")
 _SCORES: Final = attrgetter("scores")
-_MAX_VALUES_HERE: Final = 1 << 17  # compared on the event loop
+_MAX_VALUES_HERE: Final = 1 << 17  # numbers that are compared on the event loop; more in a thread
 _encode: Final = msgspec.json.encode
 
 
@@ -173,7 +173,7 @@ class PoolingPaths:
         permit: Permit,
         fits: Callable[[PoolingFacts], bool],
     ) -> tuple[PoolingSpec, ServedModel]:
-        """What the request asks for, still without its inputs. Raises MeshError."""
+        """The call that the request asks for, without its inputs. Raises MeshError."""
         model, served = await self._frontend.pooling_model(
             request.model or "", permit.tenant, request.scenario, fits
         )
@@ -204,7 +204,8 @@ class PoolingPaths:
             ) as answer:
                 yield answer
         except CallerGone as gone:
-            gone.with_traceback(None)  # its frames hold the inputs, and the call, which holds it
+            # The traceback's frames hold the inputs and the call, and the call holds the error.
+            gone.with_traceback(None)
             raise ClientDisconnected from None
         finally:
             exchange.connection.unwatch()

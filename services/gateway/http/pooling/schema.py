@@ -1,4 +1,4 @@
-"""The requests for vectors and scores that we take, as typed structs: OpenAI's fields, then vLLM's.
+"""The accepted requests for vectors and scores, as typed structs: OpenAI's fields, then vLLM's.
 
 A field that would change the answer and is not supported gets a 400 that names it. `UNSUPPORTED`
 lists these fields with their values that have no effect.
@@ -19,10 +19,10 @@ from pdmesh.services.gateway.openai.json_body import decoded
 from pdmesh.services.gateway.openai.unsupported_fields import NeutralValues
 from pdmesh.services.gateway.request.bounds import MAX_TOKENS, check_names, in_range
 
-MAX_INPUTS: Final = 2048  # as OpenAI's
+MAX_INPUTS: Final = 2048  # as in OpenAI's API
 MAX_DIMENSIONS: Final = 1 << 16
 
-# Any: these hold anything that a client sends, and are refused unless they ask for nothing.
+# Any: a client may send anything in these fields. Values that would have an effect are refused.
 _Anything = Any
 _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "priority": (0,),
@@ -41,7 +41,7 @@ class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: told.Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None
     use_activation: bool | None = None
-    request_id: str | None = None  # ours names the request
+    request_id: str | None = None  # ignored: the gateway names its requests
     priority: _Anything = None
     padding: _Anything = None
     mm_processor_kwargs: _Anything = None

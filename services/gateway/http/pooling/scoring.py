@@ -20,7 +20,7 @@ from pdmesh.services.gateway.request.bounds import context_exceeded
 from pdmesh.services.gateway.request.spec import ServedModel
 
 Numbers = npt.NDArray[np.floating]
-_MAX_JOINED_CHARS: Final = 16 << 20  # of all pairs of a call whose texts are read as one
+_MAX_JOINED_CHARS: Final = 16 << 20  # of all pairs of a call, if each pair is encoded as one text
 
 
 async def scoring_spec(
@@ -58,7 +58,7 @@ async def _vectors_spec(
 async def _joined_spec(
     base: PoolingSpec, scored: ScoredTexts, served: ServedModel, cut: TextCut | None
 ) -> PoolingSpec:
-    """Each pair is one text. It is joined only while it is encoded."""
+    """`base` with each pair as one input. The texts of a pair are joined only for the encoding."""
     bulk, field = served.tokenizer.bulk, scored.fields[1]
     pairs = [
         bulk.bounded_pair(one, other, served.context_length, cut) for one, other in scored.pairs()
@@ -96,7 +96,7 @@ async def _pairs_spec(
     for one, other in pairs:
         pair = two_texts(one, other, special, cut, cuts_second=cuts_second)
         if pair is None:
-            message = "it leaves no token of a document after the query"
+            message = "truncate_prompt_tokens leaves no token of a document after the query"
             raise InvalidRequest(message, field="truncate_prompt_tokens")
         found.append(pair)
     return replace(
@@ -108,7 +108,10 @@ async def _pairs_spec(
 
 
 def _check_inputs(lengths: Sequence[int], served: ServedModel, field: str) -> None:
-    """Before the inputs are made: a long query is in each of them. Raises InvalidRequest."""
+    """Check the lengths before the inputs are made, each of which repeats the query.
+
+    Raises InvalidRequest.
+    """
     for place, length in enumerate(lengths):
         if length > served.context_length:
             name = f"{field}[{place}]"
@@ -121,7 +124,7 @@ def _check_inputs(lengths: Sequence[int], served: ServedModel, field: str) -> No
 async def _limited(
     scored: ScoredTexts, request: ScoreRequest | RerankRequest, served: ServedModel
 ) -> ScoredTexts:
-    """Each text cut to the tokens that the request allows it."""
+    """The texts, cut to the numbers of tokens that the request allows. Raises InvalidRequest."""
     sides: list[Sequence[str]] = []
     bulk, context = served.tokenizer.bulk, served.context_length
     limits = {
@@ -141,7 +144,7 @@ async def _limited(
 
 
 def _check_lengths(scored: ScoredTexts, served: ServedModel, cut: TextCut | None) -> None:
-    """A pair that cannot fit is refused before it is encoded."""
+    """Refuse a pair that cannot fit before it is encoded. Raises InvalidRequest."""
     longest = max(len(one) + len(other) for one, other in scored.pairs())
     if cut is None and longest > served.context_length * served.tokenizer.max_token_chars:
         raise context_exceeded(f"{longest} characters", served.context_length, scored.fields[1])

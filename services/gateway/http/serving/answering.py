@@ -85,7 +85,7 @@ async def opened(
     *,
     is_streamed: bool,
 ) -> Call:
-    """Begin a call, which must be closed. Raises MeshError."""
+    """Begin a call. The caller must close it. Raises MeshError."""
     is_quiet = not (is_streamed or spec.sampling.ends_by_text)
     traceparent = exchange.header(b"traceparent")
     prepared = await frontend.prepare(spec)

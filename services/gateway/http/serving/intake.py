@@ -37,7 +37,7 @@ class Intake:
         return await self._access.enter(exchange.authorization)
 
     async def known(self, exchange: HttpExchange) -> Tenant:
-        """The tenant of a request that needs no tokens, but counts as a request.
+        """The tenant of a request that uses no tokens. It counts in the limit of requests.
 
         Raises MeshError.
         """
