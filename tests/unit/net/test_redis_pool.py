@@ -50,4 +50,4 @@ async def test_a_question_that_is_cancelled_after_its_answer_closes_its_connecti
             await asyncio.wait([asking])
             is_answered = not asking.cancelled()
             num_steps += 1
-            await until(lambda: sentinel.num_closed == num_steps)
+            await until(lambda num=num_steps: sentinel.num_closed == num)

@@ -1,4 +1,4 @@
-"""Decides which of vLLM's arguments an operator may set, and which of them change KV.
+"""Decides which of vLLM's arguments an operator may set.
 
 `engine_args` sets what the mesh has no setting for. The mesh keeps to itself what it depends on:
 which model is served, how KV is laid out and moved, and how requests are scheduled. vLLM's own
@@ -7,7 +7,6 @@ parser checks names and values (`engine/vllm/child/extra_arguments.py`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Final
 
@@ -56,30 +55,6 @@ _OWNED: Final = frozenset(
     }
 )  # fmt: skip
 _OWNED_PARTS: Final = ("data_parallel", "context_parallel", "elastic_ep", "spec_", "sleep_mode")
-# They change how fast or where a model is computed, not which KV a text has.
-_SAME_KV: Final = frozenset(
-    {
-        "aggregate_engine_logging", "all2all_backend", "collect_detailed_traces",
-        "compilation_config", "cpu_distributed_timeout_seconds", "cpu_offload_gb",
-        "cpu_offload_params", "cudagraph_capture_sizes", "cudagraph_metrics",
-        "dbo_decode_token_threshold", "dbo_prefill_token_threshold", "device_ids",
-        "disable_custom_all_reduce", "distributed_timeout_seconds", "download_dir",
-        "enable_chunked_prefill", "enable_dbo", "enable_ep_weight_filter", "enable_eplb",
-        "enable_expert_parallel", "enable_mfu_metrics", "enforce_eager", "eplb_config",
-        "expert_placement_strategy", "gpu_memory_utilization", "jit_monitor_mode",
-        "jit_monitor_verbose", "kv_cache_metrics", "kv_cache_metrics_sample", "log_level",
-        "logging_config", "logprobs_mode", "long_prefill_token_threshold",
-        "max_cudagraph_capture_size", "max_logprobs", "max_num_scheduled_tokens",
-        "max_parallel_loading_workers", "model_loader_extra_config", "num_gpu_blocks_override",
-        "numa_bind", "numa_bind_cpus", "numa_bind_nodes", "offload_backend", "offload_group_size",
-        "offload_num_in_group", "offload_params", "offload_prefetch_step", "optimization_level",
-        "otlp_traces_endpoint", "performance_mode", "prefix_cache_retention_interval",
-        "profiler_config", "pt_load_map_location", "safetensors_load_strategy",
-        "safetensors_prefetch_block_size", "safetensors_prefetch_num_threads",
-        "show_hidden_metrics_for_version", "shutdown_timeout", "tokenizer_mode",
-        "trust_remote_code", "ubatch_size", "use_tqdm_on_load", "watermark",
-    }
-)  # fmt: skip
 
 
 def refusal(name: str) -> str | None:
@@ -89,23 +64,3 @@ def refusal(name: str) -> str | None:
     if name in _OWNED or any(part in name for part in _OWNED_PARTS):
         return "the mesh sets it, and depends on it"
     return None
-
-
-def kv_identity(args: EngineArgs) -> str:
-    """The arguments that may change the KV of a text, in one form; empty if there are none.
-
-    Instances with different identities exchange no KV. An argument that is not known to leave KV
-    alone counts as one that changes it.
-    """
-    changing = {name: _plain(value) for name, value in args.items() if name not in _SAME_KV}
-    return json.dumps(changing, sort_keys=True, separators=(",", ":")) if changing else ""
-
-
-def _plain(value: object) -> object:
-    """The value that text stands for: `"0.5"` and 0.5 are one value to vLLM's parser."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pdmesh.core.groups.kv_options import OptionText, kv_split
+from pdmesh.core.groups.kv_options import OptionText, kv_identity, kv_split
 
 DRAFT = json.dumps({"method": "draft_model", "model": "/models/small", "k": "4"})
 HEAD = json.dumps({"method": "eagle", "model": "/models/small"})
@@ -56,3 +56,24 @@ def test_arguments_of_vllm_that_change_kv_must_be_equal() -> None:
         "decodes is none (D): they exchange no KV; give both the same"
     )
     assert split_args(awq, '{"enforce_eager": "true", "quantization": "awq"}') == ""
+
+
+def test_arguments_that_change_only_speed_leave_kv_exchangeable() -> None:
+    assert kv_identity({"gpu_memory_utilization": 0.5, "enforce_eager": True}) == ""
+    assert kv_identity({}) == ""
+
+
+def test_the_identity_does_not_depend_on_the_order_and_holds_what_may_change_kv() -> None:
+    one = kv_identity({"quantization": "fp8", "hf_overrides": {"b": 1, "a": 2}, "log_level": "x"})
+    other = kv_identity({"hf_overrides": {"a": 2, "b": 1}, "quantization": "fp8"})
+    assert one == other
+    assert one != kv_identity({"quantization": "awq", "hf_overrides": {"b": 1, "a": 2}})
+
+
+def test_a_number_and_its_text_are_one_value() -> None:
+    assert kv_identity({"hf_overrides": '{"a": 2}'}) == kv_identity({"hf_overrides": {"a": 2}})
+    assert kv_identity({"x": "1"}) == kv_identity({"x": 1}) != kv_identity({"x": "awq"})
+
+
+def test_an_unknown_argument_counts() -> None:
+    assert kv_identity({"from_a_later_vllm": 1}) != ""

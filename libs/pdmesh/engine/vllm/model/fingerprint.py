@@ -13,7 +13,8 @@ import platform
 from collections.abc import Iterable
 from pathlib import Path
 
-from pdmesh.core.instance.engine_args import EngineArgs, kv_identity
+from pdmesh.core.groups.kv_options import kv_identity
+from pdmesh.core.instance.engine_args import EngineArgs
 
 DIGEST_CHARS = 24
 COMPUTATION_CHARS = 16
