@@ -38,7 +38,7 @@ KV_TRANSPORT: Final = f"ucx/{wire.VERSION}"
 
 
 class ClusterView:
-    """Opened with `open`. `changed` is set whenever something may look different."""
+    """Opened with `open`. `changed` is set whenever a part of the view may have changed."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ClusterView:
         return desired, adjustments_from(self.desired.adjustments)
 
     async def read(self) -> None:
-        """Read the text of the current version, so that `current` knows it."""
+        """Read the text of the current version, which `current` then returns."""
         if self.version is not None:
             await self._reader.read(self.version)
 

@@ -53,7 +53,9 @@ class Books:
 
 
 class HistoryFeed:
-    """`wall` is unix time: it is only shown. `on_ended` takes the requests."""
+    """`wall` is unix time, for display only. `on_ended` takes ended requests; the rest comes by
+    NATS.
+    """
 
     def __init__(
         self,

@@ -150,9 +150,8 @@ class MoveLoop:
         await self._make(self._feed(seen), desired, known)
 
     def ask(self, plan: MovePlan, epoch: int) -> list[pb.RatioDecision]:
-        """An operator's moves.
-
-        Raises CannotMove with the reason for the first invalid move, before any move begins.
+        """Plan an operator's moves. Raises CannotMove with the reason for the first invalid move,
+        before any move begins.
         """
         groups = self._own(plan.scenario, epoch)
         for move in plan.moves:
@@ -170,14 +169,14 @@ class MoveLoop:
         return self._decide(self._ratio.handle(OperatorAsked(plan), self._clock()))
 
     def profiled(self, scenario: str, profile: Profile, epoch: int) -> list[pb.RatioDecision]:
-        """A measured profile of the scenario's requests; raises CannotMove."""
+        """Decide by a measured profile of the scenario's requests. Raises CannotMove."""
         groups = self._own(scenario, epoch)
         return self._decide(
             self._ratio.handle(ScenarioProfiled(scenario, profile, groups), self._clock())
         )
 
     def _own(self, scenario: str, epoch: int) -> Groups:
-        """All groups; raises CannotMove unless the scenario has a ratio and a serving group."""
+        """All groups with a ratio. Raises CannotMove unless one of the scenario serves."""
         if self._groups.current is None or epoch != self._epoch:
             raise CannotMove(self._groups.paused or "this master has not examined the groups yet")
         if not serving(self._states, scenario):
@@ -225,7 +224,7 @@ class MoveLoop:
         return max(map(wanted.dp_size, (Role.PREFILL, Role.DECODE))) if wanted is not None else 1
 
     def _resume(self, states: Groups) -> None:
-        """The plans of an earlier leader's schedules: schedules fire only once."""
+        """Resume the plans of an earlier leader's schedules, because a schedule fires only once."""
         for left in pending_from(self._groups.view.desired.adjustments):
             age_s = self._wall() - left.plan.asked_at
             plan = resumable(left, age_s)
