@@ -1,4 +1,5 @@
-"""Where vLLM's KV waits, as its workers find it; a way that is not there ends the start."""
+"""Where vLLM's KV waits for a transfer. A required way of transfer that is missing ends the start.
+"""
 
 from __future__ import annotations
 

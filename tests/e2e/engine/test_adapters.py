@@ -244,7 +244,7 @@ async def test_an_adapter_that_cannot_be_loaded_fails_only_its_own_requests(
 
 
 async def test_an_adapter_that_is_loaded_gives_signs_of_work(adapted: Pair, wanted: Wanted) -> None:
-    """Each layer in vLLM's worker is a sign; no step runs."""
+    """Each layer that vLLM's worker loads gives a sign, though no step runs."""
     host, digests = adapted.decode, [a.digest for a in wanted.adapters.values()]
     own = replace(adapted, adapter=wanted.adapters["three"])
     plain = replace(adapted, adapter=None)
@@ -259,7 +259,9 @@ async def test_an_adapter_that_is_loaded_gives_signs_of_work(adapted: Pair, want
         return await reported(f"after {salt}") - before
 
     async def reported(salt: str) -> int:
-        """An engine reports all signs so far, but only a few times a second, and with a new one."""
+        """The number of signs so far, which an engine reports with a new sign, a few times a
+        second.
+        """
         before = host.engine.stats().num_signs
         for n in itertools.count():
             await replace(plain, salt=f"{salt} {n}").generate((5, 6, 7), Sampling(2))

@@ -11,7 +11,9 @@ from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 
 class TestAuthority:
-    """An authority in a folder of its own. Another folder makes a stranger's authority."""
+    """An authority in a folder of its own. Another folder has another authority, which is a
+    stranger's.
+    """
 
     __test__ = False
 
