@@ -280,8 +280,7 @@ async def test_two_ranks_hand_over_the_layers_of_every_group(model_dir: Path, pl
 @pytest.mark.nightly
 @pytest.mark.req("S1", "S3", "S77")
 async def test_a_window_alone_is_handed_over_and_a_spoilt_one_is_seen(tmp_path: Path) -> None:
-    """All layers have a window, so nothing else moves. The decode zeroes the KV of its later pulls.
-    """
+    """All layers have a window, so nothing else moves. The decode zeroes the KV of later pulls."""
     rng, lengths = random.Random(23), (90, 101, 133, 200, 260, 310)
     cases = [Case(tuple(rng.choices(VOCABULARY, k=n)), 8) for n in lengths]
     (folder := tmp_path / "model").mkdir()

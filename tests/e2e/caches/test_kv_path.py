@@ -1,5 +1,4 @@
-"""Where vLLM's KV waits for a transfer. A required way of transfer that is missing ends the start.
-"""
+"""Where vLLM's KV waits for a transfer. A required path that is missing ends the start."""
 
 from __future__ import annotations
 

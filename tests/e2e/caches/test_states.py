@@ -102,8 +102,7 @@ class Served:
         return [todo[i] for i in kept], [expected[i] for i in kept]
 
     def moved_bytes(self, num_blocks: int) -> int:
-        """The bytes of a hand-over of this many blocks. A layer with a state sends only one block.
-        """
+        """The bytes of a hand-over of these blocks. A layer with a state sends only one."""
         block_bytes = self.decode.info.kv_bytes_per_token * self.kind.block_size
         return (block_bytes // NUM_LAYERS) * ((NUM_LAYERS - NUM_STATES) * num_blocks + NUM_STATES)
 

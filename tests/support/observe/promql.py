@@ -23,8 +23,7 @@ class Named:
 
 
 def plain(query: str, rate_interval: str = "", **variables: str) -> str:
-    """The query with Grafana's variables replaced. A variable without a value matches everything.
-    """
+    """The query with Grafana's variables replaced; a variable without a value matches all."""
     for name, value in (_VARIABLES | _given(rate_interval)).items():
         query = query.replace(name, value)
     return re.sub(r"\$(\w+)", lambda found: variables.get(found[1], ".*"), query)
