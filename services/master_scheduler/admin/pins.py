@@ -74,7 +74,7 @@ class Pins:
             await self._pins.close()
 
     async def round(self) -> None:
-        """The leader writes again what was wiped (F21), and ends expired pins.
+        """If this master leads, write pins again that were wiped (F21), and end expired ones.
 
         Raises MeshError; the next round continues.
         """

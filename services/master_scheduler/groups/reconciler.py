@@ -228,7 +228,7 @@ class GroupReconciler:
 
 
 def _instances_of(member_id: str, effects: Sequence[Effect]) -> list[str]:
-    """The instance, or the ranks of the domain, that the effects are about."""
+    """The ranks that the effects assign to the domain of this id, or the instance of this id."""
     ranks = [
         effect.instance_id
         for effect in effects

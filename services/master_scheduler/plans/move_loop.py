@@ -1,4 +1,4 @@
-"""Carries plans out while this master leads, one move at a time (S21, S28, S29).
+"""Carries plans out while this master leads, one move of a scenario at a time (S21, S28, S29).
 
 Schedules, ratios and operators ask for plans. A move is made by writing an adjustment of the
 desired state. It has ended when its groups match the adjusted desired state.
@@ -376,9 +376,9 @@ class MoveLoop:
         return starts
 
     async def _write(self, known: adjustments.Adjustments) -> None:
-        """Write the adjustments, fired schedules and open plans.
+        """Write the adjustments, the fired schedules and their open plans.
 
-        So the next leader repeats nothing and forgets nothing.
+        So the next leader repeats no schedule and forgets none.
         """
         left = self._runner.outstanding()
         pending = [each for each in left if each.plan.trigger is Trigger.SCHEDULE]
