@@ -1,4 +1,5 @@
 """One request over HTTP and over gRPC, whole and streamed, and what each client gets, in one form.
+
 `legs` returns the requests that instances received meanwhile.
 """
 

@@ -1,7 +1,8 @@
-"""`make audit` runs `python -m tools.audit FOLDER RUFF VENV...`. FOLDER gets the bills of
-materials, and each VENV is an environment with installed packages. PDMESH_AUDIT_OSV_URL is the
-address of another vulnerability database. Findings make the audit fail, and so does a malformed
-audit.yaml. A check that lacks the network only says so in one line.
+"""`make audit` runs `python -m tools.audit FOLDER RUFF VENV...`.
+
+FOLDER gets the bills of materials, and each VENV is an environment with installed packages.
+PDMESH_AUDIT_OSV_URL is the address of another vulnerability database. Findings make the audit fail,
+and so does a malformed audit.yaml. A check that lacks the network only says so in one line.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class PlannedService:
 
 
 def planned_services(spec: MeshSpec) -> list[PlannedService]:
-    """In start order. On one of several hosts, a name begins with the host's; else with its
+    """In start order. A name begins with its host's, if there are several, or else with its
     region's.
     """
     control = [

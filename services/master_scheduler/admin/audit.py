@@ -1,5 +1,7 @@
 """Reports each change by an operator, in the log and on NATS: who made it, and the state before and
-after it. The line in the log is written first, because an event may be lost.
+after it.
+
+The line in the log is written first, because an event may be lost.
 """
 
 from __future__ import annotations

@@ -125,8 +125,7 @@ class ClusterView:
         )
 
     def observe(self, epoch: int, version: int, desired: Desired) -> Observed:
-        """The input of the group controller. `desired`: the current or the last readable version.
-        """
+        """The group controller's input. `desired`: the current or the last readable version."""
         seen: dict[str, InstanceStatus] = {}
         for instance_id, record in self.registry.records.items():
             instance = self.fleet.instances.get(instance_id)

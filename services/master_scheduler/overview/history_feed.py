@@ -53,9 +53,7 @@ class Books:
 
 
 class HistoryFeed:
-    """`wall` is unix time, for display only. `on_ended` takes ended requests; the rest comes by
-    NATS.
-    """
+    """`wall` is unix time, for display only. `on_ended` takes ended requests."""
 
     def __init__(
         self,

@@ -150,8 +150,9 @@ class MoveLoop:
         await self._make(self._feed(seen), desired, known)
 
     def ask(self, plan: MovePlan, epoch: int) -> list[pb.RatioDecision]:
-        """Plan an operator's moves. Raises CannotMove with the reason for the first invalid move,
-        before any move begins.
+        """Plan an operator's moves.
+
+        Raises CannotMove with the reason for the first invalid move, before any move begins.
         """
         groups = self._own(plan.scenario, epoch)
         for move in plan.moves:

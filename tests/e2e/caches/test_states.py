@@ -1,4 +1,5 @@
 """Models in which some layers keep a state and others have attention, through prefill and decode.
+
 Plain vLLM runs as it would alone, and Transformers in float32 judges what it draws. The pair runs
 several requests at once. Plain vLLM does, too, except in bfloat16.
 """
@@ -237,9 +238,10 @@ async def test_of_a_layer_with_a_state_one_block_moves(served: Served) -> None:
 
 @pytest.mark.req("S3")
 async def test_a_prompt_that_comes_again_and_a_longer_one_find_the_prefix(served: Served) -> None:
-    """The prompt has three whole blocks. The decode has the state at the end of the last one,
-    because it pulled it. The prefill has to compute the last token, so it finds the state at the
-    end of the block before.
+    """The prompt has three whole blocks.
+
+    The decode has the state at the end of the last one, because it pulled it. The prefill has to
+    compute the last token, so it finds the state at the end of the block before.
     """
     todo, expected = served.decided()
     size = served.kind.block_size

@@ -1,6 +1,8 @@
 """One engine of two pipeline stages, which hands prompts over to itself, draws what plain vLLM of
-one rank draws. It decodes a prompt under another salt than it prefilled the prompt under, so it
-finds nothing in its own cache and pulls all KV. `test_pair.py` has two engines (nightly).
+one rank draws.
+
+It decodes a prompt under another salt than it prefilled the prompt under, so it finds nothing in
+its own cache and pulls all KV. `test_pair.py` has two engines (nightly).
 """
 
 from __future__ import annotations

@@ -11,9 +11,7 @@ from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 
 class TestAuthority:
-    """An authority in a folder of its own. Another folder has another authority, which is a
-    stranger's.
-    """
+    """An authority in a folder of its own. In another folder, it is a stranger's authority."""
 
     __test__ = False
 

@@ -27,8 +27,9 @@ _START_S: Final = 60.0
 
 
 class OidcProvider:
-    """Each start makes a new key; the port stays the same. `max_age_s`: the lifetime of a token.
-    `users`: the claims of each user, by subject.
+    """Each start makes a new key; the port stays the same.
+
+    `max_age_s`: the lifetime of a token. `users`: the claims of each user, by subject.
     """
 
     def __init__(self, folder: Path, max_age_s: int = 3600, **users: dict[str, Any]) -> None:

@@ -99,9 +99,7 @@ def redis_users(passwords: Mapping[str, str]) -> str:
 
 
 def sentinel_users(passwords: Mapping[str, str]) -> str:
-    """The ACL file of the sentinels. Its users are services, which ask for the primary, and
-    sentinels.
-    """
+    """The ACL file of the sentinels, for services, which ask for the primary, and for sentinels."""
     users = [server_user(role, passwords[role], _OF_CLIENTS) for role in sorted(REDIS_ROLES)]
     users.append(server_user(SENTINEL_USER, passwords[SENTINEL_USER], _OF_SENTINELS))
     return "user default off resetpass\n" + "".join(users)
