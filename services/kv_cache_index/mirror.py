@@ -1,4 +1,4 @@
-"""Copies the index in memory to Redis: deltas as they arrive, or else whole instances.
+"""Copies the index in memory to Redis: deltas as they arrive, or whole instances.
 
 The mirror is level-triggered: after a failed write, the whole instance is written again. A changed
 epoch of the store means that it was wiped, so everything is written (F14, F15). Pending deltas are

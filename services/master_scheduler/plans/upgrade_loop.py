@@ -204,7 +204,8 @@ class UpgradeLoop:
         self._on_shares(shares(upgrades.values()))
 
     async def _restore(self, effect: RestoreVersion) -> None:
-        """Restore a version. If that fails, the next look tries again, except for a lost version.
+        """Restore a version. After a failure, the next look tries again. A lost version is given
+        up.
         """
         before = await self._view.desired.version(effect.version)
         if before is None or not await asyncio.to_thread(_can_read, before.text):

@@ -259,8 +259,7 @@ async def test_an_adapter_that_is_loaded_gives_signs_of_work(adapted: Pair, want
         return await reported(f"after {salt}") - before
 
     async def reported(salt: str) -> int:
-        """The number of signs so far. An engine reports it with a new sign, a few times a second.
-        """
+        """The number of signs so far. An engine reports it with new signs, a few times a second."""
         before = host.engine.stats().num_signs
         for n in itertools.count():
             await replace(plain, salt=f"{salt} {n}").generate((5, 6, 7), Sampling(2))

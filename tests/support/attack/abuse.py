@@ -180,7 +180,7 @@ def cpu_s(mesh: Mesh, process: str) -> float:
     tasks = Path(f"/proc/{mesh.pid(process)}/task").iterdir()
     total_ns = 0
     for task in tasks:
-        with suppress(FileNotFoundError):  # the process has ended
+        with suppress(FileNotFoundError):  # the thread has ended
             total_ns += int((task / "schedstat").read_text().split()[0])
     return total_ns / 1e9
 
@@ -189,7 +189,7 @@ def cpu_s(mesh: Mesh, process: str) -> float:
 class Flooded:
     num_sent: int
     answer: bytes
-    is_ended: bool  # whether the server closed the connection early
+    is_ended: bool  # whether the server closed the connection
 
     @property
     def status(self) -> int:
