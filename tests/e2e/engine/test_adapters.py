@@ -183,8 +183,8 @@ async def test_an_answer_continues_with_its_adapter_after_a_death_at_any_token(
 async def test_new_content_under_the_same_name_uses_no_old_kv(
     adapted: Pair, wanted: Wanted, tmp_path: Path
 ) -> None:
-    """This uses a prefix cache, a host pool, and one slot per adapter (vLLM issues 42125,
-    48352).
+    """The pair has a prefix cache, a host pool, and two slots for three contents (vLLM issues
+    42125, 48352).
     """
     path = str(tmp_path / "same")
     prompt = tuple(random.Random(9).choices(VOCABULARY, k=200))
