@@ -19,8 +19,8 @@ RESULTS = "loadtests/results"
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """`record`: by default it writes a record to loadtests/results. `traces`: it plays public
-    request traces, if there are any on this machine.
+    """`record`: whether it writes a record to loadtests/results by default. `traces`: whether it
+    plays public request traces, if the variable TRACES names their folder.
     """
 
     module: str

@@ -1,1 +1,1 @@
-"""Generators of committed files; `make docs` runs them."""
+"""Generators of committed files, most of which `make docs` runs, and checks of the repository."""

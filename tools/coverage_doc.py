@@ -2,8 +2,8 @@
 
 `python -m tools.coverage_doc` renders the page from docs/coverage-results.json. With a folder of
 JUnit files, it first takes over their results, and writes a list of all tests into the folder. A
-number is proved at a level on the day when some of its tests there passed and none failed. What was
-skipped or never ran proves nothing. An earlier day stands until the tests run again.
+number is proved at a level on the day when some of its tests there passed and none failed. A test
+that was skipped or never ran proves nothing. An earlier result stands until the tests run again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Checks hand-written pages: `python -m tools.docs_check`.
 
-Each cited number has one line in the requirements, and the files that pages name exist.
+Each cited number has one line in the requirements, the files that pages name exist, and the site's
+menu has every page.
 
 `make check` runs it.
 """
@@ -55,7 +56,7 @@ def unexplained(root: Path) -> Iterator[str]:
 
 
 def lost(root: Path) -> Iterator[str]:
-    """Files that a page links or names in `code`, and that are not there."""
+    """Files that a page links, or names in `code`, but that do not exist."""
     for page in sorted(p for pattern in PAGES for p in root.glob(pattern)):
         text = page.read_text()
         name = page.relative_to(root)

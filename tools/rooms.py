@@ -77,7 +77,7 @@ def untested(root: Path) -> Iterator[str]:
 
 
 def unwieldy(root: Path) -> Iterator[str]:
-    """Constructors with many parameters, which a dataclass would name, and lambdas that assign."""
+    """Constructors with too many parameters, and lambdas that set an attribute."""
     for path in modules(root, *SERVICES):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):

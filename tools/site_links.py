@@ -1,7 +1,8 @@
 """A hook of the docs site: changes links to files that are not part of the site.
 
-Pages link source files by their path in the repository. `PDMESH_REPOSITORY_URL` is its address on
-the web, for example https://example.org/pdmesh/blob/main. Without it, such a link becomes text.
+Pages link source files by their path in the repository. `PDMESH_REPOSITORY_URL` is the repository's
+address on the web, for example https://example.org/pdmesh/blob/main. Without this variable, such a
+link becomes text.
 """
 
 from __future__ import annotations

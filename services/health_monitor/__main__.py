@@ -85,7 +85,7 @@ def _observe(monitor: HealthMonitor) -> None:
 
 
 def main() -> None:
-    """`--node` runs the agent of one machine instead."""
+    """Run the health-monitor or, with `--node`, the agent of one machine."""
     if NODE_FLAG in sys.argv[1:]:
         sys.argv.remove(NODE_FLAG)
         run(node_main.SERVICE, NodeSettings, node_main.serve)

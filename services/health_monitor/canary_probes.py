@@ -1,4 +1,4 @@
-"""Probes idle instances with its own small request, and tells the fault judge the results.
+"""Probes idle instances with a small request, and reports the results to the fault judge.
 
 It sends the request as a gateway would. One probe is under way at a time. A refusal is a valid
 answer and blames no instance.

@@ -111,7 +111,7 @@ class NvmlDevices:
 
     @classmethod
     def find(cls) -> NvmlDevices | None:
-        """None if there is no such driver."""
+        """None if pynvml or the driver is missing."""
         try:
             import pynvml
         except ImportError:

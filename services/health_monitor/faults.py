@@ -126,7 +126,7 @@ class FaultWatch:
         return self._outliers.is_idle(record.instance_id, record.incarnation)
 
     def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
-        """Instances with a fault, by level and by the reason why nothing is done."""
+        """Instances with a fault, by level and by what holds the action back."""
         current = self.judge.current()
         keys = {(int(j.level), j.held_back) for j in current}
         for level, held_back in sorted(keys):

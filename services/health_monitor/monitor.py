@@ -75,7 +75,7 @@ class HealthMonitor:
             await subscription.unsubscribe()
 
     def _start(self, verdicts: dict[str, HealthChanged]) -> None:
-        """Take over from an earlier monitor; instances that it knew and that are gone have died."""
+        """Take over from an earlier monitor. An instance with a verdict but no record is dead."""
         self._view.on_change(self._on_record)
         for record in tuple(self._view.records.values()):
             self._step(health.RecordSeen(record.instance_id, record.incarnation, record.service))

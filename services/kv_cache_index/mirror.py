@@ -1,8 +1,8 @@
-"""Copies the index in memory to Redis: deltas as they come, whole instances after any doubt.
+"""Copies the index in memory to Redis: deltas as they arrive, or whole instances.
 
 The mirror is level-triggered: after a failed write, the whole instance is written again. A changed
 epoch of the store means that it was wiped, so everything is written (F14, F15). Pending deltas are
-bounded: too many are replaced by one write of the whole instance.
+bounded: beyond the bound, one write of the whole instance replaces them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class RedisMirror:
         self._wake.set()
 
     async def restore(self, incarnations: dict[str, int]) -> int:
-        """Load what the store has of these living instances, and forget all other instances.
+        """Load the stored blocks of these living instances, and remove all other instances from the
+        store.
 
         Returns how many instances were loaded.
         """

@@ -47,7 +47,7 @@ class KvIndexServicer:
     async def Snapshot(  # noqa: N802
         self, request: SnapshotRequest, context: Context
     ) -> AsyncIterator[SnapshotResponse]:
-        """Leaves out instances whose deltas are incomplete here: ask these instances."""
+        """Leaves out instances whose deltas are incomplete here. Callers must ask these."""
         for instance_id in list(request.instance_ids) or self._index.instance_ids():
             version = self._index.version(instance_id)
             is_known = self._index.is_whole(instance_id)

@@ -1,7 +1,7 @@
 """A master's work beside placement: groups, plans, upgrades, cordons, pins, adapters, usage, and
 their admin API.
 
-Every master has all parts. They follow the mesh everywhere, but decide only at the leader, and
+Every master has all parts. They follow the mesh at every master, but decide only at the leader, and
 check `leadership` before each write.
 """
 
@@ -74,7 +74,7 @@ class Control:
         self.calls = CheckedCalls(servicer, access, self._audit)
 
     async def keys_changed(self, before: KeyFile, after: KeyFile) -> None:
-        """The key file has changed. Every master reads it, and the leader tells of it."""
+        """The key file has changed. Every master reads it, and the leader reports the change."""
         if self._leadership()[0]:
             changed = Changed(Empty(), "key-file", *api_keys.difference(before, after))
             await self._audit.tell(AdminCaller("file", "key_file", None), "KeyFile", changed)

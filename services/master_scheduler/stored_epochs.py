@@ -1,8 +1,8 @@
 """The highest epoch in the stored assignments, adjustments and upgrades. A leader with a lower one
 could not write them (I7).
 
-It outlives all processes: after a restart of the whole mesh, nothing else remembers an epoch above
-the store's revisions (F21).
+The stored epochs outlive all processes: after a restart of the whole mesh, nothing else remembers
+an epoch above the store's revisions (F21).
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class UsageLoop:
     def message(self) -> pb.UsageBook:
         """The usage up to now.
 
-        Raises Unavailable until this leader has read the earlier leader's counts, InvalidRequest if
-        usage is not counted.
+        Raises Unavailable if this master does not lead, or has not read the earlier leader's counts
+        yet; InvalidRequest if no desired state is applied, since nothing is counted then.
         """
         if self._groups.view.version is None:
             raise InvalidRequest("nothing is counted until a desired state is applied")

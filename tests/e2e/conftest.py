@@ -25,7 +25,7 @@ from tests.e2e.preloaded import preloaded, run_main
 
 BLOCK_SIZE = 64
 DTYPE = "float32"
-# The suite's engines read it as the services do, so it can run once with it on.
+# The engines read this variable as the services do, so the suite can also run with it on.
 ASYNC_SCHEDULING = AsyncScheduling(os.environ.get("PDMESH_ASYNC_SCHEDULING", "auto"))
 NEAR_TIE = 5e-4  # in log probability; rounding changes it by some 1e-5
 

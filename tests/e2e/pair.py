@@ -152,7 +152,7 @@ class Host:
             self.legs[output.leg].put_nowait(output)
 
     async def until(self, is_so: object, timeout_s: float = 30.0) -> None:
-        """Wait until the callable `is_so` holds; raises TimeoutError."""
+        """Wait until the callable `is_so` returns true. Raises TimeoutError."""
         assert callable(is_so)
         async with self.changed:
             await asyncio.wait_for(self.changed.wait_for(is_so), timeout_s)

@@ -1,7 +1,7 @@
 """Plain vLLM's vectors and scores without the mesh: reads texts from one JSON file, writes numbers
 to another.
 
-A process of its own, with vLLM's engine inside it and no code of ours. Arguments: model directory,
+It is a separate process with vLLM's engine in it and no code of ours. Arguments: model directory,
 convert, file of texts, file of numbers.
 """
 

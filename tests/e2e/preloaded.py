@@ -29,7 +29,7 @@ _MODULES = [
     "vllm.model_executor.models.llama",
     "pdmesh.engine.vllm.connector.connector",
 ]
-# The server's: what vLLM reads while it is imported, and the process with which all others end.
+# The server's environment: what vLLM reads at its import, and the process whose end ends others.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -39,7 +39,7 @@ _ENVIRONMENT = {
 
 
 class _Process(context.ForkServerProcess):
-    """It has its parent's environment, as a spawned one, and not the server's."""
+    """A process with its parent's environment, as if it were spawned, and not the server's."""
 
     def start(self) -> None:
         self._environment = dict(os.environ)

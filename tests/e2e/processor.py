@@ -1,4 +1,4 @@
-"""Skips tests that need processor features which not every machine has, and names these."""
+"""Skips tests that need processor features that this machine lacks, and names the features."""
 
 from __future__ import annotations
 

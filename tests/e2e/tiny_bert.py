@@ -14,7 +14,7 @@ MAX_LENGTH = 128
 
 
 def write_tiny_bert(directory: Path, *, scores_pairs: bool) -> Path:
-    """Some 2 MB. The same weights each time."""
+    """Write a model of about 2 MB, with the same weights each time."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 

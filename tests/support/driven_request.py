@@ -56,7 +56,7 @@ class Driven:
         return effects
 
     def offer(self) -> None:
-        """Offer the next instance that was not tried."""
+        """Answer the request for a plan with the instances that it does not exclude."""
         left = [c for c in FUSIONS if c.instance_id not in self.excluded]
         self.feed(PlanReceived(self.plan, left, []))
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Final
 
 # The only allowance for the machine: after a fault a process starts again on one of two shared
-# cores. So a time may grow by its value without the fault, or by one second if that is more.
+# cores. So beyond its bound, a time may grow by its value without the fault, or by one second if
+# that is more.
 NOISE_S: Final = 1.0
 
 

@@ -1,4 +1,4 @@
-"""Ten JSON schemas of the kinds that clients ask answers to keep to."""
+"""Ten JSON schemas, as clients give them for structured output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks for Schemathesis, which replace each random model name by the one that exists.
+"""Hooks for Schemathesis, which replace random model names of a valid length by an existing one.
 
 Otherwise nearly all requests would be refused because of their model.
 """

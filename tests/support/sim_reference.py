@@ -25,7 +25,7 @@ def sim_reference(
     params: SimParams | None = None,
     adapter: str = "",
 ) -> tuple[list[int], FinishReason]:
-    """All tokens after `prompt`, and why they end. A sampled request needs a seed.
+    """All tokens after `prompt`, and the reason why they end. A sampled request needs a seed.
 
     `adapter`: the digest of an adapter.
     """

@@ -62,7 +62,7 @@ async def stream_completion(
 ) -> StreamOutcome:
     """Send a streamed /v1/completions request, and read it to its end.
 
-    The outcome, which grows as the stream does, is in `under_way` at once. `more`: fields of the
+    The outcome is added to `under_way` at once, and grows with the stream. `more`: fields of the
     request.
     """
     outcome = StreamOutcome(prompt=prompt, started_at=time.monotonic())

@@ -1,6 +1,6 @@
-"""One request over HTTP and over gRPC, whole and streamed: what each client gets, in one form.
+"""One request over HTTP and over gRPC, whole and streamed, and what each client gets, in one form.
 
-`legs` tells what the instances were asked meanwhile.
+`legs` returns the requests that instances received meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Said:
     ids: set[str] = field(default_factory=set, compare=False)  # of its calls: random
 
     def call(self, index: int, call_id: str, name: str, arguments: str) -> None:
-        """A piece of a call: its first one alone has an id and a name."""
+        """Add a piece of a call. Only the first piece of a call has an id and a name."""
         if index == len(self.calls):
             assert call_id
             assert name
@@ -59,7 +59,7 @@ class Answer:
 
 
 def legs(mesh: GatewayMesh) -> list[tuple[Any, ...]]:
-    """What prefills and decodes were told since the last time, without what names a request."""
+    """The requests to prefills and decodes since the last call, without what identifies them."""
     told: list[tuple[Any, ...]] = []
     for instance in mesh.instances.values():
         legs: list[Prefill | Start] = [*instance.prefills, *instance.starts]

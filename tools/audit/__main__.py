@@ -1,7 +1,8 @@
-"""`make audit`: python -m tools.audit FOLDER RUFF VENV...: FOLDER gets the bills of materials; each
-VENV is an environment with installed packages. PDMESH_AUDIT_OSV_URL is another database's address.
+"""`make audit` runs `python -m tools.audit FOLDER RUFF VENV...`.
 
-A check that lacks the network says so in one line; only findings make the audit fail.
+FOLDER gets the bills of materials, and each VENV is an environment with installed packages.
+PDMESH_AUDIT_OSV_URL is the address of another vulnerability database. Findings make the audit fail,
+and so does a malformed audit.yaml. A check that lacks the network only says so in one line.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ class _Choice:
 def forbidden(
     expressions: Mapping[Pin, str], known: Licences, *, is_whole: bool = True
 ) -> Iterator[str]:
-    """Packages whose licence is unknown or not allowed. If the packages are all (`is_whole`), also
-    exceptions that no package needs.
+    """Packages whose licence is unknown or not allowed. If `is_whole`, no package is missing from
+    `expressions`, and exceptions that no package needs are findings too.
     """
     needed = set()
     for pin, expression in sorted(expressions.items()):

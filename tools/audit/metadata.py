@@ -1,6 +1,5 @@
-"""Finds the metadata of pinned packages: in the environments here, else with pip.
-
-pip may need the network. What it found is kept in a file.
+"""Finds the metadata of pinned packages: in the environments here, else in pip's earlier answers,
+else with pip.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tools.audit.pinned import Pin, normalized
 
 
 def write_sbom(target: Path, pins: Iterable[Pin], licences: Mapping[Pin, str], root: Path) -> None:
-    """Raises CalledProcessError if what is written is no valid CycloneDX."""
+    """Raises ValueError if the result is no CycloneDX, CalledProcessError if the tool fails."""
     by_key = {(pin.name, pin.version): licences.get(pin, "") for pin in pins}
     wanted = target.with_suffix(".txt")
     wanted.write_text("\n".join(pin.requirement() for pin in pins) + "\n")

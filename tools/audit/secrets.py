@@ -1,4 +1,4 @@
-"""Whether a secret lies in a file of the repository, by detect-secrets: passwords, tokens, keys."""
+"""Finds passwords, tokens and keys in files of the repository, with detect-secrets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The certificates of a mesh that `pdmesh up --tls` starts, made anew at each start and when two
-thirds of their life are over: one for each process, and one for commands on this machine. NATS
-knows each of them as a user of its own.
+"""The certificates of a mesh that `pdmesh up --tls` starts: one for each process, and one for
+commands on this machine. They are made at each start, and again when two thirds of their life are
+over. NATS treats each certificate as a separate user.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class MeshCertificates:
         self._renew_at = issued_at + _RENEWED_AFTER
 
     def has_nats_a_new_one(self) -> bool:
-        """Whether NATS has a new certificate. NATS reads the files only when told to."""
+        """Whether NATS' certificate changed since the last call. NATS rereads it after a SIGHUP."""
         before, self._read_by_nats = self._read_by_nats, self._of_nats.latest()
         return before is not self._read_by_nats
 
 
 class CertificateAccounts:
-    """NATS' accounts: one for each certificate in the authority's folder, also for those that
-    `pdmesh certs` adds there while the mesh runs.
+    """NATS' accounts: one for each certificate in the authority's folder, including those that
+    `pdmesh certs` adds while the mesh runs.
     """
 
     def __init__(self, root: Path, file: Path) -> None:

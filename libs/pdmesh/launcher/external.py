@@ -1,4 +1,4 @@
-"""Checks servers that the user runs, before anything starts that would wait for them forever."""
+"""Checks the user's own servers before anything starts, since processes wait for them forever."""
 
 from __future__ import annotations
 

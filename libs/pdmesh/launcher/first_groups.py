@@ -15,7 +15,7 @@ _LEADER_S: Final = 20.0
 async def apply(file: Path, nats_url: str, environment: Mapping[str, str], mesh_token: str) -> None:
     """Wait for a leader and apply the file. Raises MeshError.
 
-    `environment` is that of the masters, which has their admin token.
+    `environment` is the masters' environment, which contains their admin token.
     """
     token = _admin_token(environment)
     text = await asyncio.to_thread(file.read_text)

@@ -1,7 +1,7 @@
 """The children's log files: each child appends to its own file, and the launcher bounds its size.
 
 A child writes to the file itself, so a busy launcher never blocks it. A file over the bound is
-copied to `<name>.log.1` and truncated, and the child continues at its start.
+copied to `<name>.log.1` and truncated. The child then continues at the start of the file.
 """
 
 from __future__ import annotations

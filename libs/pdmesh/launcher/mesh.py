@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]  # prints one line of progress
 _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
-_MAX_PROBLEMS: Final = 64  # different ones that are reported
+_MAX_PROBLEMS: Final = 64  # the most different problems that are reported
 
 
 class MeshFailed(Exception):
@@ -88,9 +88,9 @@ class Mesh:
         self._supervisor: Supervisor | None = None
         self._health: ProcessHealth | None = None
         self._certificates: MeshCertificates | None = None  # None: no TLS
-        self._accounts: CertificateAccounts | None = None  # None: NATS tells nobody apart
+        self._accounts: CertificateAccounts | None = None  # None: NATS does not distinguish users
         self._host: HostFolder | None = None  # None: the mesh is on this machine alone
-        self._read_by_nats: list[float] = []  # when the files of a host's NATS were changed
+        self._read_by_nats: list[float] = []  # when the files of this host's NATS changed
         self._phase, self._message = "starting", ""
         self._ready: set[str] = set()
         self._last_state: state.MeshState | None = None
@@ -112,7 +112,7 @@ class Mesh:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    # What tests and users need to know.
+    # State that tests and users read.
 
     @property
     def http_url(self) -> str:
@@ -153,7 +153,7 @@ class Mesh:
         return self._certificates.of_commands if self._certificates is not None else None
 
     def as_commands(self) -> AbstractContextManager[None]:
-        """Connect as this machine's commands do, for as long as the block runs."""
+        """While the block runs, connect with the certificate of this machine's commands."""
         return using_certificates(self.certificates, nats_roles=self.wiring.nats_roles)
 
     @property
@@ -190,7 +190,7 @@ class Mesh:
     def log_file(self, name: str) -> Path:
         return self.supervisor.log_file(name)
 
-    # What tests and users do.
+    # Actions of tests and users.
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal one process, as a fault would. The supervisor restarts it if it dies."""
@@ -250,7 +250,7 @@ class Mesh:
         if self._supervisor is not None:
             self._supervisor.kill_all()
 
-    # How the mesh starts.
+    # The start.
 
     async def _start(self) -> None:
         self._cleanup.enter_context(state.lock(self.state_dir))
@@ -348,7 +348,7 @@ class Mesh:
         )
 
     def _files_of_nats(self) -> list[float]:
-        """When they were changed; empty: NATS does not run on this host."""
+        """When NATS' files were changed; empty if NATS does not run on this host."""
         nats = self._servers.get("nats")
         files = nats.watched if isinstance(nats, NatsMember) else []
         return [each.stat().st_mtime for each in files if each.exists()]
@@ -361,7 +361,7 @@ class Mesh:
         return NatsServer(directory, tls_dir=nats_folder(tls), accounts=self._accounts.file)
 
     def _has_outer_roles(self) -> bool:
-        """Whether the user's own NATS tells roles apart."""
+        """Whether the user's own NATS distinguishes roles."""
         given = {**os.environ, **self.spec.env}
         return self.spec.tls and is_set(given, "PDMESH_NATS_ROLES")
 
@@ -421,7 +421,7 @@ class Mesh:
             await asyncio.gather(*(self.supervisor.stop(name) for name in names))
         state.forget_run(self.state_dir)
 
-    # What happens while the mesh runs.
+    # Reports and housekeeping.
 
     def _on_ready(self, name: str) -> None:
         if name not in self._ready and self._phase == "starting":
@@ -436,7 +436,7 @@ class Mesh:
                 when = f"in {delay_s:g} s" if delay_s else "now"
                 self._report(f"{name} {_ending(code)} ({deaths} in a row); restarting it {when}")
             case GiveUp(name) if self._ends_the_start(name):
-                pass  # MeshFailed says it
+                pass  # MeshFailed reports it
             case GiveUp(name, code, deaths):
                 self._report(
                     f"{name} {_ending(code)} {deaths} times, given up: "
@@ -446,7 +446,7 @@ class Mesh:
             asyncio.get_running_loop().call_soon(self._write_state)
 
     def _ends_the_start(self, name: str) -> bool:
-        """Whether the mesh does not start without this process, or has failed by then."""
+        """Whether the start fails without this process, or has failed already."""
         return self._phase == "failed" or (self._phase == "starting" and name in self._awaited())
 
     def _raise_if_hopeless(self, names: Iterable[str]) -> None:
@@ -476,7 +476,7 @@ class Mesh:
             ):
                 try:
                     await chore()
-                except Exception as exc:  # noqa: BLE001  # the mesh still runs, so this loop must
+                except Exception as exc:  # noqa: BLE001  # the mesh goes on, and so must this loop
                     self._report_problem(f"housekeeping failed: {exc!r}")
             self._write_state()
             await asyncio.sleep(_HOUSEKEEPING_S)
@@ -491,7 +491,7 @@ class Mesh:
         self._certificates.renew()
         has_new_users = self._accounts is not None and self._accounts.write()
         if self._certificates.has_nats_a_new_one() or has_new_users:
-            with contextlib.suppress(KeyError):  # there is none, or it is just starting
+            with contextlib.suppress(KeyError):  # NATS is not ours, or is restarting
                 self.supervisor.signal("nats", signal.SIGHUP)
 
     async def _bound_logs(self) -> None:

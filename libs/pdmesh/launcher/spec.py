@@ -1,7 +1,7 @@
 """Turns the user's options into the list of a mesh's processes.
 
-The services get their settings through the environment, as everywhere else. Processes start in the
-order of the list and stop in reverse order, in tiers: gateways first, servers last.
+The services get their settings through the environment, as in every deployment. Processes start in
+the order of the list. They stop in tiers: gateways first, servers last.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MeshSpec:
     host_folder: Path | None = None  # of `pdmesh hosts`: this mesh is one host of a larger one
     host_name: str = ""  # names of processes begin with it
     host_region: str = ""
-    regions: tuple[str, ...] = ()  # each has all the numbers of instances, gateways, masters
+    regions: tuple[str, ...] = ()  # each has these numbers of instances, gateways, masters
     host: str = "127.0.0.1"  # where clients reach the gateways
     inner_host: str = "127.0.0.1"  # where the processes reach each other
     http_port: int = 8000
@@ -184,11 +184,11 @@ _TIERS: Final = {
     "gateway": StopOrder.GATEWAY,
 }
 
-# Added to the name of a model that gives answers when pooling instances make vectors with it.
+# Added to the model's name at pooling instances that use the model of the other instances.
 _POOLING_SUFFIX: Final = "-embed"
 _MODULES: Final = {
     "node-agent": ("pdmesh.services.health_monitor", "--node")
-}  # others: services.<service>
+}  # others: pdmesh.services.<service>
 
 
 def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
@@ -211,7 +211,9 @@ class PlannedService:
 
 
 def planned_services(spec: MeshSpec) -> list[PlannedService]:
-    """In start order. With several hosts, names begin with the host's; or, with regions, theirs."""
+    """In start order. A name begins with its host's, if there are several, or else with its
+    region's.
+    """
     control = [
         (name, name)
         for name, is_wanted in (

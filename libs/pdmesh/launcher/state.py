@@ -41,7 +41,7 @@ class ProcessState:
 
 @dataclass(frozen=True)
 class MeshState:
-    """`phase` is starting, ready, stopping or failed; `message` says why."""
+    """`phase` is starting, ready, stopping or failed; `message` is the cause of a failure."""
 
     pid: int  # pid of the launcher
     phase: str
@@ -140,7 +140,8 @@ def is_locked(state_dir: Path) -> bool:
 
 
 def locker_pid(state_dir: Path) -> int | None:
-    """The pid of the launcher that holds the directory; None if there is none or it is unknown.
+    """The pid of the launcher that holds the directory; None if no launcher does, or its pid is
+    unknown.
 
     A launcher that has just claimed the directory has not written its pid yet. Until then, the file
     has the pid of its predecessor.
@@ -166,7 +167,8 @@ def _is_alive(pid: int) -> bool:
 
 
 def forget_run(state_dir: Path) -> bool:
-    """Remove the files of a mesh that is gone: a later mesh or its instances would trust them.
+    """Remove the files of a mesh that is gone, because a later mesh or its instances would trust
+    them.
 
     Returns whether there were any.
     """
@@ -196,7 +198,7 @@ def mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
 
 
 def known_mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
-    """The mesh token, if there is one; else empty, and none is made. Raises BadSetting."""
+    """The existing mesh token; empty if there is none. Raises BadSetting."""
     if named := _named_mesh_token(given):
         return named
     try:

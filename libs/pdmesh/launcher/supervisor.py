@@ -178,7 +178,7 @@ class Supervisor:
 
     def _ask_to_end(self, name: str) -> None:
         running = self._running.get(name)
-        if running is None:  # its start failed, which is not reported yet
+        if running is None:  # its start failed, and the core has not heard of that yet
             self._feed(Exited(name, _CANNOT_RUN))
             return
         running.process.terminate()

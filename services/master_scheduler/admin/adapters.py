@@ -1,4 +1,4 @@
-"""Registers LoRA adapters, at the leading master: instances look at the files first.
+"""Registers LoRA adapters at the leading master, after instances have inspected their files.
 
 Gateways and instances follow the board themselves. So an adapter is served whichever master leads.
 After its removal, gateways refuse it and instances unload it.
@@ -71,7 +71,7 @@ class Adapters:
             await self._adapters.close()
 
     async def round(self) -> None:
-        """The leader writes again what was wiped (F21). Raises MeshError."""
+        """If this master leads, write adapters again that were wiped (F21). Raises MeshError."""
         is_leader, epoch = self._leadership()
         if not is_leader or self._adapters is None or not self._adapters.is_current:
             return

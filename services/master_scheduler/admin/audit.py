@@ -1,7 +1,7 @@
-"""Tells of each change that an operator makes: who, what, before and after, in the log and on NATS.
+"""Reports each change by an operator, in the log and on NATS: who made it, and the state before and
+after it.
 
-The line in the log is written first. An event may be lost, as all events may be; the log's line is
-not.
+The line in the log is written first, because an event may be lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdmesh.v1 import admin_service_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-_MAX_VALUES: Final = 100  # changed values that are told of one file; the stored versions have all
+_MAX_VALUES: Final = 100  # changed values in one report; the stored versions have all
 _MAX_VALUE_BYTES: Final = 512
 
 State = Mapping[str, Any]
@@ -34,8 +34,8 @@ State = Mapping[str, Any]
 class Changed:
     """The answer to a call that changed something, and what it changed.
 
-    `about`: the instance, pin, adapter, scenario, or `desired`. An empty state: there was, or is,
-    nothing.
+    `about`: the changed instance, pin, adapter or scenarios; or `desired`, or `key-file`. An empty
+    state means that it did not exist before, or does not exist now.
     """
 
     answer: Message
@@ -47,13 +47,13 @@ class Changed:
 
 
 class AuditTrail:
-    """`master_id`: of this master, which tells of the changes made through it."""
+    """`master_id`: this master, which reports the changes made through it."""
 
     def __init__(self, publisher: EventPublisher, master_id: str) -> None:
         self._publisher, self._master_id = publisher, master_id
 
     async def tell(self, caller: AdminCaller, action: str, changed: Changed) -> None:
-        """`action`: the method that was called."""
+        """`action`: the called method, or `KeyFile`."""
         facts: dict[str, Any] = {
             "who": caller.who,
             "shown_by": caller.shown_by,

@@ -36,9 +36,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class AdminCaller:
-    """`shown_by`: admin_token, api_key, token, certificate, or local: nothing but its address.
-
-    `role` None: it has none. `address`: as gRPC writes it.
+    """`shown_by`: what identified the caller: admin_token, api_key, token, certificate, or local
+    for its address alone; key_file for a change of the key file. `role`: None if it has none.
+    `address`: in gRPC's notation.
     """
 
     who: str
@@ -48,13 +48,13 @@ class AdminCaller:
 
     @property
     def name(self) -> str:
-        """Who it is, if that was shown; empty: many share what it showed."""
+        """The caller's own name; empty if many callers share what identified it."""
         return "" if self.shown_by in ("admin_token", "local") else self.who
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorSources:
-    """What operators may show beside the admin token; None: this is not accepted."""
+    """The credentials accepted beside the admin token; None: not accepted."""
 
     keys: FollowedKeys | None = None
     tokens: TokenVerifier | None = None

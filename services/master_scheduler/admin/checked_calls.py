@@ -1,5 +1,5 @@
 """AdminService as callers reach it, over gRPC and from the page: first the caller and its role are
-checked, then the method runs, then its change is told.
+checked, then the method runs, then its change is reported.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The operators' page, and AdminService as JSON over HTTP: the same methods, checks and refusals.
 
-A call is POST /admin/<method> with a JSON request. Before a page of another site sends such a
-request here, the browser asks for permission, which it never gets. Without a token, the request's
-host must also be an address of this machine, so that no foreign name leads here
-(DNS rebinding).
+A call is POST /admin/<method> with a JSON request. A browser asks for permission before a page of
+another site sends such a request here, and never gets it. Without a token, the request's host must
+also be localhost or a loopback address, so that no foreign name leads here (DNS rebinding).
 
 The port is not encrypted and asks for no certificate. So where gRPC asks for an operator's
 certificate, calls here are served only from this machine.

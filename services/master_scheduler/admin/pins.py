@@ -47,7 +47,7 @@ class Pins:
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` is the wall clock: operators give times of day, and only a cache is at stake."""
+        """`clock` is the wall clock: every master must agree on the time at which a pin ends."""
         self._board, self._index = board, index
         self._view, self._publisher, self._secret = link.view, link.publisher, secret
         self._leadership, self._clock = leadership, clock
@@ -74,7 +74,7 @@ class Pins:
             await self._pins.close()
 
     async def round(self) -> None:
-        """The leader writes again what was wiped (F21), and ends expired pins.
+        """If this master leads, write pins again that were wiped (F21), and end expired ones.
 
         Raises MeshError; the next round continues.
         """

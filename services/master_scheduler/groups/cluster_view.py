@@ -38,7 +38,7 @@ KV_TRANSPORT: Final = f"ucx/{wire.VERSION}"
 
 
 class ClusterView:
-    """Opened with `open`. `changed` is set whenever something may look different."""
+    """Opened with `open`. `changed` is set whenever a part of the view may have changed."""
 
     def __init__(
         self,
@@ -92,18 +92,18 @@ class ClusterView:
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """The operator's desired state, and the plans' adjustments; None until it was read."""
+        """The operator's desired state and the plans' adjustments; None until a version is read."""
         if self.version is None or (desired := self._reader.known(self.version)) is None:
             return None
         return desired, adjustments_from(self.desired.adjustments)
 
     async def read(self) -> None:
-        """Read the text of the current version, so that `current` knows it."""
+        """Read the text of the current version, which `current` then returns."""
         if self.version is not None:
             await self._reader.read(self.version)
 
     def why_unreadable(self) -> str | None:
-        """Why the current version is unreadable; empty: it was read; None: it was not read yet."""
+        """Why no version is readable; empty: one is; None: the current one was not read yet."""
         if self.version is None or not self._reader.has_read(self.version):
             return None
         return "" if self._reader.known(self.version) is not None else self._reader.problem
@@ -125,7 +125,7 @@ class ClusterView:
         )
 
     def observe(self, epoch: int, version: int, desired: Desired) -> Observed:
-        """The input of the group controller. `desired` is the current version's."""
+        """The group controller's input. `desired`: the current or the last readable version."""
         seen: dict[str, InstanceStatus] = {}
         for instance_id, record in self.registry.records.items():
             instance = self.fleet.instances.get(instance_id)

@@ -61,7 +61,9 @@ def adjustments_to(
 
 
 def pending_from(message: pb.Adjustments) -> list[PendingPlan]:
-    """Only plans of schedules. A plan with a move unknown to this release is left out."""
+    """The stored plans, which are all of schedules. Plans with a move unknown to this release are
+    left out.
+    """
     plans: list[PendingPlan] = []
     for each in message.pending:
         try:

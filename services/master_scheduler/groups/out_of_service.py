@@ -3,7 +3,7 @@
 Each write is compared with what was last seen: if two operators change an entry at the same time,
 the second write is refused. `core.health.ejection_cap` decides which faulty instances are ejected.
 An operator who puts an instance back overrules the fault: the health-monitor learns of it and
-judges anew. A new judgement may eject the instance again.
+judges the instance again, which may lead to another ejection.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OutOfServiceBook:
         return self._view.known.get(instance_id) if self._view is not None else None
 
     async def take_out(self, entry: OutOfService, epoch: int) -> None:
-        """`epoch`: of the leadership in which this was decided.
+        """Write the entry. `epoch`: of the leadership in which this was decided.
 
         Raises InvalidRequest if the entry would drain an instance that was taken out at once;
         VersionConflict, NotLeader, Unavailable.
@@ -84,7 +84,8 @@ class OutOfServiceBook:
         await self._write(entry, epoch)
 
     async def put_back(self, instance_id: str, mode: LeaveMode.ValueType, epoch: int) -> str:
-        """Returns the instance's known fault; empty if there is none. `mode` may be unspecified.
+        """Returns the instance's fault if it is serious enough for ejection; else empty. `mode` may
+        be unspecified.
 
         Raises InvalidRequest if it is not out of service in this mode, and otherwise the errors of
         `take_out`.
@@ -104,7 +105,7 @@ class OutOfServiceBook:
         return str(fault) if fault is not None and fault.level >= EJECTS_FROM else ""
 
     async def restore(self, epoch: int) -> None:
-        """Write again what was wiped from the bucket (F21). Raises like `take_out`."""
+        """Write entries again that were wiped from the bucket (F21). Raises like `take_out`."""
         view = self._opened()
         for instance_id in sorted(view.missing):
             await self._write(view.known[instance_id], epoch)

@@ -42,7 +42,7 @@ from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
 
-_TICK_S: Final = 0.5  # at most between two rounds, to notice what is overdue
+_TICK_S: Final = 0.5  # the longest wait between two rounds, to notice what is overdue
 _GAP_S: Final = 0.02  # changes that come together make one round
 
 
@@ -81,7 +81,7 @@ class GroupReconciler:
             await self.view.close()
 
     def wake(self) -> None:
-        """Our leadership changed."""
+        """Call it when our leadership changes."""
         self.view.changed.set()
 
     @property
@@ -128,7 +128,7 @@ class GroupReconciler:
             log.info("groups.unavailable", error=exc.message)
 
     def _forget(self) -> None:
-        """The groups are another master's now: what was seen of them is reported no more."""
+        """Another master leads now, so stop reporting what was observed of the groups."""
         self._pause("", "")
         self._epoch, self.observed, self.controller = 0, None, GroupController()
 
@@ -228,7 +228,7 @@ class GroupReconciler:
 
 
 def _instances_of(member_id: str, effects: Sequence[Effect]) -> list[str]:
-    """The instance, or the ranks of the domain, that the effects are about."""
+    """The ranks that the effects assign to the domain of this id, or the instance of this id."""
     ranks = [
         effect.instance_id
         for effect in effects

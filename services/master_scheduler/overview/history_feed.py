@@ -53,7 +53,7 @@ class Books:
 
 
 class HistoryFeed:
-    """`wall` is unix time: it is only shown. `on_ended` takes the requests."""
+    """`wall` is unix time, for display only. `on_ended` takes ended requests."""
 
     def __init__(
         self,

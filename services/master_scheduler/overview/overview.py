@@ -36,7 +36,7 @@ class Overview:
     ) -> None:
         self.feed, self._view, self._backpressure = feed, view, backpressure
         self._clock, self._wall = clock, wall
-        self._history: pb.GetHistoryResponse | None = None  # until a step of it ends
+        self._history: pb.GetHistoryResponse | None = None  # valid until its step ends
         self._history_until = 0.0
 
     def now(self, caller: pb.Caller, epoch: int) -> pb.GetOverviewResponse:

@@ -27,7 +27,7 @@ class GroupAnnouncer:
         self._has_changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Call it also when this master begins to lead: it announces what it finds."""
+        """Call it also when this master begins to lead, so that it announces the present groups."""
         self._has_changed.set()
 
     async def run(self) -> None:

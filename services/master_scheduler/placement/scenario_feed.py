@@ -1,4 +1,4 @@
-"""Keeps and shows the scenarios' numbers, from the gateways' reports on ended requests (S138)."""
+"""Keeps and exports the scenarios' figures, from the gateways' reports on ended requests (S138)."""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class PlanningCores:
-    """What answers a query: which instances may serve it, which hold its prefix, how many wait."""
+    """The cores that answer a query: which instances may serve it, which hold its prefix, how many
+    wait.
+    """
 
     placement: Placement
     index: PrefixIndex

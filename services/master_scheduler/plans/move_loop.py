@@ -1,4 +1,4 @@
-"""Carries plans out while this master leads, one move at a time (S21, S28, S29).
+"""Carries plans out while this master leads, one move of a scenario at a time (S21, S28, S29).
 
 Schedules, ratios and operators ask for plans. A move is made by writing an adjustment of the
 desired state. It has ended when its groups match the adjusted desired state.
@@ -150,7 +150,7 @@ class MoveLoop:
         await self._make(self._feed(seen), desired, known)
 
     def ask(self, plan: MovePlan, epoch: int) -> list[pb.RatioDecision]:
-        """An operator's moves.
+        """Plan an operator's moves.
 
         Raises CannotMove with the reason for the first invalid move, before any move begins.
         """
@@ -170,14 +170,14 @@ class MoveLoop:
         return self._decide(self._ratio.handle(OperatorAsked(plan), self._clock()))
 
     def profiled(self, scenario: str, profile: Profile, epoch: int) -> list[pb.RatioDecision]:
-        """A measured profile of the scenario's requests; raises CannotMove."""
+        """Decide by a measured profile of the scenario's requests. Raises CannotMove."""
         groups = self._own(scenario, epoch)
         return self._decide(
             self._ratio.handle(ScenarioProfiled(scenario, profile, groups), self._clock())
         )
 
     def _own(self, scenario: str, epoch: int) -> Groups:
-        """All groups; raises CannotMove unless the scenario has a ratio and a serving group."""
+        """All groups with a ratio. Raises CannotMove unless one of the scenario serves."""
         if self._groups.current is None or epoch != self._epoch:
             raise CannotMove(self._groups.paused or "this master has not examined the groups yet")
         if not serving(self._states, scenario):
@@ -225,7 +225,7 @@ class MoveLoop:
         return max(map(wanted.dp_size, (Role.PREFILL, Role.DECODE))) if wanted is not None else 1
 
     def _resume(self, states: Groups) -> None:
-        """The plans of an earlier leader's schedules: schedules fire only once."""
+        """Resume the plans of an earlier leader's schedules, because a schedule fires only once."""
         for left in pending_from(self._groups.view.desired.adjustments):
             age_s = self._wall() - left.plan.asked_at
             plan = resumable(left, age_s)
@@ -377,9 +377,9 @@ class MoveLoop:
         return starts
 
     async def _write(self, known: adjustments.Adjustments) -> None:
-        """Write the adjustments, fired schedules and open plans.
+        """Write the adjustments, the fired schedules and their open plans.
 
-        So the next leader repeats nothing and forgets nothing.
+        So the next leader repeats no schedule and forgets none.
         """
         left = self._runner.outstanding()
         pending = [each for each in left if each.plan.trigger is Trigger.SCHEDULE]

@@ -57,7 +57,8 @@ class UpgradeFeed:
     def answered(self, event: RequestFinishedJson) -> None:
         """A completed request.
 
-        It counts for its prefill's group and revision; its decode has the same.
+        It counts for the group and revision of its prefill, which its decode shares, or of its
+        pooling instance.
         """
         group_revision = self._group_revision(event.prefill_id or event.pooling_id)
         if group_revision is None:

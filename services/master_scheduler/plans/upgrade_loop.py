@@ -153,7 +153,7 @@ class UpgradeLoop:
         return shares
 
     def tell(self, event: RequestAnswered | LegFailureReported) -> None:
-        """An instance of a revision answered a request, or failed one."""
+        """An instance of a revision answered a request, or failed a leg."""
         self._controller.handle(event, self._clock())
 
     def _on_step(self, step: AnnounceStep) -> None:
@@ -204,7 +204,9 @@ class UpgradeLoop:
         self._on_shares(shares(upgrades.values()))
 
     async def _restore(self, effect: RestoreVersion) -> None:
-        """Restore a version. If that fails, the next look tries again unless it is lost."""
+        """Restore a version. After a failure, the next look tries again. A lost version is given
+        up.
+        """
         before = await self._view.desired.version(effect.version)
         if before is None or not await asyncio.to_thread(_can_read, before.text):
             log.warning("upgrade.version_lost", version=effect.version)

@@ -1,1 +1,1 @@
-"""Models with other kinds of KV cache than full attention: each through prefill and decode."""
+"""Models with KV caches other than full attention's, through prefill and decode."""

@@ -1,4 +1,4 @@
-"""Models with other caches than full attention's, through prefill and decode: as plain vLLM's.
+"""A prefill and a decode draw what plain vLLM draws, with caches other than full attention's.
 
 Plain vLLM runs as it would alone. Prompts and answers are longer than the window of the layers that
 have one.
@@ -192,7 +192,7 @@ async def test_of_a_layer_with_a_window_only_the_window_moves(served: Served) ->
     held = kind.num_full * num_blocks + kind.num_windowed * (num_blocks - first)
     assert run.last_received.kv_bytes == held * size * LAYER_BYTES
     assert run.num_computed_at_decode == 0
-    # The next turn begins with what the decode has, but for the answer's last token.
+    # The next turn begins with the tokens whose KV the decode has, and the answer's last token.
     turn = [*prompt, *answer, *random.Random(18).choices(VOCABULARY, k=60)]
     await run.generate(turn, Sampling(max_tokens=2))
     num_local, num_blocks, first = 539 // size, -(-600 // size), (600 - WINDOW + 1) // size
@@ -280,7 +280,7 @@ async def test_two_ranks_hand_over_the_layers_of_every_group(model_dir: Path, pl
 @pytest.mark.nightly
 @pytest.mark.req("S1", "S3", "S77")
 async def test_a_window_alone_is_handed_over_and_a_spoilt_one_is_seen(tmp_path: Path) -> None:
-    """Of layers that all have a window, nothing else moves. The decode spoils its later pulls."""
+    """All layers have a window, so nothing else moves. The decode zeroes the KV of later pulls."""
     rng, lengths = random.Random(23), (90, 101, 133, 200, 260, 310)
     cases = [Case(tuple(rng.choices(VOCABULARY, k=n)), 8) for n in lengths]
     (folder := tmp_path / "model").mkdir()

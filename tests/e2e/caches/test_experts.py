@@ -1,7 +1,7 @@
-"""A mixture of experts through prefill and decode: as plain vLLM's.
+"""A prefill and a decode draw what plain vLLM draws, with a mixture of experts.
 
-Experts keep no KV, so what moves is that of any other model. What is new is that a token's numbers
-depend on which experts it chose: with wrong KV, it soon chooses others.
+Experts keep no KV, so the same KV moves as with any other model. But a token's numbers depend on
+the experts that it chose, and with wrong KV it soon chooses others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def clear(plain: Plain) -> tuple[list[Case], list[list[int]]]:
-    """The cases whose first token is no near-tie, each cut at its first one."""
+    """The cases whose first token is no near-tie, each cut at its first near-tie."""
     both = zip(*plain.cut(CASES, NEAR_TIE), strict=True)
     kept = [(case, answer) for case, answer in both if answer]
     assert len(kept) > len(CASES) // 2

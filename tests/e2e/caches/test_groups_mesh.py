@@ -1,5 +1,5 @@
-"""Models with several kinds of layers through a mesh: of a long prompt fewer bytes travel than its
-blocks have, which a decode's own checks of a ticket must expect.
+"""Models with several kinds of layers, through a mesh. Fewer bytes of a long prompt move than its
+blocks have, and a decode's checks of a ticket must allow for that.
 """
 
 from __future__ import annotations

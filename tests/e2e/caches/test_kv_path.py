@@ -1,4 +1,4 @@
-"""Where vLLM's KV waits, as its workers find it; a way that is not there ends the start."""
+"""Where vLLM's KV waits for a transfer. A required path that is missing ends the start."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Latent attention (MLA) through prefill and decode: as plain vLLM's.
+"""A prefill and a decode draw what plain vLLM draws, with latent attention (MLA).
 
 On a CPU, vLLM's reference kernel computes it, also where there is AMX. vLLM caches no prefixes for
-that kernel and computes a prompt in one step. So neither side finds anything in its own cache: all
-of every prompt moves, or comes from a tier.
+that kernel and computes a prompt in one step. So neither side finds anything in its own cache:
+every prompt moves whole, or comes from a tier.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_MODEL_LEN: Final = 768
 # In bfloat16 an answer may depend on its batch, so there requests are compared one at a time.
 NUM_CONCURRENT: Final = 1 if HAS_GPU else 4
 ENGINE_ARGS: Final[dict[str, Any]] = {} if HAS_GPU else {"attention_backend": "CPU_MLA"}
-NEAR: Final = 0.2 if HAS_GPU else NEAR_TIE  # in log probability, that rounding may change
+NEAR: Final = 0.2 if HAS_GPU else NEAR_TIE  # in log probability; rounding may reverse such a margin
 POOL: Final = TierConfig(host_pool_bytes=192 << 20, timeout_s=20.0)
 SERVED_BY_POOL: Final = ("host", "served")
 ROUNDS: Final = 2
@@ -71,7 +71,7 @@ class Served:
 
 
 def clear(plain: Plain) -> tuple[list[Case], list[list[int]]]:
-    """The cases whose first token is no near-tie, each cut at its first one."""
+    """The cases whose first token is no near-tie, each cut at its first near-tie."""
     both = zip(*plain.cut(latent_cases(), NEAR), strict=True)
     kept = [(case, answer) for case, answer in both if answer]
     assert len(kept) > len(latent_cases()) // 2
@@ -146,7 +146,7 @@ async def test_plain_vllm_draws_what_transformers_draws(served: Served) -> None:
 @pytest.mark.req("S1", "S3")
 async def test_latents_handed_over_give_the_outputs_of_plain_vllm(served: Served) -> None:
     todo, expected = served.decided()
-    if not HAS_GPU:  # where an answer is cut at its first near-tie
+    if not HAS_GPU:  # on a GPU, near-ties cut the answers short
         assert max(map(len, expected)) > 2 * BLOCK_SIZE, "an answer fills blocks"
     run = Pair(served.prefill, served.decode, salt="whole")
     for _ in range(ROUNDS):
@@ -234,7 +234,7 @@ async def test_the_comparison_fails_when_the_latents_from_the_pool_are_zeroed(
 ) -> None:
     todo, expected = served.decided()
     long = [i for i, case in enumerate(todo) if len(case.prompt) > 2 * BLOCK_SIZE]
-    # Of each first block one: in the first round, nothing comes from the pool.
+    # One case for each first block, so that nothing comes from the pool in the first round.
     picked = list({todo[i].prompt[:BLOCK_SIZE]: i for i in long}.values())
     todo, expected = [todo[i] for i in picked], [expected[i] for i in picked]
     small = config(served.model_dir, "spoilt", 4, tiers=POOL, failpoints="tier.loaded=zero-kv")

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) through a mesh on CPUs, with a host pool, and where a decode is killed."""
+"""Latent attention (MLA) through a mesh on CPUs, with a host pool, and after a decode is killed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VICTIM: Final = "decode-0"
 
 @pytest.fixture(scope="module")
 def latent_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With SmolLM2's tokenizer, of which it knows the first 40,960 tokens."""
+    """A model with SmolLM2's tokenizer, which knows the tokenizer's first 40,960 tokens."""
     folder = write_tiny_deepseek(tmp_path_factory.mktemp("model"))
     for file in model_dir.glob("tokenizer*"):
         shutil.copy(file, folder)

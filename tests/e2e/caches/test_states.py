@@ -1,7 +1,7 @@
-"""Models whose layers keep a state beside others with attention, through prefill and decode.
+"""Models in which some layers keep a state and others have attention, through prefill and decode.
 
-Plain vLLM runs as it would alone, and Transformers, in float32, is the judge of what it draws. The
-pair has several requests at once, and so has plain vLLM, but not in bfloat16.
+Plain vLLM runs as it would alone, and Transformers in float32 judges what it draws. The pair runs
+several requests at once. Plain vLLM does, too, except in bfloat16.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Kind:
     write: Callable[[Path], Path]
     block_size: int
     dtype: str = "float32"
-    num_step_blocks: int = 4  # that a step computes at most
-    near_tie: float = NEAR_TIE  # in log probability, that rounding may change
+    num_step_blocks: int = 4  # the most that a step computes
+    near_tie: float = NEAR_TIE  # in log probability; rounding may reverse such a margin
     num_at_once: int = NUM_AT_ONCE  # in plain vLLM
     has_heads_apart: bool = False  # vLLM's rotation for CPUs is wrong for it
 
@@ -69,8 +69,8 @@ KINDS = {
 def stateful_cases(block_size: int, seed: int = 6) -> list[Case]:
     """Prompts of lengths around blocks' ends, shared prefixes, and an answer over several blocks.
 
-    A state is valid after exactly as many tokens as it has seen, so each of these lengths counts.
-    The last two are a prompt of whole blocks and a longer one that begins with it.
+    A state is valid only after exactly the tokens that it has seen, so each of these lengths
+    matters. The last two cases are a prompt of whole blocks and a longer one that begins with it.
     """
     rng, size = random.Random(seed), block_size
     edges = [1, 2, *(k * size + d for k in (1, 2, 4) for d in (-1, 0, 1)), 5 * size + size // 2]
@@ -103,7 +103,7 @@ class Served:
         return [todo[i] for i in kept], [expected[i] for i in kept]
 
     def moved_bytes(self, num_blocks: int) -> int:
-        """What a hand-over of so many blocks takes: of a layer with a state, one of them."""
+        """The bytes of a hand-over of these blocks. A layer with a state sends only one."""
         block_bytes = self.decode.info.kv_bytes_per_token * self.kind.block_size
         return (block_bytes // NUM_LAYERS) * ((NUM_LAYERS - NUM_STATES) * num_blocks + NUM_STATES)
 
@@ -198,7 +198,7 @@ async def test_a_prompts_state_handed_over_gives_the_outputs_of_plain_vllm(serve
 async def test_answers_that_fill_blocks_of_states_leave_plain_vllm_s_at_near_ties_only(
     served: Served,
 ) -> None:
-    """One request at a time, and nothing is cut: at a near-tie, rounding may take the other."""
+    """Requests run one at a time, and no answer is cut at a near-tie, where rounding may choose."""
     todo, expected = stateful_cases(served.kind.block_size), served.plain.tokens()
     run = Pair(served.prefill, served.decode, salt="long")
     got = await generate_all(run.generate, todo, 1)
@@ -238,9 +238,10 @@ async def test_of_a_layer_with_a_state_one_block_moves(served: Served) -> None:
 
 @pytest.mark.req("S3")
 async def test_a_prompt_that_comes_again_and_a_longer_one_find_the_prefix(served: Served) -> None:
-    """The prompt has three whole blocks. A decode has the state at their end, for it pulled it.
+    """The prompt has three whole blocks.
 
-    A prefill has to compute the last token, so it finds the state of the block before.
+    The decode has the state at the end of the last one, because it pulled it. The prefill has to
+    compute the last token, so it finds the state at the end of the block before.
     """
     todo, expected = served.decided()
     size = served.kind.block_size
@@ -387,7 +388,7 @@ async def test_steps_that_would_end_mamba_2_on_a_cpu_are_refused_in_one_line(
 async def test_layers_computed_in_another_order_than_built_are_not_sent_too_early(
     tmp_path: Path,
 ) -> None:
-    """A layer sent too early has what its blocks held before. Long prompts show it."""
+    """A layer that is sent too early has its blocks' earlier content. Long prompts show that."""
     kind, rng = KINDS["mamba-2"], random.Random(3)
     asked = replace(
         config(kind, write_tiny_zamba2(tmp_path), "prefill-zamba", 11),

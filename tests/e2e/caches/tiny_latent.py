@@ -1,8 +1,8 @@
 """A model with random weights and latent attention (MLA), as DeepSeek V3 has it: a few MB.
 
-Its latents and heads have DeepSeek's own sizes, which are the only ones of some of vLLM's kernels.
-It has an output layer of its own: vLLM's DeepSeek ignores `tie_word_embeddings`, and would draw
-with whatever lies in the memory of that layer.
+Its latents and heads have DeepSeek's own sizes, the only ones that some of vLLM's kernels support.
+It has a separate output layer: vLLM's DeepSeek ignores `tie_word_embeddings`, and would otherwise
+draw with an uninitialised output layer.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from tests.e2e.caches.tiny_windowed import VOCABULARY_SIZE
 
-LATENT: Final = 512  # numbers of a token in a layer, and
-ROTATED: Final = 64  # those that are turned by its position
+LATENT: Final = 512  # numbers of a token in a layer
+ROTATED: Final = 64  # further ones, rotated by the token's position
 NUM_LAYERS: Final = 3
 _SHARPNESS: Final = 16.0  # of the last norm: few tokens are nearly as likely as the likeliest
 _LONGEST: Final = 4096

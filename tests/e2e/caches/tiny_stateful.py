@@ -1,4 +1,4 @@
-"""Models with random weights whose layers keep a state beside others with attention: a few MB.
+"""Models with random weights in which some layers keep a state and others have attention: a few MB.
 
 The weights have a large variance, so that an answer depends on all that its layers have seen. vLLM
 0.32 has CPU kernels for each of these layers.
@@ -12,8 +12,8 @@ from typing import Any, Final
 from tests.e2e.caches.tiny_windowed import VOCABULARY_SIZE
 
 NUM_LAYERS: Final = 4
-NUM_STATES: Final = 2  # of them, beside as many with attention
-WORDS: Final = slice(1000, 1016)  # that a model in bfloat16 draws
+NUM_STATES: Final = 2  # layers with a state; the others have attention
+WORDS: Final = slice(1000, 1016)  # the only tokens that a model in bfloat16 draws
 _SIZES: Final[dict[str, Any]] = {  # Any: numbers and flags of transformers
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 128,
@@ -71,8 +71,8 @@ def write_tiny_granite(directory: Path, seed: int = 0) -> Path:
 def write_tiny_qwen3_next(directory: Path, seed: int = 0) -> Path:
     """The gated delta rule beside attention, as Qwen3-Next has them, and experts.
 
-    vLLM's CPU kernel for it takes heads of 128 in bfloat16 only. So it has few words to draw, of
-    which rarely two are nearly as likely.
+    vLLM's CPU kernel for it takes heads of 128 in bfloat16 only. So it draws from few words, of
+    which two are rarely almost equally likely.
     """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -85,7 +85,7 @@ def write_tiny_qwen3_next(directory: Path, seed: int = 0) -> Path:
         linear_key_head_dim=128,
         linear_value_head_dim=128,
         num_experts=4,
-        num_experts_per_tok=4,  # all, for rounding may change which experts are taken
+        num_experts_per_tok=4,  # all, because rounding may change the choice
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     )

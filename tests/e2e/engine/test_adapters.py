@@ -183,8 +183,8 @@ async def test_an_answer_continues_with_its_adapter_after_a_death_at_any_token(
 async def test_new_content_under_the_same_name_uses_no_old_kv(
     adapted: Pair, wanted: Wanted, tmp_path: Path
 ) -> None:
-    """This uses a prefix cache, a host pool, and one slot per adapter (vLLM issues 42125,
-    48352).
+    """The pair has a prefix cache, a host pool, and two slots for three contents (vLLM issues
+    42125, 48352).
     """
     path = str(tmp_path / "same")
     prompt = tuple(random.Random(9).choices(VOCABULARY, k=200))
@@ -244,7 +244,7 @@ async def test_an_adapter_that_cannot_be_loaded_fails_only_its_own_requests(
 
 
 async def test_an_adapter_that_is_loaded_gives_signs_of_work(adapted: Pair, wanted: Wanted) -> None:
-    """Each layer in vLLM's worker is a sign; no step runs."""
+    """Each layer that vLLM's worker loads gives a sign, though no step runs."""
     host, digests = adapted.decode, [a.digest for a in wanted.adapters.values()]
     own = replace(adapted, adapter=wanted.adapters["three"])
     plain = replace(adapted, adapter=None)
@@ -259,7 +259,7 @@ async def test_an_adapter_that_is_loaded_gives_signs_of_work(adapted: Pair, want
         return await reported(f"after {salt}") - before
 
     async def reported(salt: str) -> int:
-        """An engine reports all signs so far, but only a few times a second, and with a new one."""
+        """The number of signs so far. An engine reports it with new signs, a few times a second."""
         before = host.engine.stats().num_signs
         for n in itertools.count():
             await replace(plain, salt=f"{salt} {n}").generate((5, 6, 7), Sampling(2))

@@ -85,9 +85,9 @@ async def test_a_hung_engine_process_answers_no_ping_but_a_working_one_does(
 async def test_a_worker_shows_each_layer_that_it_computes_and_nothing_while_it_is_frozen(
     pair: Pair,
 ) -> None:
-    """No ping is answered during a step, which may take long.
+    """The engine answers no ping during a step, which may take long.
 
-    Its layers show that it is not hung.
+    The layers of the step show that the engine does not hang.
     """
     engine = pair.prefill.engine
     prompt = tuple(random.Random(5).randrange(100, 40_000) for _ in range(1500))

@@ -169,7 +169,9 @@ async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[lis
 async def test_a_pair_draws_the_same_with_kv_handed_over_per_layer(
     pair: Pair, expected: list[list[int]]
 ) -> None:
-    """Decode gets its request before token 1 is drawn. Its matcher takes that in the first step."""
+    """Decode gets its request before token 1 is drawn. Its matcher accepts token 1 in the first
+    step.
+    """
     got = await generate_all(pair.generate_per_layer, CASES, num_concurrent=6)
     assert wrong_features(expected, got) == {}
 
@@ -255,7 +257,7 @@ IMPOSSIBLE = {
 async def test_a_constraint_that_no_engine_can_keep_fails_without_a_retry(
     pair: Pair, name: str
 ) -> None:
-    """So the gateway does not ask others for it, one after the other."""
+    """So the gateway does not try one instance after another."""
     prompt, impossible = CASES[0].prompt, IMPOSSIBLE[name]
 
     async def failure(host: Host, leg: int) -> Failed:

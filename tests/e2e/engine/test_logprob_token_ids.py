@@ -131,7 +131,7 @@ async def test_fusion_gives_the_logprobs_of_plain_vllm_also_after_a_death(
 
 
 async def test_a_neighbour_in_the_batch_keeps_its_likeliest_tokens(fusion: Host) -> None:
-    """vLLM itself gives it log probabilities of no token."""
+    """vLLM itself gives the neighbour no log probabilities."""
     likeliest = Sampling(NUM_TOKENS, num_logprobs=3)
     alone = await by_fusion(fusion, CASES[0].prompt, likeliest)
     together = await asyncio.gather(

@@ -34,7 +34,7 @@ NUM_DRAWS = 300
 
 
 def copies() -> list[Case]:
-    """A text, most of it again, and its beginning: the model goes on with the rest of it."""
+    """Prompts that repeat a text and end within it, so that the model continues the copy."""
     rng = random.Random(5)
     cases = []
     for length in (12, 25, 40, 60):
@@ -129,8 +129,8 @@ async def test_the_kv_of_an_eagle_head_is_handed_over(
     copied: Copied,
     tmp_path: Path,
 ) -> None:
-    """A random head is nearly always wrong, and the answers are the same. Its layer's KV is one
-    more in each block.
+    """A random head is nearly always wrong, yet the answers stay the same. Its KV is one more layer
+    in each block.
     """
     cases, tokens = copied
     make_head(tmp_path, model_dir)
@@ -145,7 +145,7 @@ async def test_the_kv_of_an_eagle_head_is_handed_over(
         assert counted["num_accepted_tokens"] < counted["num_proposed_tokens"] / 2
         with_head, without = run.prefill.info, pair.prefill.info
         assert with_head.kv_bytes_per_token * 30 == without.kv_bytes_per_token * 31
-        # So no instance takes KV without the head's from another.
+        # So an instance with a head takes no KV from an instance without one.
         assert with_head.model_fingerprint != without.model_fingerprint
 
 
@@ -176,8 +176,9 @@ async def test_a_decode_that_proposes_tokens_draws_what_plain_vllm_draws(
 async def test_a_decode_without_a_schedule_tries_tokens_and_counts_the_right_ones(
     pair: Pair, model_dir: Path
 ) -> None:
-    """Its schedule is all zeros, so it proposes only tries. Whether more of them follow depends on
-    what a token costs this machine; `tests/unit/core/speculation` decides that by a law of times.
+    """The schedule is all zeros, so the decode proposes only tries. Whether more proposals follow
+    depends on the cost of a token on this machine; `tests/unit/core/speculation` tests that with
+    given times.
     """
     speculation = Speculation(4, 0.0, 0.001)
     assert speculation.schedule(8) == [(1, 8, 0)]
@@ -203,7 +204,7 @@ async def test_a_decode_without_a_schedule_tries_tokens_and_counts_the_right_one
 async def test_a_copy_takes_a_fraction_of_the_steps_and_has_the_same_tokens(
     speculating: Pair, copied: Copied
 ) -> None:
-    """A step draws one token and those that it accepts, so the tokens tell the steps."""
+    """A step draws one token and those that it accepts, so the tokens give the number of steps."""
     cases, tokens = copied
     before = num_accepted(speculating.decode)
     got = await generate_all(speculating.generate, cases, num_concurrent=1)
@@ -222,7 +223,7 @@ async def test_a_copy_takes_a_fraction_of_the_steps_and_has_the_same_tokens(
 async def test_an_answer_that_is_moved_amid_its_proposals_goes_on_as_it_was(
     speculating: Pair, copied: Copied
 ) -> None:
-    """The decode ends after a step that drew several tokens. Its text is all that is brought."""
+    """The decode is aborted after a step that drew several tokens. Only the text moves on."""
     cases, tokens = copied
     before = num_accepted(speculating.decode)
     for case, expected in zip(cases, tokens, strict=True):
@@ -283,7 +284,7 @@ async def test_fusion_draws_the_same_up_to_the_models_last_position(
 async def test_draws_with_proposals_have_the_same_distribution(
     pair: Pair, speculating: Pair
 ) -> None:
-    """Two samples of the third token, by the chi-squared test. The control is another
+    """Compares samples of the third token by the chi-squared test. The control is another
     temperature.
     """
     prompt = tuple(random.Random(9).choices(VOCABULARY, k=6) * 6)
@@ -312,7 +313,7 @@ def differ(a: Counter[int], b: Counter[int]) -> bool:
     return chi_squared(rows) > CRITICAL[len(rows) - 1]
 
 
-CRITICAL = (0.0, 6.63, 9.21, 11.34, 13.28, 15.09, 16.81, 18.48, 20.09)  # of 1 %, by freedom
+CRITICAL = (0.0, 6.63, 9.21, 11.34, 13.28, 15.09, 16.81, 18.48, 20.09)  # 1 %, by degrees of freedom
 
 
 def chi_squared(rows: Sequence[tuple[int, int]]) -> float:

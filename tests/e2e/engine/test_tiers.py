@@ -128,7 +128,7 @@ async def test_a_new_engine_is_served_by_the_file_store(
     async with tiny(model_dir, tiers) as host:
         run = Pair(host, pair.decode, salt="tiers")
         assert differences(expected, await generate_all(run.generate, todo, 1)) == []
-        # An engine that stops writes for two more seconds; a slow disk takes longer.
+        # An engine that stops writes files for two more seconds; a slow disk needs longer.
         ends = {case.prompt[:end] for case in todo for end in block_ends(case.prompt)}
         await until(lambda: len(list(tmp_path.rglob("*.kv"))) >= len(ends))
     async with tiny(model_dir, tiers) as host:
@@ -225,7 +225,7 @@ async def test_the_host_pool_of_another_engine_serves_the_blocks_that_it_compute
 
 
 async def test_a_prefill_reuses_the_kv_of_an_answer_that_its_decode_drew(tmp_path: Path) -> None:
-    """It is fetched after the answer. In the next turn, no full block of it is computed again."""
+    """The KV is fetched after the answer. The next turn computes no full block of it again."""
     prefill = VllmConfig(
         "prefill-answers",
         1,

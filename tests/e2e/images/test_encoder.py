@@ -1,5 +1,5 @@
-"""An encoder and an instance that computes prompts, both on vLLM: the answers of plain vLLM, with
-embeddings that were fetched, and also when these do not come.
+"""An encoder and an instance that computes prompts, both on vLLM, give plain vLLM's answers, with
+fetched embeddings and also when these do not come.
 
 Without torchvision, as on a CPU, the encoder loads all of the model (see `VllmEncoderConfig`).
 """
@@ -89,7 +89,7 @@ class EncoderHost:
                 self.outputs[output.leg].put_nowait(output)
 
     async def encode(self, images: tuple[PromptImage, ...], salt: str = SALT) -> int:
-        """How many images were not held already."""
+        """Encode the images, and return how many the encoder did not hold already."""
         leg = next(_legs)
         self.outputs[leg] = asyncio.Queue()
         self.engine.encode(EncodeJob(leg, "r", images, salt))
@@ -189,7 +189,7 @@ async def test_many_prompts_at_once_encode_an_image_once(
 async def test_what_does_not_come_is_encoded_here(
     encoder: EncoderHost, computing: Host, wanted: Wanted
 ) -> None:
-    """Nobody has encoded these: the encoder does not hold them under this salt."""
+    """The encoder has not encoded these images under this salt, so it does not hold them."""
     (prompt, images, sampling), tokens = wanted.asked()[0], wanted.tokens[0]
     before = counts(computing)
     assert await answered(computing, prompt, images, sampling, encoder.peer, "empty") == tokens
@@ -216,7 +216,7 @@ async def test_the_answer_depends_on_the_embeddings_that_were_fetched(
 async def test_an_encoder_that_was_killed_costs_no_answer(
     model: Path, computing: Host, wanted: Wanted
 ) -> None:
-    """It said that it held the embeddings, and died before they were fetched."""
+    """The encoder reported the embeddings, and died before they were fetched."""
     (prompt, images, sampling), tokens = wanted.asked()[2], wanted.tokens[2]
     before = counts(computing)
     async with encoding(encoder_config(model)) as victim:

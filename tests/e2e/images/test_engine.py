@@ -1,5 +1,5 @@
-"""Images through a prefill and a decode on vLLM: the answers of plain vLLM, and names of KV that
-tell images apart.
+"""A prefill and a decode on vLLM answer about images as plain vLLM does, and the names of their KV
+differ by image.
 
 The model is a LLaVA with random weights that is written here. vLLM runs it with the code of
 transformers, because its own needs a torchvision that does not run with a CPU's torch.
@@ -88,7 +88,8 @@ def text(length: int, seed: int) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def wanted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
-    """Images at the beginning, in the middle, over the end of a block, at the end; several; none.
+    """Prompts with an image at the beginning, in the middle, over the end of a block or at the end,
+    with several images, and without any.
 
     Each prompt with images comes twice, with other images.
     """
@@ -170,7 +171,7 @@ async def check_answers(pair: Pair, wanted: Wanted, *, is_per_layer: bool) -> No
 
 @pytest.mark.req("S128")
 async def test_many_at_once_share_kv_only_with_an_equal_image(pair: Pair, wanted: Wanted) -> None:
-    """All with one salt, so that an equal name would mean shared KV, on both sides."""
+    """All requests have one salt, so blocks with equal names share their KV, on both sides."""
 
     async def ask(
         prompt: array[int], images: tuple[PromptImage, ...], sampling: Sampling
@@ -190,7 +191,7 @@ async def test_one_engine_alone_answers_as_plain_vllm_does(pair: Pair, wanted: W
 
 @pytest.mark.req("S80", "S128")
 async def test_blocks_have_the_names_that_a_gateway_gives_them(pair: Pair, wanted: Wanted) -> None:
-    """In the engine's cache and in the host pool; the second time, they are found there."""
+    """The names are in the engine's cache and in the host pool; the second request finds them."""
     host = pair.prefill
     prompt, images, sampling = max(wanted.asked(), key=lambda each: len(each[0]))
     each = replace(pair, images=images, salt="names")
@@ -227,8 +228,9 @@ async def test_an_image_that_cannot_be_decoded_fails_its_own_request_only(
 async def test_a_decode_that_lost_the_kv_of_an_image_fails_the_request(
     model: Path, pair: Pair, wanted: Wanted
 ) -> None:
-    """Its cache is too small for all answers, so vLLM preempts some. Those without an image are
-    computed again there; those with one are not, because the tokens alone mean something else.
+    """The decode's cache is too small for all answers, so vLLM preempts some. The decode computes
+    those without an image again. It fails those with one, because the tokens alone mean something
+    else.
     """
     tiers = TierConfig(host_pool_bytes=64 << 20, timeout_s=30.0)
     config = replace(decode_config(model), instance_id="decode-1", max_model_len=512, tiers=tiers)

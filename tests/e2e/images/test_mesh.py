@@ -130,7 +130,7 @@ async def test_chats_about_images_are_answered_as_by_plain_vllm(
 async def test_an_answer_about_an_image_survives_its_decode(
     mesh: Mesh, expected: list[list[int]]
 ) -> None:
-    """The prompt and what was drawn go to the prefill again, with the image."""
+    """The prompt, its image and the drawn tokens go to the prefill again."""
     at = max(range(len(CHATS)), key=lambda chat: len(expected[chat]))
     answer = expected[at]
     assert len(answer) > 30
@@ -165,7 +165,7 @@ def drawn(mesh: Mesh, name: str) -> float:
 async def test_an_encoder_that_dies_at_work_changes_no_answer(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    """It dies with the third image, which the last chat has; the chats before share two."""
+    """The encoder dies at the third image, which only the last chat has: the others share two."""
     own = {"encoder-0": {"PDMESH_INSTANCE_FAILPOINT": "encode.computing=sigkill@3"}}
     wanted = replace(spec(model, 1), num_encoder=1, service_env=own)
     async with (

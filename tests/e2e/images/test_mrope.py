@@ -1,4 +1,4 @@
-"""A model with M-RoPE through prefill, decode and encoder on vLLM: the answers of plain vLLM.
+"""A prefill, a decode and an encoder answer as plain vLLM does, with a model that has M-RoPE.
 
 The tokens of an image have positions by rows and columns, and the text after it goes on from the
 longer side. So a decode needs the rows of each image, also when it has the KV of the whole prompt.
@@ -68,8 +68,9 @@ def turned(data: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def wanted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
-    """Images of several shapes at the beginning, in the middle, over the end of a block and at the
-    end; several; none. Two images have as many tokens, in other rows.
+    """Prompts with images of several shapes at the beginning, in the middle, over the end of a
+    block and at the end, with several images, and without any. Two images have equally many tokens,
+    in different rows.
     """
     folder = tmp_path_factory.mktemp("pictures")
     wide, tall = picture(1, (42, 84)), picture(2, (84, 42))
@@ -127,8 +128,8 @@ async def test_a_pair_answers_as_plain_vllm_does(
 async def test_an_answer_goes_on_from_the_rows_that_decode_was_told(
     pair: Pair, wanted: Wanted
 ) -> None:
-    """The negative control: as if all tokens of an image stood in one row, as text does. For an
-    image that has one row or one column, that is the same.
+    """The negative control: the decode is told that all tokens of an image are in one row, as text
+    is. Images of one row or one column are left out, because it changes nothing for them.
     """
     expected, got = [], []
     for (prompt, images, sampling), tokens in zip(wanted.asked(), wanted.tokens, strict=True):

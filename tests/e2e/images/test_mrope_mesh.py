@@ -106,7 +106,7 @@ async def test_chats_are_answered_as_by_plain_vllm(mesh: Mesh, expected: list[li
 
 @pytest.mark.fault("F1")
 async def test_an_answer_survives_its_decode(mesh: Mesh, expected: list[list[int]]) -> None:
-    """What was drawn goes to the prefill behind the images, and to another decode from there."""
+    """The drawn tokens go to the prefill, after the images, and from there to the other decode."""
     at = max(range(3), key=lambda chat: len(expected[chat]))
     answer = expected[at]
     assert len(answer) > 30

@@ -80,7 +80,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def processing(folder: Path, **arguments: Any) -> Any:
-    """What of an engine the processor needs."""
+    """The parts of an engine that the processor needs."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers.registry import renderer_from_config
 

@@ -1,7 +1,7 @@
 """The weights that vLLM's ranks hold after a start: `python -m tests.e2e.loading.loaded_weights`.
 
 Arguments: model folder, loader (vllm or file_order), ranks, draft folder or "", file of results.
-The file gets, for each rank, the SHA-256 of every weight as it is computed with, and the tokens.
+The file gets, for each rank, the SHA-256 of every weight as vLLM computes with it, and the tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPT = [5, 17, 900, 23, 4000, 77]
 
 
 def digests(worker: Any) -> dict[str, str]:
-    """In a worker: of the model's weights, and of the draft's."""
+    """The digests of the model's and of the draft's weights; it runs in a worker."""
     from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 
     found = compute_tensor_digests(worker.model_runner.get_model())

@@ -1,4 +1,4 @@
-"""The mesh's engine with our loader: it draws what it draws with vLLM's."""
+"""The mesh's engine draws the same tokens with our loader as with vLLM's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Our loader in vLLM: every weight of every rank equals what vLLM's own loader makes of the files,
-those of a draft model, too.
+also for a draft model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def loaded(model: Path, loader: str, num_ranks: int, draft: Path | str, folder: 
 
 
 def allocations(output: str) -> list[int]:
-    """Of each model that a reader read."""
+    """The number of allocations for each model that our loader read."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
     lines = [line for line in plain.splitlines() if "vllm.weights_read" in line]
     return [int(found) for line in lines for found in re.findall(r"num_allocations=(\d+)", line)]

@@ -169,7 +169,7 @@ def told(answer: Any) -> Any:
 
 
 def differences(theirs: Any, ours: Any, at: str = "") -> Iterator[str]:
-    """The paths of differences. Rounding may change numbers, and high ranks by a little."""
+    """The paths of differences. Rounding may change numbers, and also high ranks, by a little."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         if theirs.keys() != ours.keys():
             yield f"{at}: {sorted(theirs)} not {sorted(ours)}"

@@ -53,7 +53,7 @@ ENV = {
 
 @pytest.fixture(scope="module")
 def tiny(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose text is that of SmolLM2's tokenizer."""
+    """A tiny model with SmolLM2's tokenizer."""
     folder = write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_dir / name, folder / name)

@@ -1,6 +1,6 @@
 """A mesh on vLLM under faults and load: what tests/chaos and tests/integration prove on sim.
 
-The model is a small Llama with random weights, since a mesh of five engines shares two cores. Its
+The model is a small Llama with random weights, since up to four engines share two cores. Its
 answers are compared with plain vLLM's, token by token. Times are judged on sim, where an engine's
 time is known; here every stream must end, and end well.
 """
@@ -65,7 +65,7 @@ LONGS: Final = prompts(2, [LONG] * 12)
 
 
 def written_model(model_dir: Path, factory: pytest.TempPathFactory) -> Path:
-    """With SmolLM2's tokenizer, of which it knows the first 40,960 tokens."""
+    """A model with SmolLM2's tokenizer, which knows the tokenizer's first 40,960 tokens."""
     folder = write_tiny_llama(factory.mktemp("tiny-llama"))
     for file in model_dir.glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -257,7 +257,9 @@ def served(mesh: Mesh, tier: str) -> float:
 async def test_blocks_that_vllm_evicted_come_from_the_pool_that_the_index_names(
     narrow: Mesh, client: httpx.AsyncClient, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
-    """From its own pool, and from another's: two equal prompts at once go to two prefills."""
+    """A prefill takes blocks from its own pool, and from the other's: two equal prompts at once go
+    to both prefills.
+    """
 
     async def right(prompt: tuple[int, ...]) -> int:
         answer = await completed(narrow, client, prompt)

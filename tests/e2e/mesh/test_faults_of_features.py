@@ -1,5 +1,5 @@
-"""Faults of vLLM meshes with what vLLM adds: images of an encoder together with speculation, and
-steps that are scheduled ahead, which vLLM does with neither of the two.
+"""Faults of vLLM meshes with two sets of features: an encoder's images together with speculation,
+and steps that are scheduled ahead, which vLLM combines with neither of the two.
 
 Every answer must be plain vLLM's. Bounds of time are judged on sim (tests/chaos).
 """
@@ -69,7 +69,7 @@ class Site:
     answers: Sequence[list[int]]
 
     def body(self, number: int) -> dict[str, Any]:
-        """With a salt of its own, so that no prompt finds its KV."""
+        """A request with a new salt, so that no prompt finds its KV."""
         return dict(self.asked[number]) | {"cache_salt": str(next(_SALTS))}
 
     async def ask(self, number: int) -> None:

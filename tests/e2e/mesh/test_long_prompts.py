@@ -1,7 +1,8 @@
 """Long prompts beside running decodes on vLLM (S82).
 
-`make bench NAME=long-prompts` has the figures. Here, the reference is measured beside: the same
-prompts at another pair take from the machine what they must, and one engine shares its steps.
+`make bench NAME=long-prompts` has the figures. This test measures its references in the same run:
+the same prompts at another pair, which slow only the shared machine, and a single engine, whose
+steps prompts and decodes share.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ NUM_REQUESTS: Final = 60
 NUM_AT_ONCE: Final = 6
 MAX_TOKENS: Final = 64
 RESTART_S: Final = 300.0
-# A restart takes both cores for long: an instance that is slow meanwhile is not taken for dead, and
-# a request waits for the only prefill to come back.
+# A restart uses both cores for long. Meanwhile a slow instance must not be judged dead, and a
+# request must wait until the only prefill is back.
 PATIENCE: Final = {
     "PDMESH_ENGINE_HUNG_S": "300",
     "PDMESH_GATEWAY_TTFT_S": "300",
@@ -57,7 +57,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def asked(number: int) -> tuple[list[int], dict[str, Any]]:
-    """The prompt of a request, and what else it asks for."""
+    """The prompt of a request, and its other fields."""
     rng = random.Random(number)
     prompt = rng.choices(VOCABULARY, k=rng.randrange(8, 80))
     schema = SCHEMAS[number % len(SCHEMAS)]
@@ -133,7 +133,7 @@ def check(outcomes: list[StreamOutcome], tokenizer: Tokenizer) -> None:
 async def compare_with_whole(
     client: httpx.AsyncClient, mesh: Mesh, number: int, outcome: StreamOutcome
 ) -> None:
-    """A mesh without a kill gives the same answers, without a wait."""
+    """Check that the mesh gives the same answer as a whole, now that nothing is killed."""
     if not outcome.is_complete:
         return
     prompt, more = asked(number)

@@ -1,7 +1,7 @@
 """Conversations with tools, in a template that shows them, answered as plain vLLM answers them.
 
-The model is SmolLM2 with a chat template like that of Hermes. The measure of a prompt is what
-transformers, and so vLLM, makes of the conversation; the measure of an answer is plain vLLM.
+The model is SmolLM2 with a chat template like that of Hermes. A prompt must equal the one that
+transformers, and so vLLM, makes of the conversation. An answer must equal plain vLLM's.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ async def mesh(
     expected: tuple[list[Case], list[list[int]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Mesh]:
-    """After `expected` is computed: two cores are too few for both at once."""
+    """The mesh, started after `expected` is computed: two cores are too few for both at once."""
     async with Mesh(spec(tools_dir, 1, 0), tmp_path_factory.mktemp("mesh")) as running:
         yield running
 
@@ -156,7 +156,7 @@ async def mesh(
 async def told(
     client: openai.AsyncOpenAI, number: int, num_tokens: int, mesh: Mesh | None, kill_at: int = 0
 ) -> tuple[list[int], list[int]]:
-    """The tokens of prompt and answer; the decode of `mesh` dies once `kill_at` were told."""
+    """The tokens of prompt and answer. The decode of `mesh` dies after `kill_at` tokens."""
     asked: list[Any] = ASKED[number]
     tools: list[Any] = TOOLS
     stream = await client.chat.completions.create(

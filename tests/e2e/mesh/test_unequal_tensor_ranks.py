@@ -1,8 +1,8 @@
-"""One tensor-parallel rank on one side and two on the other, with real vLLM: as plain vLLM.
+"""One tensor-parallel rank on one side and two on the other draw what plain vLLM draws.
 
 vLLM on a CPU keeps its blocks head by head, so a rank takes the heads that it needs from the ranks
-that hold them, although a head's block is packed for the processor. The plain vLLM has one rank;
-the answers that two ranks would draw otherwise, by the order in which they add, are left out.
+that hold them, although a head's block is packed for the processor. Plain vLLM has one rank.
+Answers that two ranks would draw differently, because they add in another order, are left out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def plain(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         max_model_len=1024,
         kv_cache_memory_bytes=64 << 20,
     ) as plain:
-        plain.tokens()  # not beside three ranks
+        plain.tokens()  # ends before three ranks start
         yield plain
 
 

@@ -1,7 +1,8 @@
-"""One engine of two pipeline stages that hands prompts over to itself: as plain vLLM of one rank.
+"""One engine of two pipeline stages, which hands prompts over to itself, draws what plain vLLM of
+one rank draws.
 
-It takes each prompt under another salt than it computed it under, so it finds nothing in its own
-cache and pulls all of it. `test_pair.py` has two engines (nightly).
+It decodes a prompt under another salt than it prefilled the prompt under, so it finds nothing in
+its own cache and pulls all KV. `test_pair.py` has two engines (nightly).
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ async def test_every_stream_ends_well_when_a_stage_dies(
     victim: str,
     stage: int,
 ) -> None:
-    """Its instance ends as one and comes back; with a prefill alone, requests wait for it."""
+    """The instance ends with all its stages and comes back. Requests wait for the only prefill."""
     await staged.wait_ready(timeout_s=RESTART_S)
     enough, host = num_admitted(staged, victim) + 2, staged.pid(victim)
     workers = stages_of(staged, victim)
@@ -96,7 +96,7 @@ async def test_every_stream_ends_well_when_a_stage_dies(
     await until(lambda: num_admitted(staged, victim) >= enough)
     os.kill(workers[stage], signal.SIGKILL)
     outcomes = await asyncio.wait_for(asyncio.gather(*streams), RESTART_S)
-    await until(lambda: not any(map(is_alive, workers)), 60)  # as one: no stage is left behind
+    await until(lambda: not any(map(is_alive, workers)), 60)  # no stage is left behind
     await until(lambda: staged.supervisor.pid(victim) != host, 120)
     await staged.wait_ready(timeout_s=RESTART_S)
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""A prefill and a decode of two pipeline stages each, on real vLLM: as plain vLLM of one rank.
+"""A prefill and a decode of two pipeline stages each draw what plain vLLM of one rank draws.
 
 A stage has half of the model's layers in a process of its own, and pulls from the same stage of the
 other side. While one stage computes a step, the other computes the step before.
@@ -54,7 +54,7 @@ NUM_CONCURRENT: Final = 6  # enough for a batch in each stage
 
 
 def stage_cases(seed: int = 5) -> list[Case]:
-    """Around blocks' ends; one prompt takes several steps; two are drawn with a seed."""
+    """Prompts around blocks' ends. One takes several steps; two answers are drawn with a seed."""
     rng = random.Random(seed)
     lengths = [1, 31, 32, 33, 64, 200, 700, *(rng.randint(2, 160) for _ in range(9))]
     todo = [Case(tuple(rng.choices(VOCABULARY, k=n)), rng.choice((2, 5, 20))) for n in lengths]
@@ -135,8 +135,8 @@ async def test_aborts_while_chunks_are_in_several_steps_harm_no_other_request(
 
 @pytest.mark.req("S120")
 async def test_preempted_decodes_draw_the_same_tokens(stages: Pair, tiny_llama: Path) -> None:
-    """Eight prompts of a block each grow to three, and the cache has six. The same pair with room
-    for all, whose answers are compared with plain vLLM's above, says what to expect.
+    """Eight prompts of one block each grow to three blocks, and the cache has six. The expected
+    answers are those of a decode with room for all, which a test above compares with plain vLLM's.
     """
     rng = random.Random(14)
     prompts = [tuple(rng.choices(VOCABULARY, k=BLOCK_SIZE - 4)) for _ in range(8)]
@@ -225,7 +225,7 @@ async def test_the_comparison_sees_kv_that_was_zeroed_on_arrival(
 async def test_an_engine_with_two_ranks_of_one_stage_is_refused_in_words(
     stages: Pair, tiny_llama: Path
 ) -> None:
-    """It has as many addresses and layers, and its blocks are cut by heads, as here."""
+    """The engine has as many addresses and layers as the others, but its ranks divide the heads."""
     beside = replace(
         config(tiny_llama, "decode-1", 3), tensor_parallel_size=2, pipeline_parallel_size=1
     )
@@ -247,7 +247,7 @@ async def test_an_engine_with_two_ranks_of_one_stage_is_refused_in_words(
 async def test_penalties_and_seeds_look_at_what_the_last_stage_drew(
     stages: Pair, shaping: LogitShaping
 ) -> None:
-    """A handed-over answer is that of one engine, with what looks at tokens drawn elsewhere."""
+    """A handed-over answer equals one engine's, also if parameters count tokens of the other."""
     rng = random.Random(21)
     todo = [Case(tuple(rng.choices(VOCABULARY, k=n)), 16, 0.9, 5, shaping) for n in (20, 64, 90)]
 

@@ -1,4 +1,4 @@
-"""Pipelines with unequal numbers of ranks within a stage, or of layers: as plain vLLM."""
+"""Pipelines with unequal numbers of ranks in a stage, or of layers, draw what plain vLLM draws."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SHAPES = {
 async def unequal(
     request: pytest.FixtureRequest, tiny_llama: Path, plain: Plain
 ) -> AsyncIterator[Pair]:
-    plain.tokens()  # not beside six ranks
+    plain.tokens()  # ends before six ranks start
     shape = SHAPES[request.param]
     prefill, decode = (
         replace(config(tiny_llama, name, number), tensor_parallel_size=num_ranks)
@@ -84,7 +84,7 @@ async def test_a_rank_finds_its_layers_and_heads(unequal: Pair, plain: Plain) ->
 
 @pytest.mark.req("S120", "S57")
 async def test_no_byte_moves_twice(unequal: Pair) -> None:
-    """A ticket has the bytes of its largest stage, but each stage moves its own."""
+    """A ticket states the bytes of its largest stage, but each stage moves only its own."""
     prompt = random.Random(9).choices(VOCABULARY, k=300)
     first = await unequal.prefilled(prompt, sampling := Sampling(max_tokens=4))
     assert first.ticket is not None

@@ -114,7 +114,7 @@ def num_held(host: Host) -> int:
 async def test_a_pair_draws_what_plain_vllm_draws_and_schedules_one_step_ahead(
     ahead: Pair, expected: list[list[int]]
 ) -> None:
-    """That nearly all steps overlap is a matter of time: `make bench NAME=steps`."""
+    """`make bench NAME=steps` measures that nearly all steps overlap, which depends on times."""
     got = await generate_all(ahead.generate, CASES, num_concurrent=8)
     assert differences(expected, got) == []
     assert ahead.num_handed_over >= len(CASES) - 2
@@ -165,7 +165,7 @@ async def test_an_answer_is_the_same_after_a_death_at_any_token(
 async def test_a_stop_token_costs_one_token_that_nobody_sees(
     ahead: Pair, expected: list[list[int]]
 ) -> None:
-    """The last token allowed is no surprise, so nothing is computed after it."""
+    """The engine foresees the end at `max_tokens`, so it computes nothing after it."""
     stops = [frozenset({expected[n][1 + 2 * n % NUM_TOKENS]}) for n in range(NUM_GREEDY // 2)]
     stopped = [until_stop(tokens, stop) for tokens, stop in zip(expected, stops, strict=False)]
     await ahead.decode.until_idle()
@@ -182,7 +182,7 @@ async def test_a_stop_token_costs_one_token_that_nobody_sees(
 async def test_aborts_within_a_step_harm_no_other_answer_and_free_every_block(
     ahead: Pair, expected: list[list[int]]
 ) -> None:
-    """Freed blocks take the KV of other requests while the step that wrote them goes on."""
+    """Freed blocks get the KV of other requests while the step that wrote to them still runs."""
     rng = random.Random(5)
     sampling = Sampling(max_tokens=200)
     is_done = False

@@ -113,7 +113,7 @@ async def in_order_of_end(host: Host, legs: Sequence[int]) -> tuple[list[int], l
 
 @contextmanager
 def frozen(host: Host) -> Iterator[None]:
-    """The engine's scheduler stands still; what it is sent meanwhile comes to it at once."""
+    """The engine's scheduler is stopped. At the end it gets all requests of that time at once."""
     for pid in host.engine.worker_pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -148,7 +148,7 @@ async def test_an_urgent_prompt_passes_those_that_wait_and_the_one_under_way(
         assert ended == [*batch, *urgent]
         return
     assert ended == [*batch[:num_before], *urgent, *batch[num_before:]]
-    # What the step in flight, or the one after it if that is scheduled, completed came first.
+    # Only prompts that the step in flight, or the one scheduled after it, completed came first.
     assert num_before <= (computed + 2 * STEP_TOKENS) // len(LONG[0]) < len(batch)
 
 
@@ -203,7 +203,7 @@ async def small(
 async def test_the_least_urgent_is_preempted_and_its_answer_is_that_of_plain_vllm(
     small: tuple[Host, SchedulingPolicy], expected: list[list[int]]
 ) -> None:
-    """Whoever is preempted ends last: it needs the blocks of the other."""
+    """The preempted request ends last, because it needs the blocks of the other."""
     engine, policy = small
     batch = begin(engine, GROWING[0].prompt, GROWING[0].max_tokens, BATCH)
     urgent = begin(engine, GROWING[1].prompt, GROWING[1].max_tokens, URGENT)
@@ -224,7 +224,7 @@ async def test_no_prompt_stands_back_for_one_whose_blocks_it_holds(
     under_way, urgent_prompt = prompts(11, [350, 380])
     before = engine.engine.stats().num_tokens
     batch = begin(engine, under_way, 1, BATCH)
-    # The count of a step may come with a later step's, and this prompt may be the last.
+    # A step's count may come with a later step's, and no step may follow this prompt's last.
     await until(
         lambda: (
             engine.engine.stats().num_tokens >= before + 2 * STEP_TOKENS
@@ -244,7 +244,7 @@ async def test_no_prompt_stands_back_for_one_whose_blocks_it_holds(
 async def test_prompts_that_pass_others_leave_handed_over_kv_whole(
     model: Path, expected: list[list[int]]
 ) -> None:
-    """Through a prefill and a decode, whole and per layer, of both classes at once."""
+    """Requests of both classes run at once through a prefill and a decode, whole and per layer."""
     config = VllmConfig(
         "prefill-0",
         1,

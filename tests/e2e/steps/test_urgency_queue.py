@@ -1,4 +1,4 @@
-"""vLLM's waiting requests come by turn, as often as they are skipped and put back (S83)."""
+"""vLLM's waiting requests leave by turn, however often they are skipped and put back (S83)."""
 
 from __future__ import annotations
 

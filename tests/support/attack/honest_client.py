@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Self
 
 _PAUSE_S = 0.005
-_ON_EVERY = 10  # one request of this many has a second token; its time is not measured
+_ON_EVERY = 10  # one in this many requests has a second token, whose time is not measured
 
 
 def _body(max_tokens: int) -> str:

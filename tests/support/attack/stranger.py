@@ -86,7 +86,7 @@ def methods() -> Iterator[str]:
 
 
 async def _raw(host: str, port: int, is_tls: bool) -> AsyncIterator[str]:
-    """What comes without a question, and whether NATS or Redis answer."""
+    """What the port sends unasked, and whether it answers as NATS or Redis."""
     if (greeting := await _answer(host, port, b"", is_tls)) and not _is_http2(greeting):
         yield f"says {greeting[:40]!r}"
     if b"PONG" in await _answer(host, port, NATS, is_tls):
@@ -103,7 +103,7 @@ async def _http(
     for method, path in paths:
         answer = await _answer(host, port, _request(method, path), is_tls, _CALL_S)
         if path == _PAGE and b'"pages":' in answer:
-            yield "GET /status"  # which pages there are
+            yield "GET /status"  # the list of pages
         elif answer and _status(answer) not in {401, 403, 404, 405, 421}:
             yield f"{method} {path}"
 
@@ -158,8 +158,8 @@ async def _grpc(address: str) -> AsyncIterator[str]:
 async def _code(channel: Any, method: str) -> grpc.StatusCode:
     """How a call ends; OK as soon as an answer comes.
 
-    It sends its message, an empty one, only to a server that waits for it: a server that refuses
-    reads none, and gRPC may then report the lost message instead of the refusal.
+    An empty request is sent only if the server waits for it: a server that refuses the call reads
+    none, and gRPC may then report the lost request instead of the refusal.
     """
     code = await _ending(channel.stream_stream(method)(timeout=_SILENCE_S))
     if code is not grpc.StatusCode.DEADLINE_EXCEEDED:

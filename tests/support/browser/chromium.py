@@ -18,7 +18,7 @@ FLAGS: Final = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
-# Counts violations of the page's policy from its first line on.
+# Records violations of the page's policy from its first line on.
 _COUNT_VIOLATIONS: Final = """
 window.violations = [];
 addEventListener("securitypolicyviolation", (event) =>

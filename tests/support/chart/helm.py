@@ -27,7 +27,7 @@ Manifest = dict[str, Any]  # as YAML has it; the schemas of Kubernetes know its 
 
 
 class Refused(Exception):
-    """Helm rendered nothing; the message is what it said."""
+    """Helm rendered nothing; the message is Helm's."""
 
 
 def helm() -> Path:
@@ -86,6 +86,6 @@ def component(pod: Manifest) -> str:
 
 
 def services(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """The pods of the mesh's own services: not the servers', and no Job's."""
+    """The pods of the mesh's own services, without those of servers and Jobs."""
     others = {"nats", "redis", "desired-state"}
     return {name: pod for name, pod in pods(manifests).items() if component(pod) not in others}

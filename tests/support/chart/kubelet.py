@@ -1,9 +1,9 @@
 """Starts the chart's pods on this machine, as a kubelet does in containers.
 
-A container's command runs with exactly the environment of its image and its manifest. What a
-machine cannot give a process without a container stands for it: each pod has a loopback address of
-its own, which takes the place of "all addresses" and of the names of Services; and each mount is a
-folder, to which paths below the mount lead.
+A container's command runs with exactly the environment of its image and its manifest. Two things
+replace the container. Each pod has its own loopback address, which stands for "all addresses" and
+for the names of Services. Each mount is a folder, and paths below the mount become paths in the
+folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BASE_PATH: Final = "/usr/bin:/bin"
 
 
 def image_environment() -> dict[str, str]:
-    """What the Dockerfile sets in every image, and in the one with the simulated engine."""
+    """The variables that the Dockerfile sets in every image, and in the simulated engine's."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     environment: dict[str, str] = {}
     for stage in ("runtime", "runtime-sim"):
@@ -93,7 +93,7 @@ class Pod:
             self.process.wait()
 
     async def probe(self, kind: str, client: httpx.AsyncClient) -> bool:
-        """Ask what the probe of this kind asks: `readinessProbe`, ..."""
+        """Whether the probe of this kind (`readinessProbe`, ...) succeeds."""
         asked = self.container[kind]["httpGet"]
         (port,) = (
             p["containerPort"] for p in self.container["ports"] if p["name"] == asked["port"]
@@ -111,7 +111,7 @@ class Kubelet:
     A further container of a pod is found by a name like `pdmesh-nats/reload`.
 
     `image` has the folders that the image brings along. `net` is the beginning of the pods'
-    addresses; only those of loopback can be used. The end of the block kills what still runs.
+    addresses, which must be loopback addresses. The end of the block kills what still runs.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Kubelet:
             for m in of_kind(manifests, "Secret", "ConfigMap")
         }
         workloads = of_kind(manifests, "Deployment", "StatefulSet", "DaemonSet", "Job")
-        # Addresses of this process alone: tests of another one may run beside it.
+        # No other process uses these addresses, so another test run can go on beside this one.
         number = os.getpid()
         net = net or f"127.{number // 250 % 250 + 1}.{number % 250 + 1}"
         ips = dict(zip((w["metadata"]["name"] for w in workloads), _hosts(net), strict=False))
@@ -162,7 +162,7 @@ class Kubelet:
                 pod.start()
 
     async def wait_ready(self, names: list[str]) -> None:
-        """Until the readiness probe of each succeeds. None of them may end."""
+        """Wait until the readiness probe of each succeeds. Fails if one of them ends."""
         async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(_START_S):
             for name in names:
                 pod = self.pods[name]
@@ -171,7 +171,7 @@ class Kubelet:
                     await asyncio.sleep(0.05)
 
     def renew(self, name: str, mount_path: str) -> None:
-        """A new certificate for a pod, as the csi-driver makes one before the old one expires."""
+        """Issue a new certificate to a pod, as the csi-driver does before the old one expires."""
         pod = self.pods[name]
         (mount,) = (m for m in pod.container["volumeMounts"] if m["mountPath"] == mount_path)
         self._issue(
@@ -181,7 +181,7 @@ class Kubelet:
         )
 
     def run(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
-        """`kubectl exec` in a pod; without a command, the pod's own."""
+        """Run a command as `kubectl exec` does; without a command, run the pod's own."""
         pod = self.pods[name]
         return subprocess.run(
             [*command] or pod.command,
@@ -225,7 +225,9 @@ class Kubelet:
         return pod
 
     def _fill(self, volume: Manifest, pod: Pod, folder: Path) -> None:
-        """The files of a Secret or a ConfigMap; any other volume is an empty folder."""
+        """Write the certificate, Secret or ConfigMap of the volume; any other volume is an empty
+        folder.
+        """
         if folder.exists():
             return  # another container of the pod has it
         folder.mkdir(parents=True)
@@ -237,7 +239,7 @@ class Kubelet:
             (folder / file).write_text(self._in_place(text, pod))
 
     def _issue(self, attributes: Mapping[str, str], pod: Pod, folder: Path) -> None:
-        """A certificate with the names that cert-manager's csi-driver is asked for."""
+        """Issue a certificate with the names that the pod asks of cert-manager's csi-driver."""
         asked = {key.partition("/")[2]: value for key, value in attributes.items()}
         identity = ProcessIdentity.from_uri(asked["uri-sans"].replace("${POD_NAME}", pod.name))
         own, *names = asked["dns-names"].replace("${POD_NAME}", pod.name).split(",")

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 _EXAMPLE_SUBNET = "10.0.0."  # of the files in deploy/hosts
 _REDIS = ROOT / ".cache/redis/redis-server"  # of .ci/redis
 
-# Namespaces of one machine share its memory, which two hosts do not.
+# Namespaces of one machine share its memory, so UCX has to be restricted to TCP.
 _ENV = {
     "UCX_TLS": "tcp",
     "UCX_NET_DEVICES": "eth0",
@@ -164,7 +164,7 @@ async def cluster(
 
 
 def documented(start: str, words: Mapping[str, object], more: str = "") -> list[str]:
-    """The command of docs/deploy.md that begins so, with these words of the page replaced."""
+    """The command of docs/deploy.md that begins with `start`, with these words replaced."""
     lines = (ROOT / "docs/deploy.md").read_text().splitlines()
     (line,) = (each for each in lines if each.startswith(start))
     _, *arguments = shlex.split(line + more)

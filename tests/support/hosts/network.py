@@ -44,7 +44,7 @@ def free_subnet() -> str:
 
 @dataclass(frozen=True)
 class Cable:
-    """How good the network between any two hosts is, each way."""
+    """The latency and loss between any two hosts, each way."""
 
     latency_s: float = 0.002
     loss: float = 0.001
@@ -93,7 +93,7 @@ class Network:
                     os.kill(pid, signal.SIGKILL)
 
     def cut(self, *pairs: Iterable[str]) -> None:
-        """No packet passes between the hosts of each pair, until `heal`."""
+        """Drop all packets between the hosts of each pair, until `heal`."""
         self._cut |= {frozenset(pair) for pair in pairs}
         self._tell()
 

@@ -1,13 +1,14 @@
 """The network between hosts: a process through which every IP packet between them passes.
 
 Each host is a network namespace with one TUN device, whose other end is here; the machine that runs
-the tests has one, too. So TCP, TLS, NATS, Redis, gRPC and UCX are those of real hosts, and only the
-cable is ours. This needs no `tc netem`, which many kernels lack.
+the tests has one, too. So TCP, TLS, NATS, Redis, gRPC and UCX run as on real hosts, and only the
+cable is simulated. This needs no `tc netem`, which many kernels lack.
 
 Usage: python -m tests.support.hosts.switch, with one JSON object for each line of stdin. The first
 one is `{"hosts": {"a": ["namespace", "10.0.0.11"]}, "latency_s": 0.002, "loss": 0.001}`; an empty
-namespace is this one. After it comes `ready`. Later ones cut the cables that they name and heal all
-others: `{"cut": [["a", "b"]]}`, answered by `done`. It ends with stdin.
+namespace means the switch's own. The switch answers `ready`. Each later object cuts the cables that
+it names and heals all others, for example `{"cut":[["a","b"]]}`. The switch answers `done`. It ends
+when stdin ends.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Switch:
         self._num_packets = 0
 
     def run(self) -> None:
-        """Until stdin ends."""
+        """Pass packets until stdin ends."""
         poll = select.epoll()
         for fd in (*self._names, sys.stdin.fileno()):
             poll.register(fd, select.EPOLLIN)
@@ -113,7 +114,7 @@ def _ip(*command: str) -> None:
 
 
 def _line(fd: int) -> bytes:
-    """Nothing beyond it, which `run` reads."""
+    """One line, and nothing after it, because `run` reads the rest."""
     line = b""
     while not line.endswith(b"\n") and (char := os.read(fd, 1)):
         line += char

@@ -50,7 +50,7 @@ class Observer:
                 await view.close()
 
     def processes(self) -> dict[str, str]:
-        """Services by the names of all processes that there should be."""
+        """The service of every process that should run, by the process's name."""
         hosts = self.cluster.layout.hosts
         specs = [host_spec(name, host, MeshSpec()) for name, host in hosts.items()]
         return {each.name: each.service for spec in specs for each in planned_services(spec)}
@@ -65,7 +65,7 @@ class Observer:
         return await self.bus.jetstream(2.0).stream_info(f"KV_{bucket}")
 
     async def primary(self) -> str:
-        """The host of Redis' primary, as most sentinels say; empty while they differ."""
+        """The host of Redis' primary, as at least two sentinels say; else empty."""
         said = []
         for host in self.cluster.server_hosts:
             async with self._sentinel(host) as sentinel:

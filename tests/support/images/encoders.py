@@ -10,7 +10,7 @@ from tests.support.waiting import until
 
 
 async def until_encoding(mesh: Mesh, num: int = 1) -> None:
-    """Until `num` encoders take requests."""
+    """Wait until `num` encoders are ready."""
     bus = await NatsBus.connect(mesh.nats_url, "encoder-test")
     view = await NatsRegistry(bus, 3.0).watch()
     ready = (ROLE_ENCODER, INSTANCE_PHASE_READY)

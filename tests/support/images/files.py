@@ -23,27 +23,27 @@ def two_headers(width: int, height: int) -> bytes:
 
 
 def bomb() -> bytes:
-    """A small file that says it has 10 billion pixels."""
+    """A small file that claims to have 10 billion pixels."""
     header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", b"")
 
 
 def gif(width: int = 5, height: int = 7, frame: tuple[int, int, int, int] = (0, 0, 5, 7)) -> bytes:
-    """As far as the place of its first frame, after a colour table and a comment."""
+    """A GIF up to the place of its first frame, after a colour table and a comment."""
     table, comment = bytes(12), b"\x21\xfe\x02hi\x01!\x00"
     screen = struct.pack("<HHBBB", width, height, 0x81, 0, 0)
     return b"GIF89a" + screen + table + comment + b"," + struct.pack("<HHHH", *frame)
 
 
 def jpeg(width: int = 5, height: int = 7, frames: int = 1) -> bytes:
-    """As far as its pixels, after a comment."""
+    """A JPEG up to its pixels, with a comment before its size."""
     comment = b"\xff\xfe" + struct.pack(">H", 6) + b"\xff\xd9hi"
     frame = b"\xff\xff\xc2" + struct.pack(">HBHHB", 11, 8, height, width, 1) + bytes(3)
     return b"\xff\xd8" + comment + frames * frame + b"\xff\xda"
 
 
 def exif(orientation: int, *, is_big_endian: bool = False) -> bytes:
-    """As cameras write it into an image: two tags, the second says how the image is turned."""
+    """EXIF data as cameras write it: two tags, of which the second says how the image is turned."""
     order: Literal["big", "little"] = "big" if is_big_endian else "little"
 
     def number(value: int, size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""A vLLM engine, as far as its processor of images, without vLLM."""
+"""The parts of a vLLM engine that process images, as fakes without vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdmesh.engine.vllm.images.processing import GRID
 
 Process = Callable[[int, tuple[int, int]], Sequence[int]]
 IMAGE_TOKEN = 9
-MERGE_SIZE = 2  # patches, on each side of what a token stands for
+MERGE_SIZE = 2  # the patches on each side of the square that a token stands for
 RULE = GridRule(10, 400, 40_000)
 
 
@@ -67,7 +67,7 @@ def _processor_of(rule: GridRule) -> Any:
 
 
 def by_rule(rule: GridRule = RULE) -> Process:
-    """What a processor that keeps to the rule does."""
+    """A processor that follows the rule."""
 
     def process(placeholder: int, size: tuple[int, int]) -> Sequence[int]:
         rows, columns = rule.grid_of(*size)
@@ -82,7 +82,7 @@ def fixed(placeholder: int, _: tuple[int, int]) -> Sequence[int]:
 
 @pytest.fixture
 def vllm_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of vLLM that requests with images need: importing vLLM takes seconds."""
+    """Fake the names of vLLM that requests with images need: importing vLLM takes seconds."""
 
     def mm_input(prompt: list[int], items: Any, names: Any, places: Any, cache_salt: Any) -> Any:
         image = "image"

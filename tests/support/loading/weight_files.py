@@ -34,7 +34,7 @@ def num_data_bytes(shapes: Shapes) -> int:
 
 
 def write_weights(path: Path, shapes: Shapes, seed: int = 0) -> Path:
-    """Random bits. Copies of a truth value keep only whether it is 0, so these are 0 or 1."""
+    """Write random bits. Truth values are 0 or 1: a copy keeps only whether a value is 0."""
     rng, data = random.Random(seed), bytearray()
     for dtype, shape in shapes.values():
         drawn = rng.randbytes(ELEMENT_BYTES[dtype] * math.prod(shape))

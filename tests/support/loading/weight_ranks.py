@@ -1,4 +1,4 @@
-"""Ranks of a node that load weight files together, each a process, over gloo: without vLLM.
+"""Ranks of a node that load weight files together over gloo, without vLLM. Each is a process.
 
 `run_ranks` starts them and returns what each found. A rank is this module as a program, with a
 `RankOrder` as JSON.
@@ -24,8 +24,9 @@ ROOT = Path(__file__).parents[3]
 class RankOrder:
     """What a rank does.
 
-    `dies_at`, `freezes_at`: it kills or stops itself when it was handed so many tensors. `keeps`:
-    it keeps all tensors. `fails_at`: file and offset from which its disk has errors.
+    `dies_at`, `freezes_at`: the rank kills or stops itself once it was handed this many tensors.
+    `keeps`: whether it keeps all tensors. `fails_at`: file and offset from which its disk has
+    errors.
     """
 
     rank: int
@@ -45,7 +46,7 @@ class RankOrder:
 
 @dataclass(slots=True)
 class RankResult:
-    """`digests`: SHA-256 of each tensor's bytes. `rchar`: bytes of its read calls meanwhile."""
+    """`digests`: SHA-256 of each tensor's bytes. `rchar`: the bytes that it read meanwhile."""
 
     digests: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
@@ -144,4 +145,4 @@ def _rchar() -> int:
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
     print(json.dumps(asdict(load(RankOrder(**told)))), flush=True)
-    os._exit(0)  # a group whose rank died may wait in its destructor
+    os._exit(0)  # the destructor of a group with a dead rank may hang

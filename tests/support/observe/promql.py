@@ -14,15 +14,16 @@ _VARIABLES = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "1h"}
 
 @dataclass(slots=True)
 class Named:
-    """`metrics`: by their name, with the labels that the query matches of each. `labels`: those by
-    which it groups or joins."""
+    """`metrics`: the labels that the query matches, by metric. `labels`: the labels by which it
+    groups or joins.
+    """
 
     metrics: dict[str, set[str]] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
 
 
 def plain(query: str, rate_interval: str = "", **variables: str) -> str:
-    """The query without Grafana's variables; one that is not given matches everything."""
+    """The query with Grafana's variables replaced; a variable without a value matches all."""
     for name, value in (_VARIABLES | _given(rate_interval)).items():
         query = query.replace(name, value)
     return re.sub(r"\$(\w+)", lambda found: variables.get(found[1], ".*"), query)

@@ -59,7 +59,7 @@ def _socket(address: str) -> Config:
 
 
 class Envoy:
-    """Runs for as long as the block. Its admin port tells its counters."""
+    """Envoy, which runs until the end of the block. Its admin port shows its counters."""
 
     def __init__(self, folder: Path, config: Config, port: PortReservation) -> None:
         self._port, self._admin = port, PortReservation("127.0.0.1", 0)
@@ -104,7 +104,7 @@ class Envoy:
         self._admin.close()
 
     async def counter(self, name: str) -> int:
-        """A counter or gauge of Envoy, by a part of its name; the sum if it fits several."""
+        """A counter or gauge of Envoy, by the end of its name; the sum if several match."""
         text = await self._asked("/stats")
         lines = rf"(?m)^\S*{re.escape(name)}: (\d+)$"
         return sum(int(number) for number in re.findall(lines, text))

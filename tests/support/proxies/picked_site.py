@@ -33,8 +33,9 @@ SECRET = "a-hash-secret-of-the-test"
 
 @dataclass
 class PlacingMaster(FakeMaster):
-    """Ranks the prefill first that was first for the longest beginning of the prompt, as a master
-    does when the KV events have come. New prompts take turns. `queries` are all that were asked.
+    """Ranks first the prefill that an earlier plan ranked first for the longest beginning of the
+    prompt, as a master does once the KV events have arrived. New prompts go to each prefill in
+    turn. `queries` are all queries.
     """
 
     mesh: GatewayMesh

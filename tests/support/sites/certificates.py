@@ -11,7 +11,7 @@ from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 
 class TestAuthority:
-    """An authority in a folder of its own. Another folder makes a stranger's authority."""
+    """An authority in a folder of its own. In another folder, it is a stranger's authority."""
 
     __test__ = False
 

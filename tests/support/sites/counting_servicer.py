@@ -1,4 +1,4 @@
-"""An InstanceService that answers every call and counts them, and calls of every kind."""
+"""An InstanceService that answers and counts every call, and a client's calls of every kind."""
 
 from __future__ import annotations
 

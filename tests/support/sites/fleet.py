@@ -31,7 +31,7 @@ from tests.support.sim_reference import sim_reference
 from tests.support.streams import stream_completion
 from tests.support.waiting import until
 
-# The metrics of this mesh, as a page of Prometheus calls them, without unit and kind.
+# The mesh's metrics by their names at /metrics, without the suffixes for unit and kind.
 _METRICS = tuple(
     value.replace(".", "_")
     for value in vars(names).values()

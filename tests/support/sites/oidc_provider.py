@@ -27,9 +27,9 @@ _START_S: Final = 60.0
 
 
 class OidcProvider:
-    """Each start makes a new key. It listens on one port all the time.
+    """Each start makes a new key; the port stays the same.
 
-    `max_age_s`: until a token expires. `users`: the claims of each, by its subject.
+    `max_age_s`: the lifetime of a token. `users`: the claims of each user, by subject.
     """
 
     def __init__(self, folder: Path, max_age_s: int = 3600, **users: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ class OidcProvider:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, skew_s: int = 0, *, names_key: bool = True) -> None:
-        """`skew_s`: how far its clock is ahead. Return once it answers."""
+        """Start it, and wait until it answers. `skew_s`: how far its clock is ahead."""
         self._skew.write_text(str(skew_s))
         path = os.pathsep.join([str(_CLOCK), *filter(None, sys.path)])
         users = [
@@ -75,7 +75,7 @@ class OidcProvider:
         self._reserved.close()
 
     def freeze(self) -> None:
-        """It takes connections, and answers nothing."""
+        """Stop the process, so that it accepts connections but answers nothing."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 

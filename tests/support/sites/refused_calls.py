@@ -10,8 +10,8 @@ import grpc
 async def refusal(call: Callable[[], Awaitable[object]]) -> grpc.aio.AioRpcError | None:
     """Call until the client has heard the server's status. None: the call was answered.
 
-    If a server refuses a stream before its first request is written, gRPC's client says INTERNAL
-    and not what the server has told it.
+    If a server refuses a stream before its first request is written, gRPC's client may report
+    INTERNAL instead of the server's status.
     """
     while True:
         try:

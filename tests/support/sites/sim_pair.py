@@ -25,7 +25,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 async def pair(
     make: MakeTransport = MemoryTransport, **changes: Any
 ) -> AsyncIterator[tuple[SimInstance, SimInstance, TestSession, TestSession]]:
-    """A prefill, a decode and a session to each. At the end, neither may have anything left."""
+    """A prefill, a decode and a session to each. At the end, both must be idle."""
     async with (
         sim_instance("prefill-0", PREFILL, make, **changes) as p,
         sim_instance("decode-0", DECODE, make, **changes) as d,

@@ -2,11 +2,14 @@
 
     host.json          the host's name, what it runs, addresses, secrets
     tls/ROLE/ID        a certificate for each of its processes, and one of a viewer for commands
-    cluster-tls/       NATS' certificate towards the cluster's other servers, of an authority of
-                       their own: no process of the mesh may join as a server
-    accounts.conf      who may do what at NATS
-    redis.acl          and at Redis
-    sentinel.acl       and at its sentinels
+
+Hosts with servers also have:
+
+    cluster-tls/       NATS' certificate for the cluster's other servers. A separate authority
+                       signs it, so that no process of the mesh can join as a server.
+    accounts.conf      the permissions of NATS' users
+    redis.acl          the permissions of Redis' users
+    sentinel.acl       the permissions of the users of Redis' sentinels
 
 Only the user who runs the host may read it.
 """
@@ -27,7 +30,7 @@ from pdmesh.launcher.hosts.layout import Host, Layout
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.addresses import join
 
-PRIMARY: Final = "pdmesh"  # the name under which sentinels watch it
+PRIMARY: Final = "pdmesh"  # the sentinels' name for Redis' primary
 REPLICA_USER: Final = "replica"
 SENTINEL_USER: Final = "sentinel"
 SERVICES_WITH_REDIS: Final = ("gateway", "kv-cache-index")
@@ -41,7 +44,7 @@ class BadHostFolder(MeshError):
 
 @dataclass(frozen=True)
 class MeshSecrets:
-    """One set for the whole mesh; the passwords are those of Redis' users."""
+    """The secrets of the whole mesh; `passwords` has one for each user of Redis."""
 
     hash_secret: str = field(repr=False)
     mesh_token: str = field(repr=False)
@@ -119,7 +122,7 @@ class HostFolder:
         return [join(self.layout.address(name), port) for name in names]
 
     def spec(self, asked: MeshSpec) -> MeshSpec:
-        """What this host runs, with the other options as they were asked for."""
+        """The options of this host: its numbers of processes, and the rest from `asked`."""
         return replace(host_spec(self.name, self.host, asked), host_folder=self.path)
 
 

@@ -1,7 +1,7 @@
 """The file that describes the hosts of a mesh (docs/deploy.md), read and checked.
 
-What a host does not name, it does not run. The servers, a NATS cluster and Redis with its replicas
-and sentinels, run on the first three hosts, or on those in `servers`.
+A host runs only the processes that it names. The servers, a NATS cluster and Redis with its
+replicas and sentinels, run on the first three hosts, or on those in `servers`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdmesh.errors import InvalidRequest
 
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 _CLUSTER_SIZES: Final = (3, 5)  # with a majority left when one of them is lost
-_FOLDERS: Final = frozenset({"authority", "admin"})  # made beside those of hosts
+_FOLDERS: Final = frozenset({"authority", "admin"})  # other folders beside those of the hosts
 _MAX_HOSTS: Final = 256
 _Count = Annotated[int, Field(ge=0, le=4096)]
 _Port = Annotated[int, Field(ge=1, le=65_535)]
@@ -132,7 +132,7 @@ def read(text: str) -> Layout:
 
 
 def _as_json(data: object) -> str:
-    """Strict models take a list for a tuple only from JSON."""
+    """The data as JSON, because a strict model accepts a list for a tuple only from JSON."""
     try:
         return json.dumps(data)
     except (TypeError, ValueError, RecursionError) as exc:

@@ -37,13 +37,14 @@ from pdmesh.server_permissions.role_permissions import REDIS_ROLES
 AUTHORITY: Final = "authority"  # it stays with the operator, and is copied to no host
 ADMIN: Final = ProcessIdentity(str(AdminRole.ADMIN), "operator")
 
-# What a replica asks of its primary, and a sentinel of the servers that it watches (redis.io).
+# The commands that a replica sends to its primary, and that a sentinel sends to the servers that it
+# watches (redis.io).
 _REPLICA: Final = ("psync", "replconf", "ping")
 _SENTINEL: Final = (
     *("multi", "exec", "ping", "info", "role", "publish", "subscribe", "slaveof", "replicaof"),
     *("config|rewrite", "client|setname", "client|kill", "script|kill"),
 )
-# What a sentinel answers to: its peers, and clients that look for the primary.
+# The commands that a sentinel accepts from its peers, and from clients that look for the primary.
 _OF_SENTINELS: Final = (
     *("hello", "ping", "info", "role", "publish", "subscribe", "client|setname"),
     "sentinel",
@@ -98,7 +99,7 @@ def redis_users(passwords: Mapping[str, str]) -> str:
 
 
 def sentinel_users(passwords: Mapping[str, str]) -> str:
-    """The ACL file of the sentinels: services, which ask for the primary, and sentinels."""
+    """The ACL file of the sentinels, for services, which ask for the primary, and for sentinels."""
     users = [server_user(role, passwords[role], _OF_CLIENTS) for role in sorted(REDIS_ROLES)]
     users.append(server_user(SENTINEL_USER, passwords[SENTINEL_USER], _OF_SENTINELS))
     return "user default off resetpass\n" + "".join(users)
@@ -116,7 +117,7 @@ def _holders(layout: Layout) -> list[Holder]:
 
 
 def _secrets(file: Path) -> MeshSecrets:
-    """Made at first use. Raises BadCertificates, OSError."""
+    """The stored secrets; the first run makes them. Raises BadCertificates, OSError."""
     users = (*REDIS_ROLES, REPLICA_USER, SENTINEL_USER)
     try:
         found = MeshSecrets(**json.loads(file.read_text()))

@@ -24,7 +24,7 @@ from pdmesh.launcher.hosts.folder import (
 
 
 def servers_of(folder: HostFolder, state_dir: Path) -> list[Server]:
-    """None if it is not a host with servers. Raises PortTaken."""
+    """NATS, Redis and a sentinel; empty if the host has no servers. Raises PortTaken."""
     if not folder.has_servers:
         return []
     layout = folder.layout
