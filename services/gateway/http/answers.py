@@ -39,11 +39,18 @@ class PromptTokensDetails(Answer):
     cached_tokens: int  # tokens of the prompt that prefill did not compute
 
 
+class CompletionTokensDetails(Answer):
+    reasoning_tokens: int
+
+
 class UsageAnswer(Answer):
+    """`completion_tokens_details` is absent if nothing looks for reasoning in the answer."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class ChatToken(Answer):
@@ -86,10 +93,29 @@ StopReasonAnswer = int | str | None
 FinishReasonName = Literal["stop", "length", "tool_calls", "repetition"]
 
 
+class CalledFunctionAnswer(Answer):
+    name: str
+    arguments: str  # a JSON object, as the model wrote it
+
+
+class ToolCallAnswer(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionAnswer
+
+
 class ChatAnswerMessage(Answer):
+    """`content` is None if the answer is all reasoning or calls.
+
+    `reasoning` and `reasoning_content` are two names of one text.
+    """
+
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
 
 
 class ChatChoice(Answer):
@@ -112,9 +138,26 @@ class ChatCompletion(Answer):
     prompt_logprobs: PromptLogprobsAnswer | UnsetType = UNSET
 
 
+class CalledFunctionDelta(Answer):
+    arguments: str  # the next part of the JSON text
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDeltaAnswer(Answer):
+    """A part of the call at `index`. Only the first part has an id, a type, and a name."""
+
+    index: int
+    function: CalledFunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Answer):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDeltaAnswer] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Answer):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -22,6 +23,7 @@ from pdmesh.v1.common_pb2 import ROLE_DECODE
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.tiny_model import EOS
+from tests.support.documented_answers import check_answers, routes_of
 from tests.support.waiting import until
 
 pytest.importorskip("vllm")
@@ -163,6 +165,39 @@ async def test_a_whole_answer_has_the_same_reasoning_text_and_calls(
     )
     assert answer.choices[0].message.content == "Five."
     assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("post_v1_chat_completions", {"messages": USER, "max_tokens": 400, "tools": TOOLS}),
+        (
+            "post_v1_responses",
+            {
+                "input": "Weather?",
+                "max_output_tokens": 400,
+                "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],
+            },
+        ),
+        (
+            "post_v1_messages",
+            {
+                "messages": USER,
+                "max_tokens": 400,
+                "tools": [
+                    {"name": tool["function"]["name"], "input_schema": {"type": "object"}}
+                    for tool in TOOLS
+                ],
+            },
+        ),
+    ],
+)
+async def test_reasoning_and_calls_are_as_documented(
+    mesh: GatewayMesh, name: str, asked: dict[str, Any]
+) -> None:
+    answers(mesh, f"<think>I look.</think>Let me see. {CALL}\n{OTHER_CALL}")
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=60) as http:
+        await check_answers(http, routes_of(mesh)[name], {"model": "tiny", **asked})
 
 
 @pytest.mark.fault("F7")
