@@ -45,7 +45,7 @@ decodes with the sim engine. Every stream ended with exactly the text of a singl
   column "without it" measure only a gateway (F27) or a file tier (F33): the time until the
   described state was reached.
 - **bound**: the silence that the fault may add. **test allows**: the bound plus the time without
-  the fault (at least 1 s), since the machine is shared.
+  the fault, plus that time again (at least 1 s) because the machine is shared.
 
 If a fault was run several times, the table shows the run that added most.
 

@@ -84,14 +84,19 @@ class CallRunner:
         self.num_open_bytes += num_bytes
         call = OpenCall()
         try:
-            await charged(permit, lambda: permit.charge(spec.num_tokens))
+            await charged(permit, lambda: self._take_in(call, permit, spec.num_tokens))
             report = PoolingReport(spec, request_id, start_span(spec, traceparent))
-            self._frontend.take_in(call)
             watch(call.cancel)
             yield await self._answer(places, report, call, permit)
         finally:
             self._frontend.let_go(call)
             self.num_open_bytes -= num_bytes
+
+    def _take_in(self, call: OpenCall, permit: Permit, num_tokens: int) -> None:
+        """The gateway may have filled up, or begun to drain, while the charge was refused."""
+        self._frontend.check_open()
+        permit.charge(num_tokens)
+        self._frontend.take_in(call)
 
     async def _answer(
         self, places: Sequence[range], report: PoolingReport, call: OpenCall, permit: Permit

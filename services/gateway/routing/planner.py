@@ -34,6 +34,7 @@ from pdmesh.errors import (
     Unavailable,
     shortened,
 )
+from pdmesh.net.tasks import end, watched
 from pdmesh.services.gateway.routing.fleet import FleetView, Wanted
 from pdmesh.services.gateway.routing.plan_stream import PlanStream
 from pdmesh.telemetry import metrics, names
@@ -98,6 +99,7 @@ class Planner:
         self._max_staleness_s = max_staleness_s
         self._fence = EpochFence()
         self._asks: list[_Ask] = []
+        self._closing: set[asyncio.Task[None]] = set()  # streams to former masters
         self._has_asks = asyncio.Event()
         self._streams: dict[_Place, PlanStream] = {}
         self._leader = ""  # instance id of the last master that answered
@@ -165,6 +167,7 @@ class Planner:
     async def close(self) -> None:
         streams, self._streams = list(self._streams.values()), {}
         await asyncio.gather(*(stream.close() for stream in streams))
+        await end([*self._closing])
 
     async def _answer(self, asks: Sequence[_Ask]) -> None:
         try:
@@ -231,8 +234,9 @@ class Planner:
     def _drop_streams_but(self, places: set[_Place]) -> None:
         for place in [p for p in self._streams if p not in places]:
             stream = self._streams.pop(place)
-            task = asyncio.ensure_future(stream.close())
-            task.add_done_callback(lambda done: done.exception())
+            task = watched(stream.close(), "close a plan stream", lambda _: None)
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     def _from_result(self, ask: _Ask, result: PlanResult) -> Event:
         if result.error_reason:

@@ -67,6 +67,8 @@ class Adapters:
                     await self.round()
                 except MeshError as exc:
                     log.info("adapters.not_now", reason=exc.reason, error=exc.message)
+                except Exception:  # a bug here must not end the planning of requests
+                    log.exception("adapters.bug")
         finally:
             await self._adapters.close()
 

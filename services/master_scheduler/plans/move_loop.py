@@ -162,10 +162,9 @@ class MoveLoop:
             )
             if why is not None:
                 raise CannotMove(why)
-            if any(
-                groups[g].scenario != plan.scenario for g in (move.group_id, move.to_group) if g
-            ):
-                raise CannotMove(f"group {move.group_id} belongs to another scenario")
+            for group_id in filter(None, (move.group_id, move.to_group)):
+                if groups[group_id].scenario != plan.scenario:
+                    raise CannotMove(f"group {group_id} belongs to another scenario")
             groups = applied(groups, move)
         return self._decide(self._ratio.handle(OperatorAsked(plan), self._clock()))
 

@@ -17,6 +17,8 @@ from pdmesh.core.request.events import Event, LegAccepted, LegFinished, RequestL
 from pdmesh.core.request.poison import PoisonBook
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.slo import Slos
+from pdmesh.errors import Draining
+from pdmesh.services.gateway.access.access_control import RateLimited
 from pdmesh.services.gateway.pooling.spec import PoolingSpec
 from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel, PoolingNeeds
 from pdmesh.v1.instance_service_pb2 import Command, Pooled, SessionEvent
@@ -138,8 +140,11 @@ class FakeFrontend:
         self.observer = self
         self.calls: list[Any] = []
         self.events: list[Any] = []
+        self.is_draining = False
 
-    def check_open(self) -> None: ...
+    def check_open(self) -> None:
+        if self.is_draining:
+            raise Draining("this gateway is shutting down")
 
     def take_in(self, call: Any) -> None:
         self.calls.append(call)
@@ -158,8 +163,11 @@ class FakePermit:
     def __init__(self) -> None:
         self.charged = 0
         self.used = -1
+        self.is_refusing = False
 
     def charge(self, num_tokens: int) -> None:
+        if self.is_refusing:
+            raise RateLimited("too many tokens")
         self.charged = num_tokens
 
     async def has_more(self) -> bool:

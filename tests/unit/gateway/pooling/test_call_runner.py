@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdmesh.core.request.events import LegAccepted, LegFailed, LegLost
-from pdmesh.errors import EngineFailed, MeshError, NoInstance, Overloaded, PoisonRequest
+from pdmesh.errors import Draining, EngineFailed, MeshError, NoInstance, Overloaded, PoisonRequest
 from pdmesh.services.gateway.pooling import call_runner
 from pdmesh.services.gateway.pooling.call_runner import CallerGone, CallRunner
 from pdmesh.services.gateway.pooling.spec import PoolingAnswer, PoolingSpec
@@ -57,6 +57,22 @@ async def test_the_open_answers_together_are_bounded(monkeypatch: pytest.MonkeyP
         with pytest.raises(Overloaded):
             await runner.ask(spec_of(10))
     await runner.ask(spec_of(10))
+
+
+async def test_a_call_that_waits_for_its_charge_does_not_begin_at_a_gateway_that_drains() -> None:
+    runner = RunnerUnderTest(lambda _, pool, key: answered(pool, key))
+    asking = runner.answered(spec_of(3))
+
+    async def drained() -> bool:
+        runner.frontend.is_draining, runner.permit.is_refusing = True, False
+        return True
+
+    runner.permit.is_refusing = True
+    runner.permit.has_more = drained  # type: ignore[method-assign]
+    with pytest.raises(Draining):
+        await asking.__aenter__()
+    assert (runner.permit.charged, runner.frontend.calls, runner.shared.asked) == (0, [], [])
+    assert runner.runner.num_open_bytes == 0
 
 
 async def test_numbers_that_are_not_finite_are_no_answer() -> None:

@@ -9,6 +9,7 @@ import pytest
 from pdmesh.cli import app
 from pdmesh.cli.commands.ratio import decisions_text
 from pdmesh.core.groups.adjustments import CannotMove
+from pdmesh.core.groups.desired import Desired, Group
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     Move,
@@ -68,6 +69,19 @@ async def test_a_move_that_may_not_be_made_is_refused_before_anything_begins(
     with pytest.raises(CannotMove, match=why):
         site.loop.ask(MovePlan(scenario, Trigger.OPERATOR, (move,), ""), site.world.epoch)
     assert not site.loop.decisions
+
+
+@pytest.mark.req("S27")
+async def test_a_move_to_a_group_of_another_scenario_is_refused_with_the_name_of_that_group() -> (
+    None
+):
+    site = Site(Desired(groups={"a": Group("chat", 2, 2), "b": Group("code", 2, 2)}), num=8)
+    site.settle()
+    await site.loop.round()
+    move = Move("a", MoveKind.MOVE, Role.DECODE, to_group="b")
+    plan = MovePlan("chat", Trigger.OPERATOR, (move,), "", is_forced=True)
+    with pytest.raises(CannotMove, match="group b belongs to another scenario"):
+        site.loop.ask(plan, site.world.epoch)
 
 
 @pytest.mark.req("S27", "S30")
