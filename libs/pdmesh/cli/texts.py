@@ -19,7 +19,7 @@ def text_of(file: Path) -> str:
         raise CommandFailed(f"{file}: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise CommandFailed(f"{file} is not text") from exc
-    if len(text) > MAX_BYTES:
+    if len(text.encode()) > MAX_BYTES:
         raise CommandFailed(f"{file}: longer than {MAX_BYTES} bytes")
     return text
 

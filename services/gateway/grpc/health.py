@@ -34,7 +34,7 @@ class UnknownService(InvalidRequest):
 class HealthServicer:
     """Gives one answer for all `services` and for the server as a whole, whose name is empty.
 
-    `living`: further names, for which `Check` always answers SERVING. `Watch` does not know them.
+    `living`: further names, which are SERVING for as long as the process answers.
     """
 
     def __init__(
@@ -60,44 +60,44 @@ class HealthServicer:
             self._tell()
 
     def close(self) -> None:
-        """Answer NOT_SERVING from now on. Each watch ends after it has got this answer."""
+        """Answer NOT_SERVING from now on. Each watch ends after it has got its last answer."""
         self._is_serving, self._is_closing = False, True
         self._tell()
 
     async def Check(  # noqa: N802  # gRPC's name
         self, request: HealthCheckRequest, context: Context
     ) -> HealthCheckResponse:
-        if request.service in self._living:
-            return HealthCheckResponse(status=HealthCheckResponse.SERVING)
         if not self._knows(request):
             raise UnknownService("there is no such service", field="service")
-        return HealthCheckResponse(status=self._status(is_known=True))
+        return HealthCheckResponse(status=self._status(request.service))
 
     async def List(  # noqa: N802
         self, request: HealthListRequest, context: Context
     ) -> HealthListResponse:
-        answer = HealthCheckResponse(status=self._status(is_known=True))
-        return HealthListResponse(statuses=dict.fromkeys(self._services, answer))
+        names = self._services | self._living
+        return HealthListResponse(
+            statuses={name: HealthCheckResponse(status=self._status(name)) for name in names}
+        )
 
     async def Watch(  # noqa: N802
         self, request: HealthCheckRequest, context: Context
     ) -> AsyncIterator[HealthCheckResponse]:
-        is_known = self._knows(request)
+        self._knows(request)
         watch = _Watch(asyncio.current_task(), context.peer().rpartition(":")[0])
         self._make_room()
         self._watches[watch] = None
         try:
-            async for status in self._statuses(is_known=is_known):
+            async for status in self._statuses(request.service):
                 yield HealthCheckResponse(status=status)
         finally:
             self._watches.pop(watch, None)
 
     async def _statuses(
-        self, *, is_known: bool
+        self, name: str
     ) -> AsyncIterator[HealthCheckResponse.ServingStatus.ValueType]:
         told = None
         while True:
-            status, changed = self._status(is_known=is_known), self._changed
+            status, changed = self._status(name), self._changed
             if status != told:
                 told = status
                 yield status
@@ -111,10 +111,12 @@ class HealthServicer:
         if len(request.service) > _MAX_NAME_CHARS:
             message = f"service has at most {_MAX_NAME_CHARS} characters"
             raise InvalidRequest(message, field="service")
-        return request.service in self._services
+        return request.service in self._services | self._living
 
-    def _status(self, *, is_known: bool) -> HealthCheckResponse.ServingStatus.ValueType:
-        if not is_known:
+    def _status(self, name: str) -> HealthCheckResponse.ServingStatus.ValueType:
+        if name in self._living:
+            return HealthCheckResponse.SERVING
+        if name not in self._services:
             return HealthCheckResponse.SERVICE_UNKNOWN
         return HealthCheckResponse.SERVING if self._is_serving else HealthCheckResponse.NOT_SERVING
 

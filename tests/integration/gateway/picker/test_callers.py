@@ -153,6 +153,11 @@ async def test_the_health_of_the_picker_is_told_by_the_names_of_the_protocol(
             for name in ready:
                 assert await status(name) == "NOT_SERVING"
             assert await status("liveness") == "SERVING"
+            watch = stub.Watch(health_pb2.HealthCheckRequest(service="liveness"))
+            watched = [each.status async for each in watch]  # it ends: the picker has closed
+            assert watched == [health_pb2.HealthCheckResponse.SERVING]
+            listed = (await stub.List(health_pb2.HealthListRequest())).statuses
+            assert listed.keys() == {*ready, "liveness"}
             with pytest.raises(grpc.aio.AioRpcError) as unknown:
                 await status("another")
             assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
