@@ -1,3 +1,3 @@
-"""A compressed day of tides, an upgrade and faults on a mesh of real processes: what is done when,
-what the mesh reports about it, and its figure.
+"""A compressed day on a mesh of real processes, with tides, an upgrade and faults: its plan, the
+mesh's reports, and its figure.
 """

@@ -7,9 +7,9 @@ The load has tides and two changes of content, and there are an upgrade and thre
 Blank sim instances become three groups of 1P:2D, whose engines take the time that SmolLM2 takes on
 a CPU. One group is lent to training at night. Longer prompts, and later longer answers, must change
 the ratio. All groups get a new release. A prefill and a decode are killed, and a device fails.
-Clients send at their own times, whatever happens to their requests. The record names everything
-that should have happened and did not, and the exit code is then 1. `loadtests.sim.day` plays a
-longer day on a virtual clock.
+Clients send at their own times, whatever happens to their requests. The record names each expected
+event that did not happen; if there is one, the exit code is 1. `loadtests.sim.day` plays a longer
+day on a virtual clock.
 """
 
 from __future__ import annotations

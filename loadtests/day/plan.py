@@ -87,8 +87,8 @@ def rate(at_s: float) -> float:
 
 
 def lengths(at_s: float) -> Lengths:
-    """Prompts become three times as long. Later they have their old length, and answers become 3.5
-    times as long.
+    """First prompts become three times as long. Later they have their old length again, and answers
+    become 3.5 times as long.
     """
     if at_s < NEW_PROMPTS_AT:
         return Lengths(300, 20)

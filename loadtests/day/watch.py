@@ -66,7 +66,7 @@ class Watch:
         self.actions.append(Action(at_s, kind, SCENARIO, text))
 
     def close_window(self, states: pb.ListGroupStatesResponse, num_asked: int) -> None:
-        """Add a point of the day, with the groups as they are.
+        """Add a point of the day, with the present state of the groups.
 
         `num_asked`: how many requests were sent in the window.
         """

@@ -7,9 +7,8 @@ time, alone or beside clients that send long prompts without a pause, each with 
 token. In the pair the prompts are computed in another process; in one engine they share each step
 with the streams, cut into chunks.
 
-Two processes on one machine also share its caches and memory bandwidth. So the streams of a pair
-run in a third turn beside the same prompts at another pair, which does not serve these streams. The
-machine causes whatever slows the streams there.
+Two processes on one machine also share its caches and memory bandwidth. A third turn measures this
+effect: the streams run at one pair while another pair computes the same prompts.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ back to zero (I4).
 Two gateways (one hands KV on whole, one per layer), two prefills, two decodes on the sim engine, as
 real processes, with host pools and a file store too small for the prompts. Some of the clients
 leave at random moments by FIN or RST. prefill-1 and decode-1 are killed again and again, while
-prefill-0 and decode-0 run from beginning to end. What requests leave behind piles up in these two,
-in the gateways, or outside of the processes: in shared memory, keys in Redis, consumers at NATS.
+prefill-0 and decode-0 run from beginning to end. A leak accumulates in these two, in the gateways,
+or outside of the processes: in shared memory, keys in Redis, consumers at NATS.
 """
 
 from __future__ import annotations
@@ -362,7 +362,8 @@ def _beside(before: Mapping[str, T], after: Mapping[str, T]) -> dict[str, tuple[
 async def _until_as_before(
     mesh: Mesh, mapped: set[str], before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Wait until no more is left outside of processes than before the run; returns what is left.
+    """Wait until the mesh has no more outside of its processes than before the run; returns what it
+    has there.
 
     NATS drops the consumer of a killed process after 5 s.
     """

@@ -179,7 +179,7 @@ class Bench:
 
     async def _is_whole(self) -> bool:
         states = await self._operator.groups()
-        # Repeat the order, which may have come before the mesh saw that the device is well.
+        # Repeat the order: the last one may have come before the mesh saw that the device is well.
         for entry in states.out_of_service:
             with suppress(InvalidRequest):
                 await self._operator.uncordon(entry.instance_id)

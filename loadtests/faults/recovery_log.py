@@ -39,7 +39,7 @@ _LEASE_S: Final = 3.0  # of our registry view, which registers nothing
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`instance_id`: the instance that it is about; `level`: the level of a fault."""
+    """`instance_id`: the instance that the entry is about; `level`: the level of a fault."""
 
     at: float
     kind: str  # health, fault, device, signal, record, step, served
@@ -125,7 +125,7 @@ def _is_word(entry: Entry) -> bool:
 
 
 def _is_verdict(entry: Entry) -> bool:
-    """Whether the health-monitor or the registry says that the instance is gone or faulty."""
+    """Whether the health-monitor or the registry reports that the instance is gone or faulty."""
     is_dead = entry.kind == "health" and entry.what == "dead"
     return is_dead or entry.kind == "record" or (entry.kind == "fault" and entry.level > 0)
 

@@ -138,7 +138,7 @@ def running(
 ) -> Iterator[Tree]:
     """A mesh of the tree, until the block ends. Its processes import from `first_path` first.
 
-    `spec`: what else its MeshSpec says.
+    `spec`: further fields of its MeshSpec.
     """
     paths = [first_path, str(tree / "libs"), str(tree)]
     environment = {

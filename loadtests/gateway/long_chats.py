@@ -3,8 +3,9 @@
     python -m loadtests long-chats [--tokens 100000] [--grows 1000] [--turns 8]
 
 Two meshes on sim, whose instances compute in no time, serve the same chat in turn, one token for
-each turn. Only one of them keeps the tokens of earlier turns. Beside the chat, a client sends short
-prompts without end. A chat of its own comes first, so that the kept one has an earlier turn.
+each turn. Only one of them keeps the tokens of earlier turns. Both serve the chat once before the
+first measured turn. After each turn, the mesh gets a new chat of the same length and, until that is
+answered, short prompts one after the other.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ _KINDS: Final = {"kept": str(64 << 20), "not kept": "0"}  # SECTION_CACHE_BYTES
 _CHARS_PER_TOKEN: Final = 3.1  # of this text, by SmolLM2's tokenizer
 _SHORT: Final = [{"role": "user", "content": "What is the capital of France?"}]
 ABOUT: Final = (
-    "CPU of the gateway's process for one turn, and the time of short requests beside it and before"
-    " it. Each cell: the median over the turns (lowest..highest)."
+    "CPU of the gateway's process for one turn, and the time of short requests before it and beside"
+    " a new chat of its length. Each cell: the median over the turns (lowest..highest)."
 )
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Milliseconds. `beside_ms`: the slowest short request while the turn was served."""
+    """Milliseconds. `alone_ms`: the slowest short request before the turn; `beside_ms`: the slowest
+    one while a new chat of the same length was served.
+    """
 
     kind: str
     num_tokens: int
@@ -116,7 +119,7 @@ async def _taken(client: httpx.AsyncClient, mesh: Mesh, kind: str, messages: Mes
 
 
 async def _beside(client: httpx.AsyncClient, mesh: Mesh, messages: Messages) -> float:
-    """The slowest short request beside a turn that no mesh has seen, of the same length."""
+    """The slowest short request beside a chat of the same length that no mesh has seen."""
     other = [{**messages[0], "content": f"{time.monotonic()} {messages[0]['content']}"}]
     long = asyncio.create_task(_ask(client, mesh, [*other, *messages[1:]]))
     slowest = 0.0

@@ -1,9 +1,9 @@
 """The CPU of every process of a mesh per request, of this tree and of another revision, in turn.
 
-Both meshes run all the time, as two gateways, a prefill and a decode on sim. Each round asks both
-the cases of `make bench-peers`, in alternating order, so that other load on the machine affects
-both alike. Other load changes CPU time less than throughput, but still much: a busy
-neighbour on the same core halves both speeds. Only ratios within a round are compared.
+Both meshes run all the time, as two gateways, a prefill and a decode on sim. Each round sends the
+cases of `make bench-peers` to both, in alternating order, so that other load on the machine affects
+both alike. Other load changes CPU time less than throughput, but still much: a busy neighbour on
+the same core halves the speed of both. Only ratios within a round are compared.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Bounds:
 
     @property
     def of_tokenizer(self) -> float:
-        """Only so many long texts are tokenized at once."""
+        """The limit by the number of long texts that a gateway tokenizes at once."""
         return 1e3 * long_threads(self.num_cores) / max(1.0, self.sample.others_ms)
 
     @property

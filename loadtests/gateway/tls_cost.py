@@ -1,6 +1,6 @@
 """What TLS between all processes costs: the CPU of a mesh without it and of one with it, in turn.
 
-Both run the same code all the time, as two gateways, a prefill and a decode on sim; the second with
+Both run the same code all the time, as two gateways, a prefill and a decode on sim. The second has
 `--tls`: gRPC and NATS are encrypted, both ends show certificates, and NATS and Redis tell roles
 apart. Clients reach both meshes in plain text, since the generator has no TLS. Neither mesh
 encrypts KV, which UCX moves, or Redis, whose build in the wheel has no TLS (docs/security.md).

@@ -2,7 +2,7 @@
 
 The steps are those of a mesh: gather into the arena, stage, pull, verify, scatter. They run once
 with arenas in page-locked host memory, and once with arenas in the GPU's memory. Plain copies of
-the same size, out to the host and in, are measured beside it.
+the same size, to the host and back, are measured for comparison.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _COLUMNS: Final[dict[str, Callable[[Timing], float]]] = {
     "until token 2": lambda t: t.second_ms,
     "a later token": lambda t: t.later_ms,
 }
-_SHARED: Final = ("token 1", "token 1 to 2", "until token 2")  # times that it may lengthen
+_SHARED: Final = ("token 1", "token 1 to 2", "until token 2")  # the hand-over may lengthen these
 
 
 @dataclass(frozen=True, slots=True)

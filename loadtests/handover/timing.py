@@ -11,7 +11,7 @@ class Timing:
     """Times in milliseconds, of an answer of at least three tokens."""
 
     ttft_ms: float
-    gap_ms: float  # between tokens 1 and 2: it shows the hand-over unless token 1 waits for it
+    gap_ms: float  # between tokens 1 and 2: includes the hand-over, unless token 1 waited for that
     later_ms: float  # mean gap between later tokens: a decode step
     tokens: tuple[int, ...]
 

@@ -9,9 +9,9 @@ There are one prefill and one decode on the sim engine, with steps of 20 ms (the
 large as a small model's (8 layers of 2 KiB per token). The streams draw all the time. There are
 three kinds of round: only the streams; also clients that ask for one token after long prompts,
 which the prefill answers by itself; or the same clients asking for two tokens, so that the decode
-retrieves each prompt's KV and does little else for it. In the last two kinds the same is computed;
-they differ only in the hand-over. The bar compares with the streams by themselves, so it includes
-the prefill's share of the same cores. Rounds alternate, so that all see the same machine.
+retrieves each prompt's KV and does little else for it. The last two kinds compute nearly the same
+and differ in the hand-over. The bar compares the third kind with the first, so the prefill's use of
+the same cores counts, too. Rounds alternate, so that all see the same machine.
 """
 
 from __future__ import annotations

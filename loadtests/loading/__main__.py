@@ -146,7 +146,7 @@ def about(args: argparse.Namespace, model_bytes: int) -> str:
     return (
         f"A model of {model_bytes / 1e6:.0f} MB in four files, windows of {args.window_mb} MiB, "
         f"{args.rounds} rounds. Slow: {args.mb_per_s:g} MB/s for all ranks of the node together, "
-        "never from a cache, whatever the order of the reads. With a device alike, a rank's copy "
+        "never from a cache, whatever the order of the reads. With a device as slow, a rank's copy "
         "of a weight takes as long as its read. Cells: median (lowest..highest) of the rounds; a "
         "ratio is that of the two loads of one round. Two bytes-read figures: the baseline's, ours."
     )

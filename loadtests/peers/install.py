@@ -28,9 +28,9 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Packages:
-    """`pinned` are installed without what they require, which `required` replaces, if there is any.
+    """If there are `required` packages, `pinned` are installed without their own dependencies.
 
-    Dynamo requires a package whose installation downloads from an index that is not public.
+    Dynamo depends on a package whose installation downloads from an index that is not public.
     """
 
     pinned: tuple[str, ...]

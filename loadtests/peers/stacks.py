@@ -1,7 +1,7 @@
 """The stacks: ours, Dynamo and sglang-router with prefill and decode apart, and a passthrough.
 
-Each serves on the loopback interface, with engines that compute nothing. Ours moves the bytes of
-the KV nevertheless; the others' do not.
+Each serves on the loopback interface, with engines that compute nothing. Our engines still move the
+bytes of the KV; the others' do not.
 """
 
 from __future__ import annotations

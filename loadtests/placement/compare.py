@@ -52,7 +52,7 @@ _MESH: Final = "--prefill 8 --decode 2 --ttft-slo-s 0.5 --tpot-slo-s 0.5"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`arguments` go to loadtests.traffic.replay. If it names policies, only these play it.
+    """`arguments` go to loadtests.traffic.replay. If `policies` is not empty, only these play it.
 
     `least_reuse`: the required factor on the reuse length in one of RTP-LLM's workloads (S131); 0
     for other workloads.

@@ -77,7 +77,7 @@ def documents(seed: int, count: int, rate_per_s: float = 1.5) -> list[Arrival]:
 def hot_prefixes(
     seed: int, count: int, rate_per_s: float = 12.0, num_heads: int = 60
 ) -> list[Arrival]:
-    """Prefixes by Zipf's law, more than the caches hold; arrivals of Poisson."""
+    """Prefixes by Zipf's law, more than the caches hold; Poisson arrivals."""
     rng = random.Random(seed)
     popular = list(itertools.accumulate(1 / (rank + 1) ** 0.8 for rank in range(num_heads)))
     arrivals, now = [], 0.0
@@ -91,7 +91,7 @@ def hot_prefixes(
 
 
 def bursts(seed: int, count: int) -> list[Arrival]:
-    """Silences and bursts: thirty requests in half a second, of which most share a prefix."""
+    """Silences and bursts of 10 to 49 requests in half a second, most of which share a prefix."""
     rng = random.Random(seed)
     arrivals, now, number = [], 0.0, 0
     while number < count:
@@ -108,7 +108,10 @@ def bursts(seed: int, count: int) -> list[Arrival]:
 
 
 def long_tail(seed: int, count: int, rate_per_s: float = 14.0) -> list[Arrival]:
-    """Most prompts are short, one in fifty has 30,000 to 120,000 tokens; a tenth share a prefix."""
+    """Most prompts are short; one in fifty has 30,000 tokens or more, up to about 120,000.
+
+    Three in ten begin with one of eight prefixes.
+    """
     rng = random.Random(seed)
     arrivals, now = [], 0.0
     for number in range(count):
@@ -148,8 +151,8 @@ def agents(
 def agents_beside_documents(
     seed: int, num_sessions: int, documents_per_s: float = 2.0
 ) -> list[Arrival]:
-    """Agents whose tools take 4 to 20 s, one in five a minute or two, beside prompts that never
-    come again. Each agent's client says when it pauses and when it is done.
+    """Agents beside prompts that never come again. An agent's tool takes 4 to 20 s, and in one of
+    five turns a minute or two. Each agent's client says when it pauses and when it is done.
     """
     rng = random.Random(seed)
     sessions: dict[str, list[Arrival]] = {}

@@ -301,8 +301,9 @@ def _markdown(
 def _flatness(
     at: Mapping[tuple[str, str, int, int], float], num_blocks: int, workers: Sequence[int]
 ) -> list[str]:
-    """The walk over the blocks does not depend on the number of workers. The answer does: it has an
-    entry for each worker.
+    """Whether the walk over the blocks takes as long with many workers as with few.
+
+    The answer has an entry for each worker, so its cost is left out.
     """
     few, many = min(workers), max(workers)
 

@@ -10,8 +10,8 @@ does not use the law: the law only sets how long instances take, which is long c
 mesh's own cost.
 
 There are twice as many users as slots, and they ask without a pause, so both meshes are full. Both
-have the same bottleneck role, because b / T is a capacity only if all slots are taken. Beside the
-prediction stands what the second mesh's metrics say about that mesh itself.
+have the same bottleneck role, because b / T is a capacity only if all slots are taken. The report
+also has the Phi of the second mesh by its own metrics.
 """
 
 from __future__ import annotations

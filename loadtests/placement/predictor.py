@@ -4,11 +4,11 @@ learnt from.
     make bench NAME=predictor          about ten minutes; needs vLLM and the prepared model
     python -m loadtests.placement.predictor --judge loadtests/results/predictor-DATE.json
 
-Two real meshes, one after the other: in one a prefill computes the prompts, in the other a decode
-does, as in a group that has lost its prefills, beside the sequences that it decodes. Each learns
-from prompts of one family and is judged on others. The instances' reports are recorded, and
-the master's own core gets them again to be judged. So `--judge` judges a changed core by the same
-measurements. The expected time to the first token is that of the master's plan.
+Two real meshes, one after the other. In the first, a prefill computes the prompts. In the second, a
+decode computes them beside the sequences that it decodes, as in a group that has lost its prefills.
+Each mesh learns from prompts of one family and is judged on others. The instances' reports are
+recorded and replayed to the master's own core, which is then judged. So `--judge` judges a changed
+core by the same measurements. The expected time to the first token is that of the master's plan.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _START_S: Final = 900.0
 @dataclass(frozen=True, slots=True)
 class Trace:
     """At most `most_open` requests are open at once: a request waits for a place, and then for the
-    time between the previous arrival and its own. So a slow machine refuses no request. Beside them
-    run `num_streams` answers, each followed by another.
+    time between the previous arrival and its own. So a slow machine refuses no request. Meanwhile
+    `num_streams` streams decode, each followed by another.
     """
 
     name: str

@@ -37,7 +37,9 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One request, in seconds since it came, but `expected_s` since the plan (0: not known)."""
+    """One request. Times are in seconds since it came; `expected_s` is since the plan (0: not
+    known).
+    """
 
     site: str
     trace: str

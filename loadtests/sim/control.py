@@ -119,7 +119,7 @@ class Control:
         self.mesh.clock.after(_TICK_S, self._tick)
         self.mesh.clock.after(self.window_s, self._window)
 
-    # --- what people do ---------------------------------------------------------------------------
+    # --- what operators and faults do -------------------------------------------------------------
 
     def profile(self, scenario: str, profile: Profile) -> None:
         self._ratio(ScenarioProfiled(scenario, profile, self.mesh.states()))
@@ -187,7 +187,7 @@ class Control:
     def _is_disturbed(self, scenario: str) -> bool:
         """Whether the window says nothing about the ratio: after an upgrade or a loss.
 
-        A plan under way is judged by itself.
+        A plan under way has its own verdict.
         """
         is_upgrading = scenario in self.upgrades and bool(self.upgrades[scenario].current)
         is_short = any(group.scenario == scenario for group, _, _ in self._lost)

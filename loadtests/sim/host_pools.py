@@ -1,8 +1,8 @@
-"""The workers' host pools on the virtual clock: blocks that a worker loads from its own pool or a
-peer's and does not compute.
+"""The workers' host pools on the virtual clock: a worker loads blocks from its own pool or a peer's
+instead of computing them.
 
-`core.kv.tiers.load_plan` decides which source serves which blocks, as in the mesh; a load takes the
-time that its cost says. A pool keeps copies of the blocks that its worker computed or loaded.
+`core.kv.tiers.load_plan` decides which source serves which blocks, as in the mesh; a load takes its
+planned time. A pool keeps copies of the blocks that its worker computed or loaded.
 `core.kv.tiers.pool_eviction` decides which blocks it evicts. Session hints count as in the mesh.
 """
 

@@ -113,7 +113,7 @@ class LiveMesh(VirtualMesh):
         self._lent: dict[str, dict[Role, int]] = {}  # what a group had when it was lent
         self._lives: dict[int, tuple[_Life, str]] = {}  # by leg: its request, its instance
 
-    # --- what may be asked of it ------------------------------------------------------------------
+    # --- orders -----------------------------------------------------------------------------------
 
     def set_up(self, group_id: str, scenario: str, num_prefill: int, num_decode: int) -> Group:
         """Make a group that serves at once, for the beginning of a run."""
@@ -195,7 +195,7 @@ class LiveMesh(VirtualMesh):
         self.num_blank -= 1
         self._load(group, role, done)
 
-    # --- what is seen of it -----------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def states(self) -> dict[str, GroupShape]:
         """The groups and their load in this window; early in it, the last window counts, too."""

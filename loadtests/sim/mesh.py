@@ -108,7 +108,7 @@ class MeshShape:
     host_blocks: int = 0  # of each instance's host pool
     shares_host: bool = True  # instances fetch from each other's host pools
     tells_peers: bool = True  # whether placement knows what host pools hold
-    tells_host: bool = True  # whether it knows what an instance's own host pool holds
+    tells_host: bool = True  # whether placement knows what an instance's own host pool holds
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class _Life:
 
 
 class VirtualMesh:
-    """Feed it arrivals with `run`; then `served` and `workers` say what happened."""
+    """`run` plays arrivals; afterwards `served` and `workers` have the results."""
 
     def __init__(self, shape: MeshShape, policy: str, seed: int, weights: Weights) -> None:
         self.shape, self.clock = shape, Clock()
@@ -399,7 +399,7 @@ class VirtualMesh:
         )
 
     def _compare(self, name: str, computed: Sequence[PrefillComputed]) -> None:
-        """Note how wrong the predictor is, before it learns."""
+        """Note the error of the predictor before it learns from these prompts."""
         instance = self.fleet.instances[name]
         fit = self.fleet.predictor.fit(instance.kind)
         prompts = list(instance.untimed)
@@ -481,7 +481,7 @@ class VirtualMesh:
         self._later(life, FirstToken(key, 0, finish, ticket, job.num_cached))  # type: ignore[arg-type]
 
     def _note_wait(self, life: _Life, instance_id: str) -> None:
-        """How wrong the expectation was, if the request went where it was expected to go."""
+        """Note the error of the expected first token, if the request is on the planned instance."""
         best, planned_at, due = life.expected
         if best == instance_id:
             waited_s = self.clock.now - planned_at

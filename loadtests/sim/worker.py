@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(slots=True)
 class Worker:
-    """`work` is what it does: PREFILL, DECODE or LOCAL (both).
+    """`work` is PREFILL, DECODE or LOCAL (both).
 
     Times are in seconds of the clock.
     """

@@ -10,7 +10,7 @@ NAME=sizing`).
 
 For each scene, under light and heavy load, P/D and fusion are planned and then played with the same
 laws: the times that requests see, the highest load that keeps the goals, and whether one instance
-less would do. Each role may have a single instance here, so that nothing is there to spare.
+less would do. A role may have a single instance here: no plan includes a spare.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pdmesh.core.sizing.advice import PlanAnswer, answer_of, ranges_of
 from pdmesh.core.sizing.deployment import Deployment, Seen, fused, pair_of
 from pdmesh.core.sizing.search import NotPossible, Workload, holds, smallest_fusion, smallest_pair
 
-_NO_LIMIT = 0.999  # busy: the mesh has no other limit than its goals
+_NO_LIMIT = 0.999  # of the share of time that instances are busy: only the goals limit the mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,10 @@ class Side:
         return self.planned_per_s / self.played_per_s - 1
 
     def needed_gpus(self, rate_per_s: float) -> float:
-        """At this rate on the mesh: as planned, if that holds and no instance can be spared.
+        """The GPUs that the mesh needs at this rate.
 
-        Otherwise by what each GPU carried, not in whole instances.
+        This is the planned number, if these carry the rate and no instance can be spared. Otherwise
+        it is the rate divided by what one GPU carried, which need not be whole.
         """
         if self.played_per_s >= rate_per_s and not any(self.can_spare.values()):
             return self.num_gpus
@@ -100,7 +101,7 @@ def _side(found: Deployment | NotPossible, wanted: Workload, seed: int) -> Side 
 
 
 def _planned(found: Deployment, wanted: Workload) -> Deployment:
-    """The deployment, seen with all slots of its memory, as it is played."""
+    """The deployment with all the slots that its memory allows, as the mesh plays it."""
     if found.is_fusion:
         return fused(found.pools[0], wanted.traffic, wanted.goals)
     prefill, decode = found.pools

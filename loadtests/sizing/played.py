@@ -114,7 +114,11 @@ def keeps(deployment: Deployment, wanted: Workload, seed: int) -> bool:
 
 
 def highest(holds: Callable[[float], bool], start: float, precision: float = 0.05) -> float:
-    """The highest rate that holds, by doubling or halving from `start` and then by halves."""
+    """The highest rate for which `holds` is true; 0 if it is below a twentieth of `start`.
+
+    Steps of 20 % from `start` find an interval, which is then halved until it is within
+    `precision`.
+    """
     low = high = start
     if holds(start):
         while holds(high := 1.2 * low):

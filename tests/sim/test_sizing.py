@@ -1,4 +1,6 @@
-"""Plans hold on the virtual mesh, which has the product's own cores: by ratios, in small."""
+"""Plans of deployments agree with the virtual mesh, which has the product's own cores. The runs are
+short.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def test_the_mesh_sees_the_times_of_the_plan(
 def test_twice_the_planned_load_breaks_the_goals(
     search: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the plan would be twice too large."""
+    """If the mesh kept the goals, the plan would be twice too large."""
     monkeypatch.setattr(played, "NUM_REQUESTS", 1000)
     found, wanted = planned(LONG, 6.0, search)
     assert not played.keeps(found, wanted.at(12.0), 1)

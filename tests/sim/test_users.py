@@ -42,8 +42,8 @@ def test_on_demand_keeps_the_slo_of_99_percent_and_accepts_what_formula_2_says()
 def test_queues_lose_a_third_if_reports_are_100_ms_old_and_almost_nothing_if_they_are_fresh() -> (
     None
 ):
-    """The queues are the same. All requests between two reports go to the prefill whose queue was
-    shortest at the first report.
+    """Only the age of the reports differs. All requests between two reports go to the prefill whose
+    queue was the shortest in the first of the two.
     """
     old, old_error_s = play(QUEUES)
     fresh, fresh_error_s = play(QUEUES, report_s=0.0)

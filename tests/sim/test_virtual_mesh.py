@@ -149,8 +149,8 @@ def test_few_prefills_for_a_scenarios_prefixes_raise_its_hit_rate_and_lower_its_
 @pytest.mark.req("S45", "S46")
 @pytest.mark.parametrize("seed", [1, 2])
 def test_under_four_times_its_load_a_mesh_accepts_what_formula_2_says(seed: int) -> None:
-    """It accepts n_p b_p / T_p within 10 %. So all slots of the prefills are in use, for the
-    formula counts every one of them.
+    """The mesh accepts n_p b_p / T_p within 10 %. The formula counts every slot of the prefills, so
+    all are in use.
     """
     shape = MeshShape(PER_TOKEN, num_prefill=4, num_decode=2, prefill_slots=4, ttft_slo_s=2.0)
     until_s, full_per_s = 30.0, 4 / 0.1  # four prompts at once, of 100 ms each
@@ -237,7 +237,9 @@ def four_prompts() -> list[Arrival]:
 @pytest.mark.req("S8")
 @pytest.mark.parametrize("seed", range(5))
 def test_on_demand_forwarding_puts_the_three_short_prompts_on_one_instance(seed: int) -> None:
-    """They take 2 + 1 + 1 s, one after the other: the last has its token 4 s after it came."""
+    """The three take 2 + 1 + 1 s, one after the other. The last gets its token 4 s after it came,
+    within the target of 4.5 s.
+    """
     mesh = play(PAIR, "default", four_prompts(), seed)
     long, *shorts = mesh.served
     assert {s.prefill_id for s in shorts} == ({"prefill-0", "prefill-1"} - {long.prefill_id})

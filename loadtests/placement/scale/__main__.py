@@ -3,10 +3,10 @@
 
 python -m loadtests.placement.scale --rounds 3 --out loadtests/results/scale-2026-11-28
 
-What is compared takes turns in every round. The baseline of a decision is the same core without its
-shortlist; that of gRPC is the same core in one process; that of a snapshot in steps is the same
-snapshot at once; that of events is the index without messages. "Again" is the same decision with
-the same random draws, whose instances are then in the processor's caches.
+In every round, each measurement takes turns with its baseline: for a decision, the same core
+without its shortlist; for gRPC, the same core in one process; for a snapshot in steps, the same
+snapshot at once; for events, the index without messages. "Again" is the same decision with the same
+random draws, whose instances are then in the processor's caches.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def _tables(found: Found, clock: Sequence[dict[str, float]]) -> str:
 def _note_hop(found: Found) -> None:
     """Note what a call of the master costs, and how many gateways could hold the view at that cost.
 
-    A gateway that asks pays for its own requests: its part of the call and the master's. One that
-    holds the view pays for the events of all requests, whichever gateway they came to. The master
-    holds the view in both cases.
+    A gateway that asks the master pays for its own requests: its part of the call and the master's.
+    A gateway that holds the view pays for the events of all requests, also those of other gateways.
+    The master holds the view in both cases.
     """
     inside_ms = found["no gRPC, 750 + 500, as a replica in a gateway: CPU ms of a decision"][-1]
     held_ms = found["the mesh's events at a gateway: CPU ms of a request, without the bus"][-1]

@@ -8,9 +8,9 @@ than a third of the prefills. The prompts take 32 times as long as on the mocker
 thousands of requests lasts about as long as placement remembers recent work. The first three
 eighths of the requests warm the caches and are not counted. Each run begins with empty caches, so a
 shortlist's effect on the caches' content counts, too. `busy` is the share of the prefills that have
-a prompt, at forty times while the counted requests arrive. "Against its own mean" takes those on
-the shortlist as typical of all, as the product did until this was measured. With --chance, another
-run scores all with other random draws, which shows how much of a difference is chance.
+a prompt, at forty times while the counted requests arrive. "Against its own mean" compares an
+instance with the mean of the shortlist, as the product did before this measurement. With --chance,
+another run scores all with other random draws, which shows how much of a difference is chance.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SHAPE: Final = MeshShape(
 
 
 def tools(seed: int, count: int) -> list[Arrival]:
-    """One population: forty tool definitions that all share, and sessions that go on."""
+    """One population: all requests use the same forty tool definitions, and sessions continue."""
     return _poisson(families.toolagent(seed, count, num_recent=60 * _MESHES), seed, 90.0)
 
 

@@ -1,8 +1,9 @@
 """A week of 10,000 devices at the paper's rate of 1 to 2 faults per week and 400 devices (S38).
 
 First the week is simulated for all machines, without requests. Devices fail by chance, and each
-takes its instance with it; a spare machine loads and stands in, and the broken machine becomes a
-spare when it is repaired. The result is which groups lack which instances, and when. Then requests
+failure stops the instance of the device. A spare machine loads and replaces it, and the broken
+machine becomes a spare when it is repaired. The result is which groups lack which instances, and
+when. Then requests
 are simulated in each of these periods, with the request core's own migration. They are also
 simulated in groups that lack nothing, as a sample of the rest of the week. The week's share of
 success combines both, weighted by time.
