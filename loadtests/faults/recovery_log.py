@@ -119,7 +119,7 @@ class EventLog:
 
 
 def _is_word(entry: Entry) -> bool:
-    """Whether the entry is the first sign of a fault."""
+    """Whether the entry is a sign of a fault."""
     is_told = entry.kind in {"device", "signal"} and entry.level > 0
     return is_told or (entry.kind == "health" and entry.what != "healthy") or _is_verdict(entry)
 

@@ -51,7 +51,7 @@ pytestmark = [
 
 NUM_STREAMS, MAX_TOKENS = 24, 120  # 2.4 s of decoding
 AWAY_S = 8.0  # how long something is frozen or cut: longer than leases, and than sentinels wait
-SLACK_S = 1.5  # of a loaded machine with two cores
+SLACK_S = 1.5  # for a loaded machine with two cores
 GATEWAYS = ("a", "b")
 
 
@@ -64,7 +64,7 @@ class World:
     under_way: list[StreamOutcome] = field(default_factory=list)  # of the latest streams
 
     async def streams(self, prompts: list[list[int]], salt: str) -> list[StreamOutcome]:
-        """One for each prompt, to the gateways in turn; each begins a little after the last.
+        """A stream for each prompt, to the gateways in turn; each begins a little after the last.
 
         Runs with different salts share no KV.
         """
@@ -85,7 +85,7 @@ class World:
         )
 
     async def calm(self, prompts: list[list[int]]) -> float:
-        """The longest silence of the same streams without a fault; each has its text."""
+        """The longest silence of the same streams without a fault, whose texts must be right."""
         outcomes = await self.streams(prompts, "calm")
         for outcome in outcomes:
             assert outcome.is_complete, outcome
@@ -96,7 +96,10 @@ class World:
         return outcome.text == self.reference.text(list(outcome.prompt), MAX_TOKENS)
 
     async def until_whole(self) -> float:
-        """Until nothing is missing, and each gateway answers a new request."""
+        """Wait until nothing is missing and each gateway answers a new request.
+
+        Returns the seconds.
+        """
         began = time.monotonic()
         lacking: list[str] = []
 
@@ -161,10 +164,10 @@ async def test_in_calm_each_request_has_its_text_and_kv_crosses_hosts(world: Wor
 
 @dataclass
 class Fault:
-    """What is done, to what; it is undone when `do` returns."""
+    """A fault. Freezes, cuts and lost hosts have ended when `do` returns."""
 
-    name: str  # of what is hit, in the table
-    what: str
+    name: str  # the target's, in the table
+    what: str  # is done to it
     do: Callable[[World], Awaitable[set[str]]]  # returns the gateways' hosts that were hit
     gap_s: float  # the longest silence that it may add to a stream (FAULTS.md)
     faults: tuple[str, ...] = field(default=())
@@ -197,7 +200,7 @@ async def _hit_server(world: World, host: str, server: str, number: signal.Signa
 
 
 def nats_leader(number: signal.Signals) -> Callable[[World], Awaitable[set[str]]]:
-    """The server that leads the stream of the registry's records."""
+    """A signal to the NATS server that leads the stream of the registry's records."""
 
     async def do(world: World) -> set[str]:
         await _hit_server(world, (await world.observer.stream()).cluster.leader, "nats", number)
@@ -223,7 +226,7 @@ async def _has_other_primary(world: World, before: str) -> bool:
 
 
 def host_lost(host: str) -> Callable[[World], Awaitable[set[str]]]:
-    """Its power is gone: all its processes at once, and its cable. It comes back after a while."""
+    """The host loses its power, so its cable and all processes. It returns after AWAY_S."""
 
     async def do(world: World) -> set[str]:
         world.cluster.network.isolate(host)
@@ -330,7 +333,7 @@ async def _until_nothing_held(world: World) -> None:
 
 
 def _elsewhere(outcomes: list[StreamOutcome], hit: set[str]) -> list[StreamOutcome]:
-    """Those at gateways that were not hit."""
+    """The outcomes at gateways that were not hit."""
     return [o for i, o in enumerate(outcomes) if GATEWAYS[i % len(GATEWAYS)] not in hit]
 
 

@@ -1,8 +1,8 @@
 """Three regions far apart, by deploy/hosts/regions.yaml: requests stay in their region, and one
 region is lost while streams run in the others.
 
-40 ms each way and 0.2 % loss between any two. The lost region had a third of NATS, and Redis'
-first primary.
+Between any two regions, there are 40 ms each way and 0.2 % loss. The lost region had a third of
+NATS, and Redis' first primary.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Ask = Callable[[str, int], Coroutine[Any, Any, list[StreamOutcome]]]
 
 
 def asking(running: Cluster, client: httpx.AsyncClient, under_way: list[StreamOutcome]) -> Ask:
-    """All outcomes are in `under_way`, too, while their streams go on."""
+    """A function that runs streams. It adds their outcomes to `under_way` when they begin."""
 
     async def ask(region_host: str, seed: int) -> list[StreamOutcome]:
         """Streams at the gateway of this host, all at once."""

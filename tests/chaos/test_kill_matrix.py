@@ -47,8 +47,8 @@ class Case:
         return f"{self.victim}-{self.signal.name}"
 
 
-# The promised bounds; docs/kill-matrix.md has the measured values. To each, a loaded machine of two
-# cores adds up to SLACK_S, and what it adds to streams without a fault, which is measured.
+# The promised bounds; docs/kill-matrix.md has the measured values. A loaded machine of two cores
+# may add SLACK_S to each, and the silence of streams without a fault, which is measured.
 SLACK_S = 1.5
 CASES = [
     Case("prefill-0", KILL, 3.0),

@@ -77,7 +77,7 @@ async def test_every_answer_that_ends_is_valid_whichever_instance_dies(
         while len(outcomes) < NUM_REQUESTS or len(killed) <= MIN_KILLED:
             numbers = range(len(outcomes), len(outcomes) + 100)
             outcomes += await asyncio.gather(*(ask(client, mesh, n, turn) for n in numbers))
-        assert not killing.done(), "it ends by its own only if an instance does not come back"
+        assert not killing.done(), "the killing ends by itself only if an instance stays away"
         killing.cancel()
     num_valid = 0
     for number, outcome in enumerate(outcomes):

@@ -161,7 +161,7 @@ class Cluster:
 
 
 def _wheels() -> dict[str, str]:
-    """The image's build gets the wheels that this machine's pip finds in a folder of its own."""
+    """Wheels for the build of the image: those of the folder that this machine's pip uses."""
     folder = os.environ.get("PIP_FIND_LINKS", "")
     return {"PDMESH_WHEELS": folder} if Path(folder).is_absolute() else {}
 

@@ -1,4 +1,4 @@
-"""What the leading master of a cluster says of its groups and instances."""
+"""The groups and instances of a cluster, as its leading master reports them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.compose.cluster import Cluster
 class Groups:
     """`members` are those that serve: their names by role (`prefill`, `decode`), in order.
 
-    `out` is why instances are out of service, by name.
+    `out` has the reasons why instances are out of service, by name.
     """
 
     state: str

@@ -25,14 +25,14 @@ LARGER = "groups: {chat: {prefill: 2, decode: 3}}\n"
 INSTANCES = [f"instance-{i}" for i in range(5)]
 CONTROL = ["kv-cache-index", "health-monitor", "node-agent"]
 MASTERS = ["master-scheduler", "master-standby"]
-# A hang, and no slow machine: each look at the groups starts a process in a container.
+# Long enough for a slow machine: each look at the groups starts a process in a container.
 wait_until = partial(waiting.wait_until, within_s=300)
 LONG = 800  # tokens; at 20 ms each, they take longer than a change of leader
 
 
 @pytest.fixture(scope="module")
 def devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the device files. Only its owner can look into what pytest makes."""
+    """The folder of the device files, which containers can read, unlike pytest's own folders."""
     folder = tmp_path_factory.mktemp("devices")
     folder.chmod(0o755)
     return folder
@@ -40,7 +40,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(devices: Path) -> Iterator[Cluster]:
-    """All but the gateway, which is ready only when a group serves."""
+    """The cluster without its gateway, which is ready only when a group serves."""
     with Cluster(
         *MASTERS,
         *CONTROL,
@@ -60,7 +60,7 @@ def before(bare: Cluster) -> Groups:
 
 @pytest.fixture(scope="module")
 def cluster(bare: Cluster, before: Groups) -> Cluster:
-    """The group of deploy/docker/groups.yaml serves."""
+    """The whole cluster, in which the group of deploy/docker/groups.yaml serves."""
     assert before.members == {}
     bare.pdmesh("apply", "-", "--wait", stdin=FILE)
     bare.up()
@@ -69,12 +69,12 @@ def cluster(bare: Cluster, before: Groups) -> Cluster:
 
 @pytest.fixture(scope="module")
 def answer(cluster: Cluster) -> str:
-    """It depends only on the prompt and its KV."""
+    """The answer depends only on the prompt and its KV."""
     return ask(cluster)
 
 
 def leader(cluster: Cluster) -> str:
-    """Empty: none leads."""
+    """The leading master; empty unless exactly one leads."""
     running = [master for master in MASTERS if master in cluster.services]
     leading = [master for master in running if cluster.metric(master, "pdmesh_leader")]
     return leading[0] if len(leading) == 1 else ""
@@ -86,7 +86,7 @@ def is_whole_without(cluster: Cluster, instance: str) -> bool:
 
 
 def set_level(devices: Path, device: str, level: int, reason: str = "") -> None:
-    """As a tool of the hardware does it: whole or not at all."""
+    """Write a device file atomically, as a tool of the hardware does."""
     part = devices / f"{device}.part"
     part.write_text(json.dumps({"level": level, "reason": reason}))
     part.replace(devices / f"{device}.json")
@@ -158,7 +158,7 @@ def test_a_blank_instance_takes_the_place_of_a_member_whose_container_is_killed(
 def test_the_node_agent_tells_of_a_faulty_device_and_its_instance_is_replaced(
     cluster: Cluster, devices: Path, answer: str
 ) -> None:
-    """An instance without devices of its own is one itself, under its name."""
+    """An instance without devices counts as a device under its own name."""
     before = groups(cluster)
     victim = before.members["prefill"][0]
     (spare,) = before.blank
@@ -167,7 +167,7 @@ def test_the_node_agent_tells_of_a_faulty_device_and_its_instance_is_replaced(
     assert spare in groups(cluster).members["prefill"]
     assert "DEVICE_RESET_REQUIRED" in groups(cluster).out[victim]
     assert ask(cluster) == answer
-    # The instances of the machine read it from a file, too, without the bus.
+    # The instances of the machine can also read the fault from a file, without the bus.
     text = cluster.execute(spare, "cat", "/run/pdmesh/node-status.json").stdout
     assert [(d.device, int(d.level)) for d in parse(text).devices] == [(victim, 3)]
     assert cluster.execute(spare, "touch", "/run/pdmesh/node-status.json").returncode != 0
@@ -214,7 +214,7 @@ def test_the_standby_leads_when_the_leaders_container_is_killed_and_a_stream_goe
         pass
     assert stream.text == undisturbed.text
 
-    # It rules the groups, too.
+    # The new leader also changes groups.
     cluster.pdmesh("apply", "-", "--wait", stdin=LARGER)
     assert groups(cluster).is_whole(prefill=2, decode=3)
     cluster.pdmesh("rollback", "--wait")

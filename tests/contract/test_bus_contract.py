@@ -141,7 +141,10 @@ async def test_an_outage_loses_events_reports_the_gap_and_replays_nothing(world:
 
 
 async def _settled(sender: Bus, receiver: Bus) -> None:
-    """Wait until the server knows the receiver's subscriptions: a later one already gets events."""
+    """Wait until the server knows the receiver's subscriptions.
+
+    It does when another subscription, made after them, gets an event.
+    """
     heard = asyncio.Event()
 
     async def hear(_: Message) -> None:

@@ -124,7 +124,7 @@ async def sim_instance(
         engine, Admission(capacity), time.monotonic, host_config, HostReports(blocks.add)
     )
     record = common_pb2.InstanceRecord(instance_id=name, incarnation=settings.incarnation)
-    # A test computes much in the process of both ends, and answers no ping meanwhile.
+    # Both ends are in the test's process, which answers no ping while it computes.
     with mock.patch.object(rpc, "_KEEPALIVE", ()):
         server = rpc.server()
         rpc.add_service(
@@ -199,7 +199,7 @@ class TestSession:
         self._writing = asyncio.Lock()
         self.legs: dict[int, LegLog] = {}
         self.loads: list[pb.Load] = []
-        self.num_signs = 0  # of work, as last told
+        self.num_signs = 0  # of work, as last reported
         self.num_messages = 0
         self.error: grpc.aio.AioRpcError | None = None
         self.reads = asyncio.Event()  # if cleared, nothing is read

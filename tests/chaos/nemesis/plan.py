@@ -5,7 +5,7 @@ within the faults that the mesh promises to survive. At most two instances and o
 in a step, one instance is cordoned at a time, and the store is not wiped while masters are hit. A
 new release needs room for all its instances besides the old ones (docs/groups.md), so it comes only
 while no instance is cordoned. Kinds of faults are drawn from a bag, which is refilled when it is
-empty. So even a short run has all of them.
+empty, so all kinds come equally often. A drawn fault that would exceed a limit is skipped.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _seconds(draw: random.Random) -> float:
 
 
 def _failpoint(draw: random.Random) -> str:
-    """A failpoint for half of the killed processes, which acts later, in another step."""
+    """In half of the cases, a failpoint for the next incarnation, which may act in a later step;
+    otherwise empty.
+    """
     point, least, most = draw.choice(_FAILPOINTS)
     at = draw.randint(least, most)
     return f"{point}@{at}" if draw.random() < 0.5 else ""

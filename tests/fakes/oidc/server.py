@@ -1,5 +1,5 @@
 """`python -m tests.fakes.oidc.server`: oidc-provider-mock, whose tokens name their key, as those of
-most providers do. With OIDC_NAMELESS they name none, as it does by itself.
+most providers do. With OIDC_NAMELESS, tokens name no key, which is the mock's default.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Front:
         assert self._process.poll() is None, (self.folder / "envoy.log").read_text()
 
     def renew(self) -> None:
-        """As cert-manager and `pdmesh certs` do: each file is moved to its place."""
+        """Replace the certificate as cert-manager and `pdmesh certs` do: file by file, by moves."""
         self.authority.issue(PUBLIC, self.certificate, ("localhost", "127.0.0.1"))
 
     @property
@@ -78,7 +78,7 @@ class Front:
         return (self.certificate / "ca.crt").read_bytes()
 
     def serial(self) -> int:
-        """Of the certificate that is shown. Raises OSError."""
+        """The serial number of the certificate that Envoy shows. Raises OSError if that fails."""
         context = ssl.create_default_context(cafile=str(self.certificate / "ca.crt"))
         with (
             socket.create_connection(("127.0.0.1", self.port), timeout=20) as raw,

@@ -151,7 +151,7 @@ async def test_the_list_of_models_shows_what_can_be_served_now(
 async def test_models_come_and_go_while_the_gateway_serves(
     models: Models, client: openai.AsyncOpenAI
 ) -> None:
-    """A stream of another model goes on all the while."""
+    """A stream of another model continues meanwhile."""
     for instance in models.instances["alpha"]:
         instance.step_s = 0.005
     stream = await client.completions.create(

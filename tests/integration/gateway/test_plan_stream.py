@@ -168,7 +168,7 @@ async def test_a_scenario_without_instances_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_scenario_without_instances_is_named_without_a_master(tmp_path: Path) -> None:
-    """Found with schemathesis: a scenario at random was a 503, as if it were worth a retry."""
+    """Found with schemathesis: an unknown scenario got a 503, as if a retry could help."""
     async with gateway_mesh(tmp_path) as mesh, httpx.AsyncClient() as client:
         url = f"{mesh.url}/v1/completions"
         unknown = await client.post(url, json={**BODY, "scenario": "nobodys"})

@@ -51,7 +51,7 @@ async def post(mesh: GatewayMesh, path: str, **fields: Any) -> httpx.Response:
 
 
 async def hints(mesh: GatewayMesh, count: int = 1) -> list[SessionHint]:
-    """Of the prefill, once prefill and decode have as many."""
+    """The hints that the prefill got, once both instances have `count`. Both must have the same."""
     all_of = [i.session_hints for i in mesh.instances.values()]
     await until(lambda: all(len(got) >= count for got in all_of))
     assert all_of[0] == all_of[1]

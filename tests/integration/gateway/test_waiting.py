@@ -139,7 +139,7 @@ async def test_a_client_that_leaves_before_the_answer_leaves_its_slot_to_the_nex
 async def test_a_full_instance_that_tells_nothing_is_asked_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older release may forget to say that it has a slot."""
+    """An instance of an older release may not report a free slot."""
     monkeypatch.setattr(free_slots, "TRUST_S", 0.2)
     async with (
         gateway_mesh(tmp_path, ttft_s=300.0, retry_s=0.05) as mesh,
@@ -149,7 +149,7 @@ async def test_a_full_instance_that_tells_nothing_is_asked_all_the_same(
         prefill.reject_with = REJECT_REASON_BUSY
         asked = asyncio.create_task(ask(client))
         await until(lambda: prefill.num_rejected == 1)
-        prefill.reject_with = None  # and no Load says so
+        prefill.reject_with = None  # no Load reports this
         assert (await asked).status_code == 200
 
 
@@ -182,7 +182,7 @@ async def test_a_more_urgent_tenant_is_called_first(tmp_path: Path) -> None:
 
 @pytest.mark.req("S83")
 async def test_both_roles_are_told_how_urgent_a_request_is(tmp_path: Path) -> None:
-    """The order in their engines is theirs, also where nobody has to wait for a slot."""
+    """Engines order their requests by priority, even if none of them waits for a slot."""
     access, tokens = keys(tmp_path, batch=TenantEntry(priority=5), chat=TenantEntry(priority=0))
     async with (
         gateway_mesh(tmp_path, access=access) as mesh,
@@ -197,8 +197,8 @@ async def test_both_roles_are_told_how_urgent_a_request_is(tmp_path: Path) -> No
 
 @pytest.mark.req("S90", "S91")
 async def test_waiting_requests_go_in_batches_of_similar_length(tmp_path: Path) -> None:
-    """While there is room for one request, no batch of two goes. Then the two long requests go,
-    although a short one came between them.
+    """A batch of two waits while there is room for only one request. Then the two long requests go
+    together, although a short one came between them.
     """
     async with (
         gateway_mesh(tmp_path, ttft_s=30.0, retry_s=25.0, prefill_batch=2) as mesh,
@@ -387,7 +387,7 @@ async def test_a_death_that_several_choices_or_clients_saw_counts_once(tmp_path:
 async def test_an_idle_mesh_makes_no_request_wait(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The uncontended path never enters the room."""
+    """A request that finds a free slot never enters the waiting room."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError("joined the waiting room")

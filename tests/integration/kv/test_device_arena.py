@@ -1,7 +1,7 @@
-"""The agent over UCX with arenas as a GPU has them: device bytes, and their checksum.
+"""The KV agent over UCX with arenas of device bytes and their checksum, as on a GPU.
 
-The memory is the host's, so everything but cuda's own copies runs: META says how its checksums were
-made, and either end checks what the other made.
+The memory is the host's, so only CUDA's own copies are left out. META names the kind of its
+checksums, and a receiver checks either kind in either memory.
 """
 
 from __future__ import annotations

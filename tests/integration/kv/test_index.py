@@ -1,4 +1,6 @@
-"""The kv-cache-index over real NATS and Valkey: follow, mirror, survive."""
+"""The kv-cache-index over real NATS and Valkey: it follows instances, mirrors their blocks in the
+store, and survives outages.
+"""
 
 from __future__ import annotations
 

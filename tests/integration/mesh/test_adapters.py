@@ -1,4 +1,7 @@
-"""LoRA adapters in a whole sim mesh: added, asked for as models, replaced, removed, and moved."""
+"""LoRA adapters in a whole sim mesh: added, used as models, replaced and removed.
+
+A running answer keeps its adapter, even if its decode dies.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ async def test_adapters_are_added_used_as_models_replaced_and_removed(
         assert "checked by decode-0, prefill-0" in capsys.readouterr().out
         await until(lambda: _has(client, {"sim": None, "one": "sim", "two": "sim"}))
 
-        # Together, each with its own answers, and with the same prompt.
+        # All at the same time, with the same prompts: each adapter gives its own answers.
         names = {"one": digests["a"], "two": digests["b"], "sim": ""}
         cases = [(name, prompt_of(seed)) for seed in range(6) for name in names]
         answers = await asyncio.gather(*(asked(client, n, p) for n, p in cases))
@@ -111,7 +114,7 @@ async def test_adapters_are_added_used_as_models_replaced_and_removed(
         shown = capsys.readouterr().out
         assert shown.count("decode-0, prefill-0") == 2
 
-        # A prompt that is known is not computed again, but for another content it is.
+        # A known prompt is computed again only for another content of the adapter.
         prompt = prompt_of(0)
         assert cached(await asked(client, "one", prompt)) == 192
         await add(mesh, "one", tmp_path / "c")
@@ -126,7 +129,7 @@ async def test_adapters_are_added_used_as_models_replaced_and_removed(
         assert cached(replaced) == 0
         assert cached(await asked(client, "sim", prompt)) == 192
 
-        # The old content's files may go: nothing loads them any more.
+        # The files of the old content can be deleted: nothing loads them any more.
         await asyncio.to_thread(shutil.rmtree, tmp_path / "a")
         assert tokens_of(await asked(client, "one", prompt)) == right(prompt, digests["c"])
         assert fleet.counted(mesh, ["prefill-0"], "pdmesh_adapters_loaded") == 2
@@ -151,7 +154,7 @@ async def _has(client: httpx.AsyncClient, expected: dict[str, Any]) -> bool:
 async def test_a_running_answer_keeps_its_adapter_after_its_removal_and_a_death(
     tmp_path: Path,
 ) -> None:
-    """Its adapter is removed, then its decode dies: the other decode loads the same content."""
+    """The adapter is removed, then the decode dies. The other decode loads the same content."""
     digest = write_adapter(tmp_path / "a", 1)
     slow = {"PDMESH_SIM_LAW": "demo", "PDMESH_DECODE_NUM_SLOTS": "4"}
     spec = MeshSpec(

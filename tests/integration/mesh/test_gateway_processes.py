@@ -63,7 +63,7 @@ async def many_streams(
 ) -> AsyncIterator[
     tuple[httpx.AsyncClient, list[list[int]], list[asyncio.Task[StreamOutcome]], str]
 ]:
-    """The client, the prompts, their streams, all under way, and the gateway with most streams."""
+    """Yields the client, the prompts, their running streams, and the gateway with most of them."""
     headers = {"authorization": f"Bearer {key}"}
     limits = httpx.Limits(max_keepalive_connections=0)  # one per request: the kernel spreads them
     async with httpx.AsyncClient(timeout=30, headers=headers, limits=limits) as client:
@@ -96,8 +96,8 @@ async def test_after_sigterm_streams_end_normally_and_the_other_gateway_takes_ne
             late = await stream_completion(client, url, prompts[0], 2, ignore_eos=True)
             late_ones.append(late)
             await asyncio.sleep(0.05)
-        # The kernel may have given a connection to the listener that closes. It is reset, or told
-        # to go elsewhere.
+        # The kernel may have given a connection to the listener that closes. The connection is
+        # reset, or its request refused as `draining`.
         unlucky = [o for o in late_ones if not o.is_complete]
         assert all(o.was_cut or (o.error or {})["code"] == "draining" for o in unlucky)
         assert len(unlucky) <= 2
@@ -121,8 +121,8 @@ async def test_after_sigterm_streams_end_normally_and_the_other_gateway_takes_ne
 async def test_a_killed_gateway_takes_its_own_streams_with_it_and_no_other(
     mesh: Mesh, token: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """Its clients see their connections end, and the other gateway's clients see nothing. All that
-    worked for it is freed, and requests go on.
+    """Clients of the killed gateway see their connections end; clients of the other one see no
+    change. Instances free everything that they held for the killed gateway, and serve new requests.
     """
     reference = fleet.Reference.load(tmp_path / "sim-model")
     url = mesh.http_url.replace("0.0.0.0", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""A prefill hands KV to each decode of its group and to no decode outside, whatever asks (S13)."""
+"""A prefill hands KV to each decode of its group, and refuses it to all other decodes (S13)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def records(mesh: Mesh) -> Mapping[str, InstanceRecord]:
 
 @pytest.mark.req("S13")
 async def test_a_prefill_refuses_its_kv_to_decodes_of_another_group(tmp_path: Path) -> None:
-    """No gateway would pair them, so the test speaks to the instances like a gateway that does."""
+    """No gateway would pair these instances, so the test plays a gateway that does."""
     groups = {name: {"PDMESH_GROUP_ID": group} for name, group in GROUPS.items()}
     async with Mesh(fleet.two_by_two(groups), tmp_path) as mesh, contextlib.AsyncExitStack() as on:
         found = await records(mesh)

@@ -24,7 +24,7 @@ NUM_TOKENS = 24
 
 
 def groups(directory: Path, *models: str) -> Path:
-    """The first has a pair, the others one instance for both phases."""
+    """A file of groups: a pair for the first model, a fusion instance for each other one."""
     lines = ["services:"]
     for model in models:
         folder, options = directory / "models" / model, f"{{sim_seed: {SEEDS[model]}}}"
@@ -62,7 +62,7 @@ async def test_models_are_added_and_removed_and_each_request_gets_its_own(tmp_pa
     spec = MeshSpec(
         engine="sim", num_prefill=0, num_decode=0, num_blank=4, http_port=0, grpc_port=0,
         groups_file=groups(tmp_path, "small", "large"),
-        # As on a machine of its own, with no model: all comes from the instances.
+        # The gateway has no model's files, so it gets them from the instances.
         service_env={"gateway-0": {"PDMESH_GATEWAY_MODEL_DIR": str(tmp_path / "absent")}},
     )  # fmt: skip
     async with (

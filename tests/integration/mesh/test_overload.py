@@ -48,9 +48,9 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 @pytest.mark.fault("F36")
 @pytest.mark.req("S44", "S95")
 async def test_a_load_of_four_times_the_kv_memory_gets_answers_and_timely_429s(mesh: Mesh) -> None:
-    """Four times as many users get nearly as many answers in all as only the users for whom there
-    is room; both are counted here, one after the other. And each client gets its refusal before its
-    own deadline.
+    """Under four times the users for whom there is room, the mesh gives at least 0.4 times as many
+    answers per second as with only these users; both rates are measured, one after the other. All
+    other requests are refused before the client's timeout.
     """
     reference = fleet.Reference.load(mesh.state_dir / "reference")
     memory = {name: rss_bytes(mesh, name) for name in PROCESSES}

@@ -1,5 +1,5 @@
-"""A gateway is ready when its own request has gone through prefill, KV and decode, and not because
-addresses are registered.
+"""A gateway becomes ready when its own request has passed prefill, KV transfer and decode.
+Registered addresses are not enough.
 """
 
 from __future__ import annotations

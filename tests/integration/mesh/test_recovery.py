@@ -1,4 +1,4 @@
-"""A mesh that loses what it serves with: a hung engine, a whole role, everything.
+"""A mesh that loses an engine by a hang, a whole role, or all instances.
 
 Clients see whole texts, or the default text.
 """

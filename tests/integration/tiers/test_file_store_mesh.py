@@ -1,5 +1,5 @@
-"""S105 through a whole mesh: stored blocks outlive the SIGKILL of their writer, and the next
-instance loads them and does not compute them.
+"""S105 through a whole mesh: stored blocks outlive the SIGKILL of their writer, and its successor
+loads them instead of computing them.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ async def test_stored_blocks_are_loaded_after_a_kill_and_not_computed_again(
             text, num_cached = await ask(client, prompt)
             assert text == reference.text(prompt, MAX_TOKENS)
             num_loaded += num_cached == NUM_BLOCKS * BLOCK_TOKENS
-        # A machine that stands still for longer than computing takes computes a prompt. That is
-        # correct, but not what this test shows.
+        # If the machine stalls for longer than computing takes, a prompt is computed. That is
+        # correct, but not what this test is about.
         assert num_loaded >= len(whole) - 2
         await until(lambda: counted(mesh, "served") >= num_loaded * NUM_BLOCKS)
 

@@ -205,7 +205,7 @@ async def test_a_peer_that_restarted_or_left_costs_a_bounded_wait(tmp_path: Path
 @pytest.mark.req("S77")
 @pytest.mark.fault("F34")
 async def test_a_peer_whose_blocks_are_corrupt_three_times_is_ejected() -> None:
-    """The record that counts pulls counts these blocks, too, and the registry shows it."""
+    """Corrupt fetches count like corrupt pulls, and so the source is ejected after three."""
     directory = Directory()
     async with (
         tiered("fusion-0", FUSION, MemoryTransport, tiers=POOL) as a,

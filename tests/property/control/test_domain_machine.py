@@ -1,7 +1,7 @@
 """Groups of data-parallel domains under any order of reports, losses and new leaders.
 
 After every round: no two instances have the same place in a domain, a rank begins to serve only
-when all ranks of its domain are connected, and no rank of a domain that lost one goes on. When the
+when all ranks of its domain are connected, and all ranks of a domain that lost one leave. When the
 faults stop, every domain is whole, and nothing is left over.
 """
 

@@ -1,4 +1,4 @@
-"""What may happen to groups and instances, for machines that check different things."""
+"""The events of groups and instances, as a base for machines that check different invariants."""
 
 from __future__ import annotations
 

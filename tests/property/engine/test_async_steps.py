@@ -181,7 +181,7 @@ class Engine:
 
 
 def computed_by(step: Any) -> dict[str, tuple[int, int]]:
-    """From which token to which the step computes each request."""
+    """The first and the last token (exclusive) that the step computes of each request."""
     begins = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
     cached = step.scheduled_cached_reqs
     begins.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

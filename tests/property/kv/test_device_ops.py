@@ -236,9 +236,9 @@ class OneStream:
 def test_device_caches_move_layers_parts_and_heads(
     scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scratch buffer has any size; 0: the arena is on the device, without one.
+    """The scratch buffer has any size. With 0, the arena is on the device and needs no buffer.
 
-    Stand-ins replace streams: only a GPU shows overlaps.
+    Stand-ins replace streams, so overlaps of copies are not tested: they need a GPU.
     """
     import torch
 
@@ -273,7 +273,7 @@ def test_device_caches_move_layers_parts_and_heads(
     ends: list[str] = []
 
     def arena_of(data: Bytes) -> KvBytes:
-        """These bytes where the device copies to and from."""
+        """These bytes in the memory that the device copies to and from."""
         if scratch_bytes:
             return data
         place = DeviceArena(data.size, "cpu").view(ArenaRange(0, data.size))

@@ -105,7 +105,7 @@ async def test_a_request_without_parameters_carries_none(
 async def test_a_stop_token_ends_the_text_before_it_or_after_it(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """This also holds if the model's own stop tokens are ignored."""
+    """It also does if the model's own stop tokens are ignored."""
     whole = mesh.expected_text("abc", 60)
     end = whole[20]
     (stop_id,) = await mesh.tokenizer.encode(end, add_special_tokens=False)

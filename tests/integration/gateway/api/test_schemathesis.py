@@ -50,7 +50,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
 def noted(
     look_up: Callable[[str, str], Awaitable[object]], name: str, found: dict[str, bool]
 ) -> Callable[[str, str], Awaitable[object]]:
-    """`look_up`, which also notes in `found` whether it ever found a response."""
+    """A `look_up` that also notes in `found` whether it ever found a response."""
 
     async def looked_up(tenant: str, response_id: str) -> object:
         answer = await look_up(tenant, response_id)

@@ -22,7 +22,7 @@ from tests.support.two_apis import legs, over_grpc, over_http
 USER: list[Any] = [{"role": "user", "content": "hello"}]
 SAID = [pb.ChatMessage(role="user", content="hello")]
 SCHEMA = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}'
-# What is beside the prompt: over HTTP, in gRPC's params, and in gRPC's request.
+# The fields beside the prompt: over HTTP, in gRPC's params, and in gRPC's request.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
     "seed": ({"seed": 7, "temperature": 0.7}, {"seed": 7, "temperature": 0.7}, {}),

@@ -51,7 +51,7 @@ HTTP_USER: Json = {"role": "user", "content": "Weather?"}
 THOUGHT = "<think>I look.</think>"
 FORM = '{"type":"object"}'
 
-# What the model writes, and what is asked beside the tools: over HTTP, and over gRPC.
+# The text that the model writes, and the fields beside the tools over HTTP and over gRPC.
 FEATURES: dict[str, tuple[str, Json, Json]] = {
     "calls": (f"{THOUGHT}Let me see. {CALL}\n{OTHER_CALL}", {}, {}),
     "no call": (f"{THOUGHT}Fine.", {}, {}),

@@ -18,7 +18,7 @@ def buffered(config: Config) -> None:
 
 
 def duplex_both_ways(config: Config) -> None:
-    """As gateways of the Gateway API Inference Extension set it up."""
+    """Configure Envoy as gateways of the Gateway API Inference Extension do."""
     mode = ext_proc(config)["processing_mode"]
     mode |= {"response_body_mode": "FULL_DUPLEX_STREAMED", "response_trailer_mode": "SEND"}
 
@@ -28,13 +28,13 @@ def streamed(config: Config) -> None:
 
 
 def failing_open(config: Config) -> None:
-    """While it retries, Envoy gives the body away, and can no longer go on without a picker."""
+    """Envoy continues without a picker. It must not retry first: a retry gives the body away."""
     ext_proc(config)["failure_mode_allow"] = True
     del ext_proc(config)["grpc_service"]["retry_policy"]
 
 
 def by_header(config: Config) -> None:
-    """Envoy follows the header and not the metadata, and nothing strips it before the picker."""
+    """Envoy follows the header instead of the metadata, and does not strip it from requests."""
     policy = cluster_of(config, "gateways")["load_balancing_policy"]["policies"][0]
     override = policy["typed_extension_config"]["typed_config"]
     override["override_host_sources"] = [{"header": "x-gateway-destination-endpoint"}]
@@ -42,7 +42,7 @@ def by_header(config: Config) -> None:
 
 
 def only(addresses: list[str]) -> Any:
-    """The proxy lets the picker choose from these endpoints."""
+    """A change by which the proxy lets the picker choose only from these endpoints."""
 
     def change(config: Config) -> None:
         kind = "type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config"

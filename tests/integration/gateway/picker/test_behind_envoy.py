@@ -43,7 +43,7 @@ async def test_a_request_is_answered_by_its_plan_which_is_asked_for_once(
 
 
 async def test_requests_with_a_shared_prefix_go_where_its_cache_is(tmp_path: Path) -> None:
-    """To the prefill that has it, through the gateway in that prefill's region."""
+    """A request goes to the prefill with the cache, through the gateway in its region."""
     async with picked_site(tmp_path) as site:
         in_regions(site)
         for number in range(8):
@@ -79,11 +79,11 @@ async def test_all_turns_of_a_chat_go_to_one_gateway_which_keeps_its_tokens(
             grown = [after - b for after, b in zip(site.num_served(), before, strict=True)]
             assert sorted(grown) == [0, 3]
             homes.add(grown.index(3))
-        assert len(site.master.queries) == 12  # each was planned, by the picker alone
+        assert len(site.master.queries) == 12  # one for each request, from the picker
 
 
 async def test_each_token_of_a_stream_passes_through_at_once(tmp_path: Path) -> None:
-    """Also where the proxy sends the response through the picker."""
+    """The proxy sends the response through the picker here."""
     async with picked_site(tmp_path, MODES[2]) as site:
         decodes = [i for n, i in site.mesh.instances.items() if n.startswith("decode")]
         for decode in decodes:
@@ -105,7 +105,7 @@ async def test_each_token_of_a_stream_passes_through_at_once(tmp_path: Path) -> 
 
 
 async def test_a_request_counts_at_its_gateway_until_its_answer_ends(tmp_path: Path) -> None:
-    """So that chats which begin while others run go to the other gateway."""
+    """So chats that begin while others run are spread over both gateways."""
     async with picked_site(tmp_path) as site:
         for instance in site.mesh.instances.values():
             instance.is_holding = True
@@ -122,7 +122,9 @@ async def test_a_request_counts_at_its_gateway_until_its_answer_ends(tmp_path: P
 
 
 async def test_when_an_endpoint_is_killed_the_next_one_takes_its_requests(tmp_path: Path) -> None:
-    """At once, while its record is still there, and with the plan that was made for the first."""
+    """The next endpoint takes them at once, while the record of the killed one still exists, and
+    uses the plan that was made for the first.
+    """
     async with picked_site(tmp_path) as site:
         in_regions(site)
         assert (await site.ask(SHARED)).status_code == 200
@@ -137,7 +139,8 @@ async def test_when_an_endpoint_is_killed_the_next_one_takes_its_requests(tmp_pa
         assert await site.envoy.counter("upstream_rq_retry_success") == 4
         site.mesh.store.remove(f"gateway-{home}", is_lease_end=True)
         assert (await site.ask(SHARED)).status_code == 200
-        assert await site.envoy.counter("upstream_rq_retry_success") == 4  # it was not named
+        # The killed endpoint was not named again, so there was no further retry.
+        assert await site.envoy.counter("upstream_rq_retry_success") == 4
 
 
 @pytest.mark.parametrize("endpoint", [0, 1])
@@ -188,7 +191,7 @@ async def test_without_a_picker_the_proxy_refuses_or_goes_on_as_it_was_told(
     (tmp_path / "open").mkdir()
     async with picked_site(tmp_path / "open", failing_open) as site:
         await stop_pickers(site)
-        # Clients cannot take the picker's place.
+        # A client cannot choose an endpoint or a plan in place of the picker.
         other = httpx.Headers({"x-gateway-destination-endpoint": "127.0.0.1:1"})
         forged = httpx.Headers({"x-pdmesh-plan": "AAAA"})
         for headers in (other, forged):

@@ -1,4 +1,4 @@
-"""Who may call the picker's port, and what it says about its health."""
+"""The callers that the picker's port accepts, and the health that it reports."""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ async def site(tmp_path: Path) -> AsyncIterator[PickedSite]:
 
 
 async def plan_of(site: PickedSite, prompt: str, prefill: str = "prefill-1") -> HandedPlan:
-    """What a picker would hand over for this prompt: its second best prefill, so that it shows."""
+    """A plan for this prompt as a picker would hand it over, with given instances, so that its use
+    shows.
+    """
     frontend = site.gateways[0].frontend
     request = CompletionRequest(model="tiny", prompt=prompt, max_tokens=4)
     plan = handed_for(await frontend.prepare(await completion_spec(request, frontend, ANYONE)))
@@ -45,7 +47,7 @@ async def plan_of(site: PickedSite, prompt: str, prefill: str = "prefill-1") -> 
 
 
 async def ask(site: PickedSite, header: str, prompt: str = "abc", **more: Any) -> httpx.Response:
-    """Directly at a gateway, as the proxy would."""
+    """Send a request directly to a gateway, as the proxy would."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, **more}
     url = f"{site.mesh.url}/v1/completions"
     return await site.client.post(url, json=body, headers={"x-pdmesh-plan": header})

@@ -1,4 +1,4 @@
-"""What the picker refuses, in the words of the gateways, and what it holds meanwhile."""
+"""The picker refuses requests with the same answers as gateways, and holds little meanwhile."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_while_its_queue_is_full_a_request_gets_a_429(tmp_path: Path, chan
             assert error_of(answer) == (429, "queue_full")
             assert answer.json()["error"]["type"] == "rate_limit_error"
             assert int(answer.headers["retry-after"]) >= 1
-        assert len(site.master.queries) <= 2  # one of each picker
+        assert len(site.master.queries) <= 2  # at most one from each picker
 
 
 MALFORMED: Any = {

@@ -39,8 +39,8 @@ async def picked_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Envoy]]:
         }
         for number, name in enumerate(GATEWAYS)
     }
-    # Without a price on uneven work, reuse alone decides. Prompts take long enough for it to be
-    # worth more than what a busy machine adds.
+    # Without a price on uneven work, reuse alone decides. Prompts take so long that reuse gains
+    # more than a busy machine's other work costs.
     envs["master-scheduler"] = {"PDMESH_MASTER_SCHEDULER_BALANCE_PRICE": "0"}
     shape = fleet.two_by_two(envs, PDMESH_SIM_LAW="smollm2-cpu")
     spec = replace(shape, num_gateways=2)
@@ -96,7 +96,7 @@ async def test_an_existing_gateway_uses_the_mesh_s_placement(
     site: tuple[Mesh, httpx.AsyncClient, Envoy],
 ) -> None:
     mesh, client, _ = site
-    # Kinds of prompts: after the first of a kind, all others find its KV, and one gateway gets all.
+    # All prompts of a kind after its first find the KV of that one, and one gateway gets them all.
     for kind in range(4):
         first, *others = prompts(kind, 4)
         before = [total(mesh, g, "pdmesh_requests_accepted") for g in GATEWAYS]
@@ -125,7 +125,9 @@ async def test_an_existing_gateway_uses_the_mesh_s_placement(
 
 
 async def is_gone(pid: int) -> bool:
-    """Whether its last thread has ended, and with it its sockets; the first may end before."""
+    """Whether all threads of the process have ended, and so its sockets are closed. The first
+    thread may end before the others.
+    """
     for task in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if task.read_text().rpartition(")")[2].split()[0] != "Z":
@@ -147,7 +149,7 @@ async def test_killed_processes_cost_no_request_that_comes_afterwards(
         return await envoy.counter("cluster.picker.health_check.failure")
 
     async def is_known(victim: str, pid: int, failed_before: int) -> bool:
-        """Whether Envoy has found it dead, or it is back already."""
+        """Whether Envoy has found the victim dead, or the victim is already back."""
         if await failed_checks() > failed_before:
             return True
         return mesh.supervisor.pid(victim) not in (None, pid) and not await mesh.health.missing(
