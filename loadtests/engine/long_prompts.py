@@ -2,10 +2,10 @@
 
     python -m loadtests.engine.long_prompts      needs vLLM and the prepared model (make model)
 
-Two meshes in turn: a prefill and a decode, and one instance that does both. Streams draw all the
-time, alone or beside clients that send long prompts without a pause, each with an answer of one
-token. In the pair the prompts are computed in another process; in one engine they share each step
-with the streams, cut into chunks.
+Two kinds of mesh, one after the other: a prefill and a decode, and one instance that does both.
+Streams draw all the time, alone or beside a client that sends long prompts without a pause, each
+with an answer of one token. In the pair the prompts are computed in another process; in one engine
+they share each step with the streams, cut into chunks.
 
 Two processes on one machine also share its caches and memory bandwidth. A third turn measures this
 effect: the streams run at one pair while another pair computes the same prompts.

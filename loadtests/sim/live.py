@@ -73,7 +73,7 @@ class Totals:
     num: int = 0
     num_failed: int = 0
     num_late: int = 0
-    num_migrated: int = 0  # requests that continued elsewhere after an instance died
+    num_migrated: int = 0  # legs that the death of an instance broke
 
 
 class LiveMesh(VirtualMesh):

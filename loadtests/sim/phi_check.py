@@ -3,10 +3,10 @@ the mesh carries on the virtual clock.
 
     python -m loadtests.sim.phi_check --out loadtests/results/phi-2026-11-21
 
-Each workload comes at 1.5 times the predicted rate, so that the mesh is full; the completed
-requests in the middle of the run are measured. The profile is taken in advance from the engine's
-law, with the share of prompts that the run found cached (r_pre). The table also has the error
-(MAPE) of the prefill times that the master predicted meanwhile, after the first 200.
+Each workload comes at 1.5 times the predicted rate, so that the mesh is full. The requests that are
+completed in the last two thirds of the arrivals' time are measured. The profile is taken in advance
+from the engine's law, with the share of prompts that the run found cached (r_pre). The table also
+has the error (MAPE) of the prefill times that the master predicted meanwhile, after the first 20.
 """
 
 from __future__ import annotations

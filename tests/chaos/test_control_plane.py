@@ -334,7 +334,10 @@ async def test_an_instance_cut_off_from_nats_gets_no_plans_but_keeps_its_streams
 @pytest.mark.fault("F16")
 @pytest.mark.parametrize("how", ["slow", "frozen"])
 async def test_no_request_waits_for_a_slow_or_frozen_redis(world: World, how: str) -> None:
-    """Redis is slow by 200 ms each way. No request needs it, and the index continues in memory."""
+    """Redis is slow by 200 ms each way, or does not answer.
+
+    No request needs it, and the index continues in memory.
+    """
     await settled(world)
     link = world.links["kv-cache-index"]
     async with Traffic(world) as calm:

@@ -122,7 +122,6 @@ class FakeInstance:
     # Opens the ticket with Accepted if the request asks for per-layer mode.
     is_per_layer: bool = True
     tokens_per_step: int = 1
-    # Names the beginnings of blocks at every multiple of this number of tokens.
     breaks_at: int | None = None  # breaks all sessions when a leg reaches this token
     model: str = "tiny"
     scenario: str = "default"

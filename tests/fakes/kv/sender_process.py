@@ -3,8 +3,8 @@
     python -m tests.fakes.kv.sender_process \
         <num_blocks> <block_bytes> <lease_s> [<host> [<chunk_bytes>]]
 
-Prints its address, then `closed <ticket> <reason>` for each ticket; stages tickets t0, t1, ... as
-`stage <n>` lines come.
+Prints its address, and `closed <ticket> <reason>` when a ticket is closed. For each `stage <n>`
+line, it stages the next n of the tickets t0, t1, ... and prints `staged`.
 """
 
 from __future__ import annotations

@@ -229,8 +229,8 @@ async def test_a_consumer_too_slow_for_the_bus_asks_for_a_snapshot(
     worker: Worker,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The consumer takes 16 events at once, and 500 come; the dropped ones would never come
-    again.
+    """The consumer queues at most 16 events, and 500 come at once. The bus never repeats the events
+    that it drops.
     """
     monkeypatch.setattr("pdmesh.net.nats.bus._MAX_QUEUED_EVENTS", 16)
     slow = await NatsBus.connect(server.url, "slow")
