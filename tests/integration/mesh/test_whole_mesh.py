@@ -349,8 +349,8 @@ async def test_a_constraint_that_allows_no_token_is_at_once_an_error_of_the_clie
 async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
     mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
 ) -> None:
-    """I9: a canary word in a prompt, in a bad request and in an aborted request is found nowhere
-    but at the client.
+    """I9: a canary word in a prompt, in an ignored field and in a bad request is in no log, event or
+    span.
     """
     bus = await NatsBus.connect(mesh.nats_url, "test-canary")
     events: list[Message] = []
@@ -382,7 +382,9 @@ async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
 async def test_the_numbers_of_a_request_are_in_the_metrics_of_its_instances(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """TTFT, tokens, time per token, and how full memory and batch are: all match the request."""
+    """TTFT, tokens and times per token are counted once for each request or token. Free memory,
+    slots and batches are reported.
+    """
     asked, num_tokens, prompt = 6, 9, prompt_of(333)
     prefills, decodes = (("prefill-0", "prefill-1"), ("decode-0", "decode-1"))
 
@@ -428,7 +430,7 @@ async def test_the_numbers_of_a_request_are_in_the_metrics_of_its_instances(
 async def test_running_streams_end_while_no_master_runs(
     mesh: Mesh, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
-    """The master is stopped from each stream's first token until the last stream has ended."""
+    """The master is frozen from the time when all streams have begun until the last has ended."""
     (master,) = (name for name in mesh.names if name.startswith("master"))
     num_tokens, lines = 400, []
     body = {"model": "default", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
