@@ -53,8 +53,8 @@ def room(mesh: GatewayMesh) -> int:
 
 @pytest.mark.req("S44")
 async def test_a_flood_of_one_tenant_does_not_keep_another_waiting(tmp_path: Path) -> None:
-    """Forty requests of one tenant wait, then two of another. These two get the first slots
-    although they came last.
+    """Forty requests of one tenant wait, then two of another. These two evict two of the forty, and
+    get two of the first four slots although they came last.
     """
     access, tokens = keys(tmp_path, flood=TenantEntry(), quiet=TenantEntry())
     async with (
