@@ -10,7 +10,7 @@ from pdmesh.core.sizing.advice import PlanAnswer, answer_of, ranges_of
 from pdmesh.core.sizing.deployment import Deployment, Seen, fused, pair_of
 from pdmesh.core.sizing.search import NotPossible, Workload, holds, smallest_fusion, smallest_pair
 
-_NO_LIMIT = 0.999  # of the share of time that instances are busy: only the goals limit the mesh
+_NO_LIMIT = 0.999  # max_busy of a plan that only the goals limit, as they do on the mesh
 
 
 @dataclass(frozen=True, slots=True)

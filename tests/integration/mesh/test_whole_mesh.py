@@ -349,7 +349,7 @@ async def test_a_constraint_that_allows_no_token_is_at_once_an_error_of_the_clie
 async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
     mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
 ) -> None:
-    """I9: a canary word in a prompt, an ignored field or a bad request is in no log, event or span."""
+    """I9: a canary word in a prompt, an ignored field or a bad request is in none of these."""
     bus = await NatsBus.connect(mesh.nats_url, "test-canary")
     events: list[Message] = []
 
