@@ -28,7 +28,7 @@ class Histogram:
         return self.buckets.total()
 
     def record(self, seconds: float) -> None:
-        self.buckets[int(math.log(max(seconds, _FLOOR_S)) / _WIDTH - 0.5)] += 1
+        self.buckets[round(math.log(max(seconds, _FLOOR_S)) / _WIDTH)] += 1
         self.longest_s = max(self.longest_s, seconds)
 
     def merge(self, other: Histogram) -> None:

@@ -67,13 +67,14 @@ class _Sums:
 class Totals:
     """Totals over the whole run.
 
-    `num_failed` were refused or broke off; `num_late` were answered after their SLO.
+    `num_failed` were refused or broke off; `num_late` were answered after their SLO;
+    `num_migrated` were answered although an instance that worked on them died.
     """
 
     num: int = 0
     num_failed: int = 0
     num_late: int = 0
-    num_migrated: int = 0  # legs that the death of an instance broke
+    num_migrated: int = 0
 
 
 class LiveMesh(VirtualMesh):
@@ -183,7 +184,6 @@ class LiveMesh(VirtualMesh):
             if where == name:
                 self._later(life, LegLost(key))
                 del self._lives[key]
-                self.totals.num_migrated += 1
         self.clock.after(self.detect_s, lambda: self._forget(name))
         return group, role
 
@@ -259,6 +259,7 @@ class LiveMesh(VirtualMesh):
             sums.num_refused += 1
             sums.queue_s += self.clock.now - served.arrival.at_s
             return
+        self.totals.num_migrated += served.num_migrations > 0
         sums.queue_s += max(0.0, served.ttft_s - served.prefill_s)
         sums.t_p_s += served.prefill_s
         sums.t_d_s += served.e2e_s - served.ttft_s

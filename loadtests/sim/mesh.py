@@ -121,6 +121,7 @@ class Served:
     prefill_s: float = 0.0  # of ttft_s, since the prefill took it (T_p)
     num_cached_tokens: int = 0
     num_rejections: int = 0
+    num_migrations: int = 0
     prefill_id: str = ""
     is_refused: bool = False
 
@@ -300,6 +301,7 @@ class VirtualMesh:
             case Complete():
                 life.served.e2e_s = self.clock.now - life.served.arrival.at_s
                 life.served.num_rejections = life.request.num_rejections
+                life.served.num_migrations = life.request.num_migrations
                 self._note_session(life.served)
                 self.ended(life.served)
             case Fail():

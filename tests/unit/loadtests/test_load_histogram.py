@@ -28,6 +28,11 @@ def test_a_quantile_is_right_to_one_percent_over_six_decades() -> None:
     assert histogram.mean() == pytest.approx(statistics.fmean(values), rel=0.01)
 
 
+@pytest.mark.parametrize("seconds", [1e-5, 0.3, 0.997, 1.003, 2.5, 90.0])
+def test_a_duration_is_right_to_half_a_percent_on_both_sides_of_a_second(seconds: float) -> None:
+    assert filled([seconds]).quantile(0.5) == pytest.approx(seconds, rel=0.005)
+
+
 def test_an_empty_histogram_has_no_quantile_and_no_share() -> None:
     assert math.isnan(Histogram().quantile(0.5))
     assert Histogram().share_between(0.0, 1.0) == 0.0

@@ -365,7 +365,7 @@ async def test_the_number_of_connections_from_one_address_is_bounded(tmp_path: P
 
 
 @pytest.mark.fault("F36")
-async def test_every_503_and_429_says_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_503_says_when_to_come_back(tmp_path: Path) -> None:
     async with gateway_mesh(tmp_path, 0, 0, model="tiny") as mesh, httpx.AsyncClient() as client:
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
         response = await client.post(f"{mesh.url}/v1/completions", json=body)
