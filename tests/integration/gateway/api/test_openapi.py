@@ -15,7 +15,7 @@ from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.pooling_instances import pooling_instance
-from tests.support.documented_answers import check_answers, check_events, routes_of
+from tests.support.api.documented_answers import check_answers, check_events, routes_of
 from tests.support.sites import servers
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -66,7 +66,7 @@ async def told(url: str, *options: str) -> tuple[int, str]:
         *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
         *("--seed", str(SEED), "--no-color", "--checks", ",".join(CHECKS), *options),
     )
-    hooks = {"SCHEMATHESIS_HOOKS": "tests.support.schemathesis_hooks"}
+    hooks = {"SCHEMATHESIS_HOOKS": "tests.support.api.schemathesis_hooks"}
     process = await asyncio.create_subprocess_exec(
         *command,
         env=os.environ | hooks,

@@ -23,7 +23,7 @@ from pdmesh.v1.common_pb2 import ROLE_DECODE
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.tiny_model import EOS
-from tests.support.documented_answers import check_answers, routes_of
+from tests.support.api.documented_answers import check_answers, routes_of
 from tests.support.waiting import until
 
 pytest.importorskip("vllm")

@@ -17,7 +17,7 @@ from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.fakes.gateway_mesh import GatewayMesh
-from tests.support.two_apis import legs, over_grpc, over_http
+from tests.support.api.two_apis import legs, over_grpc, over_http
 
 USER: list[Any] = [{"role": "user", "content": "hello"}]
 SAID = [pb.ChatMessage(role="user", content="hello")]

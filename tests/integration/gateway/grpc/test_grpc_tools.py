@@ -28,7 +28,7 @@ from tests.integration.gateway.api.test_tool_calls import (
     THINK_END,
     answers,
 )
-from tests.support.two_apis import legs, over_grpc, over_http
+from tests.support.api.two_apis import legs, over_grpc, over_http
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]

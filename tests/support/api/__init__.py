@@ -1,0 +1,1 @@
+"""The gateway through both of its APIs, and against its own description."""
