@@ -38,7 +38,7 @@ LEASE_S: Final = 600.0
 
 
 class RoleClient:
-    """nats-py's client with a process's certificate, and what NATS refused it."""
+    """A nats-py client with a process's certificate; it records what NATS refused."""
 
     def __init__(self, role: str, instance_id: str) -> None:
         self.role, self.instance_id = role, instance_id
@@ -137,6 +137,6 @@ def bucket(bus: NatsBus, name: str) -> KvBucket:
 
 
 async def make_buckets(bus: NatsBus) -> None:
-    """As a master does."""
+    """Make the buckets, as a master does."""
     for name in ALL_BUCKETS:
         await bucket(bus, name).ensure()

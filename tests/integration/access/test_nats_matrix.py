@@ -350,7 +350,8 @@ async def test_no_header_of_a_write_touches_another_entry(
     nats: TestServer, ours: TestAuthority, role: str, me: str
 ) -> None:
     """`Nats-Rollup: all` removes all other entries of a stream that allows it, without a notice to
-    those who follow it. Of the buckets, only the lead allows it, which masters alone write.
+    those who follow it. Only the bucket of the lead allows it, and only masters write to that
+    bucket.
     """
     another = ("decode", "decode-0") if role != "decode" else ("gateway", "gateway-0")
     async with (
@@ -441,7 +442,7 @@ async def test_a_certificate_without_a_user_does_not_get_in(
 async def test_without_ids_the_certificates_of_a_role_are_told_apart_from_other_roles(
     tmp_path: Path, ours: TestAuthority
 ) -> None:
-    """For pods, whose names are not known before."""
+    """For pods, whose names are not known in advance."""
     holders = [Holder("master-scheduler"), Holder("prefill"), Holder("gateway")]
     async with nats_with(tmp_path, ours, holders) as server:
         async with bus_of(server, ours, "master-scheduler", "m-1") as master:

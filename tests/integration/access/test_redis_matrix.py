@@ -26,7 +26,7 @@ COMMANDS: Final = {
     "kv-cache-index": "multi exec get set del unlink smembers sadd srem hgetall hset",
     "operator": "get smembers scard hgetall",
 }
-# Redis asks nobody for permission to these.
+# Redis checks no permission for these.
 FREE: Final = frozenset({"auth", "hello", "quit", "reset"})
 INDEX_KEYS: Final = (
     "pdmesh:v1:instances",

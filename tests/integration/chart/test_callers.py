@@ -1,4 +1,4 @@
-"""By what the chart's services know their callers: API keys, and tokens of an OpenID provider."""
+"""How the chart's services identify their callers: API keys, and tokens of an OpenID provider."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_a_part_of_a_second_of_drain_counts() -> None:
 
 
 def test_a_rollout_of_gateways_may_take_as_long_as_the_slowest_pool_needs_to_load() -> None:
-    """A gateway is ready when an instance serves. Kubernetes gives a rollout 600 s by itself."""
+    """A gateway is ready when an instance serves. By default, Kubernetes gives a rollout 600 s."""
     values = {"pools": {"decode": {"startupSeconds": 1200}}}
     for value_set, slowest_s in (("vllm-cpu", 1200), ("gpu", 1800)):
         manifests = render(value_set, values)

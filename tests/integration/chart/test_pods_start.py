@@ -131,7 +131,7 @@ async def _the_picker_names_the_pod(kubelet: Kubelet, gateway: Pod) -> None:
 
 
 async def _nats_takes_a_new_certificate(kubelet: Kubelet) -> None:
-    """And nobody without one gets as far as the password."""
+    """NATS shows the new certificate, and closes a connection that does not begin TLS."""
     pod = kubelet.pods["pdmesh-nats"]
 
     def shown() -> str:

@@ -1,5 +1,5 @@
-"""Every command that changes a mesh: who may give it, and what is told of it, on NATS and in the
-log. Operators show tokens of a real OpenID provider, and API keys with a role.
+"""Every command that changes a mesh: who may run it, and what NATS and the log report about
+it. Operators show tokens of a real OpenID provider, and API keys with a role.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ async def test_what_is_wrong_with_a_caller_is_said_as_a_typed_error(mesh: Mesh) 
 # nats-py leaves the connections of its failed attempts to the collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_client_that_nats_does_not_know_does_not_wait_forever(mesh: Mesh) -> None:
-    """It did, with asyncio.timeout: nats-py tries again, and swallowed the one cancellation."""
+    """It once did, even under asyncio.timeout: nats-py retried, and swallowed the cancellation."""
     with using_certificates(None), pytest.raises(Unavailable, match="NATS does not answer"):
         async with Client.connect(re.sub(r"//.*@", "//nobody:nothing@", mesh.nats_url)):
             pass
@@ -176,7 +176,7 @@ async def test_the_example_of_the_docs_runs(mesh: Mesh) -> None:
 async def test_the_overview_has_what_the_leader_hears_as_far_as_its_role_at_nats_goes(
     mesh: Mesh,
 ) -> None:
-    """Its own changes, and what the health-monitor and gateways tell in accounts of their own."""
+    """Its own changes, and the events in the accounts of the health-monitor and gateways."""
     async with connect(mesh) as client:
         with pytest.raises(InvalidRequest, match="this master knows no request nothing"):
             await client.request_story("nothing")

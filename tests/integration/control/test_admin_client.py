@@ -1,4 +1,4 @@
-"""Which process the admin token is shown to."""
+"""The processes to which a client sends the admin token."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ async def test_an_encoder_that_cannot_be_fetched_from_is_soon_not_asked(tmp_path
 
 
 async def test_wrong_embeddings_are_noticed(tmp_path: Path) -> None:
-    """The negative control: what is fetched is what the prompt is computed with."""
+    """The negative control: the prompt is computed with the fetched embeddings."""
     async with (
         Mesh(spec("encode.computing=zero-embeddings"), tmp_path) as mesh,
         httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,

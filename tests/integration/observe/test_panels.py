@@ -213,8 +213,7 @@ def free_port() -> int:
 
 @pytest.mark.req("S138", "S139")
 async def test_every_panel_has_data_from_a_mesh_under_load(tmp_path: Path) -> None:
-    """And alerts are raised of what is done to the mesh: a tenant exceeds its limit, and then both
-    masters freeze."""
+    """Alerts are raised as well: a tenant exceeds its limit, and then both masters freeze."""
     panels = [(dashboard.uid, panel) for dashboard in DASHBOARDS for panel in dashboard.panels]
     awaited = {(uid, p.title): p for uid, p in panels if (uid, p.title) not in MAY_BE_EMPTY}
     assert {(uid, p.title) for uid, p in panels if p.empty_when} >= MAY_BE_EMPTY

@@ -40,7 +40,7 @@ async def test_a_server_starts_in_its_private_directory_and_stops(
 
 
 async def test_nats_admits_only_users_who_can_read_its_file(tmp_path: Path) -> None:
-    """Found with a stranger on the machine: anybody who writes to its buckets rules the mesh."""
+    """Found with a stranger on the machine: anybody who writes to its buckets controls the mesh."""
     server = NatsServer(tmp_path / "nats")
     command = server.command()
     async with running(server, tmp_path / "log") as url:

@@ -154,6 +154,6 @@ async def test_a_prefill_that_freezes_costs_decode_one_bounded_pull(site: Site) 
             assert (failed.reason, failed.is_retryable) == ("KV_TRANSFER_FAILED", True)
         finally:
             p.signal(signal.SIGCONT)
-    # Sessions anew: on a slow machine, the frozen one may have been silent for too long.
+    # New sessions: on a slow machine, the frozen one may have been silent for too long.
     async with TestSession(p) as to_p, TestSession(d) as to_d:
         assert await generate(to_p, to_d, PROMPT, sampling) == sim_reference(PROMPT, sampling)
