@@ -20,6 +20,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +38,8 @@ ALONE, BESIDE, ELSEWHERE = "alone", "beside", "beside, elsewhere"
 TURNS: Final = {"pair": (ALONE, BESIDE, ELSEWHERE), "one engine": (ALONE, BESIDE)}
 NUM_STREAMS, NUM_LONG = 4, 1
 STREAM_TOKENS, LONG_TOKENS = 400, 1900
+LEAST_LONG: Final = 3  # a turn lasts at least as long as this many long prompts take alone
+MOST_S: Final = 120.0  # for a lone long prompt
 QUANTILES: Final = {"p50": 0.5, "p99": 0.99}
 BAR: Final = 1.2  # S82: p99 of the time per token, beside a long prompt relative to alone
 ENV: Final = {
@@ -65,6 +68,11 @@ def load(mesh: Mesh, bodies: Sequence[str], concurrency: int, duration_s: float)
         warmup_s=5.0,
         duration_s=duration_s,
     )
+
+
+async def seconds_of_a_long_prompt(mesh: Mesh, rng: random.Random, at_most_s: float) -> float:
+    one = load(mesh, [body(rng, LONG_TOKENS, 1)], NUM_LONG, at_most_s)
+    return (await run_load(replace(one, warmup_s=0.0, max_requests=1))).duration_s
 
 
 async def turn(
@@ -101,6 +109,7 @@ def mesh_of(kind: str, directory: Path) -> Mesh:
 
 
 async def measured(kind: str, rounds: int, duration_s: float) -> list[dict[str, Any]]:
+    """`duration_s` of a turn is extended on a machine that would compute few long prompts in it."""
     rng = random.Random(7)
     found = []
     async with AsyncExitStack() as stack:
@@ -108,6 +117,8 @@ async def measured(kind: str, rounds: int, duration_s: float) -> list[dict[str, 
         for where in {BESIDE, ELSEWHERE}.intersection(TURNS[kind]):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdmesh-long-"))
             meshes[where] = await stack.enter_async_context(mesh_of(kind, Path(folder)))
+        long_s = await seconds_of_a_long_prompt(meshes[BESIDE], rng, MOST_S)
+        duration_s = max(duration_s, LEAST_LONG * long_s)
         for number in range(rounds):
             for where in TURNS[kind][:: 1 if number % 2 else -1]:
                 one = await turn(meshes[BESIDE], meshes.get(where), rng, duration_s)

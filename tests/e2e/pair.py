@@ -175,9 +175,11 @@ async def running(
     """A running engine whose outputs are collected. It is always stopped at the end."""
     engine = VllmEngine(config, find_holders)
     is_bound = CORES in os.environ
-    info = await engine.start()
-    if not is_bound:  # the next engine in this process may have another number of ranks
-        os.environ.pop(CORES, None)
+    try:
+        info = await engine.start()
+    finally:
+        if not is_bound:  # the next engine in this process may have another number of ranks
+            os.environ.pop(CORES, None)
     host = Host(
         engine, ArenaAllocator(config.staging_bytes), ArenaAllocator(config.landing_bytes), info
     )

@@ -48,14 +48,14 @@ TENANTS: Final = Dashboard(
             (
                 Panel(
                     "Refused, by tenant and reason",
-                    "A tenant's own limits; an empty name: the key is not valid",
+                    "Beyond a tenant's limits, or tenant disabled; no name: no valid key or token",
                     {
                         "{{pdmesh_tenant}} {{pdmesh_reason}}": rate(
                             "pdmesh_gateway_refused_total", "pdmesh_tenant, pdmesh_reason", _T
                         )
                     },
                     "reqps",
-                    empty_when="while nobody exceeds a limit",
+                    empty_when="while no call is refused",
                 ),
                 Panel(
                     "Time in the waiting room",

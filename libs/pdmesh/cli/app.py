@@ -23,9 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     module = getattr(options, "module", options.command)
     try:
         _check_state_dir(options.state_dir)
-        run: Command = import_module(
-            f"pdmesh.cli.commands.{module}"
-        ).run  # slow enough for a Ctrl-C to come meanwhile
+        # The import is slow enough for a Ctrl-C to come meanwhile.
+        run: Command = import_module(f"pdmesh.cli.commands.{module}").run
         code = _flushed(watched(run, options) if options.watch else run(options))
     except CommandFailed as exc:
         print(f"pdmesh: {exc}", file=sys.stderr)

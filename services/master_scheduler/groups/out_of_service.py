@@ -1,4 +1,4 @@
-"""The instances out of service, cordoned or ejected, as the leading master reads and writes them.
+"""The instances out of service, cordoned or ejected. All masters read them; the leader writes them.
 
 Each write is compared with what was last seen: if two operators change an entry at the same time,
 the second write is refused. `core.health.ejection_cap` decides which faulty instances are ejected.
@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 
 class OutOfServiceBook:
-    """Opened with `watch`. `leadership` returns (whether this process leads, its epoch) now."""
+    """Opened with `watch`. `leadership` returns whether this process leads now, and its epoch."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class OutOfServiceBook:
     async def take_out(self, entry: OutOfService, epoch: int) -> None:
         """Write the entry. `epoch`: of the leadership in which this was decided.
 
-        Raises InvalidRequest if the entry would drain an instance that was taken out at once;
-        VersionConflict, NotLeader, Unavailable.
+        Raises VersionConflict, NotLeader or Unavailable. Raises InvalidRequest if the entry would
+        drain an instance that was taken out in the mode AT_ONCE.
         """
         before = self.of(entry.instance_id)
         is_out = before is not None and before.mode == LEAVE_MODE_AT_ONCE
@@ -84,15 +84,15 @@ class OutOfServiceBook:
         await self._write(entry, epoch)
 
     async def put_back(self, instance_id: str, mode: LeaveMode.ValueType, epoch: int) -> str:
-        """Returns the instance's fault if it is serious enough for ejection; else empty. `mode` may
-        be unspecified.
+        """Returns the instance's fault if it is serious enough for ejection; else empty.
 
-        Raises InvalidRequest if it is not out of service in this mode, and otherwise the errors of
-        `take_out`.
+        `mode` may be unspecified. Raises InvalidRequest if the instance is not out of service in
+        this mode, and otherwise the errors of `take_out`.
         """
         entry = self.of(instance_id)
         if entry is None or mode not in (LEAVE_MODE_UNSPECIFIED, entry.mode):
-            what = "being drained" if mode == LEAVE_MODE_DRAIN else "out of service"
+            what = "out of service" if entry is None else "taken out at once"
+            what = "being drained" if mode == LEAVE_MODE_DRAIN else what
             raise InvalidRequest(f"{instance_id} is not {what}", field="instance_id")
         view = self._opened()
         self._check_leadership(epoch)
@@ -105,7 +105,7 @@ class OutOfServiceBook:
         return str(fault) if fault is not None and fault.level >= EJECTS_FROM else ""
 
     async def restore(self, epoch: int) -> None:
-        """Write entries again that were wiped from the bucket (F21). Raises like `take_out`."""
+        """Rewrite the entries that were wiped from the bucket (F21). Raises like `take_out`."""
         view = self._opened()
         for instance_id in sorted(view.missing):
             await self._write(view.known[instance_id], epoch)

@@ -110,7 +110,7 @@ class ScenarioFeed:
             await subscription.unsubscribe()
 
     async def _on_finished(self, message: Message) -> None:
-        """No sequence is kept, since a lost or repeated report moves a mean only a little."""
+        """Reports may be lost or repeated: one more or less moves a mean only a little."""
         try:
             event = _decoder.decode(message.data)
         except msgspec.MsgspecError as exc:

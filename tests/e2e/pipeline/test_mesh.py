@@ -67,13 +67,19 @@ def stages_of(mesh: Mesh, name: str) -> list[int]:
 async def test_a_mesh_of_pipelines_answers_as_plain_vllm(
     staged: Mesh, client: httpx.AsyncClient, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
-    outcomes = await asyncio.gather(*(load.ask(staged, client, p) for p in load.STREAMS))
-    for outcome in outcomes:
-        assert outcome.is_complete
-        assert outcome.token_ids == expected[tuple(outcome.prompt)]
+    async def moved_when_answered() -> float:
+        """An instance may lose its lease while six workers start to compute on two cores. Then the
+        others answer as well, but without KV that moves.
+        """
+        await staged.wait_ready(timeout_s=RESTART_S)
+        outcomes = await asyncio.gather(*(load.ask(staged, client, p) for p in load.STREAMS))
+        for outcome in outcomes:
+            assert outcome.is_complete
+            assert outcome.token_ids == expected[tuple(outcome.prompt)]
+        return fleet.counted(staged, INSTANCES, "pdmesh_kv_transfer_bytes_total")
+
+    await until(moved_when_answered, RESTART_S)
     assert all(num_admitted(staged, name) for name in INSTANCES)
-    moved = fleet.counted(staged, INSTANCES, "pdmesh_kv_transfer_bytes_total")
-    assert moved > 0
     await fleet.until_nothing_held(staged, within_s=120)
 
 

@@ -1,6 +1,6 @@
 """An engine serves the most urgent request first, and preempts the least urgent one (S83).
 
-Each test has its control: with `fcfs`, vLLM serves by arrival and preempts what came last.
+Two tests have a control: with `fcfs`, vLLM serves by arrival and preempts what came last.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def prompts(seed: int, lengths: Sequence[int]) -> list[tuple[int, ...]]:
 
 LONG = prompts(1, [960] * 7)  # 15 steps each
 SHORT = prompts(2, [20, 100])
-# Two answers that together need more blocks than there are. The first is the batch's.
+# Two answers that together need more blocks than there are. The first is of class BATCH.
 GROWING = [Case(prompt, 180) for prompt in prompts(3, [150, 140])]
 NUM_BLOCKS = 14
 # one of SHORT, of LONG, and both of GROWING
@@ -133,7 +133,7 @@ async def computing(host: Host, num_tokens: int) -> None:
 async def test_an_urgent_prompt_passes_those_that_wait_and_the_one_under_way(
     host: tuple[Host, SchedulingPolicy],
 ) -> None:
-    """The step is full of the batch's prompts when the urgent ones come, all of them together."""
+    """The step is full of BATCH prompts when the urgent ones come, both at the same time."""
     engine, policy = host
     before = engine.engine.stats().num_tokens
     batch = [begin(engine, prompt, 1, BATCH) for prompt in LONG]
@@ -148,7 +148,7 @@ async def test_an_urgent_prompt_passes_those_that_wait_and_the_one_under_way(
         assert ended == [*batch, *urgent]
         return
     assert ended == [*batch[:num_before], *urgent, *batch[num_before:]]
-    # Only prompts that the step in flight, or the one scheduled after it, completed came first.
+    # Only prompts completed by the step in flight, or by the one after it, came first.
     assert num_before <= (computed + 2 * STEP_TOKENS) // len(LONG[0]) < len(batch)
 
 
@@ -159,7 +159,7 @@ async def test_an_answer_is_the_same_if_its_prompt_stood_back(
     engine, _ = host
     short, long = CASES[:2]
     before = engine.engine.stats().num_tokens
-    # Its blocks must not be cached already, or there is nothing to compute.
+    # A new prompt: if its blocks were cached, there would be nothing to compute.
     ahead = begin(engine, prompts(9, [960])[0], 1, BATCH)
     batch = begin(engine, long.prompt, long.max_tokens, BATCH)
     await computing(engine, before + STEP_TOKENS)
@@ -219,12 +219,15 @@ async def test_the_least_urgent_is_preempted_and_its_answer_is_that_of_plain_vll
 async def test_no_prompt_stands_back_for_one_whose_blocks_it_holds(
     small: tuple[Host, SchedulingPolicy],
 ) -> None:
-    """Otherwise both would wait for ever. The urgent one needs 12 of the 13 blocks."""
+    """Otherwise both would wait for ever.
+
+    The urgent one needs 12 of the 13 blocks (NUM_BLOCKS less vLLM's null block).
+    """
     engine, _ = small
     under_way, urgent_prompt = prompts(11, [350, 380])
     before = engine.engine.stats().num_tokens
     batch = begin(engine, under_way, 1, BATCH)
-    # A step's count may come with a later step's, and no step may follow this prompt's last.
+    # A step may be counted only with the next one, and the prompt's last step may have none.
     await until(
         lambda: (
             engine.engine.stats().num_tokens >= before + 2 * STEP_TOKENS

@@ -62,7 +62,7 @@ async def test_a_lost_decode_is_replaced_and_the_text_is_unbroken(
 async def test_a_seeded_answer_is_the_same_with_a_death_at_any_token(
     tmp_path: Path, kv_transfer: str
 ) -> None:
-    """Each draw has the noise of its own position, wherever it is drawn."""
+    """The random number for a token depends on its position, not on the instance that draws it."""
     async with (
         gateway_mesh(tmp_path, 2, 2, kv_transfer=kv_transfer) as mesh,
         openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client,
@@ -357,7 +357,8 @@ async def test_a_client_that_leaves_frees_everything(
     assert mesh.gateway.observer.num_ended["cancelled"] == num_cancelled + 1
     await until(lambda: mesh.gateway.http.num_connections == 0)
     if how == "half-close":
-        assert b"[DONE]" not in await reader.read(), "the leg ends because its stream is closed"
+        rest = await reader.read()
+        assert b"[DONE]" not in rest, "the leg ends because the client's stream is closed"
         writer.close()
 
 

@@ -1,8 +1,9 @@
-"""Counts how long instances were used, for each account: what operators charge by (P/D-Serve 3.3;
-S22). `accounts.py` decides which account an instance counts for.
+"""Counts the time of instances by account. Operators charge by this time (P/D-Serve 3.3; S22).
+
+`accounts.py` decides which account an instance counts for.
 
 While one process leads, time is measured by the caller's clock. Between two leaders it is measured
-by the wall clock, and only instances that both leaders saw are counted.
+by the wall clock, and an account is charged for the lower of its two numbers of instances.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Between which instances KV went in the last minute, from the requests that ended."""
+"""Sums up, from ended requests, which instances handed KV to which in the last minute."""
 
 from __future__ import annotations
 

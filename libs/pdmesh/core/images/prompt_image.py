@@ -1,8 +1,8 @@
 """An image in a prompt, and the tokens that stand for it.
 
-A chat template writes one placeholder for an image. In the prompt, tokens that the model knows take
-its place: the same ones for every image of the model, or as many as the image's size asks for. So
-the length of a prompt is known before anything is computed.
+A chat template writes one placeholder for an image. In the prompt, tokens of the model replace it.
+Their number is fixed by the model, or depends on the image's size. So the length of a prompt is
+known before anything is computed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ImageFacts:
     grid: GridRule | None = None
 
     def tokens_of(self, num_tokens: int) -> tuple[int, ...]:
-        """The token ids that stand for an image; `num_tokens` is as `place_of` counts."""
+        """The token ids that stand for an image; `num_tokens`: the number that `place_of` gives."""
         return self.expansion if self.grid is None else (self.placeholder,) * num_tokens
 
     def place_of(self, width: int, height: int, position: int = 0) -> ImagePlace:
@@ -58,7 +58,7 @@ class ImageFacts:
 class PromptImage:
     """`num_tokens` tokens from `position` on stand for the image with this SHA-256.
 
-    Only instances that compute the prompt get the `data`. All others need `num_rows`, too: the
+    Only instances that compute the prompt get the `data`. Every instance needs `num_rows`: the
     positions of an answer's tokens depend on it. See `ImagePlace`.
     """
 

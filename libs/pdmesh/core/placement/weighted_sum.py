@@ -1,4 +1,4 @@
-"""The score of formula (2): a weighted sum of prefix, predicted latency and load (S107).
+"""The score of the paper's formula (2): a weighted sum of prefix, latency and load (S107).
 
 It is a baseline, `weighted_sum`: its weights fit one trace well, and others less well (ADR 0043).
 """
@@ -11,7 +11,8 @@ from typing import Final
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.policies import Known, Query
 
-_FULL: Final = 4.0  # puts a full instance, which will refuse, behind all instances with a slot
+# Puts a full instance, which will refuse, behind nearly every instance with a slot.
+_FULL: Final = 4.0
 
 
 def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
@@ -21,9 +22,9 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
       - gamma*latency/max_latency - load*used/slots - spread*cached/blocks*(1-local/total)
 
     Latency is the wait for the prompts booked there plus the predicted time of this prefill. The
-    remote term counts what peers can give beyond the instance's own prefix; otherwise it would be
-    the same for all instances and say nothing. The last term sends a new prefix where it evicts
-    nothing; once all caches are full, it is the same for all instances.
+    remote term counts only blocks that peers have beyond the instance's own prefix: the number of
+    blocks that peers have is the same for all instances. The last term sends a new prefix where it
+    evicts nothing. Once all caches are full, it is the same for all instances without the prefix.
     """
     weights, now = known.weights, known.now
     reach = known.peers.reach if known.peers.runs else None

@@ -1,8 +1,8 @@
 """The time per token of decodes: sequences share the steps of their engines.
 
 The number of running sequences is that of a processor-sharing queue whose speed depends on the
-batch. It does not depend on the distribution of lengths. The master spreads sequences evenly, so
-each engine of a pool has an equal part of this number.
+batch. It depends on the mean of the lengths, not on their distribution. The master spreads
+sequences evenly, so each engine of a pool has an equal part of this number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.sizing.queueing import above, quantile_of
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
-_MAX_STATES: Final = 300  # of the number of sequences; more are taken in strides
+_MAX_STATES: Final = 300  # of the queue; with more sequences, a state stands for several numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,10 @@ class BatchLoad:
 def running(
     rate_per_s: float, steps: float, step_s: list[float], num_engines: int, most: int
 ) -> BatchLoad:
-    """`step_s[n]`: of a step of n sequences, n from 0 to `most`. `steps`: mean per request."""
+    """`step_s[n]`: seconds of a step with n sequences, n from 0 to `most`.
+
+    `steps`: mean per request.
+    """
     offered = rate_per_s * steps
     total = num_engines * most
     stride = max(1, total // _MAX_STATES)
@@ -87,9 +90,11 @@ def _between(values: list[float], at: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """The time per token. Per sampled request: deviation and skewness of its mean, and `extra_s`, a
-    wait at the beginning of its answer, divided by the number of its tokens. No mean is longer
-    than `slowest_s`.
+    """The time per token.
+
+    The sequences have one value for each sampled request: the deviation and the skewness of its
+    time per token, and in `extra_s` its wait before the first decode step, per token. No mean is
+    longer than `slowest_s`.
     """
 
     mean_s: float
@@ -150,7 +155,7 @@ def no_tokens(most: int, steps: float) -> NextTokens:
 
 
 def averaged(lives: float) -> float:
-    """The part of the batch's variance that is left in a mean over so many mean lives."""
+    """The share of the batch's variance left in a mean over `lives` mean lengths of a request."""
     if lives < 1e-3:
         return 1.0
     return 2 * (lives - 1 + math.exp(-lives)) / lives**2

@@ -1,6 +1,4 @@
-"""A request whose KV is handed on per layer to the decode chosen at Accepted, with faults in each
-phase.
-"""
+"""Faults in each phase of a request whose KV is handed on per layer to an early decode."""
 
 from __future__ import annotations
 
@@ -52,8 +50,8 @@ LIMITS = RequestLimits(ttft_s=10, stall_s=5, answer_s=3)
 
 
 class Life:
-    """A request of 100 prompt tokens that p0 has accepted per layer at time 0. Then it is offered
-    to d0.
+    """A request of 100 prompt tokens, whose KV is handed on per layer. p0 accepted it at time 0;
+    then it is offered to d0.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which entries a reader asks for, since nobody renewed them for a lease."""
+"""A reader asks for the entries that were not renewed for the length of a lease."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class PullQueue(Generic[K]):
     def drop_overdue(self, now: float) -> tuple[list[K], list[K]]:
         """Remove the pulls whose turn has not come in time; return them and the pulls that begin.
 
-        A late turn says nothing about its source. All overdue pulls leave before any pull begins,
-        or the end of one could let another overdue pull begin.
+        That its turn came too late is not held against the pull's source. All overdue pulls leave
+        before any pull begins, or the end of one could let another overdue pull begin.
         """
         dropped = [
             key

@@ -1,6 +1,6 @@
 """The vLLM engine of an encoder: `EncoderEngine` over AsyncLLM.
 
-Each image is one vLLM request, which all jobs share that need the image at the same time. The
+Each image is one vLLM request. Jobs that need the image at the same time share the request. The
 worker reports which embeddings its pool holds, and an image in the pool is not encoded again.
 """
 
@@ -110,7 +110,8 @@ class VllmEncoderEngine(NoKv):
         facts = await asyncio.to_thread(find_facts, llm)
         if facts is None:
             raise EngineMisconfigured(
-                "the mesh serves no images of this model, see vllm.images.unsupported"
+                "the mesh serves no images with this model: "
+                "the log event vllm.images.unsupported says why"
             )
         self._images, self._facts = VllmImages(llm, facts), facts
         log.info(
@@ -207,7 +208,7 @@ class VllmEncoderEngine(NoKv):
             self._drop_unawaited(awaited)
 
     def _drop_unawaited(self, names: Iterable[bytes]) -> None:
-        """Of images that no job awaits, encode at most a batch: clients may leave at will."""
+        """Encode at most a batch of images that no job awaits, however many clients leave."""
         self._num_waiting = +self._num_waiting
         num_unawaited = len(self._encodings.keys() - self._num_waiting.keys())
         for name in names:
@@ -235,7 +236,7 @@ class VllmEncoderEngine(NoKv):
         from vllm import SamplingParams
 
         assert self._llm is not None
-        assert self._images is not None, "start() has returned"
+        assert self._images is not None, "start() has not returned"
         assert self._facts is not None
         stored = self._stored[name] = asyncio.get_running_loop().create_future()
         alone = [replace(image, position=0)]
@@ -248,7 +249,7 @@ class VllmEncoderEngine(NoKv):
             failpoints.hit("encode.computing")
         done, _ = await asyncio.wait([stored], timeout=_STORED_S)
         if not (done and stored.result()):
-            raise EngineFailed("its pool does not hold the embeddings of the image")
+            raise EngineFailed("the encoder's pool does not hold the embeddings of the image")
 
     # -- the worker -------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ def loader_choice(asked: WeightsLoader, model_dir: Path) -> LoaderChoice:
 
 
 def loader_arguments(choice: LoaderChoice) -> dict[str, Any]:
-    """vLLM's arguments for the loader. The extension makes its workers import our loader."""
+    """vLLM's arguments for the loader. The extension makes vLLM's workers import our loader."""
     if not choice.is_file_order:
         return {}
     return {"load_format": LOAD_FORMAT, "worker_extension_cls": _EXTENSION}

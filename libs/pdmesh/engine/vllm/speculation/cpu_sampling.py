@@ -1,13 +1,15 @@
-"""Mends how vLLM 0.32 draws with proposals on a CPU at a temperature above 0.
+"""Mends how vLLM 0.32 samples on a CPU with speculation and a temperature above 0.
 
 Each checked token needs the temperature, `top_k` and `top_p` of its request. vLLM's CPU kernel
-writes them to a copy that is never read, unless they are 64-bit integers. So logits were divided by
-what the memory held before, and a `top_k` crashed the engine.
+writes them to a copy that is never read, unless they are 64-bit integers. So the result stayed
+unwritten. Logits were divided by the bytes that its memory held before, and `top_k` crashed the
+engine.
 
 vLLM also runs its check in a step in which nothing is proposed. It copies the logits, and for each
 request it makes as many random numbers as the vocabulary has tokens, to replace a proposed token
-that is refused. On a CPU this slowed a batch of 32 by a fifth. So a step without proposals draws as
-in an engine that never proposes. In other steps, only rows with proposed tokens get these numbers.
+that is refused. On a CPU this slowed a batch of 32 by a fifth. With this patch, a step without
+proposals samples as if speculation were off. In other steps, only rows with proposed tokens get
+these numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ def mend_drawing_on_cpu() -> None:
     """Patch the rejection sampler of this process. Idempotent."""
     from vllm.v1.sample import rejection_sampler
 
-    # Any: functions of vLLM's, replaced.
+    # Any, because functions of vLLM's module are replaced.
     sampler: Any = rejection_sampler
     if sampler.expand_batch_to_tokens is expanded:
         return

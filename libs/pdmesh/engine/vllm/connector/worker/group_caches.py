@@ -1,7 +1,8 @@
 """A rank's paged caches, with a list of block ids for each cache group of a request.
 
-In the buffer, a layer has the blocks that its group still needs, see `core.kv.layout.cache_groups`.
-With one group, copies take all layers at once; otherwise each layer is copied with its own ids.
+A transfer's buffer has, for each layer, only the blocks that the layer's group still needs
+(`core.kv.layout.cache_groups`). With one group, copies take all layers at once; otherwise each
+layer is copied with its own ids.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class GroupCaches:
     def of_layer(self, layer: int, block_ids: BlockIds) -> tuple[int, ...]:
         return block_ids[self._group_of[layer]]
 
-    # -- prompts: `PagedCaches` with the ids of each group -----------------------------------------
+    # -- whole prompts: the methods of `PagedCaches`, with block ids for each group ----------------
 
     def gather(self, block_ids: BlockIds, out: KvBytes, on_done: OnDone = None) -> None:
         if len(block_ids) == 1:
@@ -92,7 +93,10 @@ class GroupCaches:
                 self._caches.scatter_layer(layer, part, low - start, ids, heads)
 
     def _rows(self, block_ids: BlockIds, width: int) -> Iterator[tuple[int, int, int]]:
-        """Each layer's place in the buffer: layer, start, bytes. `width`: the bytes of a block."""
+        """Each layer's place in the buffer: layer, start, bytes.
+
+        `width`: the bytes of a block in one layer, of the heads that are copied.
+        """
         start = 0
         for layer, group in enumerate(self._group_of):
             size = len(block_ids[group]) * width
