@@ -3,7 +3,7 @@
 Importing vLLM takes seconds of CPU and half a gigabyte of memory, and the time of its parsers has
 no bound. Both would harm the process that serves all clients. The parser process starts when
 `early_start` or the first call needs it. If it dies, or hangs and is killed, it is started again
-when it is needed. Then choices are fed again from their first token.
+when it is needed. Then the answers under way are parsed again from their first token.
 """
 
 from __future__ import annotations

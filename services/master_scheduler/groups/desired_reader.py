@@ -1,6 +1,6 @@
-"""Reads texts of the desired state off the loop.
+"""Parses the texts of the desired state in a thread beside the event loop.
 
-The longest text takes a second, and the lease must be renewed meanwhile.
+The longest text takes a second, and this master's lease must be renewed meanwhile.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ DEFAULT: Final = "default"
 
 @dataclass(frozen=True, slots=True)
 class ScenarioSlo:
-    """`default_text`: the answer, in place of an error, when nothing could serve it (S37, S44)."""
+    """`default_text`: the answer, in place of an error, to a request that no instance could serve
+    (S37, S44).
+    """
 
     ttft_s: float
     ttft_s_per_1k_tokens: float = 0.0

@@ -1,7 +1,7 @@
 """Waiting in queues of several servers, and the quantiles of sums of waits and other times.
 
 Erlang's C gives the probability of a wait. The correction of Allen and Cunneen gives its mean for
-general times. The wait of the requests that wait is taken as exponential.
+general times. The waits of requests that have to wait are assumed to be exponential.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def above(mean_value: float, deviation: float, limit: float, skewness: float = 0
 
 
 def quantile_of(exceeds: Callable[[float], float], share: float, start: float) -> float:
-    """The least value that at most 1 - `share` of the requests exceed; `exceeds` falls."""
+    """The least value that at most 1 - `share` of the requests exceed.
+
+    `exceeds` must not increase.
+    """
     high = max(start, 1e-6)
     while exceeds(high) > 1 - share:
         high *= 2

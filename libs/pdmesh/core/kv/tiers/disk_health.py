@@ -85,7 +85,7 @@ class DiskHealth:
         return self._reads.may_pass(now)
 
     def watch(self, reading_since: float | None, writing_since: float | None, now: float) -> bool:
-        """Report when the slowest read and the slowest write under way last made progress.
+        """Report for the slowest read and the slowest write under way when it last made progress.
 
         None: none is under way. Call it often. Returns whether the state changed.
         """

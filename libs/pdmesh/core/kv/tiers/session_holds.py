@@ -6,8 +6,8 @@ elsewhere. So the gateway remembers instances that were told of a pause, and als
 the session continues or is done. Another gateway does not know them: then the holds end by their
 time.
 
-An instance's pool evicts the held blocks last. A hold is of one block for one session, and ends
-with its time. Holds are bounded for the pool and for each owner (a tenant): a session that pauses
+An instance's pool evicts the held blocks last. A hold keeps one block for one session until its
+time is over. Holds are bounded for the pool and for each owner (a tenant): a session that pauses
 beyond the bound holds nothing. Only blocks that are in the pool count. Blocks that a session names
 before they are stored are awaited, within bounds of the same size, and held when they come if there
 is room.
@@ -96,8 +96,9 @@ def held_blocks(
 ) -> list[bytes]:
     """The names of the blocks that an instance holds; with several choices, only the prompts'.
 
-    The client continues with at most one of their answers. `prompts`: the names of the prompts that
-    the instance served; `num_choices`: of the call; `answer`: the names of the first one's answer.
+    The client continues with the answer of at most one choice. `prompts` has the names of the
+    prompts that the instance served, `num_choices` the call's number of choices, and `answer` the
+    names of the first choice's answer.
     """
     blocks = dict.fromkeys(name for prompt in prompts for name in prompt)
     if num_choices == 1:
