@@ -1,4 +1,4 @@
-"""What an operator may tell vLLM himself, and what of it two instances must agree on."""
+"""Which arguments of vLLM an operator may set."""
 
 from __future__ import annotations
 
