@@ -349,7 +349,11 @@ async def test_a_constraint_that_allows_no_token_is_at_once_an_error_of_the_clie
 async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
     mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
 ) -> None:
-    """I9: a canary word in a prompt, an ignored field or a bad request is in none of these."""
+    """I9: neither a canary word that clients send nor a streamed answer is in any of these.
+
+    The word is in prompts, in ignored fields, in bad requests, and in the prompt of a stream that
+    its client leaves.
+    """
     bus = await NatsBus.connect(mesh.nats_url, "test-canary")
     events: list[Message] = []
 
@@ -368,11 +372,24 @@ async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
         {**good, "top_k": CANARY},
     ):
         assert (await client.post(url, json=bad)).status_code == 400
-    await until(lambda: any("request.finished" in m.subject for m in events))
+    left = {**good, "stream": True, "max_tokens": 4000, "ignore_eos": True}
+    async with client.stream("POST", url, json=left) as response:
+        await anext(response.aiter_bytes())
+    prompt = prompt_of(130)
+    streamed = await stream_completion(client, mesh.http_url, prompt, 40, ignore_eos=True)
+
+    def outcomes() -> list[str]:
+        finished = [m for m in events if "request.finished" in m.subject]
+        return sorted(decode_event(m, RequestFinished).outcome for m in finished)
+
+    await until(lambda: outcomes() == ["cancelled"] + 4 * ["completed"])
+    answer = streamed.text[:24]
+    assert len(answer) == 24
+    assert len(set(answer)) > 4, "nothing else contains it by chance"
     logs = [path.read_bytes() for path in (mesh.state_dir / "logs").iterdir()]
     places = [*logs, *(m.data for m in events), *collector.bodies]
     assert len(logs) >= 10
-    assert not [p for p in places if CANARY.encode() in p]
+    assert not [p for p in places if CANARY.encode() in p or answer.encode() in p]
     await bus.close()
 
 

@@ -242,7 +242,7 @@ def _keys_file(options: argparse.Namespace) -> Path | None:
         try:
             api_keys.load(keys)
         except api_keys.BadKeyFile as exc:
-            how = f"make one with: pdmesh keys add TENANT --file {keys}"
+            how = f"make one with: pdmesh keys add TENANT --file {shlex.quote(str(keys))}"
             raise CommandFailed(f"--keys: {exc}; {how}") from None
         return keys
     is_decided = any(name in os.environ for name in _ACCESS_VARIABLES)

@@ -9,7 +9,7 @@ serves in the place of a dead process.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,7 +19,9 @@ MAX_INCIDENTS: Final = 100
 MAX_STEPS: Final = 40  # of one incident
 # How many lost instances are remembered whose requests no incident counts yet.
 _MAX_WAITING: Final = 1024
-_TOGETHER_S: Final = 60.0  # an incident counts requests up to this time before or after it
+_MAX_EARLY: Final = 256  # steps of the master that no incident shows yet
+# An incident counts events up to this time before its beginning or after its end.
+_TOGETHER_S: Final = 60.0
 _CAUSES: Final = {
     "lease_expired": "its lease ended",
     "heartbeat_missed": "no heartbeat",
@@ -121,6 +123,11 @@ class IncidentBook:
     # Requests often notice a death before the health-monitor does. For each lost instance: the time
     # of the last loss, and how many requests moved and failed.
     _lost: OrderedDict[str, tuple[float, int, int]] = field(default_factory=OrderedDict)
+    # The master and the health-monitor publish independently, so a step may arrive before the
+    # verdict that opens its incident. Such steps wait here, each with its time.
+    _early: deque[tuple[float, MemberStepped]] = field(
+        default_factory=lambda: deque(maxlen=_MAX_EARLY)
+    )
 
     def handle(self, event: IncidentEvent, now: float) -> None:
         """`now` is in seconds since 1970."""
@@ -144,6 +151,7 @@ class IncidentBook:
     def check_invariants(self) -> None:
         assert len(self._troubles) <= MAX_INCIDENTS
         assert len(self._lost) <= _MAX_WAITING
+        assert len(self._early) <= _MAX_EARLY
         for trouble in self._troubles.values():
             assert len(trouble.steps) <= MAX_STEPS
             assert not trouble.ended_at or trouble.ended_at >= trouble.began_at
@@ -180,13 +188,13 @@ class IncidentBook:
         trouble.note(now, f"{what}: {done or event.action}")
 
     def _on_step(self, event: MemberStepped, now: float) -> None:
-        for trouble in self._near(event.instance_id, now):
-            if trouble.incarnation == event.incarnation:
-                trouble.note(now, f"group {event.group_id}: {event.step.replace('_', ' ')}")
-        for trouble in self._near(event.replaces, now)[-1:]:
-            trouble.successor = event.instance_id
-            role = f" as {event.role}" if event.role else ""
-            trouble.note(now, f"{event.instance_id} takes its place{role} in {event.group_id}")
+        near = self._near(event.instance_id, now)
+        own = [trouble for trouble in near if trouble.incarnation == event.incarnation]
+        replaced = self._near(event.replaces, now)[-1:]
+        for trouble in [*own, *replaced]:
+            _note_step(trouble, event, now)
+        if (event.step == "lost" and not own) or (event.replaces and not replaced):
+            self._early.append((now, event))
         if event.step == "serving":
             self._on_successor(event.instance_id, now)
 
@@ -218,9 +226,15 @@ class IncidentBook:
             trouble = self._troubles[key] = Trouble(instance_id, incarnation, now, cause)
             if now - self._lost.get(instance_id, (now, 0, 0))[0] <= _TOGETHER_S:
                 self._count(trouble)
+            self._note_early_steps(trouble, now)
         if len(self._troubles) > MAX_INCIDENTS:
             self._troubles.popitem(last=False)
         return trouble
+
+    def _note_early_steps(self, trouble: Trouble, now: float) -> None:
+        for at, event in [*self._early]:
+            if now - at <= _TOGETHER_S and _note_step(trouble, event, at):
+                self._early.remove((at, event))
 
     def _count(self, trouble: Trouble) -> None:
         """Add the requests that lost the instance and are not counted yet."""
@@ -235,3 +249,16 @@ class IncidentBook:
     def _near(self, instance_id: str, now: float) -> list[Trouble]:
         every = self._troubles.values()
         return [t for t in every if t.instance_id == instance_id and t.is_near(now)]
+
+
+def _note_step(trouble: Trouble, event: MemberStepped, at: float) -> bool:
+    """Add a step of the master to the incident. False if the step is not about its process."""
+    if (event.instance_id, event.incarnation) == (trouble.instance_id, trouble.incarnation):
+        trouble.note(at, f"group {event.group_id}: {event.step.replace('_', ' ')}")
+        return True
+    if event.replaces == trouble.instance_id:
+        trouble.successor = event.instance_id
+        role = f" as {event.role}" if event.role else ""
+        trouble.note(at, f"{event.instance_id} takes its place{role} in {event.group_id}")
+        return True
+    return False

@@ -62,6 +62,30 @@ def test_a_death_ends_when_another_instance_serves_in_its_place() -> None:
     ]
 
 
+def test_steps_that_arrive_before_the_verdict_belong_to_the_incident_that_it_opens() -> None:
+    """The master and the health-monitor notice a death independently of each other."""
+    (trouble,) = after(
+        (10.0, MemberStepped("d-0", 1, "lost", "chat")),
+        (10.1, MemberStepped("i-7", 5, "assigned", "chat", "decode", "d-0")),
+        (10.2, DEAD),
+        (10.9, MemberStepped("i-7", 5, "serving", "chat", "decode")),
+    )
+    assert trouble.steps == [
+        (10.0, "group chat: lost"),
+        (10.1, "i-7 takes its place as decode in chat"),
+        (10.2, "judged dead: its lease ended"),
+        (10.9, "i-7 serves in its place"),
+    ]
+    assert trouble.ended_at == 10.9
+
+
+def test_an_early_step_of_another_incarnation_or_of_long_ago_is_not_shown() -> None:
+    (trouble,) = after((1.0, MemberStepped("d-0", 7, "lost", "chat")), (2.0, DEAD))
+    assert whats(trouble) == ["judged dead: its lease ended"]
+    (trouble,) = after((1.0, MemberStepped("d-0", 1, "lost", "chat")), (100.0, DEAD))
+    assert whats(trouble) == ["judged dead: its lease ended"]
+
+
 def test_a_suspicion_ends_with_the_next_heartbeat_and_a_death_with_the_next_process() -> None:
     (one,) = after(
         (1.0, HealthTurned("d-0", 1, "suspect", "heartbeat_missed")),
