@@ -128,7 +128,7 @@ def _worst_first(sick: Iterable[Suspected]) -> list[Suspected]:
 
 @dataclass(frozen=True, slots=True)
 class TakenOut:
-    """An instance is out of service. It was drained or taken out at once; ejected or cordoned."""
+    """How an instance is out of service: drained or taken out at once, and ejected or cordoned."""
 
     is_drain: bool
     is_ejected: bool
