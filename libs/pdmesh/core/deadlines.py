@@ -55,7 +55,7 @@ PULL_DRAIN_S: Final = 5.0  # the time to drain a pull that was given up
 # --- the sender, for staged KV: core/kv/transfer/sender.py ----------------------------------------
 
 TICKET_LEASE_S: Final = 10.0  # after this time a ticket ends, unless it is pulled or renewed
-RENEWALS_PER_LEASE: Final = 3  # how often a receiver that waits or pulls renews in one lease
+RENEWALS_PER_LEASE: Final = 3  # renewals per lease by a receiver that waits or pulls
 MAX_LEASES: Final = 30  # a ticket cannot be renewed beyond this many leases after its last layer
 
 # --- the instance ---------------------------------------------------------------------------------

@@ -19,7 +19,10 @@ class Role(enum.Enum):
 
 
 class Stage(enum.IntEnum):
-    """How far the master lets an instance go. The numbers equal those of `pdmesh.v1.Stage`."""
+    """How far the master lets an instance go. At BLANK, the instance has no role.
+
+    The numbers equal those of `pdmesh.v1.Stage`.
+    """
 
     LOAD = 1
     CONNECT = 2
@@ -29,7 +32,10 @@ class Stage(enum.IntEnum):
 
 
 class Phase(enum.IntEnum):
-    """How far an instance has come. The numbers equal those of `pdmesh.v1.InstancePhase`."""
+    """How far an instance has come. At BLANK, the instance has no role.
+
+    The numbers equal those of `pdmesh.v1.InstancePhase`.
+    """
 
     BLANK = 1
     LOADING = 2
@@ -65,9 +71,9 @@ class DomainRank:
     """An instance's place in a data-parallel domain. Mirrors `pdmesh.v1.Domain` (S75, S121).
 
     The instances of a domain compute one model together. Each instance has its own requests and its
-    own KV, but the engines of a mixture of experts step together. So a domain is set up, drained
-    and replaced as a whole. When a domain is formed it gets a new `domain_id`, which is never used
-    again.
+    own KV, but the engines of a mixture-of-experts model run their steps at the same time. So a
+    domain is set up, drained and replaced as a whole. A newly formed domain gets a `domain_id` that
+    is never used again.
     """
 
     domain_id: str
@@ -78,13 +84,15 @@ class DomainRank:
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """What the master wants an instance to be. It never changes within an incarnation."""
+    """The role that the master wants an instance to have. It never changes within an
+    incarnation.
+    """
 
     role: Role
     group_id: str
     scenario: str
-    revision: str = ""  # of model, KV layout and transport
-    model: str = ""  # the name clients use
+    revision: str = ""  # the version of the model, the KV layout and the transport
+    model: str = ""  # the model's name for clients
     model_dir: str = ""  # if empty, the instance's settings name it
     manifest: str = ""  # path of the artefact's manifest; empty: the model is loaded unchecked
     options: tuple[tuple[str, str], ...] = ()  # settings of the instance, by name
@@ -106,4 +114,4 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. A core gets this event at intervals."""
+    """Time has passed. State machines of this package get this event at intervals."""
