@@ -24,8 +24,8 @@ _NOT_IN_PLAIN_TEXT: Final = frozenset({"tls", "wss", "rediss", "rediss-sentinel"
 def is_loopback(host: str) -> bool:
     """Whether `host` is `localhost` or a numeric loopback address.
 
-    Any other name is refused. A resolver decides where a name leads, and may answer differently
-    next time.
+    The result is false for any other name. A resolver decides where a name leads, and may answer
+    differently next time.
     """
     return host == "localhost" or is_loopback_number(host)
 
@@ -68,8 +68,8 @@ def lacks_mesh_token(host: str, *, has_token: bool, has_tls: bool) -> bool:
 def lacks_secret(host: str, *, has_own_secret: bool) -> bool:
     """Whether an endpoint picker's port needs a secret of its mesh and has none.
 
-    An endpoint picker tells a proxy which gateway takes a request. Its plans are signed with the
-    secret.
+    An endpoint picker tells a proxy which gateway takes a request. The secret signs the picker's
+    plans.
     """
     return not (has_own_secret or is_loopback(host))
 

@@ -1,4 +1,4 @@
-"""Decides when a gateway fetches the keys of an identity provider, which verify tokens.
+"""Decides when a gateway fetches the keys of an identity provider, with which it verifies tokens.
 
 The keys are fetched at intervals, and early if a token names an unknown key. There is a least time
 between early fetches, so that strangers with made-up tokens cannot cause many of them.

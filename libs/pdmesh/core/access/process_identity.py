@@ -1,10 +1,13 @@
 """Reads a process's identity from its certificate, and lists which roles may call each method.
 
 A certificate names one process by a SPIFFE ID, `spiffe://TRUST-DOMAIN/ROLE/ID`. A service's role is
-the service's name. A person's tools have the person's role: `viewer`, `operator` or `admin`. The
-certificate also has a DNS name made of the same three parts, and callers check this name, because
-TLS libraries compare only DNS names. The address of a process may change. A method that is not
-listed here may not be called.
+the service's name. A person's tools have the person's role: `viewer`, `operator` or `admin`.
+
+The certificate also has a DNS name made of the same three parts. A process that calls another
+checks this name, because TLS libraries compare only DNS names. It does not check the address of the
+other process, because the address may change.
+
+A method that is not listed here may not be called.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Refuses requests to the operators' page that another site's page may have sent.
 
-A browser also sends requests to the operators' page that other pages ask for. The `origin` of such
-a request names the other site. After DNS rebinding, its `host` names the other site instead.
+A page of another site can make the operator's browser send requests to the operators' page. The
+`origin` of these requests names the other site. After DNS rebinding, their `host` names it instead.
 """
 
 from __future__ import annotations
