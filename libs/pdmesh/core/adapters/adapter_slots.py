@@ -1,15 +1,17 @@
 """Decides which LoRA adapters an engine loads into its few slots, and when it unloads them.
 
-An adapter is loaded on its first use. It stays in its slot while any leg, a request's stay on the
-instance, uses it. If another adapter needs a slot, the least recently used one is unloaded. The new
-adapter's files are copied and verified before that. An adapter that was removed from the mesh is
-unloaded as soon as no leg uses it. Only one adapter is copied, loaded or unloaded at a time.
+A leg is a request's stay on one instance. An adapter is loaded on its first use, and stays in its
+slot while any leg uses it. If another adapter needs a slot, the least recently used one is
+unloaded. The new adapter's files are copied and verified before that. An adapter that was removed
+from the mesh is unloaded as soon as no leg uses it. Only one adapter is copied, loaded or unloaded
+at a time.
 
 A leg waits if there is no slot for its adapter. Admission accepts no more adapters than there are
 slots, so the leg waits only for legs that have just been aborted.
 
-After a failed load, an adapter is not tried again for `FAILED_S`, unless an inspection finds it
-good. Its files may be large, and a client may ask for the adapter as often as the client likes.
+After a failed load, an adapter is not tried again for `FAILED_S`, unless an operator's inspection
+finds it good. Its files may be large, and a client may ask for the adapter as often as the client
+likes.
 """
 
 from __future__ import annotations
