@@ -1,10 +1,10 @@
-"""Decides which account is charged for an instance: its group's account, or that of a pool that has
-borrowed the group (P/D-Serve 3.3; S22).
+"""Decides which account is charged for an instance (P/D-Serve 3.3; S22).
 
 A group is a set of instances that serve one scenario. An instance counts for its group from its
-assignment to its release, and so during set-up and drain. When a group is lent to a pool, its
-instances become blank, and their number counts for the group and the pool. All other blank
-instances without a role count for the pool `free`. So the accounts add up to the time of the fleet.
+assignment to its release, including set-up and drain. When a group is lent to a pool, its instances
+become blank, that is, without a role. As many blank instances are then charged to the account of
+the group and the pool. All other blank instances count for the pool `free`. So the accounts add up
+to the time of the fleet.
 """
 
 from __future__ import annotations
