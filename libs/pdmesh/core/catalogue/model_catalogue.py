@@ -40,8 +40,8 @@ class ModelCatalogue:
     _since: dict[str, float] = field(default_factory=dict)  # when the model was first offered
     # Every request looks these two up, so `see` computes them in advance. `_served` has the
     # scenario of each model that is served now. `_defaults` has the model that `default` means in
-    # each scenario. It is filled only while no model is away, because only then its values do not
-    # depend on time.
+    # each scenario. `_defaults` is filled only while no model is away, because otherwise its values
+    # would depend on time.
     _served: dict[str, str] = field(default_factory=dict)
     _defaults: dict[str, str] = field(default_factory=dict)
 
