@@ -1,8 +1,8 @@
-"""Decides when a parser's process hangs and must be killed.
+"""Decides when a gateway's parser process hangs and must be killed.
 
-On a busy machine, the process may get a hundredth of a core. A limit on elapsed time alone would
-kill a process that still works. So the limit applies to the processor time of the process, and
-separately to the time in which it uses almost none.
+vLLM's parsers run in a separate process. On a busy machine, this process may get a hundredth of a
+core. A limit on elapsed time alone would kill a process that still works. So the limit applies to
+the processor time of the process, and separately to the time in which it uses almost none.
 """
 
 from __future__ import annotations

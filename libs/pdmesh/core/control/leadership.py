@@ -78,9 +78,9 @@ class Leadership:
         """Another process has seen this epoch. Return True if we still lead, now with a higher
         epoch.
 
-        No other process leads while our lease is valid. So an epoch above ours comes from before
-        the store was wiped (F21). A process that has seen that epoch would ignore a leader with a
-        lower one.
+        No other process leads while our lease is valid. So an epoch above ours is from before the
+        store was wiped (F21). A process that has seen that epoch would ignore a leader with a lower
+        one.
         """
         if epoch <= self.epoch:
             return False
