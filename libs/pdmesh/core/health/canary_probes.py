@@ -21,7 +21,10 @@ CANARY_FAILED = "CANARY_FAILED"
 
 @dataclass(frozen=True, slots=True)
 class ProbeTarget:
-    """One incarnation of an instance. KV is handed over only between instances of one cell."""
+    """One incarnation of an instance. An incarnation is one life of the instance.
+
+    A cell is the part of a group whose instances can exchange KV.
+    """
 
     instance_id: str
     incarnation: int

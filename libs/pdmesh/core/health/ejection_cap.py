@@ -137,8 +137,8 @@ class TakenOut:
 
 @dataclass(frozen=True, slots=True)
 class FleetEjections:
-    """Instances to take out of service now, in this order, and instances that are newly over the
-    cap.
+    """Instances to take out of service now, in this order, and instances that the cap newly holds
+    back.
     """
 
     taken_out: Mapping[str, TakenOut]

@@ -1,11 +1,11 @@
 """Decides which instance is faulty, at which level, and whether anything is done about it (S33,
 S34).
 
-Other parts send signals against an instance. A signal is a proof or a suspicion. One proof is
-enough: the instance reports that its engine hangs, or the driver reports that the device is gone.
-Suspicions count only if two sources agree for a while. A verdict stays until no signal has
-supported it for a while. It applies to one incarnation of the instance. `ejection_cap` then
-protects the fleet from wrong verdicts.
+Other parts of the mesh report signals against an instance. A signal is a proof or a suspicion. One
+proof is enough: the instance reports that its engine hangs, or the driver reports that the device
+is gone. Suspicions count only if two sources agree for a while. A verdict stays until no signal has
+supported it for a while. A verdict applies to one incarnation, that is, one life of the instance.
+`ejection_cap` then protects the fleet from wrong verdicts.
 """
 
 from __future__ import annotations
