@@ -28,8 +28,8 @@ class InstanceLoss:
 class EndedRequest:
     """Times are milliseconds since the request's arrival. 0 means that it did not reach that stage.
 
-    Two fields are durations. `decode_queue_ms` is the time from token 1 until a decode accepted.
-    `kv_transfer_ms` is the time that the KV transfer took.
+    Two fields are durations. `decode_queue_ms` is the time from token 1 until a decode accepted the
+    request. `kv_transfer_ms` is the time that the KV transfer took.
 
     `is_by_client` means that the request failed because of its client's input.
     """
