@@ -59,9 +59,9 @@ class EmbeddingLru:
         return leaving
 
     def pin(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        """Keep the longest run from the start of `names` that is held, and return it.
+        """Return the longest beginning of `names` whose embeddings are all held.
 
-        The embeddings of the run are kept until `unpin`.
+        These embeddings are kept until `unpin`.
         """
         found: list[bytes] = []
         for name in names:

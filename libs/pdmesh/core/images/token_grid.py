@@ -20,7 +20,7 @@ class GridRule:
     max_pixels: int
 
     def grid_of(self, width: int, height: int) -> tuple[int, int]:
-        """The rows and columns of an image's tokens, computed as `smart_resize` does.
+        """The rows and columns of an image's tokens, computed as Qwen's `smart_resize` does.
 
         A large thin image keeps at least one row and one column. So it may take more tokens than
         `max_pixels` allows.
