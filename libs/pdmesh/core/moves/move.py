@@ -15,7 +15,7 @@ from typing import Final
 from pdmesh.core.model import Role
 
 TRAINING_POOL: Final = "training"
-# The pool of groups that are switched off. Nobody borrows them, and their instances are free.
+# The pool of groups that are switched off. They are lent to no user, and their instances are free.
 OFF_POOL: Final = "off"
 
 
