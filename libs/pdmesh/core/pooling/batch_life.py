@@ -5,9 +5,11 @@ batch runs again on another one, within the gateway's retry budget (minimum-cost
 stateless call). A batch that has killed two instances or their engines is not tried a third time
 (F38).
 
-A batch waits for a slot for at most `ttft_s`, counted from its beginning or its last loss. An
-accepted batch is bounded only by the call's deadline. If an instance's engine hangs, the instance
-ends itself. If an instance is frozen, the session with it breaks.
+If all instances are full, the batch is put into the waiting room, the gateway's queue for free
+slots. A batch waits for a slot for at most `ttft_s`, counted from its beginning or its last loss.
+An accepted batch is bounded only by the call's deadline. If an instance's engine hangs, the
+instance ends itself. If an instance is frozen, its session, the stream between gateway and
+instance, breaks.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ class BatchFailed:
 
 @dataclass(frozen=True, slots=True)
 class BatchLost:
-    """The session broke.
+    """The session with the instance broke.
 
     `was_silent` means that the only sign was silence. The instance may still be alive behind a cut
     cable.
