@@ -39,8 +39,8 @@ class TenantLimits:
 class Tenant:
     """A customer that keys, limits and a priority belong to.
 
-    `weight` is the tenant's share of calls from the waiting room. Calls with `priority` 0 come
-    first. `models` has the models that the tenant may use; empty means all.
+    Tenants whose calls wait for a free slot take turns in proportion to their `weight`. Calls with
+    `priority` 0 come first. `models` has the models that the tenant may use; empty means all.
     """
 
     name: str

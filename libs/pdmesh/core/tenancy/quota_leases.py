@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 _SHARES: Final = 32  # a lease is a 32nd of what is left of the day's quota
-_MAX_GONE: Final = 32  # more leases of gateways that are gone are merged
+_MAX_GONE: Final = 32  # if more gateways with leases are gone, most of these leases are merged
 _GONE: Final = ""  # the holder of the lease that merges leases of gateways that are gone
 
 Leases = tuple["QuotaLease", ...]
