@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar, cast
 from pdmesh.errors import MeshError
 
 _LENGTH: Final = 16
-_MAX_CHARS: Final = 240  # of one event, and of its effects
+_MAX_CHARS: Final = 240  # the most characters of one event, and of its effects
 
 
 class IllegalEvent(Exception):

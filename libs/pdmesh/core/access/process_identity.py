@@ -69,7 +69,7 @@ _INSTANCES: Final = frozenset({"prefill", "decode", "instance"})
 _EVERYONE: Final = None
 
 # The keys are services and methods. A method's entry overrides its service's entry. None means that
-# the port is public; other rules protect it.
+# the port is public. Other rules protect such a port.
 _CALLERS: Final[Mapping[str, frozenset[str] | None]] = {
     "/pdmesh.v1.InstanceService/Session": frozenset({"gateway", "health-monitor"}),
     "/pdmesh.v1.InstanceService/GetStatus": OPERATORS,

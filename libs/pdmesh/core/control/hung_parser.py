@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-_IDLE_SHARE: Final = 0.01  # of a core; a process that uses less does not work
+_IDLE_SHARE: Final = 0.01  # a process that uses a smaller share of a core does not work
 _MOST_TIMES: Final = 20  # however little it works, a request may take this many times its limit
 
 

@@ -48,7 +48,7 @@ class CanaryProbe:
 class _Record:
     incarnation: int
     tried_at: float
-    partner: str = ""  # of the last probe
+    partner: str = ""  # the partner in the last probe
     num_strikes: int = 0
     detail: str = ""
 

@@ -222,7 +222,7 @@ class FaultJudge:
         if known is not None and known.seen.incarnation == event.incarnation:
             known.seen = event
             return
-        if known is not None:  # a new incarnation came before its lease ended
+        if known is not None:  # a new incarnation came before the old one's lease ended
             self._on_gone(InstanceGone(event.instance_id, is_crash=True), now)
         self._instances[event.instance_id] = _Instance(event, now)
 

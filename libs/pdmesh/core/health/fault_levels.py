@@ -16,7 +16,7 @@ from typing import Final
 
 
 class Level(enum.IntEnum):
-    """L0 to L5; the last is the worst."""
+    """L0 to L5. The last level is the worst."""
 
     WELL = 0
     TRANSIENT = 1

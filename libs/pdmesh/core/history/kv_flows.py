@@ -18,7 +18,7 @@ _MAX_PAIRS: Final = 4096  # in one slot of time; further pairs are not counted
 @dataclass(slots=True)
 class Flow:
     num_requests: int = 0
-    num_tokens: int = 0  # of the prompts whose KV was transferred
+    num_tokens: int = 0  # the tokens of the prompts whose KV was transferred
     transfer_ms: float = 0.0  # the sum of the transfer times of these requests
 
     def add(self, other: Flow) -> None:

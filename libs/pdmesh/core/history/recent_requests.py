@@ -10,8 +10,8 @@ from pdmesh.core.history.ended_request import EndedRequest, InstanceLoss, key_of
 from pdmesh.core.history.request_story import MAX_STEPS, Step, stages
 
 MAX_REQUESTS: Final = 10_000
-_MAX_IN_TROUBLE: Final = 1_000  # requests with errors
-_MAX_ERRORS: Final = 32  # of one request
+_MAX_IN_TROUBLE: Final = 1_000  # the most requests with errors
+_MAX_ERRORS: Final = 32  # the most errors of one request
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ _SAYS_NOTHING: Final = frozenset(
 
 @dataclass(slots=True)
 class _Failures:
-    num: int = 0  # in a row
+    num: int = 0  # failures in a row
     avoided_until: float = 0.0  # set once `num` has reached LIMIT
 
 

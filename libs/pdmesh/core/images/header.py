@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
-_MAX_SEGMENTS: Final = 4096  # before the pixels
+_MAX_SEGMENTS: Final = 4096  # the most parts of a file before its pixels
 # The JPEG markers of a frame, which states the size. C4, C8 and CC are no frames.
 _FRAMES: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 _EXIF: Final = b"Exif\0\0"

@@ -168,7 +168,7 @@ Effect = Rank | SendBatch | Abort | WaitForPlace | Done | GiveBatchUp
 
 
 _MOST_RETRY_S: Final = 2.0
-_MOST_AWAITED: Final = 64  # instances
+_MOST_AWAITED: Final = 64  # the most instances that a waiting batch names
 _ENGINE_DIED: Final = "ENGINE_DIED"
 
 
@@ -337,7 +337,7 @@ class BatchLife:
         return []
 
     def _out_of_time(self) -> list[Effect]:
-        if self._busy:  # in the last round
+        if self._busy:  # an instance of the last round was full
             return self._give_up(Overloaded("no instance had a free slot in time"))
         return self._give_up(NoInstance("no instance serves this model now"))
 

@@ -39,7 +39,10 @@ class Efficiency:
 
 
 EfficiencyKey = tuple[str, str, str]
-"""Accelerator; format of the matrices (bf16, fp8, or fp8 with a scale per block); dense or moe."""
+"""An accelerator, the format of the matrices, and the kind of model, which is dense or moe.
+
+The format is bf16, fp8, or fp8-block, which is fp8 with a scale per block.
+"""
 
 DEFAULT_GPU: Final = "h100"  # its shares are used for kinds without measurements
 
