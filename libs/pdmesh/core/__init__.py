@@ -1,5 +1,5 @@
-"""The mesh's decisions: pure and synchronous, without I/O and without a clock.
+"""The decisions of pdmesh, which serves LLMs with prefill and decode on different instances.
 
-A decision is a function, or an object with state. Most of the larger objects change only by
-`handle(event, now) -> effects`.
+The code here is pure and synchronous. It does no I/O and reads no clock. A decision is a function,
+or an object with state. Most of the larger objects change only by `handle(event, now) -> effects`.
 """

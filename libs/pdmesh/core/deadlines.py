@@ -1,8 +1,11 @@
-"""How long the parts of a mesh wait for one another: the table, and how its times nest.
+"""How long the parts of a mesh wait for one another, and in which order these times end.
 
-The side that knows most reports first. A decode reports why a pull failed before its gateway counts
-the leg as silent. A receiver reports a cut link before the whole time of the pull is over. The
-diagram shows one hand-over, in seconds; each arrow is a bound:
+A prefill instance stages a prompt's KV under a ticket, and a decode instance pulls it. A leg is a
+request's stay on one instance. When something stalls, the side that knows the cause must report it
+before the others give up. A decode reports why a pull failed before its gateway counts the leg as
+silent. A receiver reports a cut link before the time for the whole pull is over.
+
+The diagram shows one hand-over, in seconds. Each arrow is a time limit:
 
     offered     accepted            turn                KV there         token
        |-ANSWER 3->|                  |                    |               |
@@ -14,7 +17,8 @@ diagram shows one hand-over, in seconds; each arrow is a bound:
        |           |-LEG_STALL 5----->|-LEG_STALL 5------->|-LEG_STALL 5-->| the gateway leaves
     |-TICKET_LEASE 10, renewed each third while a receiver waits or pulls->| the sender frees
 
-`tests/unit/core/test_deadlines.py` asserts the order. Where a setting exists, this is its default.
+`tests/unit/core/test_deadlines.py` asserts the order. If a setting controls a time, the value here
+is the setting's default.
 """
 
 from __future__ import annotations
@@ -23,35 +27,45 @@ from typing import Final
 
 # --- the gateway, for one leg: core/request/machine.py, leg_silence.py ----------------------------
 
-ANSWER_S: Final = 3.0  # for an instance to accept or reject an offer
-LEG_STALL_S: Final = 5.0  # without work from an accepted leg or its engine
-HAD_KV_S: Final = 0.5  # for a decode to report that it has all KV of a lost prefill (F3)
+ANSWER_S: Final = 3.0  # an instance accepts or rejects an offer within this time
+LEG_STALL_S: Final = 5.0  # a leg is lost if neither it nor its engine shows work for this long
+# After a prefill is lost, a decode may report within this time that it already has all KV (F3).
+HAD_KV_S: Final = 0.5
 
 # --- the decode, for one pull: instance/legs/leg_life.py tells the engine -------------------------
 
-TRANSFER_TIMEOUT_S: Final = 4.5  # for a pull to get its turn, and again to get its last byte
-TRANSFER_STALL_S: Final = 2.0  # for a pull without any byte, once prefill is done
-# The engine's host fails a leg about which its worker said nothing: engine/vllm/engine.py.
-PULL_GRACE_S: Final = 0.25  # after TRANSFER_TIMEOUT_S
-PROGRESS_EVERY_S: Final = 0.5  # gateways hear how far the engine is: instance/legs/host.py
+# A pull has this time to get its turn, and the same time again to get its last byte.
+TRANSFER_TIMEOUT_S: Final = 4.5
+TRANSFER_STALL_S: Final = 2.0  # once prefill is done, a pull fails if no byte comes for this long
+# If the engine's worker has not reported a pull this long after TRANSFER_TIMEOUT_S, the host fails
+# the leg: engine/vllm/engine.py.
+PULL_GRACE_S: Final = 0.25
+# A host reports its engine's progress to gateways this often: instance/legs/host.py.
+PROGRESS_EVERY_S: Final = 0.5
 
 # --- the receiver, for the end of one pull: core/kv/transfer/receiver.py --------------------------
 
-STOP_S: Final = 0.5  # after the deadline, for a live sender's answer and its last bytes
-SILENT_S: Final = 0.25  # a link without any bytes: long if it works, short compared with any stall
-PULL_DRAIN_S: Final = 5.0  # to drain a pull that was given up
+# After a pull's deadline, a live sender has this time to answer and to send its last bytes.
+STOP_S: Final = 0.5
+# A link that brings no bytes for this long is free for other pulls. A working link is never silent
+# for so long.
+SILENT_S: Final = 0.25
+PULL_DRAIN_S: Final = 5.0  # the time to drain a pull that was given up
 
 # --- the sender, for staged KV: core/kv/transfer/sender.py ----------------------------------------
 
-TICKET_LEASE_S: Final = 10.0  # after this a ticket ends, unless it is pulled or renewed
-RENEWALS_PER_LEASE: Final = 3  # by a receiver that waits or pulls
-MAX_LEASES: Final = 30  # renewals end this many leases after the ticket's last layer
+TICKET_LEASE_S: Final = 10.0  # after this time a ticket ends, unless it is pulled or renewed
+RENEWALS_PER_LEASE: Final = 3  # renewals per lease by a receiver that waits or pulls
+MAX_LEASES: Final = 30  # a ticket cannot be renewed beyond this many leases after its last layer
 
 # --- the instance ---------------------------------------------------------------------------------
 
-# For a prefill to wait for an encoder and fetch from it; after that it encodes the images itself.
-# It shows no work meanwhile, so this is shorter than LEG_STALL_S: engine/awaited_embeddings.py.
+# A prefill waits this long for an encoder's embeddings, and then encodes the images itself. It
+# shows no work while it waits, so the time is below LEG_STALL_S: engine/awaited_embeddings.py.
 ENCODE_WAIT_S: Final = 4.0
-OUTBOX_STALL_S: Final = 10.0  # a gateway that reads nothing is cut: instance/legs/outbox.py
-ENGINE_SLOW_S: Final = 5.0  # no answer to a ping and no layer: core/instance/engine_watchdog.py
-ENGINE_HUNG_S: Final = 30.0  # after that the instance ends itself
+# A gateway that reads nothing for this long is disconnected: instance/legs/outbox.py.
+OUTBOX_STALL_S: Final = 10.0
+# An engine that neither answers pings nor computes a layer is slow after ENGINE_SLOW_S. After
+# ENGINE_HUNG_S the instance ends itself: core/instance/engine_watchdog.py.
+ENGINE_SLOW_S: Final = 5.0
+ENGINE_HUNG_S: Final = 30.0

@@ -1,7 +1,9 @@
-"""The last events of a state machine, and what each led to: an internal error shows them.
+"""Records the last events of a state machine and their effects, so that an internal error shows
+them.
 
-`recorded` wraps a machine's `handle`. It keeps the events and effects themselves, and turns them
-into text only when `handle` raises. So fields that no log may show have `repr=False`.
+`recorded` wraps a machine's `handle`. The recorder keeps the events and effects themselves, and
+turns them into text only when `handle` raises. So a field that must not appear in logs has
+`repr=False`.
 """
 
 from __future__ import annotations
@@ -14,18 +16,20 @@ from typing import Any, Final, TypeVar, cast
 from pdmesh.errors import MeshError
 
 _LENGTH: Final = 16
-_MAX_CHARS: Final = 240  # of one event, and of its effects
+_MAX_CHARS: Final = 240  # the most characters of one event, and of its effects
 
 
 class IllegalEvent(Exception):
-    """An event that cannot happen in this state: a bug here, or in the peer that sent it."""
+    """An event that cannot happen in this state. The cause is a bug here, or in the peer that sent
+    it.
+    """
 
 
 class FlightRecorder:
     """A bounded ring of (time, event, effects).
 
-    Of several events of one kind in a row that led to nothing, only the last is kept, so that ticks
-    do not push out other events.
+    If several events of one kind in a row have no effects, only the last one is kept. So ticks do
+    not push out other events.
     """
 
     __slots__ = ("_steps",)
@@ -34,7 +38,7 @@ class FlightRecorder:
         self._steps: deque[tuple[float, object, Any]] = deque(maxlen=_LENGTH)
 
     def add(self, event: object, effects: Any, now: float) -> None:
-        """`effects`: usually a list; empty or None if there was nothing to do."""
+        """`effects` is usually a list. It is empty or None if there was nothing to do."""
         steps = self._steps
         if effects or not steps:
             steps.append((now, event, effects))
@@ -52,20 +56,21 @@ class FlightRecorder:
         )
 
 
-Handle = TypeVar("Handle", bound=Callable[..., Any])  # Any: of any machine
+Handle = TypeVar("Handle", bound=Callable[..., Any])  # each machine has its own events and effects
 
 
 def recorded(handle: Handle) -> Handle:
-    """Wrap a machine's `handle(self, event, now)`: each call is added to the machine's `recorder`.
+    """Wrap a machine's `handle(self, event, now)` so that the machine's `recorder` gets each call.
 
-    An error that `handle` raises carries the last events as a note.
+    If `handle` raises, the error carries the last events as a note. A MeshError is passed on
+    without a note: it is an answer, not a bug.
     """
 
     @wraps(handle)
     def with_steps(machine: Any, event: object, now: float) -> Any:
         try:
             effects = handle(machine, event, now)
-        except MeshError:  # an answer, not a bug
+        except MeshError:
             raise
         except Exception as error:
             machine.recorder.add(event, "raised", now)

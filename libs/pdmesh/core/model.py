@@ -1,4 +1,7 @@
-"""Types of several packages: what an instance is, how far it is, what the master assigns."""
+"""Types that several packages share: roles, stages, phases, and the master's assignments.
+
+The leading master assigns a role in a group to each instance, and says how far the instance may go.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ class Role(enum.Enum):
 
 
 class Stage(enum.IntEnum):
-    """How far the master lets an instance go. The numbers are those of `pdmesh.v1.Stage`."""
+    """How far the master lets an instance go. At BLANK, the instance has no role.
+
+    The numbers equal those of `pdmesh.v1.Stage`.
+    """
 
     LOAD = 1
     CONNECT = 2
@@ -26,7 +32,10 @@ class Stage(enum.IntEnum):
 
 
 class Phase(enum.IntEnum):
-    """How far an instance has come. The numbers are those of `pdmesh.v1.InstancePhase`."""
+    """How far an instance has come. At BLANK, the instance has no role.
+
+    The numbers equal those of `pdmesh.v1.InstancePhase`.
+    """
 
     BLANK = 1
     LOADING = 2
@@ -49,7 +58,7 @@ class PeerId:
 class Peer:
     """An instance of the same group and of the other role.
 
-    `addresses` are those of its KV transport: one per device, in device order (S14).
+    `addresses` are the addresses of the peer's KV transport: one per device, in device order (S14).
     """
 
     id: PeerId
@@ -59,11 +68,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class DomainRank:
-    """A rank's place in a data-parallel domain. Mirrors `pdmesh.v1.Domain` (S75, S121).
+    """An instance's place in a data-parallel domain. Mirrors `pdmesh.v1.Domain` (S75, S121).
 
-    The instances of a domain compute one model together: each has its own requests and its own KV,
-    but the engines of a mixture of experts step together. So a domain is set up, drained and
-    replaced as one. `domain_id` names one formation and is never used again.
+    The instances of a domain compute one model together. Each instance has its own requests and its
+    own KV, but the engines of a mixture-of-experts model run their steps at the same time. So a
+    domain is set up, drained and replaced as a whole. A newly formed domain gets a `domain_id` that
+    is never used again.
     """
 
     domain_id: str
@@ -74,23 +84,25 @@ class DomainRank:
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """What an instance should be. It never changes within an incarnation."""
+    """The role that the master wants an instance to have. It never changes within an
+    incarnation.
+    """
 
     role: Role
     group_id: str
     scenario: str
-    revision: str = ""  # of model, KV layout and transport
-    model: str = ""  # the name clients use
-    model_dir: str = ""  # empty: as the instance's settings say
+    revision: str = ""  # the version of the model, the KV layout and the transport
+    model: str = ""  # the model's name for clients
+    model_dir: str = ""  # if empty, the instance's settings name it
     manifest: str = ""  # path of the artefact's manifest; empty: the model is loaded unchecked
     options: tuple[tuple[str, str], ...] = ()  # settings of the instance, by name
-    spans_regions: bool = False  # KV of its group may go from one region to another
-    domain: DomainRank | None = None  # None: it computes alone
+    spans_regions: bool = False  # the group's KV may go from one region to another
+    domain: DomainRank | None = None  # None: the instance computes alone
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What the master told an instance to be. Mirrors `pdmesh.v1.Assignment`."""
+    """The master's order to an instance. Mirrors `pdmesh.v1.Assignment`."""
 
     incarnation: int
     epoch: int
@@ -102,4 +114,4 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: a core gets this event at intervals."""
+    """Time has passed. State machines of this package get this event at intervals."""

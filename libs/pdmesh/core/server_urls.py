@@ -1,9 +1,9 @@
-"""Addresses of several servers in one setting: a cluster of NATS, or the sentinels of a Redis.
+"""Parses one setting that has the addresses of several servers: a NATS cluster, or Redis sentinels.
 
     tls://10.0.0.11:4222,10.0.0.12:4222,10.0.0.13:4222
     rediss-sentinel://gateway:password@10.0.0.11:26379,10.0.0.12:26379/0?primary=pdmesh
 
-A server without a scheme or a user has those of the first one.
+A server without a scheme or a user gets the first server's scheme or user.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SENTINEL_PORT: Final = 26379
 
 
 def server_urls(url: str) -> list[str]:
-    """The address of each server, whole: with its scheme and its user."""
+    """The full address of each server, with its scheme and its user."""
     first, *others = url.split(",")
     scheme, found, rest = first.partition("://")
     user = rest.rpartition("@")[0]
@@ -38,9 +38,9 @@ def is_sentinel_url(url: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SentinelUrl:
-    """Redis or Valkey behind sentinels, which know the present primary.
+    """The address of a Redis or Valkey whose sentinels know the present primary.
 
-    The user and the password are those of the sentinels, too.
+    The same user and password are used for the sentinels and for the primary.
     """
 
     is_encrypted: bool
@@ -52,7 +52,7 @@ class SentinelUrl:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Raises ValueError, whose text has no part of a password."""
+        """Raises ValueError. Its text has no part of a password."""
         scheme, _, rest = url.partition("://")
         if scheme not in SENTINEL_SCHEMES:
             raise ValueError(f"not of the form {_FORM}")

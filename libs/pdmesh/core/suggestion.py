@@ -7,6 +7,9 @@ from difflib import get_close_matches
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """For example `; did you mean decode-0?`, or nothing if no known name is close."""
+    """A text to append to an error message, such as `; did you mean decode-0?`.
+
+    The text is empty if no known name is close.
+    """
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,4 +1,5 @@
 """Decides how processes, clients and operators are identified, and which methods each may call.
 
-It also decides when the keys of tokens are fetched, and what may be exposed without a key or TLS.
+This package also decides when to fetch the keys that tokens are verified with, and what may be
+exposed without a key or TLS.
 """

@@ -1,7 +1,8 @@
-"""Decides which limits count for a tenant whose tokens differ: those of the token issued last.
+"""Decides a tenant's limits from its tokens: the token that was issued last counts.
 
-Limits belong to a tenant, not to a token, and gateways share them. So all gateways must come to the
-same limits, whichever tokens they see.
+A tenant is the customer that keys and limits belong to. An identity provider writes the limits into
+each token, so two tokens of one tenant may differ. Gateways share a tenant's limits. So all
+gateways must find the same limits, whichever tokens they see.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ MAX_TENANTS: Final = 10_000
 
 
 class ClaimedTenants:
-    """At most `most` tenants; the one whose last token is oldest leaves first.
+    """The tenants of the tokens that this gateway has seen, at most `most` of them.
 
-    A tenant stays when its tokens have expired: this gateway may still hold parts of its limits,
-    which it must hand over.
+    When there are more, the tenant whose last token is oldest is removed. A tenant whose tokens
+    have expired is kept: this gateway may still hold parts of its limits, and must hand them over.
     """
 
     def __init__(self, most: int = MAX_TENANTS) -> None:
@@ -27,7 +28,7 @@ class ClaimedTenants:
         self.tenants: Mapping[str, Tenant] = {}
 
     def heed(self, tenant: Tenant, issued_at: float) -> Tenant:
-        """Note the tenant of a token; return the tenant with the limits that count."""
+        """Record the tenant that a token names. Return the tenant with the limits that apply."""
         known = self._found.get(tenant.name)
         if known is not None:
             if known[0] > issued_at:

@@ -1,7 +1,7 @@
-"""Decides what the claims of a valid token say: which tenant the caller is, with which limits, and
-which role an operator has (OpenID Connect Core 2, RFC 7519).
+"""Reads the claims of a valid token: the caller's tenant with its limits, and an operator's role
+(OpenID Connect Core 2, RFC 7519).
 
-A claim is found by its whole name, which may be a URL, or by a path of names with dots
+A claim is found by its full name, which may be a URL, or by a path of names with dots
 (`realm_access.roles`).
 """
 
@@ -24,7 +24,7 @@ _DEFAULT_ROLES: Final = MappingProxyType({f"pdmesh-{name}": role for name, role 
 
 
 class BadClaims(Exception):
-    """One line, which names the claim."""
+    """A claim has a wrong value. The message is one line, which names the claim."""
 
     def __init__(self, claim: str, message: str) -> None:
         super().__init__(f"claim {claim}: {message}")
@@ -33,10 +33,10 @@ class BadClaims(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClaimNames:
-    """The claims that name the tenant, its limits and an operator's role. Empty: none does.
+    """The names of the claims that hold the tenant, its limits and an operator's role.
 
-    `roles`: the role that each value of the claim `role` gives. `default`: the limits of a tenant
-    whose token has none.
+    If `limits` or `role` is empty, no claim is read for it. `roles` maps each value of the claim
+    `role` to a role. `default` holds the limits of a tenant whose token has none.
     """
 
     tenant: str = "tenant"
@@ -47,7 +47,7 @@ class ClaimNames:
 
 
 def claim_of(claims: Claims, name: str) -> Any:
-    """None: there is no such claim, or it is null."""
+    """The value of a claim. None means that the claim is absent or null."""
     if name in claims:
         return claims[name]
     found: Any = claims
@@ -59,7 +59,7 @@ def claim_of(claims: Claims, name: str) -> Any:
 
 
 def tenant_of(claims: Claims, names: ClaimNames) -> Tenant:
-    """Raises BadClaims."""
+    """The tenant that a token names, with its limits. Raises BadClaims."""
     name = claim_of(claims, names.tenant)
     if name is None:
         raise BadClaims(names.tenant, "the token has none, so it belongs to no tenant")
@@ -82,7 +82,7 @@ def _entry(found: Any, names: ClaimNames) -> TenantEntry:
 
 
 def role_of(claims: Claims, names: ClaimNames) -> AdminRole | None:
-    """The highest role that the claim gives; None: none."""
+    """The highest role that the claim gives, or None if it gives no role."""
     if not names.role:
         return None
     found = claim_of(claims, names.role)
@@ -92,7 +92,10 @@ def role_of(claims: Claims, names: ClaimNames) -> AdminRole | None:
 
 
 def who_of(claims: Claims) -> str:
-    """The caller's name for people and logs: the subject, which alone is unique, and its name."""
+    """The caller's name for people and logs: the subject, and in parentheses an email or user name.
+
+    Only the subject is unique.
+    """
     subject = str(claims.get("sub", ""))
     name = next((str(claims[c]) for c in ("email", "preferred_username") if claims.get(c)), "")
     shown = f"{subject} ({name})" if name and name != subject else subject

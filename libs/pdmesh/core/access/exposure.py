@@ -1,9 +1,10 @@
 """Decides what may be exposed without a key or TLS: which ports, and which connections to servers.
 
-An address that only this machine reaches needs nothing. On any other address, clients need keys
-unless anonymous calls are allowed, processes need TLS, and nothing is sent in plain text. An
-operator may say that a network is trusted (`PDMESH_INSECURE_NETWORK`): then plain text is allowed,
-but without TLS processes still need the mesh's token.
+An address that only this machine reaches needs no protection. For any other address there are three
+rules. Clients need keys, unless anonymous calls are allowed. Processes of the mesh need TLS. No
+connection to a server is in plain text. An operator may declare a network trusted
+(`PDMESH_INSECURE_NETWORK`). Plain text is then allowed, but processes without TLS must still show
+the mesh's token.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ _NOT_IN_PLAIN_TEXT: Final = frozenset({"tls", "wss", "rediss", "rediss-sentinel"
 def is_loopback(host: str) -> bool:
     """Whether `host` is `localhost` or a numeric loopback address.
 
-    No other name counts: a resolver decides where it leads, and may answer differently next time.
+    The result is false for any other name. A resolver decides where a name leads, and may answer
+    differently next time.
     """
     return host == "localhost" or is_loopback_number(host)
 
 
 def is_loopback_number(host: str) -> bool:
-    """Whether `host` is a numeric loopback address; IPv6 may have brackets."""
+    """Whether `host` is a numeric loopback address. An IPv6 address may be in brackets."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -40,27 +42,40 @@ def is_loopback_number(host: str) -> bool:
 
 
 def lacks_keys(host: str, *, has_keys: bool, is_anonymous_allowed: bool) -> bool:
-    """A gateway's port for clients. `has_keys`: API keys or tokens of a provider."""
+    """Whether a gateway's port for clients needs keys and has none.
+
+    `has_keys` means that the gateway has API keys, or accepts tokens of an identity provider.
+    """
     return not (has_keys or is_anonymous_allowed or is_loopback(host))
 
 
 def lacks_tls(host: str, *, has_tls: bool, is_trusted: bool) -> bool:
-    """A port for the mesh's own processes. `is_trusted`: an operator trusts the network."""
+    """Whether a port for the mesh's own processes needs TLS and has none.
+
+    `is_trusted` means that an operator trusts the network.
+    """
     return not (has_tls or is_trusted or is_loopback(host))
 
 
 def lacks_mesh_token(host: str, *, has_token: bool, has_tls: bool) -> bool:
-    """A port for the mesh's own processes: a caller shows a certificate, or at least the token."""
+    """Whether a port for the mesh's own processes has neither TLS nor the mesh's token.
+
+    With TLS, a caller shows a certificate. Without TLS, a caller must show the token.
+    """
     return not (has_token or has_tls or is_loopback(host))
 
 
 def lacks_secret(host: str, *, has_own_secret: bool) -> bool:
-    """A port of an endpoint picker, whose plans are signed with the mesh's secret."""
+    """Whether an endpoint picker's port needs a secret of its mesh and has none.
+
+    An endpoint picker tells a proxy which gateway takes a request. The secret signs the picker's
+    plans.
+    """
     return not (has_own_secret or is_loopback(host))
 
 
 def is_page_local(*, has_tls: bool, is_trusted: bool) -> bool:
-    """Whether the operators' page serves only this machine: the page itself has no TLS."""
+    """Whether the operators' page serves only this machine. The page itself has no TLS."""
     return has_tls and not is_trusted
 
 
@@ -68,7 +83,7 @@ def is_page_local(*, has_tls: bool, is_trusted: bool) -> bool:
 
 
 def is_exposed(url: str) -> bool:
-    """Whether what is sent to one of the servers at this URL leaves the machine in plain text."""
+    """Whether data for any server at this URL leaves the machine in plain text."""
     return any(map(_is_exposed, server_urls(url)))
 
 
@@ -78,5 +93,8 @@ def _is_exposed(url: str) -> bool:
 
 
 def lacks_https(scheme: str, host: str, *, is_trusted: bool) -> bool:
-    """An OpenID provider. Anybody who could change its keys on their way could make tokens."""
+    """Whether an OpenID provider's address needs https and has http.
+
+    An attacker who could change the provider's keys in transit could make tokens.
+    """
     return scheme == "http" and not is_trusted and not is_loopback(host)

@@ -1,7 +1,7 @@
 """Decides the role of an operator who shows no token, and the role that each method needs.
 
-The methods are those of AdminService, in one table. A role may do all that the roles below it may.
-Nobody may call a method that is not in the table.
+The methods belong to AdminService, and one table lists them all. A role may also do what lower
+roles may do. A method that is not in the table may not be called.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 
 class AdminRole(IntEnum):
-    """VIEWER reads. OPERATOR keeps running what an admin wants. ADMIN decides what runs."""
+    """A VIEWER reads. An OPERATOR keeps the mesh running. An ADMIN decides what runs."""
 
     VIEWER = 1
     OPERATOR = 2
@@ -29,7 +29,11 @@ ROLES: Final[Mapping[str, AdminRole]] = MappingProxyType({str(role): role for ro
 
 @dataclass(frozen=True, slots=True)
 class ShownRole:
-    """`by`: `certificate`, or `local` (the caller's address alone). `role` None: it gives none."""
+    """The role of an operator who shows no token, and how the role was found.
+
+    `by` is `certificate`, or `local` if only the caller's address counts. `role` is None if the
+    certificate gives no role.
+    """
 
     by: str
     role: AdminRole | None
@@ -38,10 +42,11 @@ class ShownRole:
 def role_without_token(
     *, has_admin_token: bool, certificate_role: str | None, is_local: bool
 ) -> ShownRole | None:
-    """The role of an operator who shows neither a token nor a key; None: the call is refused.
+    """The role of an operator who shows neither a token nor a key. None means that the call is
+    refused.
 
-    If the mesh has an admin token, the call is always refused. Otherwise the certificate decides,
-    and without mutual TLS (`certificate_role` None) callers on this machine are admins.
+    If the mesh has an admin token, the call is always refused. Otherwise the certificate decides.
+    Without mutual TLS, `certificate_role` is None, and every caller on this machine is an admin.
     """
     if has_admin_token:
         return None
@@ -77,12 +82,15 @@ NEEDED: Final[Mapping[str, AdminRole]] = MappingProxyType(
 
 
 def changes(method: str) -> bool:
-    """Whether the method may change the mesh, so that its calls are audited."""
+    """Whether the method may change the mesh. Calls of such methods are audited."""
     return NEEDED[method] > AdminRole.VIEWER
 
 
 def refusal(method: str, role: AdminRole | None, who: str) -> str:
-    """Why `who`, who has this role (None: no role), may not call this method; empty if allowed."""
+    """Why `who` may not call this method. The result is empty if the call is allowed.
+
+    `role` is the caller's role, or None for a caller without a role.
+    """
     needed = NEEDED.get(method)
     if needed is None:
         return f"{method} may be called by nobody"

@@ -1,10 +1,13 @@
-"""Who a process of the mesh is, as its certificate says, and which roles may call a method.
+"""Reads a process's identity from its certificate, and lists which roles may call each method.
 
-A certificate names one process by a SPIFFE ID, `spiffe://TRUST-DOMAIN/ROLE/ID`. The role is the
-name of the service. People's tools have the role of the person: `viewer`, `operator` or `admin`. A
-process that calls another checks a DNS name made of the same three parts: TLS libraries compare
-only DNS names, and the address of a process may change. A method that is not listed here may be
-called by nobody.
+A certificate names one process by a SPIFFE ID, `spiffe://TRUST-DOMAIN/ROLE/ID`. A service's role is
+the service's name. A person's tools have the person's role: `viewer`, `operator` or `admin`.
+
+The certificate also has a DNS name made of the same three parts. A process that calls another
+checks this name, because TLS libraries compare only DNS names. It does not check the address of the
+other process, because the address may change.
+
+A method that is not listed here may not be called.
 """
 
 from __future__ import annotations
@@ -51,22 +54,22 @@ class ProcessIdentity:
 
     @property
     def role_dns_name(self) -> str:
-        """In every certificate of the role, for servers that know roles but no ids."""
+        """A name in every certificate of the role, for servers that know roles but no ids."""
         return f"{self.role}.{self.trust_domain}"
 
 
 def folder_of(root: Path, identity: ProcessIdentity) -> Path:
-    """Where the certificate of a process lies in the folder of the mesh's own authority."""
+    """The folder with a process's certificate, below the folder of the mesh's own authority."""
     return root / identity.role / identity.instance_id
 
 
 OPERATORS: Final = frozenset(ROLES)
-PROXIES: Final = frozenset({"proxy"})  # Envoy before the gateways
+PROXIES: Final = frozenset({"proxy"})  # Envoy, in front of the gateways
 _INSTANCES: Final = frozenset({"prefill", "decode", "instance"})
 _EVERYONE: Final = None
 
-# By service or method; the entry of a method overrides that of its service. None: the port is
-# public, and has rules of its own.
+# The keys are services and methods. A method's entry overrides its service's entry. None means that
+# the port is public. Other rules protect such a port.
 _CALLERS: Final[Mapping[str, frozenset[str] | None]] = {
     "/pdmesh.v1.InstanceService/Session": frozenset({"gateway", "health-monitor"}),
     "/pdmesh.v1.InstanceService/GetStatus": OPERATORS,
@@ -88,6 +91,8 @@ _CALLERS: Final[Mapping[str, frozenset[str] | None]] = {
 
 
 def callers_of(method: str) -> frozenset[str] | None:
-    """The roles that may call a method, `/package.Service/Method`; None if its port is public."""
+    """The roles that may call a method, `/package.Service/Method`. None means that its port is
+    public.
+    """
     service = method.rpartition("/")[0]
     return _CALLERS.get(method, _CALLERS.get(service, frozenset()))

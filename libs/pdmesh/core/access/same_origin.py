@@ -1,7 +1,7 @@
 """Refuses requests to the operators' page that another site's page may have sent.
 
-A browser sends another page's requests, too: with an `origin` of that site, or, after DNS
-rebinding, with its name as `host`.
+A page of another site can make the operator's browser send requests to the operators' page. The
+`origin` of these requests names the other site. After DNS rebinding, their `host` names it instead.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pdmesh.errors import NotAllowed
 
 
 def check_same_origin(headers: Mapping[str, str], *, has_token: bool) -> None:
-    """`headers` have names in lower case. `has_token`: callers must show an admin token.
+    """Raises NotAllowed for a request that another page in the operator's browser may have sent.
 
-    Raises NotAllowed for a request that another page in the operator's browser may have sent.
+    The names of `headers` are in lower case. `has_token` means that callers must show an admin
+    token.
     """
     if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise NotAllowed("the content type must be application/json")

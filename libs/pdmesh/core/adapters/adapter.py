@@ -1,7 +1,8 @@
-"""Identifies a LoRA adapter: by its name for operators and clients, by its content for the mesh.
+"""Identifies a LoRA adapter by name for operators and clients, and by content inside the mesh.
 
-An operator may give a name new content at any time. So the digest identifies the adapter wherever
-the content matters: in the names of KV blocks, in an engine's slots, and for a running request.
+An operator may give a name new content at any time. So the digest of the adapter's files identifies
+the adapter wherever the content matters: in the names of KV blocks, in an engine's slots, and for a
+running request.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ _MAX_PATH: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`digest`: the SHA-256 of its files, in hex. `path`: their folder, as instances see it."""
+    """`digest` is the SHA-256 of the adapter's files, in hex. `path` is their folder, as instances
+    see it.
+    """
 
     name: str
     digest: str
     path: str
 
     def check(self) -> None:
-        """Raises InvalidRequest with the field's name."""
+        """Raises InvalidRequest, which names the field."""
         check_name(self.name)
         if not _DIGEST.fullmatch(self.digest):
             raise InvalidRequest("a digest must have 64 hex digits", field="adapter.digest")

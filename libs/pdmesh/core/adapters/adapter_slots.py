@@ -1,14 +1,17 @@
-"""Decides which adapters an engine holds.
+"""Decides which LoRA adapters an engine loads into its few slots, and when it unloads them.
 
-An adapter is loaded on its first use. It is unloaded when another one needs its slot, or when it is
-removed. An engine has few slots. An adapter stays in its slot while any leg uses it, and the least
-recently used one makes room for another. The files of the new adapter are copied and verified
-before the old one is unloaded. Only one thing changes at a time. A leg waits if there is no room
-for its adapter. Admission accepts no more adapters than there are slots, so such a leg waits only
-for legs that have just been aborted.
+A leg is a request's stay on one instance. An adapter is loaded on its first use, and stays in its
+slot while any leg uses it. If another adapter needs a slot, the least recently used one is
+unloaded. The new adapter's files are copied and verified before that. An adapter that was removed
+from the mesh is unloaded as soon as no leg uses it. Only one adapter is copied, loaded or unloaded
+at a time.
 
-An adapter that could not be loaded is not tried again for `FAILED_S`, unless an inspection finds it
-good. Its files may be large, and a client may ask for it as often as it likes.
+A leg waits if there is no slot for its adapter. Admission accepts no more adapters than there are
+slots, so the leg waits only for legs that have just been aborted.
+
+After a failed load, an adapter is not tried again for `FAILED_S`, unless an operator's inspection
+finds it good. Its files may be large, and a client may ask for the adapter as often as the client
+likes.
 """
 
 from __future__ import annotations
@@ -26,44 +29,44 @@ _MAX_FAILED: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class FetchFiles:
-    """Copy and verify the files of an adapter; `was_fetched` or `failed` follows."""
+    """Copy and verify the files of an adapter. The caller then calls `was_fetched` or `failed`."""
 
     adapter: Adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load a fetched adapter into a slot; `was_loaded` or `failed` follows."""
+    """Load a fetched adapter into a slot. The caller then calls `was_loaded` or `failed`."""
 
     adapter: Adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Unload an adapter; `was_unloaded` follows."""
+    """Unload an adapter. The caller then calls `was_unloaded`."""
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Drop fetched files that no leg needs any more; `was_discarded` follows."""
+    """Delete fetched files that no leg needs any more. The caller then calls `was_discarded`."""
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The leg's adapter is loaded, and stays until the leg has left."""
+    """The leg's adapter is loaded, and stays loaded until the leg has left."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class CannotUse:
-    """The leg's adapter could not be loaded. The core has forgotten the leg.
+    """The leg's adapter could not be loaded. AdapterSlots has forgotten the leg.
 
-    `is_final`: no other instance can load it either.
+    `is_final` means that no other instance can load the adapter either.
     """
 
     leg: int
@@ -73,10 +76,8 @@ class CannotUse:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """`until`: when it is forgotten."""
-
     why: str
-    until: float
+    until: float  # when the failure is forgotten
     is_final: bool
 
 
@@ -94,7 +95,7 @@ class AdapterSlots:
     _fetched: Adapter | None = None  # the adapter that waits for a slot
     _move: Move | None = None  # the change that is under way
     _kept: frozenset[str] | None = None  # the registered adapters; None: not known yet
-    # By content; the oldest is first.
+    # By digest and path; the oldest is first.
     _failed: OrderedDict[tuple[str, str], _Failure] = field(default_factory=OrderedDict)
 
     @property
@@ -107,7 +108,9 @@ class AdapterSlots:
         return len(self._waiting)
 
     def wanted(self, leg: int, adapter: Adapter, now: float) -> list[Effect]:
-        """A leg needs an adapter. Ready or CannotUse follows, now or later."""
+        """A leg needs an adapter. This call or a later one returns Ready or CannotUse for
+        the leg.
+        """
         assert leg not in self._legs
         failure = self._failed.get(_content(adapter))
         if failure is not None and now < failure.until and adapter.digest not in self._loaded:
@@ -117,19 +120,19 @@ class AdapterSlots:
         return self._advance()
 
     def left(self, leg: int) -> list[Effect]:
-        """The leg needs its adapter no more; an unknown leg is ignored."""
+        """The leg has ended. An unknown leg is ignored."""
         if self._legs.pop(leg, None) is None:
             return []
         self._waiting.pop(leg, None)
         return self._advance()
 
     def keep(self, digests: Iterable[str]) -> list[Effect]:
-        """These are registered: others are unloaded as soon as no leg uses them."""
+        """Take the registered adapters. Any other adapter is unloaded as soon as no leg uses it."""
         self._kept = frozenset(digests)
         return self._advance()
 
     def was_found_good(self, digest: str) -> None:
-        """An adapter passed an operator's inspection, so its earlier failures are forgotten."""
+        """Forget an adapter's failures, because the adapter has passed an operator's inspection."""
         for content in [content for content in self._failed if content[0] == digest]:
             del self._failed[content]
 
@@ -214,5 +217,7 @@ class AdapterSlots:
 
 
 def _content(adapter: Adapter) -> tuple[str, str]:
-    """What identifies a failure: the same content may be readable in another folder."""
+    """The key of a failure. It has the path, because equal content may be readable in another
+    folder.
+    """
     return adapter.digest, adapter.path

@@ -1,7 +1,7 @@
-"""Decides from an adapter's settings and tensor shapes whether it can be used with a model.
+"""Decides from a LoRA adapter's settings and tensor shapes whether a model can use the adapter.
 
-An engine copies an adapter's tensors into slots of the model's sizes, and hardly checks them. So
-an adapter for another model must not reach the engine.
+An engine copies an adapter's tensors into slots of the model's sizes, and hardly checks them. So an
+adapter that does not fit the model must not reach the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AdapterFacts:
 
     digest: str
     num_bytes: int
-    settings: Mapping[str, Any] = field(repr=False)  # Any: JSON
+    settings: Mapping[str, Any] = field(repr=False)  # parsed JSON
     shapes: Shapes = field(repr=False)
 
     @property
@@ -42,10 +42,10 @@ class AdapterFacts:
 
 
 def misfit(facts: AdapterFacts, max_rank: int, base: Shapes | None) -> str:
-    """Why the adapter cannot be used; empty if it can.
+    """Why the adapter cannot be used. The result is empty if it can be used.
 
-    `base`: the shapes of the model's weights. None: they are quantised, and do not show the layers'
-    sizes.
+    `base` holds the shapes of the model's weights. It is None for quantised weights, because their
+    shapes do not show the sizes of the layers.
     """
     if why := _unsupported(facts.settings) or _wrong_rank(facts.settings, max_rank):
         return f"{SETTINGS}: {why}"

@@ -1,13 +1,14 @@
-"""Decides which adapter gets a slot when more adapters are asked for than an engine has slots.
+"""Decides which LoRA adapter gets a slot if more adapters are asked for than an engine has slots.
 
-A slot stays with its adapter while legs use it. An adapter with many requests would never lose its
-slot. So an adapter that is refused a slot waits for its turn, in order of arrival. For each adapter
-that waits and finds no free slot, one adapter takes no new legs: the one that has had its slot
-longest, if it has had it for `TURN_S`. Its slot is free when its legs have ended. It then waits for
-its next turn behind the others.
+A slot stays with its adapter while legs, the stays of requests on the instance, use it. So an
+adapter with many requests would never lose its slot. To prevent this, an adapter that is refused a
+slot waits for its turn, in order of arrival. For each waiting adapter without a free slot, one
+loaded adapter takes no new legs. This is the adapter that has had its slot longest, if that is at
+least `TURN_S`. When the legs of that adapter have ended, the slot is free. If that adapter is asked
+for again, it waits behind the others.
 
-A client that gives up does not say so. A turn is therefore kept only while the adapter is asked for
-again within `CLAIM_S`. Gateways ask again after 2 s at most.
+A client that gives up does not tell the engine. So a turn is kept only while the adapter is asked
+for again within `CLAIM_S`. Gateways ask again after 2 s at most.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _MAX_CLAIMS: Final = 64
 
 @dataclass(slots=True)
 class AdapterTurns:
-    """Adapters by digest. `left` gives back what `taken` took."""
+    """The adapters that legs use or wait for, by digest. Each call of `left` undoes one call of
+    `taken`.
+    """
 
     num_slots: int
     _legs: Counter[str] = field(default_factory=Counter)
@@ -33,13 +36,14 @@ class AdapterTurns:
 
     @property
     def legs(self) -> Counter[str]:
-        """How many legs compute with each adapter."""
+        """How many legs use each adapter."""
         return self._legs
 
     def why_not(self, adapter: str, now: float) -> str:
-        """Why a leg of the adapter must wait; empty if it may begin.
+        """Why a leg of the adapter must wait. The result is empty if the leg may begin.
 
-        An adapter that must wait gets a place in the order, unless too many wait.
+        An adapter that must wait gets a place in the order of arrival, unless too many already
+        wait.
         """
         if not adapter:
             return ""
@@ -53,7 +57,7 @@ class AdapterTurns:
         return why
 
     def taken(self, adapter: str, now: float) -> None:
-        """A leg of the adapter begins. `why_not` has returned nothing."""
+        """A leg of the adapter begins. `why_not` must have returned an empty text for it."""
         if not adapter:
             return
         self._legs[adapter] += 1
@@ -74,7 +78,7 @@ class AdapterTurns:
         return adapter in first or (adapter not in waiting and len(waiting) < num_free)
 
     def _yielding(self, now: float) -> list[str]:
-        """The adapters that take no new legs: one for each that waits without a free slot."""
+        """The adapters that take no new legs: one for each waiting adapter without a free slot."""
         num_free = self.num_slots - len(self._legs)
         num_waiting = sum(claimed not in self._legs for claimed in self._claims)
         had_turn = (adapter for adapter, since in self._since.items() if now >= since + TURN_S)

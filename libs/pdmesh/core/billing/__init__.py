@@ -1,1 +1,1 @@
-"""Counts how long instances were used, and decides which account each of them counts for."""
+"""Counts how long instances were used, and decides which account is charged for each instance."""

@@ -1,9 +1,10 @@
-"""Decides which account an instance counts for: its group's, or that of the pool that borrowed it
-(P/D-Serve 3.3; S22).
+"""Decides which account is charged for an instance (P/D-Serve 3.3; S22).
 
-An instance counts for its group from its assignment to its release, set-up and drain included. An
-instance that is kept for a pool counts for the group that was lent and for the pool. A blank
-instance without a role counts for the pool `free`. So the accounts add up to the time of the fleet.
+A group is a set of instances that serve one scenario. An instance counts for its group from its
+assignment to its release, including set-up and drain. When a group is lent to a pool, its instances
+become blank, that is, without a role. As many blank instances are then charged to the account of
+the group and the pool. All other blank instances count for the pool `free`. So the accounts add up
+to the time of the fleet.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ FREE_POOL: Final = "free"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Account:
-    """`pool`: the pool that has borrowed the instances; empty: they serve.
+    """A group's account, or the account of the pool that has borrowed the group.
 
-    If `group_id` is empty, the account sums groups that are gone.
+    If `pool` is empty, the instances serve. If `group_id` is empty, the account sums up groups that
+    no longer exist.
     """
 
     service: str

@@ -1,9 +1,10 @@
-"""Counts the time of instances by account. Operators charge by this time (P/D-Serve 3.3; S22).
+"""Counts the time of instances by account. Operators charge customers for this time (P/D-Serve 3.3;
+S22).
 
-`accounts.py` decides which account an instance counts for.
-
-While one process leads, time is measured by the caller's clock. Between two leaders it is measured
-by the wall clock, and an account is charged for the lower of its two numbers of instances.
+The leading master keeps the counts, and `accounts.py` decides which account an instance counts for.
+While one master leads, the caller's clock measures time. From one leader to the next, the wall
+clock measures it. An account is then charged for the lower of the two numbers of instances that the
+two leaders saw.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Final
 from pdmesh.core.billing.accounts import Account
 
 MAX_ACCOUNTS: Final = 4096
-MAX_GAP_S: Final = 600.0  # between leaders; a wall clock that jumped adds no more than this
+MAX_GAP_S: Final = 600.0  # the most time to charge between two leaders: a wall clock may jump
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What an account used so far, and how many instances it has now."""
+    """The time that an account has used so far, and how many instances it has now."""
 
     account: Account
     instance_s: float
@@ -30,7 +31,10 @@ class Used:
 
 @dataclass(slots=True)
 class UsageBook:
-    """Call `look` at each change; each count holds until the next look."""
+    """The used time of all accounts.
+
+    Call `look` after each change of the numbers. They are assumed to stay until the next call.
+    """
 
     max_accounts: int = MAX_ACCOUNTS
     _seconds: dict[Account, float] = field(default_factory=dict)
@@ -47,7 +51,10 @@ class UsageBook:
     def resume(
         self, used: Iterable[Used], away_s: float, nums: Mapping[Account, int], now: float
     ) -> None:
-        """Continue what an earlier leader wrote `away_s` ago; `nums` is our first look."""
+        """Continue from the accounts that an earlier leader wrote `away_s` ago.
+
+        `nums` holds the numbers of instances now. This call includes the first `look`.
+        """
         before: Counter[Account] = Counter()
         for each in used:
             self._seconds[each.account] = each.instance_s
@@ -57,7 +64,7 @@ class UsageBook:
         self.look(nums, now)
 
     def used(self, now: float) -> list[Used]:
-        """What all accounts used until `now`; changes nothing."""
+        """The time that each account has used until `now`. The call changes no state."""
         passed_s = self._passed_s(now)
         return [
             Used(account, seconds + self._nums[account] * passed_s, self._nums[account])
@@ -78,9 +85,10 @@ class UsageBook:
         return 0.0 if self._looked_at is None else max(0.0, now - self._looked_at)
 
     def _fold(self) -> None:
-        """At the bound, merge the accounts of groups that are gone.
+        """Merge the accounts of groups that no longer exist, if there are too many accounts.
 
-        First merge them by service, scenario and pool; if that is not enough, only by pool.
+        The first merge keeps service, scenario and pool. If that is not enough, the second keeps
+        only the pool.
         """
         for merge in (_of_scenario, lambda account: Account("", "", "", account.pool)):
             if len(self._seconds) <= self.max_accounts:

@@ -1,1 +1,3 @@
-"""Decides which models a mesh serves, what names mean, and which tokenizers stay in memory."""
+"""Decides which models a mesh serves, which model a name means, and which tokenizers stay in
+memory.
+"""

@@ -1,8 +1,8 @@
-"""Decides which models there are, and which model and scenario a request means.
+"""Decides which models a gateway knows, and which model and scenario a request means.
 
-A model is served while an instance takes requests for it. When the last such instance has left, the
-model is away for `FORGET_S`, so that a restart of the instance does not make it unknown. After that
-it is forgotten, as if it had never been.
+A scenario is a kind of requests with its own instances. A model is served while an instance accepts
+requests for it. When the last such instance has left, the model is "away" for `FORGET_S`: its name
+stays known, because the instance may only restart. After that the model is unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ FORGET_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Offer:
-    """Instances accept requests for this model in this scenario (empty: in all scenarios)."""
+    """At least one instance accepts requests for this model in this scenario.
+
+    An empty scenario means all scenarios.
+    """
 
     model: str
     scenario: str
@@ -27,14 +30,18 @@ class Offer:
 
 @dataclass(slots=True)
 class ModelCatalogue:
-    """`preferred` is the model that `default` means, whether served or not. It may be empty."""
+    """`preferred` is the model that the name `default` means, even if it is not served. It may be
+    empty.
+    """
 
     preferred: str = ""
-    # When the model was last offered, by model and scenario; inf: it is offered now.
+    # By model and scenario: when the model was last offered. Infinity: it is offered now.
     _seen: dict[str, dict[str, float]] = field(default_factory=dict)
     _since: dict[str, float] = field(default_factory=dict)  # when the model was first offered
-    # Every request looks these up, and time alone does not change them: the scenario of each model
-    # that is served now, and what `default` means in each scenario while no model is away.
+    # Every request looks these two up, so `see` computes them in advance. `_served` has the
+    # scenario of each model that is served now. `_defaults` has the model that `default` means in
+    # each scenario. `_defaults` is filled only while no model is away, because otherwise its values
+    # would depend on time.
     _served: dict[str, str] = field(default_factory=dict)
     _defaults: dict[str, str] = field(default_factory=dict)
 
@@ -65,17 +72,18 @@ class ModelCatalogue:
         return all(left_at == _NOW for seen in self._seen.values() for left_at in seen.values())
 
     def since(self, model: str) -> float | None:
-        """When the model was first served; None if it is unknown or forgotten."""
+        """When the model was first served. None means that it is unknown or forgotten."""
         return self._since.get(model)
 
     def resolve(self, asked: str, scenario: str, now: float) -> str | None:
-        """The model that a request means, or None if no model has or lately had that name.
+        """The model that a request means. None means that no served or lately served model has the
+        name.
 
-        `default` is the preferred model. If none is preferred, it is the first model by name of the
-        request's scenario, or of all if the scenario has none. A served model comes before one that
-        is away. So all gateways choose the same model.
+        The name `default` means the preferred model. If none is preferred, it means the scenario's
+        first model by name. If the scenario has no model, it means the first of all models. Models
+        that are served come before models that are away. So all gateways choose the same model.
         """
-        if asked in self._served or self._is_known(asked, now):  # a model may be called `default`
+        if asked in self._served or self._is_known(asked, now):  # a model may be named `default`
             return asked
         if asked not in ("", DEFAULT_MODEL):
             return asked if asked == self.preferred else None
@@ -98,8 +106,8 @@ class ModelCatalogue:
     def scenario_of(self, model: str, now: float) -> str:
         """The scenario of a request that names this model but no scenario.
 
-        It is `default` if the model is served there, and otherwise the first scenario by name that
-        serves the model.
+        It is `default` if the model is served in `default`. Otherwise it is the first scenario by
+        name that serves the model.
         """
         if (served := self._served.get(model)) is not None:
             return served

@@ -1,7 +1,9 @@
-"""Decides which tokenizers stay in memory, and when to retry one that could not be loaded.
+"""Decides which tokenizers a gateway keeps in memory, and when to retry one that could not be
+loaded.
 
-All tokenizers in memory take at most `max_bytes`, by their estimated sizes. The least recently used
-leave first. The one that was loaded last stays even if it is larger: a request waits for it.
+All tokenizers in memory take at most `max_bytes`, by their estimated sizes. If there is no room,
+the least recently used ones leave first. The tokenizer that was loaded last stays even if it alone
+is larger, because a request waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Final
 
 _FIRST_RETRY_S: Final = 5.0
 _LONGEST_RETRY_S: Final = 120.0
-_MAX_FAILURES: Final = 1024  # the number of failures to remember
+_MAX_FAILURES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class _Failure:
 
 @dataclass(slots=True)
 class Residency:
-    """`num_evicted`: how many tokenizers have left so far."""
+    """The tokenizers in memory, by key. `num_evicted` counts those that have left so far."""
 
     max_bytes: int
     num_evicted: int = 0
@@ -35,11 +37,10 @@ class Residency:
         return len(self._sizes)
 
     def used(self, key: str) -> None:
-        """Note that the tokenizer is used now."""
         self._sizes[key] = self._sizes.pop(key)
 
     def loaded(self, key: str, num_bytes: int) -> list[str]:
-        """Add a tokenizer. Return the keys of those that must leave to make room for it."""
+        """Add a tokenizer. Return the keys of the tokenizers that must leave to make room."""
         assert key not in self._sizes
         self._failures.pop(key, None)
         self._sizes[key] = num_bytes
@@ -53,7 +54,7 @@ class Residency:
         return leaving
 
     def failed(self, key: str, now: float) -> float:
-        """Note a failure to load it, and return when to retry.
+        """Record that a tokenizer could not be loaded, and return when to retry.
 
         Each wait is twice as long as the one before, up to a limit.
         """
@@ -66,7 +67,7 @@ class Residency:
         return now + wait_s
 
     def retry_at(self, key: str, now: float) -> float | None:
-        """When the load may be retried; None: now."""
+        """When to retry a tokenizer that could not be loaded. None means now."""
         failure = self._failures.get(key)
         return failure.retry_at if failure is not None and failure.retry_at > now else None
 

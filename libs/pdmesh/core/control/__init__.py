@@ -1,1 +1,3 @@
-"""Decides which replica leads, when a dead process is restarted, and which hung one is killed."""
+"""Decides which replica of a service leads, when a dead process is restarted, and which hung
+process is killed.
+"""

@@ -1,16 +1,16 @@
-"""Decides when a parser's process hangs and must be killed: its limit counts work, not only time.
+"""Decides when a gateway's parser process hangs and must be killed.
 
-A busy machine may give the process a hundredth of a core. So its limit counts its own processor
-time, and the time in which it uses none: a bound on the clock alone would kill a process that
-works.
+vLLM's parsers run in a separate process. On a busy machine, this process may get a hundredth of a
+core. A limit on elapsed time alone would kill a process that still works. So the limit applies to
+the processor time of the process, and separately to the time in which it uses almost none.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-_IDLE_SHARE: Final = 0.01  # of a core; a process that uses less does not work
-_MOST_TIMES: Final = 20  # a request takes at most this many times its limit, whatever it uses
+_IDLE_SHARE: Final = 0.01  # a process that uses a smaller share of a core does not work
+_MOST_TIMES: Final = 20  # however little it works, a request may take this many times its limit
 
 
 class HungParser:
@@ -24,9 +24,9 @@ class HungParser:
         self._began_cpu_s = self._seen_cpu_s = cpu_s
 
     def is_hung(self, limit_s: float, now: float, cpu_s: float) -> bool:
-        """Whether the process worked for `limit_s`, or did nothing for as long.
+        """Whether the process has worked for `limit_s`, or has done nothing for `limit_s`.
 
-        It also hangs if the request has taken `_MOST_TIMES` times `limit_s`.
+        The process also counts as hung if the request has taken `_MOST_TIMES * limit_s`.
         """
         if cpu_s - self._seen_cpu_s > _IDLE_SHARE * (now - self._worked_at):
             self._worked_at, self._seen_cpu_s = now, cpu_s

@@ -1,7 +1,7 @@
-"""Decides which processes are killed because they run and do not answer (S74).
+"""Decides which processes are killed because they run but do not answer (S74).
 
-A supervisor waits for the end of a process, and does not see that it hangs. Once the process is
-killed, `restart_policy.py` decides when it is started again.
+A supervisor notices when a process ends, but not when the process hangs. After a hung process is
+killed, `restart_policy.py` decides when to start it again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ class HungProcesses:
     _silent_since: dict[str, float] = field(default_factory=dict)
 
     def probed(self, name: str, now: float, *, is_live: bool) -> bool:
-        """Whether to kill the process, which has just been asked whether it is alive."""
+        """Take the result of a probe. Return whether to kill the process.
+
+        `is_live` says whether the process answered.
+        """
         if is_live:
             self._silent_since.pop(name, None)
             return False

@@ -1,13 +1,15 @@
-"""Decides whether this process leads, from its own lease alone.
+"""Decides whether this process leads its service's replicas, from its own lease alone.
 
-A leader that could not renew for two thirds of the lease stops leading by itself, before another
-process can start to lead. So no two processes lead at once, whatever the network does and however
-long this process is paused.
+Replicas compete for a lease in a store. The leader renews the lease. If it could not renew for two
+thirds of the lease, it stops leading by itself, before another process can start to lead. So no two
+processes lead at once, whatever the network does and however long this process is paused.
 
-Epochs only grow, and what an older epoch decided is refused (I7). A process that has seen an epoch
-says so in its record, and a leader's epoch stays above all epochs seen. A store that was wiped
-forgets which process leads, and the leader learns that only at its next renewal. So a standby that
-knew of the lease waits until the lease is over.
+Each leadership has a number, its epoch. Epochs only grow, and orders from an older epoch are
+refused (I7). Each process writes the highest epoch that it has seen into its record, and a leader
+keeps its epoch above all of these.
+
+A store that was wiped forgets which process leads. The leader notices this only at its next
+renewal. So a standby that knows of the lease waits until the lease is over.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FENCE_SHARE = 2 / 3
-FORGET_EPOCH_S = 10.0  # longer than any lease: an earlier leader has stopped by then
+FORGET_EPOCH_S = 10.0  # longer than any lease, so an earlier leader has stopped after this time
 
 
 @dataclass(slots=True)
 class Leadership:
     lease_s: float
-    epoch: int = 0  # of our own leadership, or the highest seen
+    epoch: int = 0  # the epoch of our own leadership, or the highest one seen
     _is_leader: bool = False
     _renewed_at: float = 0.0
     _other_until: float = 0.0
@@ -30,16 +32,20 @@ class Leadership:
         return self._is_leader and now - self._renewed_at < self.lease_s * FENCE_SHARE
 
     def won(self, revision: int, asked_at: float) -> int:
-        """The lease is ours.
+        """This process got the lease. Return the epoch of its leadership.
 
-        The new epoch is above all epochs seen, even if the store was wiped and counts from 1.
+        The new epoch is above all epochs seen, even if the store was wiped and counts from 1 again.
         """
         self.epoch = max(revision, self.epoch + 1)
         self._is_leader, self._renewed_at = True, asked_at
         return self.epoch
 
     def renewed(self, asked_at: float) -> None:
-        """Count from the moment we asked for the renewal: the store's clock started no earlier."""
+        """The store has renewed the lease.
+
+        The lease is counted from `asked_at`, when we asked for the renewal. The store's clock
+        cannot have started earlier.
+        """
         self._renewed_at = max(self._renewed_at, asked_at)
 
     def lost(self) -> None:
@@ -50,29 +56,31 @@ class Leadership:
         self._other_until = now + self.lease_s
 
     def vacated(self) -> None:
-        """The store says that the lease was given up, or ended."""
+        """The store says that the holder gave the lease up, or that the lease ended."""
         self._other_until = 0.0
 
     def may_win(self, now: float) -> bool:
-        """Whether the lease may be taken if the store knows of none.
+        """Whether this process may take the lease if the store has none.
 
-        It may not while a lease that the store has forgotten may be valid (F21).
+        A wiped store may have forgotten a lease that is still valid. Until that lease is over, this
+        process must not take it (F21).
         """
         return now >= self._other_until
 
     def tick(self, now: float) -> bool:
-        """True once, when the lease is over because it was not renewed in time."""
+        """Return True once, when this process loses the lease because it did not renew in time."""
         if self._is_leader and not self.is_leader(now):
             self._is_leader = False
             return True
         return False
 
     def saw(self, epoch: int, now: float) -> bool:
-        """Another process knows of this epoch. True if we still lead, now with a higher epoch.
-
-        No other process leads while the lease is valid. So a higher epoch comes from a store that
-        was wiped since (F21), and a process that has seen it would ignore a leader with a lower
+        """Another process has seen this epoch. Return True if we still lead, now with a higher
         epoch.
+
+        No other process leads while our lease is valid. So an epoch above ours is from before the
+        store was wiped (F21). A process that has seen that epoch would ignore a leader with a lower
+        one.
         """
         if epoch <= self.epoch:
             return False
@@ -83,10 +91,11 @@ class Leadership:
 
 @dataclass(slots=True)
 class EpochFence:
-    """Decides which leader's answers count: those with the highest epoch heard (I7).
+    """Decides which leader's answers to accept: those with the highest epoch heard (I7).
 
-    A store that was wiped while the masters restarted counts from one again (F21). So an epoch that
-    was not heard for longer than any lease is over, and a lower epoch counts.
+    A store that was wiped while the masters restarted counts from one again (F21). So if the
+    highest epoch was not heard for longer than any lease, that leader is gone, and a lower epoch is
+    accepted.
     """
 
     epoch: int = 0

@@ -1,10 +1,12 @@
-"""Decides when to start a process again after it died.
+"""Decides when a supervisor starts a process again after the process died.
 
-The first restart is immediate. Later restarts wait longer each time, up to a limit. After a process
-was ready for a while, its next death counts as the first. A process that never became ready must
-have run much longer for that: loading a model takes minutes and may fail at the end each time. A
-process that keeps dying is given up, with its last exit code. A process that exits with code 2 has
-a bad setting, or one that no engine accepts. It is given up at once: a restart cannot help.
+The first restart is immediate. Later restarts wait longer each time, up to a limit. If a process
+was ready for a while before it died, that death counts as the first again. For a process that never
+became ready, the required time is much longer: loading a model takes minutes, and may fail at the
+end each time.
+
+A process that keeps dying is given up, with its last exit code. Exit code 2 means a bad setting, or
+a setting that no engine accepts. Such a process is given up at once, because a restart cannot help.
 """
 
 from __future__ import annotations
@@ -18,19 +20,21 @@ from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.model import Tick
 
 BAD_SETTING: Final = 2
-DEATHS_WHILE_STARTING: Final = 3  # of one process; then the start of the whole mesh has failed
+# If one process dies this often during the start of a whole mesh, the start has failed.
+DEATHS_WHILE_STARTING: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Delays in seconds: after deaths in a row, restarts wait 0, base, 2*base, ... up to max."""
+    """Delays are in seconds. Successive restarts wait 0, base, 2*base, ... up to max."""
 
     base_delay_s: float = 0.25
     max_delay_s: float = 5.0
-    stable_after_s: float = 10.0  # ready this long: the next death counts as the first
-    # The same for a process that was never ready, such as a gateway whose instances are all blank.
+    stable_after_s: float = 10.0  # if ready for this long, the next death counts as the first
+    # The same for the run time of a process that was never ready. An example is a gateway whose
+    # instances are all blank, that is, without a role.
     stable_unready_after_s: float = 600.0
-    max_deaths: int = 10  # in a row; then it is given up
+    max_deaths: int = 10  # after this many deaths in a row, the process is given up
 
     def delay_s(self, deaths: int) -> float:
         """The delay before the restart after the `deaths`-th death in a row (1 is the first)."""
@@ -59,7 +63,7 @@ class StopAsked:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process ended; `code` is the operating system's, negative for a signal."""
+    """The process ended. `code` is its exit code, or negative if a signal ended it."""
 
     name: str
     code: int
@@ -67,7 +71,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class BecameReady:
-    """The process that runs now reports that it is ready."""
+    """The present run of the process reports that it is ready."""
 
     name: str
 
@@ -82,7 +86,7 @@ class StartProcess:
 
 @dataclass(frozen=True, slots=True)
 class SignalStop:
-    """Ask the process to end; kill it when its grace is over."""
+    """Ask the process to end, and kill it after its grace time."""
 
     name: str
 
@@ -110,13 +114,13 @@ class _Child:
     phase: ProcessPhase = ProcessPhase.STOPPED
     deaths: int = 0
     started_at: float = 0.0
-    ready_at: float | None = None  # of the process that runs now
+    ready_at: float | None = None  # None: the present run was not ready yet
     start_at: float = 0.0
 
 
 @dataclass(slots=True)
 class Supervision:
-    """The only way to change state is `handle`."""
+    """The state of each supervised process. Only `handle` changes it."""
 
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     _children: dict[str, _Child] = field(default_factory=dict)
@@ -141,17 +145,19 @@ class Supervision:
         return child.phase if child else ProcessPhase.STOPPED
 
     def deaths(self, name: str) -> int:
-        """How many times in a row it has died up to now."""
+        """How many times in a row the process has died."""
         child = self._children.get(name)
         return child.deaths if child else 0
 
     def is_ready(self, name: str) -> bool:
-        """Whether the process that runs now was ever ready."""
+        """Whether the present run of the process was ever ready."""
         child = self._children.get(name)
         return child is not None and child.ready_at is not None
 
     def next_start_at(self) -> float | None:
-        """When the next `Tick` has something to do; None if nothing waits."""
+        """When a waiting process is next to be started by a `Tick`. None means that no process
+        waits.
+        """
         waiting = [c.start_at for c in self._children.values() if c.phase is ProcessPhase.WAITING]
         return min(waiting, default=None)
 

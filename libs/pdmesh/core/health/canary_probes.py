@@ -1,10 +1,10 @@
 """Decides which idle instances are probed next with a small request, and what a failure means.
 
-Without probes, an idle mesh would learn of a fault from its first client. A probe goes the way of
-a request: a prefill, the hand-over of its KV, a decode. An instance is probed at most once a period
-and only while idle. A failure may be the fault of either side, so each gets a strike. The next
-probe has other partners, if there are any. A success clears the strikes of both sides. Two strikes
-in a row are a suspicion, never a proof.
+Without probes, an idle mesh would learn of a fault from its first client. A probe takes the same
+path as a request: a prefill, the hand-over of its KV, a decode. An instance is probed at most once
+a period, and only while it is idle. Either side may have caused a failure, so each gets a strike.
+The next probe uses other partners, if there are any. A success clears the strikes of both sides.
+Two strikes in a row are a suspicion, never a proof.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ CANARY_FAILED = "CANARY_FAILED"
 
 @dataclass(frozen=True, slots=True)
 class ProbeTarget:
-    """One incarnation of an instance; KV goes only between those of one cell."""
+    """One incarnation of an instance. An incarnation is one life of the instance.
+
+    A cell is the part of a group whose instances can exchange KV.
+    """
 
     instance_id: str
     incarnation: int
@@ -31,7 +34,7 @@ class ProbeTarget:
 
 @dataclass(frozen=True, slots=True)
 class CanaryProbe:
-    """`decode` None: `prefill` does both phases."""
+    """If `decode` is None, `prefill` does both phases."""
 
     prefill: ProbeTarget
     decode: ProbeTarget | None
@@ -45,21 +48,24 @@ class CanaryProbe:
 class _Record:
     incarnation: int
     tried_at: float
-    partner: str = ""  # of the last probe
+    partner: str = ""  # the partner in the last probe
     num_strikes: int = 0
     detail: str = ""
 
 
 @dataclass(slots=True)
 class CanaryRota:
-    """`next` says which instances to probe; `ended` takes the result. Times are in seconds."""
+    """`next` chooses the instances to probe, and `ended` takes the result. Times are in seconds."""
 
     period_s: float
     max_strikes: int = 2
     _records: dict[str, _Record] = field(default_factory=dict)
 
     def next(self, idle: Iterable[ProbeTarget], now: float) -> CanaryProbe | None:
-        """The instance that waits longest, with a partner of the other role in its cell, if any."""
+        """A probe of the instance that was probed longest ago, or None if no instance is due.
+
+        The partner is an instance of the other role in its cell, if there is one.
+        """
         subjects = sorted(idle, key=lambda s: (self._record(s, now).tried_at, s.instance_id))
         due = [s for s in subjects if now - self._record(s, now).tried_at >= self.period_s]
         if not due:
@@ -81,7 +87,10 @@ class CanaryRota:
     def ended(
         self, probe: CanaryProbe, guilty: Sequence[ProbeTarget], detail: str, now: float
     ) -> None:
-        """`guilty`: the instances that may have caused a failure; empty if the probe passed."""
+        """A probe has ended. `guilty` has the instances that may have caused a failure.
+
+        `guilty` is empty if the probe passed.
+        """
         for subject in probe.subjects:
             record = self._record(subject, now)
             if subject in guilty:
@@ -101,7 +110,9 @@ class CanaryRota:
         self._records.pop(instance_id, None)
 
     def _record(self, subject: ProbeTarget, now: float) -> _Record:
-        """A new incarnation is first probed one period after it was first seen."""
+        """The record of an incarnation. A new one is first probed one period after it was first
+        seen.
+        """
         known = self._records.get(subject.instance_id)
         if known is None or known.incarnation != subject.incarnation:
             known = self._records[subject.instance_id] = _Record(subject.incarnation, now)

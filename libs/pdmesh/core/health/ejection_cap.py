@@ -1,14 +1,17 @@
 """Decides which of the instances that are judged sick are really ejected (S34).
 
-Two caps protect the fleet from a wrong judgement. The health-monitor has `EjectionCap`. It ejects
-only a share of each group and role at a time; the only instance of a group and role is ejected only
-by a proof. If much of the fleet looks sick, the fault is in our observation, and no further
-instance is ejected (panic). Not even a proof counts then: a bad driver proves every instance sick.
-Instances that were ejected earlier stay out: they were judged while most others were well, and a
-request that one of them gets would fail for certain.
+To eject an instance is to take it out of service for a fault. Two caps protect the fleet from a
+wrong judgement.
 
-The leading master has `FleetEjectionCap`. It counts all groups together, and every ejection that
-still holds: a fault signal that is wrong everywhere must not empty the fleet bit by bit.
+The health-monitor has `EjectionCap`. It ejects only a share of each group and role at a time. The
+only instance of a group and role is ejected only by a proof. If much of the fleet looks sick, the
+judging itself must be wrong, so no further instance is ejected. This state is called panic. In
+panic even a proof is ignored, because a bad driver proves every instance sick. Instances that were
+ejected earlier stay out. They were judged while most others were well, and a request to one of them
+would fail.
+
+The leading master has `FleetEjectionCap`. It counts the ejections that are in force, over all
+groups together. So a false fault signal that appears everywhere cannot empty the fleet bit by bit.
 """
 
 from __future__ import annotations
@@ -25,16 +28,20 @@ PANIC: Final = "panic"
 
 @dataclass(frozen=True, slots=True)
 class EjectionLimits:
-    """Shares of the instances of one group and role (cap) or of the fleet (panic)."""
+    """Limits of the health-monitor's cap.
+
+    `max_ejected_share` is a share of the instances of one group and role. `panic_share` is a share
+    of the fleet.
+    """
 
     max_ejected_share: float = 0.34
     panic_share: float = 0.5
     min_for_panic: int = 4
-    settle_s: float = 60.0  # an ejected instance counts against the cap for at least this time
+    settle_s: float = 60.0  # an ejected instance counts in the cap for at least this time
 
 
 class Suspected(Protocol):
-    """An instance, its judgement, and since when the judgement holds."""
+    """An instance with its judgement. `since` is when the judgement began."""
 
     @property
     def instance_id(self) -> str: ...
@@ -53,7 +60,7 @@ class Suspected(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EjectionDecision:
-    """Why nothing is done about an instance, and which ejections begin now."""
+    """The sick instances that are held back, with the reasons, and the ejections that begin now."""
 
     held_back: Mapping[str, str]
     ejected: tuple[str, ...] = ()
@@ -66,7 +73,10 @@ class EjectionCap:
     _out: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
 
     def rule(self, suspected: Collection[Suspected], now: float) -> EjectionDecision:
-        """Decide for the whole fleet after each judgement. Ejected instances stay out."""
+        """Decide for the whole fleet. Call this after each judgement.
+
+        An instance that was ejected earlier is not held back.
+        """
         sick = [each for each in suspected if each.is_ejectable]
         is_many = len(sick) > self.limits.panic_share * len(suspected)
         is_panic = len(suspected) >= self.limits.min_for_panic and is_many
@@ -87,7 +97,9 @@ class EjectionCap:
     def _over_cap(
         self, key: tuple[str, str], peers: Collection[Suspected], now: float, *, is_panic: bool
     ) -> tuple[list[str], list[str]]:
-        """Ids of sick instances that must stay because of the cap, and of those ejected now."""
+        """The ids of sick instances that the cap holds back, and the ids of those that are ejected
+        now.
+        """
         sick = {each.instance_id: each for each in peers if each.is_ejectable}
         out = {
             instance_id: at
@@ -116,7 +128,7 @@ def _worst_first(sick: Iterable[Suspected]) -> list[Suspected]:
 
 @dataclass(frozen=True, slots=True)
 class TakenOut:
-    """How an instance is out of service: drained or at once; ejected or cordoned."""
+    """How an instance is out of service: drained or taken out at once, and ejected or cordoned."""
 
     is_drain: bool
     is_ejected: bool
@@ -125,7 +137,9 @@ class TakenOut:
 
 @dataclass(frozen=True, slots=True)
 class FleetEjections:
-    """Instances to take out now, in this order, and instances that are newly over the cap."""
+    """Instances to take out of service now, in this order, and instances that the cap newly holds
+    back.
+    """
 
     taken_out: Mapping[str, TakenOut]
     over_cap: tuple[str, ...]
@@ -133,20 +147,24 @@ class FleetEjections:
 
 @dataclass(slots=True)
 class FleetEjectionCap:
-    """Counts what the master has taken out, not what the instances report of themselves."""
+    """The master's cap. It counts what the master has taken out, not what instances report."""
 
-    max_share: float = 0.2  # of all instances; one at least
+    max_share: float = 0.2  # the share of all instances that may be out; one may always be out
     _over: set[str] = field(default_factory=set)
     _overruled: dict[str, FaultJudged] = field(default_factory=dict)
 
     def overrule(self, instance_id: str, fault: FaultJudged) -> None:
-        """An operator put the instance back: it takes another judgement to eject it again."""
+        """An operator has put the instance back. Only another judgement may eject it again."""
         self._overruled[instance_id] = fault
 
     def rule(
         self, faults: Mapping[str, FaultJudged | None], out: Mapping[str, TakenOut]
     ) -> FleetEjections:
-        """`faults` has every instance of the fleet; `out` has those already out of service."""
+        """Decide which faulty instances to take out of service now.
+
+        `faults` has every instance of the fleet. `out` has the instances that are already out of
+        service.
+        """
         self._overruled = {i: f for i, f in self._overruled.items() if faults.get(i) == f}
         faulty = {
             i: fault

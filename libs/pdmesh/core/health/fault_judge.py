@@ -1,10 +1,11 @@
 """Decides which instance is faulty, at which level, and whether anything is done about it (S33,
 S34).
 
-A suspicion is not a proof. One proof is enough: the instance reports that its engine hangs, or the
-driver reports that the device is gone. Suspicions need two sources that agree for a while. A
-verdict stays until nothing has supported it for a while. `ejection_cap` then protects the fleet
-from a wrong judgement. A level holds for one incarnation.
+Other parts of the mesh report signals against an instance. A signal is a proof or a suspicion. One
+proof is enough: the instance reports that its engine hangs, or the driver reports that the device
+is gone. Suspicions count only if two sources agree for a while. A verdict stays until no signal has
+supported it for a while. A verdict applies to one incarnation, that is, one life of the instance.
+`ejection_cap` then protects the fleet from wrong verdicts.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ CRASH_LOOP = "CRASH_LOOP"
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """One thing that speaks against an instance. `level`: how bad it is if true."""
+    """One piece of evidence against an instance. `level` is the fault's level if the signal is
+    true.
+    """
 
     source: str
     reason: str
     level: Level
     is_proof: bool = False
-    detail: str = field(default="", compare=False)  # a new number in it makes no new signal
+    # A signal that differs only in a number in `detail` is not a new signal.
+    detail: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class InstanceSeen:
 
 @dataclass(frozen=True, slots=True)
 class InstanceGone:
-    """Its record is gone. `is_crash`: it did not deregister."""
+    """The instance's record is gone. `is_crash` means that the instance did not deregister."""
 
     instance_id: str
     is_crash: bool
@@ -56,9 +60,9 @@ class InstanceGone:
 
 @dataclass(frozen=True, slots=True)
 class SignalsHeard:
-    """All that `teller` holds against this incarnation now.
+    """All signals that `teller` has against this incarnation now.
 
-    It replaces what the teller said earlier, and is void after `ttl_s`.
+    They replace the teller's earlier signals, and expire after `ttl_s`.
     """
 
     teller: str
@@ -70,14 +74,16 @@ class SignalsHeard:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """An operator says that it is well. Its past no longer counts; present signals still do."""
+    """An operator says that the instance is well. Its past is forgotten, but present
+    signals count.
+    """
 
     instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SignalsLost:
-    """No signal can be heard now: silence means nothing until `SignalsRestored`."""
+    """No signal can arrive now. Until `SignalsRestored`, silence means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,7 @@ Event = InstanceSeen | InstanceGone | Healed | SignalsHeard | SignalsLost | Sign
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Announce this. `held_back` is empty when the action is to be carried out."""
+    """A judgement to announce. The action is carried out if `held_back` is empty."""
 
     instance_id: str
     incarnation: int
@@ -106,12 +112,12 @@ class Judged:
 class JudgePolicy(EjectionLimits):
     """Times in seconds."""
 
-    quorum: int = 2  # sources that must agree if none has a proof
+    quorum: int = 2  # how many sources must agree if none has a proof
     confirm_s: float = 2.0
     clear_s: float = 10.0
-    max_restarts: int = 3  # within `restart_window_s`; another restart would not help either
+    max_restarts: int = 3  # after this many within `restart_window_s`, restarts do not help
     restart_window_s: float = 600.0
-    max_crashes: int = 5  # in a row, each within `stable_s` of its start
+    max_crashes: int = 5  # crashes in a row, each within `stable_s` of its process's start
     stable_s: float = 30.0
 
 
@@ -152,7 +158,7 @@ class _Instance:
 
 @dataclass(slots=True)
 class _Past:
-    """What is remembered of an instance beyond one incarnation."""
+    """The history of an instance over all its incarnations."""
 
     restarts: list[float] = field(default_factory=list)
     num_crashes: int = 0
@@ -164,7 +170,7 @@ _MAX_PASTS = 4096
 
 @dataclass(slots=True)
 class FaultJudge:
-    """The only way to change state is `handle`; it returns what must be announced."""
+    """The judge of all instances. Only `handle` changes it, and returns what must be announced."""
 
     policy: JudgePolicy = field(default_factory=JudgePolicy)
     _instances: dict[str, _Instance] = field(default_factory=dict)
@@ -209,14 +215,14 @@ class FaultJudge:
             if instance.level > Level.TRANSIENT:
                 assert instance.signals, "a verdict needs a reason"
 
-    # -- what is heard ----------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------
 
     def _on_seen(self, event: InstanceSeen, now: float) -> None:
         known = self._instances.get(event.instance_id)
         if known is not None and known.seen.incarnation == event.incarnation:
             known.seen = event
             return
-        if known is not None:  # a new incarnation came before its lease ended
+        if known is not None:  # a new incarnation came before the old one's lease ended
             self._on_gone(InstanceGone(event.instance_id, is_crash=True), now)
         self._instances[event.instance_id] = _Instance(event, now)
 
@@ -227,7 +233,7 @@ class FaultJudge:
         past = self._past(event.instance_id, now)
         own = (s for told in instance.told.values() for s in told.signals)
         if not instance.is_ejectable and any(s.is_proof and s.level is Level.PROCESS for s in own):
-            past.restarts.append(now)  # it ended itself before we judged it
+            past.restarts.append(now)  # the instance ended itself before we judged it
         was_short = now - instance.seen_at < self.policy.stable_s
         if event.is_crash and not instance.is_ejectable:
             past.num_crashes = past.num_crashes + 1 if was_short else 1
@@ -248,7 +254,7 @@ class FaultJudge:
             instance.told.pop(event.teller, None)
 
     def _renew_all(self, now: float) -> None:
-        """Signals heard before the silence hold until their tellers can have repeated them."""
+        """Extend the earlier signals until their tellers have had time to repeat them."""
         for instance in self._instances.values():
             for told in instance.told.values():
                 told.until = max(told.until, now + self.policy.clear_s)
@@ -318,7 +324,10 @@ class FaultJudge:
         return found
 
     def _level(self, signals: Sequence[Signal]) -> tuple[Level, bool]:
-        """The worst level that a proof or a quorum supports. A lone suspicion is only L1."""
+        """The worst level that a proof or a quorum supports, and whether it holds at once.
+
+        A lone suspicion gives only L1.
+        """
         for level in sorted(Level, reverse=True):
             if level <= Level.TRANSIENT:
                 break

@@ -1,9 +1,9 @@
 """The levels of faults, and the one action for each level (P/D-Serve 3.4, S34).
 
-Faults of several levels are cured without touching the node. So a level names the smallest thing
-whose replacement cures the fault: nothing, a request, a process, an instance, a node. A level says
-which action would be right if the fault is real. `fault_judge` decides whether the fault is real,
-and whether the fleet can bear the action.
+Faults of several levels are repaired without replacing the node. So a level names the smallest
+thing whose replacement repairs the fault: nothing, a request, a process, an instance, a node. The
+level says which action is right if the fault is real. `fault_judge` decides whether the fault is
+real, and whether the fleet can bear the action.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 
 class Level(enum.IntEnum):
-    """L0 to L5; the last is the worst."""
+    """L0 to L5. The last level is the worst."""
 
     WELL = 0
     TRANSIENT = 1
@@ -37,9 +37,9 @@ class FaultAction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What a level means for an instance.
+    """The response to a level: an action, and whether the instance finishes its requests.
 
-    `finishes_running`: requests that run on it may stay there until they end.
+    If `finishes_running` is true, running requests may stay on the instance until they end.
     """
 
     action: FaultAction
@@ -58,25 +58,29 @@ RESPONSES: Final[Mapping[Level, Response]] = MappingProxyType(
     }
 )
 
-EJECTS_FROM: Final = Level.PROCESS  # from this level on an instance gets no requests
+EJECTS_FROM: Final = Level.PROCESS  # an instance of this level or a worse one gets no requests
 
 
 def level_of(number: int) -> Level:
-    """The level of a number from outside; a number beyond the worst level is the worst."""
+    """The level of a number that another process sent. A number above the worst level is
+    the worst.
+    """
     return Level(min(max(number, Level.WELL), Level.LOST))
 
 
 def must_restart(level: int, held_back: str) -> bool:
-    """Whether an instance of this level must end itself; `held_back` as in `FaultJudged`."""
+    """Whether an instance of this level must end itself. `held_back` has the meaning of
+    `FaultJudged.held_back`.
+    """
     action = RESPONSES[level_of(level)].action
     return not held_back and action is FaultAction.RESTART_PROCESS
 
 
 @dataclass(frozen=True, slots=True)
 class FaultJudged:
-    """What the health-monitor has judged of one incarnation.
+    """The health-monitor's judgement of one incarnation.
 
-    `held_back` says why nothing is done about it; if empty, the action is carried out.
+    `held_back` says why the action is not carried out. If it is empty, the action is carried out.
     """
 
     instance_id: str
@@ -91,5 +95,5 @@ class FaultJudged:
 
     @property
     def ejects(self) -> bool:
-        """The instance gets no requests because of it."""
+        """Whether the instance gets no requests because of this judgement."""
         return self.level >= EJECTS_FROM and not self.held_back

@@ -1,10 +1,11 @@
-"""Decides when a gateway is ready: once a request of its own has passed prefill, KV transfer and
-decode.
+"""Decides when a gateway is ready: after one of its own requests has passed prefill, KV transfer
+and decode.
 
 The registry shows that instances exist. It does not show that this gateway can reach them, or that
-KV can move between them. One such proof is enough: later faults do not make the gateway unready,
-because requests migrate, and because a busy mesh must not make its gateways unready. Many refusals
-by full instances are a proof, too: such a mesh works.
+KV can move between them. So the gateway probes paths with small requests until one passes. After
+that it stays ready, even if a fault occurs later: requests migrate to other instances, and a busy
+mesh must not make its gateways unready. Many refusals by full instances also prove that the mesh
+works.
 """
 
 from __future__ import annotations
@@ -14,25 +15,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-Path = tuple[str, str]  # the ids of a prefill and a decode; the second is empty if one does both
-# After this many refused probes, on paths that have not failed since, the mesh is busy: it works.
+# The ids of a prefill and a decode. The second is empty if one instance does both phases.
+Path = tuple[str, str]
+# After this many refused probes, on paths that have not failed since, the mesh works: it is busy.
 MAX_REFUSALS: Final = 20
 
 
 @dataclass(slots=True)
 class GatewayReadiness:
-    """`next` says which path to probe; `passed`, `refused` or `failed` takes the result."""
+    """`next` chooses the path to probe. `passed`, `refused` and `failed` take the result."""
 
     is_ready: bool = False
     num_tries: int = 0
-    _refusals: Counter[Path] = field(default_factory=Counter)  # of each path, since it last failed
+    _refusals: Counter[Path] = field(default_factory=Counter)  # since the path last failed
 
     @property
     def num_refusals(self) -> int:
         return self._refusals.total()
 
     def next(self, paths: Sequence[Path]) -> Path:
-        """`paths`: all that a request may take now, at least one, as from `probed_paths`."""
+        """The path to probe next.
+
+        `paths` has all paths that a request may take now, as `probed_paths` returns them. It is not
+        empty.
+        """
         path = paths[self.num_tries % len(paths)]
         self.num_tries += 1
         return path
@@ -54,9 +60,10 @@ def probed_paths(
 ) -> list[Path]:
     """All paths of a request: a prefill and a decode, or one instance for both phases.
 
-    Neighbours in the list have as few instances in common as possible. `prefills` and `decodes` map
-    ids to a value that is equal for a pair that may hand KV over. Without any such pair or a fusion
-    instance, each prefill and decode does both phases.
+    Neighbours in the list have as few instances in common as possible. So successive probes try
+    different instances. `prefills` and `decodes` map ids to a value. A prefill may hand KV to a
+    decode of the same value. If there is no such pair and no fusion instance, each prefill and each
+    decode does both phases.
     """
     partners = [
         (p, [d for d, pair in decodes.items() if pair == own]) for p, own in prefills.items()

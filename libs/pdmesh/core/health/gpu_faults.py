@@ -1,4 +1,4 @@
-"""How serious each answer of NVIDIA's driver about a GPU is (P/D-Serve 3.4, S33, S34)."""
+"""Maps the answers of NVIDIA's driver about a GPU to fault levels (P/D-Serve 3.4, S33, S34)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from pdmesh.core.health.node_status import DEVICE_UNKNOWN
 
 @dataclass(frozen=True, slots=True)
 class GpuCounters:
-    """What the driver counts of one GPU. A counter that the GPU lacks shows no fault."""
+    """The driver's counters of one GPU. A counter that the GPU lacks keeps its default, without a
+    fault.
+    """
 
     row_remapping_failed: bool = False  # no spare rows are left in its memory
     row_remapping_pending: bool = False  # rows are replaced at its next reset
-    num_uncorrected_errors: int = 0  # of its memory, since its last reset
+    num_uncorrected_errors: int = 0  # errors of the GPU's memory since its last reset
     is_slowed_by_heat: bool = False
 
 
@@ -55,7 +57,9 @@ def fault_of_counters(counters: GpuCounters) -> GpuFault:
 
 
 def fault_of_error(error: DriverError, text: str) -> GpuFault:
-    """`text`: what the driver says; only `DriverError.OTHER` uses it."""
+    """The fault that a failed query shows. `text` is the driver's message, for
+    `DriverError.OTHER`.
+    """
     match error:
         case DriverError.GPU_IS_LOST:
             return GpuFault(Level.LOST, "DEVICE_LOST", "fallen off the bus")

@@ -1,9 +1,10 @@
 """Decides which processes are alive, from their leases and heartbeats.
 
-A process is HEALTHY while heartbeats arrive, SUSPECT after one lease without any, and DEAD after
-three leases or when its record vanishes. A late heartbeat never revives a dead process. Only a
-record does, unless its incarnation deregistered or was replaced. While the bus is away, or after
-this process was paused, silence proves nothing and no process is judged (F18).
+Each process has a record in the registry under a lease, and sends heartbeats on the message bus. A
+process is HEALTHY while heartbeats arrive, SUSPECT after one lease without any, and DEAD after
+three leases or when its record vanishes. A late heartbeat never revives a dead process. Its record
+does, unless that incarnation has deregistered or was replaced. While the bus is away, or after this
+process was paused, silence proves nothing. No process is judged then (F18).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class RecordSeen:
 
 @dataclass(frozen=True, slots=True)
 class RecordVanished:
-    """The record is gone: its lease ended, or its owner deregistered."""
+    """The record is gone, because its lease ended or its owner deregistered."""
 
     instance_id: str
     is_lease_end: bool
@@ -51,12 +52,12 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class BusLost:
-    """Nothing can be heard now."""
+    """No heartbeat can arrive now."""
 
 
 @dataclass(frozen=True, slots=True)
 class BusRestored:
-    """Heartbeats can be heard again; some may have been lost."""
+    """Heartbeats can arrive again. Some may have been lost."""
 
 
 Event = RecordSeen | RecordVanished | Heartbeat | BusLost | BusRestored | Tick
@@ -64,14 +65,14 @@ Event = RecordSeen | RecordVanished | Heartbeat | BusLost | BusRestored | Tick
 
 @dataclass(frozen=True, slots=True)
 class HealthChanged:
-    """Announce this. `before` is None for an incarnation that was not known."""
+    """A change to announce. `before` is None for an incarnation that was not known."""
 
     instance_id: str
     incarnation: int
     service: str
     before: Health | None
     after: Health
-    # registered, heartbeat_resumed, heartbeat_missed, lease_expired, deregistered, replaced
+    # One of registered, heartbeat_resumed, heartbeat_missed, lease_expired, deregistered, replaced.
     cause: str
     silent_s: float = 0.0
 
@@ -86,7 +87,7 @@ class _Instance:
 
 @dataclass(slots=True)
 class HealthTracker:
-    """The only way to change state is `handle`; it returns what must be announced."""
+    """The health of all processes. Only `handle` changes it, and returns what must be announced."""
 
     lease_s: float
     _instances: dict[str, _Instance] = field(default_factory=dict)
@@ -115,7 +116,9 @@ class HealthTracker:
                 return self._on_tick(now)
 
     def healths(self) -> dict[str, Health]:
-        """The health of each known process; those whose record vanished are forgotten."""
+        """The health of each known process. A process whose record vanished is not known
+        any more.
+        """
         return {instance_id: i.health for instance_id, i in sorted(self._instances.items())}
 
     def check_invariants(self) -> None:
@@ -147,7 +150,9 @@ class HealthTracker:
         return changes
 
     def _revived(self, event: RecordSeen, known: _Instance, now: float) -> list[HealthChanged]:
-        """It was cut off from the bus and counted as dead; it has registered again (F19)."""
+        """The incarnation was cut off from the bus, counted as dead, and has registered again
+        (F19).
+        """
         if known.health is not Health.DEAD:
             return []
         known.heard_at = now
@@ -179,7 +184,7 @@ class HealthTracker:
     def _on_tick(self, now: float) -> list[HealthChanged]:
         before, self._ticked_at = self._ticked_at, now
         if before is not None and now - before > self.lease_s:
-            self._listen_anew(now)  # we were paused: heartbeats wait unread
+            self._listen_anew(now)  # this process was paused, so heartbeats wait unread
         if self._is_deaf:
             return []
         return [c for i in sorted(self._instances) if (c := self._judge(i, now))]

@@ -1,7 +1,8 @@
-"""Passes the state of devices from a node's agent to its instances, as signals in a file (S33).
+"""Passes the state of a node's devices from the node's agent to its instances, in a file (S33).
 
-The file has a checksum over all its content, so a torn, foreign or half-written file is never taken
-for a healthy status. Such a file, and an old one, give a signal at a level that ejects no instance.
+The agent writes the file, and each instance turns it into signals about its own devices. A checksum
+covers all of the content, so a torn, foreign or half-written file is never taken for a healthy
+status. A damaged or old file gives a signal at a level that ejects no instance.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ class DeviceStatus:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """Devices are in order of name.
+    """The devices are in order of name.
 
-    `written_at` is in seconds since 1970: reader and writer are on one machine.
+    `written_at` is in seconds since 1970. Wall clocks may be compared here, because writer and
+    reader are on one machine.
     """
 
     node_id: str
@@ -63,9 +65,9 @@ def merged(statuses: Iterable[DeviceStatus]) -> tuple[DeviceStatus, ...]:
 
 
 def signals_for(devices: Sequence[str], statuses: Iterable[DeviceStatus]) -> tuple[Signal, ...]:
-    """Signals for an instance on these devices.
+    """Signals for an instance that uses these devices.
 
-    A status at a level that ejects is a proof: the driver or an operator gave it.
+    A status at a level that ejects is a proof, because the driver or an operator gave it.
     """
     return tuple(
         Signal(SOURCE, s.reason, s.level, s.level >= EJECTS_FROM, f"device {s.device} {s.detail}")
@@ -75,7 +77,7 @@ def signals_for(devices: Sequence[str], statuses: Iterable[DeviceStatus]) -> tup
 
 
 def signals_from_file(text: str, devices: Sequence[str], wall_now: float) -> tuple[Signal, ...]:
-    """As `signals_for`, from the text of the node's file."""
+    """The signals that `signals_for` returns, read from the text of the node's file."""
     try:
         status = parse(text)
     except TornStatus:
@@ -91,7 +93,7 @@ def dump(status: NodeStatus) -> str:
 
 
 def parse(text: str) -> NodeStatus:
-    """Raises TornStatus."""
+    """The status in a file's text. Raises TornStatus."""
     try:
         whole = json.loads(text)
         body = whole["status"]

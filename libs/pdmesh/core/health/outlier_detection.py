@@ -1,9 +1,10 @@
-"""Decides what an instance's counters say against it, some compared with those of its peers.
+"""Decides which signals an instance's counters give against it, some in comparison with its peers.
 
-The instance may fail what it takes, refuse forever, or pull far slower than its peers. Envoy calls
-this outlier detection. These signals are passive: they cost nothing and come from real work, but a
-single one may be the fault of the work. So all of them are suspicions. Rates are taken over a
-window from counts that only grow, so a lost report does no harm.
+A leg is a request's stay on one instance. The instance may fail its legs, refuse all new ones, or
+pull KV far slower than its peers. Envoy calls this outlier detection. The signals come from real
+work, so they cost nothing. But the work itself may have caused a single failure, so all signals are
+suspicions. Rates are computed over a window from counters that only grow, so a lost report does no
+harm.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LEGS_FAIL, REFUSES_FOREVER, PULLS_SLOW = "LEGS_FAIL", "REFUSES_FOREVER", "PULLS_
 
 @dataclass(slots=True)
 class Vitals:
-    """Counts since the incarnation began, but slots in use now. Times are in seconds."""
+    """An instance's counters since its incarnation began. Times are in seconds."""
 
     num_accepted: int = 0
     num_refused: int = 0
@@ -29,8 +30,8 @@ class Vitals:
     num_pulls: int = 0
     pull_s: float = 0.0
     pull_bytes: int = 0
-    num_slots_used: int = 0
-    num_tokens: int = 0  # computed by the engine
+    num_slots_used: int = 0  # the slots that are in use now
+    num_tokens: int = 0  # the tokens that the engine has computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +40,22 @@ class OutlierPolicy:
     fail_share: float = 0.5
     min_failed: int = 5
     min_refused: int = 10
-    slow_factor: float = 5.0  # times the median of its peers
+    slow_factor: float = 5.0  # pulls are slow above this many times the median of the peers
     min_pulls: int = 5
-    least_slow_s: float = 0.05  # a quicker pull is never slow
+    least_slow_s: float = 0.05  # a shorter pull is never slow
     min_peers: int = 3
 
 
 @dataclass(slots=True)
 class _Course:
     incarnation: int
-    peers: str  # names the instances that it is compared with
+    peers: str  # instances with an equal value are compared with one another
     points: deque[tuple[float, Vitals]] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
 class OutlierDetector:
-    """`heard` takes each report; `signals` says what speaks against an instance now."""
+    """`heard` takes each report. `signals` returns the signals against an instance now."""
 
     policy: OutlierPolicy = field(default_factory=OutlierPolicy)
     _courses: dict[str, _Course] = field(default_factory=dict)
@@ -99,7 +100,10 @@ class OutlierDetector:
         )
 
     def _refusals(self, course: _Course) -> Signal | None:
-        """It refused legs for a whole window and nothing moved: its slots hold dead legs."""
+        """A signal if the instance refused legs for a whole window while no leg made progress.
+
+        Its slots then hold dead legs.
+        """
         (began, first), (at, last) = course.points[0], course.points[-1]
         num_refused = last.num_refused - first.num_refused
         is_moving = (
@@ -134,7 +138,7 @@ class OutlierDetector:
         return Signal("transfers", PULLS_SLOW, Level.PROCESS, detail=detail)
 
     def _pull_s(self, course: _Course) -> float | None:
-        """Mean time of a pull over the window; None if there were too few pulls."""
+        """The mean time of a pull over the window. None means that there were too few pulls."""
         (_, first), (_, last) = course.points[0], course.points[-1]
         num = last.num_pulls - first.num_pulls
         return (last.pull_s - first.pull_s) / num if num >= self.policy.min_pulls else None

@@ -1,3 +1,5 @@
-"""What operators see of the last hour: answers by scenario, KV flows, incidents, changes,
-and the story of a request. Everything is bounded and in memory; no decision uses it.
+"""The last hour as operators see it: answers by scenario, KV flows, incidents, events, and the
+story of a request.
+
+All of it is bounded and kept in memory. No decision uses it.
 """

@@ -1,4 +1,4 @@
-"""A request that has ended, as its gateway reported it."""
+"""A gateway's report of a request that has ended."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-_ID: Final = re.compile(r"[0-9a-f]{24}")  # within `req-...`, `chatcmpl-...`, `msg_...`
+_ID: Final = re.compile(r"[0-9a-f]{24}")  # the part of `req-...`, `chatcmpl-...`, `msg_...`
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoss:
-    """The request lost an instance `at_ms` after it arrived. No `instance_ids`: none is to blame.
+    """The request lost an instance `at_ms` milliseconds after it arrived.
 
-    `num_tokens`: of the answer so far; `choice`: its number in a call with several answers.
+    If no instance is to blame, `instance_ids` is empty. `num_tokens` counts the answer's tokens so
+    far. `choice` is the answer's number in a call with several answers.
     """
 
     at_ms: float
@@ -25,12 +26,12 @@ class InstanceLoss:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """Times are milliseconds since its arrival; 0: it did not reach that stage.
+    """Times are milliseconds since the request's arrival. 0 means that it did not reach that stage.
 
-    `decode_queue_ms` and `kv_transfer_ms` are durations: from token 1 until a decode accepted, and
-    of the transfer of KV.
+    Two fields are durations. `decode_queue_ms` is the time from token 1 until a decode accepted the
+    request. `kv_transfer_ms` is the time that the KV transfer took.
 
-    `is_by_client`: it failed because of its client's input.
+    `is_by_client` means that the request failed because of its client's input.
     """
 
     request_id: str
@@ -58,6 +59,6 @@ class EndedRequest:
 
 
 def key_of(request_id: str) -> str:
-    """What all ids of one request have in common, whether clients or operators see them."""
+    """The common part of all ids of one request, both those for clients and those for operators."""
     found = _ID.search(request_id)
     return found.group() if found else request_id

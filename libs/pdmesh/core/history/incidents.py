@@ -1,9 +1,10 @@
-"""Incidents: what went wrong with one incarnation of a process, and what was done about it.
+"""Records incidents: what went wrong with one incarnation of a process, and what was done about it.
 
-An incident opens when the health-monitor suspects the process or finds a fault. What the master
-and the gateways do then becomes its steps: the process leaves its group, another instance takes its
-place, requests continue elsewhere. It ends when the process is well again or has left in order,
-when a new process has its name, or when the place of a dead process is filled.
+An incident opens when the health-monitor suspects the process or finds a fault. Later actions of
+the master and the gateways become steps of the incident: the process leaves its group, another
+instance takes its place, requests continue elsewhere. An incident ends in one of four ways. The
+process is well again, or it has left in order, or a new process has its name, or another instance
+serves in the place of a dead process.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Final
 from pdmesh.core.history.ended_request import EndedRequest
 
 MAX_INCIDENTS: Final = 100
-MAX_STEPS: Final = 40  # of an incident
-_MAX_WAITING: Final = 1024  # lost instances with requests that no incident counts yet
+MAX_STEPS: Final = 40  # of one incident
+# How many lost instances are remembered whose requests no incident counts yet.
+_MAX_WAITING: Final = 1024
 _MAX_EARLY: Final = 256  # steps of the master that no incident shows yet
-_TOGETHER_S: Final = 60.0  # the longest time between an incident and a request that counts for it
+# An incident counts events up to this time before its beginning or after its end.
+_TOGETHER_S: Final = 60.0
 _CAUSES: Final = {
     "lease_expired": "its lease ended",
     "heartbeat_missed": "no heartbeat",
@@ -39,7 +42,7 @@ _ACTIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class HealthTurned:
-    """The health-monitor's judgement changed. `health`: healthy, suspect, dead."""
+    """The health-monitor's judgement changed. `health` is healthy, suspect or dead."""
 
     instance_id: str
     incarnation: int
@@ -49,7 +52,7 @@ class HealthTurned:
 
 @dataclass(frozen=True, slots=True)
 class FaultTurned:
-    """The health-monitor found, or no longer finds (level 0), a fault."""
+    """The health-monitor found a fault. With level 0, it no longer finds one."""
 
     instance_id: str
     incarnation: int
@@ -61,7 +64,9 @@ class FaultTurned:
 
 @dataclass(frozen=True, slots=True)
 class MemberStepped:
-    """The master made a step with a member of a group. `replaces`: whose place it takes."""
+    """The master took a step with a member of a group. `replaces` is the instance whose place it
+    takes.
+    """
 
     instance_id: str
     incarnation: int
@@ -84,7 +89,7 @@ IncidentEvent = HealthTurned | FaultTurned | MemberStepped | Ordered | EndedRequ
 
 @dataclass(slots=True)
 class Trouble:
-    """Times are seconds since 1970; `ended_at` 0: it is open."""
+    """An incident. Times are seconds since 1970. While the incident is open, `ended_at` is 0."""
 
     instance_id: str
     incarnation: int
@@ -93,7 +98,7 @@ class Trouble:
     ended_at: float = 0.0
     steps: list[tuple[float, str]] = field(default_factory=list)
     num_moved: int = 0  # requests that continued elsewhere
-    num_failed: int = 0  # requests that lost it, and failed
+    num_failed: int = 0  # requests that failed after they lost the instance
     is_dead: bool = False
     successor: str = ""
 
@@ -106,25 +111,26 @@ class Trouble:
         self.ended_at = at
 
     def is_near(self, at: float) -> bool:
-        """Whether an event at `at` may still belong to it."""
+        """Whether an event at time `at` may still belong to the incident."""
         return not self.ended_at or at - self.ended_at < _TOGETHER_S
 
 
 @dataclass(slots=True)
 class IncidentBook:
-    """The only way to change state is `handle`. At the bound, the oldest incident is dropped."""
+    """All incidents. Only `handle` changes them. At the bound, the oldest incident is dropped."""
 
     _troubles: OrderedDict[tuple[str, int], Trouble] = field(default_factory=OrderedDict)
-    # Requests often notice a death before the health-monitor does: (when, moved, failed).
+    # Requests often notice a death before the health-monitor does. For each lost instance: the time
+    # of the last loss, and how many requests moved and failed.
     _lost: OrderedDict[str, tuple[float, int, int]] = field(default_factory=OrderedDict)
     # The master and the health-monitor publish independently, so a step may arrive before the
-    # verdict that opens its incident: (when, step).
+    # verdict that opens its incident. Such steps wait here, each with its time.
     _early: deque[tuple[float, MemberStepped]] = field(
         default_factory=lambda: deque(maxlen=_MAX_EARLY)
     )
 
     def handle(self, event: IncidentEvent, now: float) -> None:
-        """`now`: seconds since 1970."""
+        """`now` is in seconds since 1970."""
         match event:
             case HealthTurned():
                 self._on_health(event, now)
@@ -139,7 +145,7 @@ class IncidentBook:
                 self._on_request(event, now)
 
     def latest(self) -> list[Trouble]:
-        """The latest one last."""
+        """All incidents, the latest one last."""
         return list(self._troubles.values())
 
     def check_invariants(self) -> None:
@@ -231,7 +237,7 @@ class IncidentBook:
                 self._early.remove((at, event))
 
     def _count(self, trouble: Trouble) -> None:
-        """Add the requests that lost it and are not counted yet."""
+        """Add the requests that lost the instance and are not counted yet."""
         _, moved, failed = self._lost.pop(trouble.instance_id, (0.0, 0, 0))
         trouble.num_moved += moved
         trouble.num_failed += failed

@@ -1,4 +1,6 @@
-"""Sums up, from ended requests, which instances handed KV to which in the last minute."""
+"""Sums up, from ended requests, how much KV each prefill handed to each decode in the last
+minute.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from pdmesh.core.history.ended_request import EndedRequest
 
 WINDOW_S: Final = 60.0
 _SLOT_S: Final = 5.0
-_MAX_PAIRS: Final = 4096  # in one slot; further pairs are not counted
+_MAX_PAIRS: Final = 4096  # in one slot of time; further pairs are not counted
 
 
 @dataclass(slots=True)
 class Flow:
     num_requests: int = 0
-    num_tokens: int = 0  # of the prompts whose KV was transferred
-    transfer_ms: float = 0.0  # the sum over these requests
+    num_tokens: int = 0  # the tokens of the prompts whose KV was transferred
+    transfer_ms: float = 0.0  # the sum of the transfer times of these requests
 
     def add(self, other: Flow) -> None:
         self.num_requests += other.num_requests
@@ -25,12 +27,12 @@ class Flow:
         self.transfer_ms += other.transfer_ms
 
 
-Pair = tuple[str, str]  # a prefill, a decode
+Pair = tuple[str, str]  # the ids of a prefill and a decode
 
 
 @dataclass(slots=True)
 class KvFlows:
-    """`now` is in seconds of any one clock."""
+    """`now` is in seconds. Any clock may be used, but always the same one."""
 
     _slots: deque[tuple[int, dict[Pair, Flow]]] = field(
         default_factory=lambda: deque(maxlen=int(WINDOW_S / _SLOT_S) + 1)
@@ -49,7 +51,7 @@ class KvFlows:
             known.add(Flow(1, request.num_prompt_tokens, request.kv_transfer_ms))
 
     def flows(self, now: float) -> dict[Pair, Flow]:
-        """By pair, over the window."""
+        """The flow of each pair over the last minute."""
         first = int((now - WINDOW_S) // _SLOT_S)
         found: dict[Pair, Flow] = {}
         for number, flows in self._slots:

@@ -1,7 +1,7 @@
-"""The latest events: changes by operators, steps of groups, errors of instances.
+"""The latest events: changes by operators, steps of groups, upgrades, changes of leader, errors.
 
-An event that repeats within a minute is counted, not listed again, and each kind has its own bound.
-So a flood of errors does not push out the change that caused it.
+An event that repeats within a minute is counted, but not listed again. Each kind of event has its
+own bound. So a flood of errors does not push out the change that caused it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Final
 
 MAX_OF_A_KIND: Final = 100
 _AGAIN_WITHIN_S: Final = 60.0
-_LOOK_BACK: Final = 8  # so many latest entries of a kind may be counted again
+_LOOK_BACK: Final = 8  # a repeated event is searched among this many latest events of its kind
 KINDS: Final = ("change", "group", "upgrade", "leader", "error")
 
 
 @dataclass(slots=True)
 class ToldEvent:
-    """`at`: the last time, in seconds since 1970; `count`: how many times in a row."""
+    """`at` is when the event last occurred, in seconds since 1970. `count` is how often it
+    occurred.
+    """
 
     at: float
     kind: str
@@ -45,6 +47,6 @@ class RecentEvents:
         known.append(ToldEvent(at, kind, about, what))
 
     def latest(self) -> list[ToldEvent]:
-        """By time, the latest one last."""
+        """All events by time, the latest one last."""
         every = [event for known in self._kinds.values() for event in known]
         return sorted(every, key=lambda event: event.at)

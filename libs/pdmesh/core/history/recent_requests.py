@@ -10,13 +10,13 @@ from pdmesh.core.history.ended_request import EndedRequest, InstanceLoss, key_of
 from pdmesh.core.history.request_story import MAX_STEPS, Step, stages
 
 MAX_REQUESTS: Final = 10_000
-_MAX_IN_TROUBLE: Final = 1_000  # requests with errors
-_MAX_ERRORS: Final = 32  # of one request
+_MAX_IN_TROUBLE: Final = 1_000  # the most requests with errors
+_MAX_ERRORS: Final = 32  # the most errors of one request
 
 
 @dataclass(slots=True)
 class RecentRequests:
-    """At its bounds, the oldest entry is dropped. Times are seconds since 1970."""
+    """At each bound, the oldest entry is dropped. Times are seconds since 1970."""
 
     _ended: OrderedDict[str, tuple[float, EndedRequest]] = field(default_factory=OrderedDict)
     _errors: OrderedDict[str, list[Step]] = field(default_factory=OrderedDict)
@@ -42,7 +42,10 @@ class RecentRequests:
         return None if found is None else found[1]
 
     def story(self, request_id: str) -> list[Step]:
-        """The steps by time: only errors while the request runs; empty if it is unknown."""
+        """The steps of a request by time. The list is empty if the request is unknown.
+
+        While the request runs, the only steps are errors.
+        """
         key = key_of(request_id)
         steps = list(self._errors.get(key, ()))
         if found := self._ended.get(key):
@@ -52,7 +55,7 @@ class RecentRequests:
 
 
 def _report(request: EndedRequest) -> dict[str, Any]:
-    """Any: the fields of a line of the gateway's log."""
+    """The request with the fields of a line of the gateway's log."""
     return asdict(request) | {"losses": [_loss(loss) for loss in request.losses]}
 
 

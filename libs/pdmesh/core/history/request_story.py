@@ -1,5 +1,7 @@
-"""What happened to one request, as steps with times, from the report that its gateway made at its
-end. A report is a line of the gateway's log, or an event with the same fields.
+"""Tells what happened to one request, as steps with times.
+
+The steps come from the report that the gateway makes when the request ends. A report is a line of
+the gateway's log, or an event with the same fields.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ MAX_STEPS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`at`: seconds since 1970. `process`: the process that reported it."""
+    """`at` is in seconds since 1970. `process` is the process that reported the step."""
 
     at: float
     process: str
@@ -23,7 +25,7 @@ class Step:
 def stages(report: Mapping[str, Any], process: str, ended_at: float) -> Iterator[Step]:
     """The steps of a request that ended at `ended_at`, in seconds since 1970.
 
-    Any: a log line may have any values.
+    A field of the report may have a value of any type, because log files may be edited.
     """
     began = ended_at - _ms(report, "e2e_ms") / 1000
 
@@ -44,7 +46,7 @@ def stages(report: Mapping[str, Any], process: str, ended_at: float) -> Iterator
         yield step(ttft_ms, f"first token; {cached} tokens of the prompt came from a cache")
     if ttft_ms and (kv_ms := _ms(report, "kv_transfer_ms")):
         waited_ms = _ms(report, "decode_queue_ms")
-        # Only the last decode is named, and these are the times of the first.
+        # The report names only the last decode, but these are the times of the first one.
         decode = "a decode" if report.get("losses") else report.get("decode_id", "a decode")
         what = f"{decode} has the KV; it waited {waited_ms:.1f} ms, the KV took {kv_ms:.1f} ms"
         yield step(ttft_ms + waited_ms, what)

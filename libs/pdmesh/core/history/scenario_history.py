@@ -1,8 +1,9 @@
 """What each scenario answered in the last hour, in steps of 15 s.
 
-Goodput counts the requests that were answered completely. A request that finds no prefill within
-its scenario's TTFT_S fails, and does not count. TTFT is counted in bins, each 10 % wider than the
-one before, so a quantile is at most 5 % off.
+A scenario is a kind of requests with its own goals. Goodput counts the requests that were answered
+completely. A request that finds no prefill within its scenario's TTFT_S fails, and does not count.
+The times to first token (TTFT) are counted in bins, each 10 % wider than the one before. So a
+quantile is at most 5 % off.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class HistoryStep:
             self.num_failed += 1
 
     def ttft_ms(self, share: float) -> float:
-        """The TTFT that this share of the answered requests did not exceed; 0: there were none."""
+        """The TTFT that this share of the answered requests did not exceed. 0 means that there were
+        none.
+        """
         left = math.ceil(share * self._ttfts.total())
         for number, count in sorted(self._ttfts.items()):
             left -= count
@@ -51,16 +54,19 @@ class HistoryStep:
 
 @dataclass(slots=True)
 class AnswerHistory:
-    """`now` is in seconds of any one clock. At the bound, the scenario that was silent longest is
-    dropped.
+    """The steps of each scenario.
+
+    `now` is in seconds of any one clock. At the bound, the scenario without requests for the
+    longest time is dropped.
     """
 
     _steps: OrderedDict[str, deque[tuple[int, HistoryStep]]] = field(default_factory=OrderedDict)
 
     def handle(self, request: EndedRequest, now: float, *, is_served: bool = True) -> None:
-        """`is_served` False: no instance serves the scenario.
+        """Add a request to its scenario's present step.
 
-        Such a name counts only if it was answered before, because clients may invent names.
+        `is_served` is false if no instance serves the scenario. Such a request counts only if the
+        scenario has a history, because clients may invent names.
         """
         if request.scenario not in self._steps and not is_served:
             return
@@ -74,7 +80,9 @@ class AnswerHistory:
         steps[-1][1].add(request)
 
     def steps(self, now: float) -> dict[str, list[HistoryStep]]:
-        """By scenario: the last whole steps, the latest one last. The running step is left out."""
+        """The last complete steps of each scenario, the latest one last. The present step is left
+        out.
+        """
         current = int(now // STEP_S)
         found = {}
         for scenario, steps in sorted(self._steps.items()):

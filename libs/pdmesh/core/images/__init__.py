@@ -1,1 +1,3 @@
-"""Images in prompts: how large they may be, where they come from, which tokens stand for them."""
+"""Images in prompts: how large they may be, where they come from, and which tokens stand
+for them.
+"""

@@ -1,8 +1,9 @@
-"""The encoders from which a prefill fetches no embeddings for a while (S130, F34).
+"""Decides from which encoders a prefill fetches no embeddings for a while (S130, F34).
 
-A path may be cut between an encoder and a prefill while both are well. Then each prompt with images
-would wait for its fetch, until the prefill encodes them itself. Only another fetch shows that the
-path is back, so after a while one prompt tries it.
+An encoder instance makes the embeddings of images, and a prefill fetches them. The network path
+between the two may be cut while both are well. Then each prompt with images would wait for its
+fetch until the prefill encodes the images itself. Only another fetch can show that the path works
+again. So after a while, one prompt tries the path.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Final
 from pdmesh.core.kv.transfer.ticket import PullFailure, Refusal
 from pdmesh.core.model import PeerId
 
-LIMIT: Final = 3  # failures in a row
+LIMIT: Final = 3  # after this many failures in a row, an encoder is avoided
 AVOIDED_S: Final = 30.0
 MAX_SOURCES: Final = 256
 
-# These say nothing about the path: one of its ends is overloaded, or about to stop.
+# These failures do not count: one end of the path is overloaded or about to stop, and the path may
+# be well.
 _SAYS_NOTHING: Final = frozenset(
     {PullFailure.BUSY, PullFailure.CLOSING, f"KV_REFUSED_{Refusal.TOO_MANY_PULLS.name}"}
 )
@@ -26,15 +28,16 @@ _SAYS_NOTHING: Final = frozenset(
 
 @dataclass(slots=True)
 class _Failures:
-    num: int = 0  # in a row
-    avoided_until: float = 0.0  # set by each failure from the limit on
+    num: int = 0  # failures in a row
+    avoided_until: float = 0.0  # set once `num` has reached LIMIT
 
 
 @dataclass(slots=True)
 class AvoidedEncoders:
-    """One prefill's record of the encoders from which it failed to fetch, by incarnation.
+    """One prefill's failed fetches, by encoder and incarnation.
 
-    At most MAX_SOURCES are remembered: the one that failed longest ago is forgotten first.
+    At most MAX_SOURCES encoders are remembered. If there are more, the one that failed longest ago
+    is forgotten.
     """
 
     _failures: OrderedDict[PeerId, _Failures] = field(default_factory=OrderedDict)
@@ -43,10 +46,10 @@ class AvoidedEncoders:
         return len(self._failures)
 
     def may_fetch(self, source: PeerId, now: float) -> bool:
-        """Whether a prompt fetches from it now.
+        """Whether a prompt may fetch from the encoder now.
 
-        After AVOIDED_S one prompt tries the source again, and the others still may not. If that
-        fetch has no outcome, another prompt tries after AVOIDED_S.
+        After AVOIDED_S, one prompt may try an avoided encoder, and the others still may not. If the
+        outcome of this fetch is not reported, another prompt may try after AVOIDED_S.
         """
         found = self._failures.get(source)
         if found is None or found.num < LIMIT:
@@ -57,7 +60,7 @@ class AvoidedEncoders:
         return True
 
     def avoided(self, now: float) -> list[PeerId]:
-        """The sources from which no prompt may fetch now."""
+        """The encoders from which no prompt may fetch now."""
         return [
             source
             for source, found in self._failures.items()
@@ -65,11 +68,14 @@ class AvoidedEncoders:
         ]
 
     def fetched(self, source: PeerId) -> None:
-        """The source answered, though it may have lacked what was asked for."""
+        """The encoder answered. It counts as an answer even if some embeddings were missing."""
         self._failures.pop(source, None)
 
     def failed(self, source: PeerId, reason: str, now: float) -> bool:
-        """`reason`: of a `KvTransferFailed`. True if this failure reaches the limit."""
+        """A fetch failed. Return True if this failure reaches the limit.
+
+        `reason` is the reason of a `KvTransferFailed`.
+        """
         if reason in _SAYS_NOTHING:
             return False
         found = self._failures.setdefault(source, _Failures())

@@ -1,6 +1,7 @@
-"""Which embeddings an encoder holds, within a bound of bytes, and which it evicts for others.
+"""Decides which image embeddings an encoder keeps within a bound of bytes, and which it evicts.
 
-The embedding that was used least recently leaves first. One that is being read never leaves.
+The least recently used embedding is evicted first. An embedding that is being read is never
+evicted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ class _Entry:
 
 @dataclass(slots=True)
 class EmbeddingLru:
-    """Names and sizes only; the holder of the bytes acts on what is returned."""
+    """Names and sizes of embeddings. The caller keeps the bytes, and drops those of evicted
+    names.
+    """
 
     max_bytes: int
     num_bytes: int = 0
@@ -31,9 +34,10 @@ class EmbeddingLru:
         return len(self._held)
 
     def add(self, name: bytes, num_bytes: int) -> Sequence[bytes] | None:
-        """Hold one more, and return the names that leave for it.
+        """Add an embedding, and return the names that are evicted for it.
 
-        Returns None and changes nothing if there is no room even when all that may leave have left.
+        If there is too little room even after all possible evictions, return None and change
+        nothing.
         """
         if name in self._held:
             self._held.move_to_end(name)
@@ -55,7 +59,10 @@ class EmbeddingLru:
         return leaving
 
     def pin(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        """Keep, until `unpin`, the longest beginning of `names` that is held, and return it."""
+        """Return the longest beginning of `names` whose embeddings are all held.
+
+        These embeddings are kept until `unpin`.
+        """
         found: list[bytes] = []
         for name in names:
             if (entry := self._held.get(name)) is None:

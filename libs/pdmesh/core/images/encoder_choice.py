@@ -1,8 +1,8 @@
-"""Which encoder makes the embeddings of a prompt's images.
+"""Decides which encoder instance makes the embeddings of a prompt's images.
 
-Every gateway sends an image to the same encoder, as long as that encoder takes requests. So the
-image is encoded once, and prompts about it find its embeddings there (S130). The first image of a
-prompt decides for all of its images, because a conversation keeps its earlier images.
+All gateways send an image to the same encoder, as long as that encoder takes requests. So the image
+is encoded once, and later prompts find its embeddings there (S130). The first image of a prompt
+decides for all of the prompt's images, because a conversation keeps its earlier images.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pdmesh.core.model import PeerId
 
 
 def choose_encoder(encoders: Iterable[PeerId], digest: bytes) -> PeerId | None:
-    """The encoder with the highest weight for this image (rendezvous hashing); None without any.
+    """The encoder with the highest weight for this image (rendezvous hashing). None if there is
+    none.
 
-    If an encoder leaves or comes, only its own images change their encoder.
+    When an encoder joins or leaves, only the images of that encoder change their place.
     """
     return max(encoders, key=lambda encoder: _weight(encoder, digest), default=None)
 

@@ -1,9 +1,9 @@
-"""What an image file says of itself in its first bytes: its format and its size in pixels.
+"""Reads the format and the size in pixels from the first bytes of an image file.
 
-Nothing is decoded. So an image that would fill the memory when it is decoded is refused while it is
-a few kilobytes. A PNG or JPEG file that states its size twice is refused, because a decoder may
-take the other size. A JPEG file may also state an orientation: cameras write it, and decoders
-rotate the pixels accordingly.
+Nothing is decoded. So a file of a few kilobytes that would fill the memory when decoded is refused
+early. A PNG or JPEG file that states its size twice is refused, because a decoder may use the other
+size. A JPEG file may also state an orientation. Cameras write it, and decoders rotate the pixels
+accordingly.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
-_MAX_SEGMENTS: Final = 4096  # before the pixels
-# JPEG's markers of a frame, which hold the size. C4, C8 and CC mean something else.
+_MAX_SEGMENTS: Final = 4096  # the most parts of a file before its pixels
+# The JPEG markers of a frame, which states the size. C4, C8 and CC are no frames.
 _FRAMES: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 _EXIF: Final = b"Exif\0\0"
 _ORIENTATION: Final = 0x0112
 _ON_ITS_SIDE: Final = range(5, 9)  # orientations that exchange width and height
-_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})  # JPEG's markers without a segment
+_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})  # the JPEG markers without a segment
 
 
 class NotAnImage(Exception):
-    """The message says what is wrong; it never quotes the bytes."""
+    """The message says what is wrong with the file. It never quotes bytes of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,13 @@ class ImageHeader:
     format: str  # as in a media type: png, jpeg, webp or gif
     width: int
     height: int
-    is_on_its_side: bool = False  # it is shown with its width and height exchanged
+    is_on_its_side: bool = False  # the image is shown with its width and height exchanged
 
     @property
     def shown_size(self) -> tuple[int, int]:
-        """Width and height of the image as it is shown, and as models get it."""
+        """The width and height of the image as it is shown. Models get the image in this
+        orientation.
+        """
         size = (self.width, self.height)
         return size[::-1] if self.is_on_its_side else size
 
@@ -64,7 +66,9 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def _png(data: bytes) -> ImageHeader:
-    """Walk over the chunks to the pixels: decoders take the last size before these."""
+    """Walk over the chunks up to the pixels, because decoders use the last size before the
+    pixels.
+    """
     if data[12:16] != b"IHDR":
         raise NotAnImage("the PNG image does not begin with its header")
     at = len(_PNG)
@@ -79,14 +83,17 @@ def _png(data: bytes) -> ImageHeader:
 
 
 def _gif(data: bytes) -> ImageHeader:
-    """Walk over the extensions to the first frame: if it is larger, decoders enlarge the screen."""
+    """Walk over the extensions up to the first frame.
+
+    Decoders enlarge the image if the first frame is larger than the stated size.
+    """
     header = ImageHeader("gif", _little(data, 6, 2), _little(data, 8, 2))
     flags = _little(data, 10, 1)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     is_in_extension = False
     for _ in range(_MAX_SEGMENTS):
         kind = _little(data, at, 1)
-        if is_in_extension:  # `kind` is the length of a part of it; the last part is empty
+        if is_in_extension:  # `kind` is the length of a block; an empty block is the last one
             at += 1 + kind
             is_in_extension = kind != 0
         elif kind == 0x21:
@@ -103,7 +110,9 @@ def _gif(data: bytes) -> ImageHeader:
 
 
 def _jpeg(data: bytes) -> ImageHeader:
-    """Walk over the segments to the pixels: decoders take the last size before these."""
+    """Walk over the segments up to the pixels, because decoders use the last size before the
+    pixels.
+    """
     at, found, orientation = 2, None, 0
     for _ in range(_MAX_SEGMENTS):
         if _little(data, at, 1) != 0xFF:
@@ -132,7 +141,7 @@ def _jpeg(data: bytes) -> ImageHeader:
 
 
 def _orientation(exif: bytes) -> int:
-    """The orientation in the first directory of Exif tags; 1 (upright) if there is none."""
+    """The orientation in the first directory of Exif tags, or 1 (upright) if there is none."""
     number = {b"II*\0": _little, b"MM\0*": _big}.get(exif[:4])
     if number is None:
         return 1

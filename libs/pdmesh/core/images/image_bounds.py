@@ -7,18 +7,19 @@ from typing import Final
 
 from pdmesh.core.images.header import ImageHeader, NotAnImage, read_header
 
-# Models enlarge the shorter side of an image to a length of theirs, and the longer side with it.
-MAX_RATIO: Final = 200  # of the sides of an image
-MAX_PIXELS: Final = 128 << 20  # the highest `max_pixels`; Pillow itself refuses 179 million
+# A model enlarges an image until the shorter side has a certain length. So a long and thin image
+# becomes very large.
+MAX_RATIO: Final = 200  # the longer side may be this many times the shorter one
+MAX_PIXELS: Final = 128 << 20  # `max_pixels` may be at most this; Pillow refuses 179 million
 
 
 class ImageRefused(Exception):
-    """The message is for the client; it never quotes what the client sent."""
+    """The image is refused. The message is for the client, and never quotes the client's data."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """What is accepted. No host is allowed unless it is named."""
+    """Which images are accepted. Images are fetched only from `hosts`."""
 
     max_bytes: int = 8 << 20  # of one image
     max_pixels: int = 16 << 20  # of one image
@@ -39,7 +40,7 @@ def check_image(data: bytes, rules: ImageRules) -> ImageHeader:
 
 
 def misfit_of(header: ImageHeader, max_pixels: int) -> str:
-    """Why an image of this size is refused; empty if it is not."""
+    """Why an image of this size is refused. The result is empty if it is accepted."""
     size = f"{header.width} x {header.height}"
     if header.num_pixels > max_pixels:
         return f"the image has {size} pixels, and may have {max_pixels}"

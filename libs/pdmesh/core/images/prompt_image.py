@@ -1,8 +1,8 @@
 """An image in a prompt, and the tokens that stand for it.
 
-A chat template writes one placeholder for an image. In the prompt, tokens of the model replace it.
-Their number is fixed by the model, or depends on the image's size. So the length of a prompt is
-known before anything is computed.
+A chat template writes one placeholder token for each image. The gateway replaces the placeholder by
+the tokens that stand for the image in the model. The model fixes their number, or computes it from
+the image's size. So the length of a prompt is known before an engine computes anything.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from pdmesh.core.images.token_grid import GridRule
 from pdmesh.errors import InvalidRequest
 
 DIGEST_BYTES: Final = hashlib.sha256().digest_size
-MAX_EXPANSION: Final = 16_384  # tokens of one image
-MAX_IMAGES: Final = 64  # in a prompt, whatever a model says of itself
+MAX_EXPANSION: Final = 16_384  # the most tokens of one image
+MAX_IMAGES: Final = 64  # in a prompt, even if a model allows more
 
 
 class ImagePlace(NamedTuple):
-    """`num_rows`: how many rows the image's tokens form; 0: the model has no rows of tokens."""
+    """Where an image's tokens are in a prompt.
+
+    `num_rows` is the number of rows that the tokens form. It is 0 if the model does not arrange
+    them in rows.
+    """
 
     position: int
     num_tokens: int
@@ -31,10 +35,10 @@ class ImagePlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """How a model takes images. `placeholder`: the token that its template writes for an image.
+    """How a model takes images. `placeholder` is the token that its template writes for an image.
 
-    With a `grid`, an image takes the placeholder as often as its size asks for, and `expansion` is
-    empty. Without one, every image takes `expansion`.
+    If the model has a `grid`, the placeholder is repeated according to the image's size, and
+    `expansion` is empty. Otherwise the tokens `expansion` stand for every image.
     """
 
     placeholder: int
@@ -43,11 +47,13 @@ class ImageFacts:
     grid: GridRule | None = None
 
     def tokens_of(self, num_tokens: int) -> tuple[int, ...]:
-        """The token ids that stand for an image; `num_tokens`: the number that `place_of` gives."""
+        """The token ids that stand for an image. `num_tokens` is the number that `place_of` has
+        returned.
+        """
         return self.expansion if self.grid is None else (self.placeholder,) * num_tokens
 
     def place_of(self, width: int, height: int, position: int = 0) -> ImagePlace:
-        """The place of an image of this size, in pixels, that begins at `position`."""
+        """The place of an image in a prompt. `width` and `height` are in pixels."""
         if self.grid is None:
             return ImagePlace(position, len(self.expansion), 0)
         rows, columns = self.grid.grid_of(width, height)
@@ -56,10 +62,11 @@ class ImageFacts:
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """`num_tokens` tokens from `position` on stand for the image with this SHA-256.
+    """An image in a prompt: `num_tokens` tokens from `position` on stand for it.
 
-    Only instances that compute the prompt get the `data`. Every instance needs `num_rows`: the
-    positions of an answer's tokens depend on it. See `ImagePlace`.
+    `digest` is the SHA-256 of the image's data. Only instances that compute the prompt get the
+    `data`. Every instance needs `num_rows` (see `ImagePlace`), because the positions of the
+    answer's tokens depend on it.
     """
 
     position: int
@@ -70,7 +77,7 @@ class PromptImage:
 
     @property
     def end(self) -> int:
-        """The position after its last token."""
+        """The position after the image's last token."""
         return self.position + self.num_tokens
 
 
@@ -89,16 +96,16 @@ def check_placeholders(tokens: array[int], facts: ImageFacts, num_images: int) -
 
 
 def least_length(num_tokens: int, facts: ImageFacts, num_images: int) -> int:
-    """The least length of a prompt that has `num_tokens` before its placeholders are expanded."""
+    """The least length that a prompt of `num_tokens` has after its placeholders are expanded."""
     return num_tokens + num_images * max(0, len(facts.expansion) - 1)
 
 
 def expanded(
     tokens: array[int], facts: ImageFacts, sizes: Sequence[tuple[int, int]]
 ) -> tuple[array[int], list[ImagePlace]]:
-    """The prompt with its placeholders expanded, and where each image is in it.
+    """The prompt with its placeholders expanded, and the place of each image in it.
 
-    `sizes`: the width and height of each image, in pixels. Raises InvalidRequest as
+    `sizes` has the width and height of each image, in pixels. Raises InvalidRequest as
     `check_placeholders` does.
     """
     check_placeholders(tokens, facts, len(sizes))

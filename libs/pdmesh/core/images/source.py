@@ -1,8 +1,8 @@
-"""Where an image may come from: the request itself, or an allowed host.
+"""Decides where an image may come from: the request itself, or an allowed host.
 
-A fetch is a request that a client makes the gateway send. So only hosts that an operator named are
-asked, only at public addresses, and nothing that the host answers leads elsewhere.
-`image_bounds.py` says how large an image may be.
+A client can make the gateway fetch an image from an address. So the gateway fetches only from hosts
+that an operator has named, and only at public addresses. It follows no redirects. `image_bounds.py`
+decides how large an image may be.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from urllib.parse import urlsplit
 
 from pdmesh.core.images.image_bounds import ImageRefused, ImageRules, too_large
 
-MAX_URL_CHARS: Final = 2048  # of an address; the data of an image have a bound of their own
+MAX_URL_CHARS: Final = 2048  # of an address; a data: URI has another bound
 _PIECE_CHARS: Final = 65_536  # a multiple of 4; decoding takes some 0.2 ms
 _DATA_URI: Final = re.compile(r"(?i:data):([A-Za-z0-9.+-]{1,64}/[A-Za-z0-9.+-]{1,64})?;base64,")
 _PORTS: Final = {"http": 80, "https": 443}
 _HOST: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?")
-# What a request line may hold: no space, no control character, nothing beyond ASCII. The whole
-# address is checked, because the parser removes tabs, newlines and leading control characters.
+# The characters that a request line may have: no spaces, no control characters, only ASCII. The
+# unparsed address is checked, because the parser removes tabs, newlines and leading control
+# characters.
 _PRINTABLE: Final = re.compile(r"[!-~]*")
 
 
@@ -57,13 +58,14 @@ def data_of(url: str, rules: ImageRules) -> bytes:
 def decoded(text: str, rules: ImageRules) -> bytes:
     """The bytes of base64 text. Raises ImageRefused.
 
-    It is decoded in pieces, because no other thread runs while the library decodes one.
+    The text is decoded in pieces. While the library decodes a piece, no other thread runs.
     """
     if len(text) > 4 * (rules.max_bytes // 3 + 1):
         raise too_large(rules)
     found = bytearray()
     try:
-        if 0 <= text.find("=") < len(text) - 2:  # a piece cannot tell whether it is the last
+        # Padding is allowed only at the end of the whole text. The library sees only one piece.
+        if 0 <= text.find("=") < len(text) - 2:
             raise ValueError
         for at in range(0, len(text), _PIECE_CHARS):
             found += base64.b64decode(text[at : at + _PIECE_CHARS], validate=True)
@@ -73,9 +75,9 @@ def decoded(text: str, rules: ImageRules) -> bytes:
 
 
 def address_of(url: str, hosts: Collection[str]) -> ImageAddress:
-    """The address that may be asked for an image. Raises ImageRefused.
+    """The address to fetch an image from. Raises ImageRefused.
 
-    The URL is parsed once: the parts that are checked are those that are used.
+    The URL is parsed only once, so the parts that are checked are the parts that are used.
     """
     if len(url) > MAX_URL_CHARS or not _PRINTABLE.fullmatch(url):
         raise ImageRefused(
@@ -121,10 +123,11 @@ def is_public(ip: str) -> bool:
     return found.is_global and not found.is_multicast and found != _AZURE
 
 
-# The only part of IPv6 from which public addresses are given. Python calls others global, too.
+# All public IPv6 addresses are in this range. Python also calls some other addresses global.
 _GLOBAL_UNICAST: Final = ipaddress.ip_network("2000::/3")
-# DNS64 answers with IPv4 addresses below this prefix; the last 32 bits are checked. A prefix of a
-# network's own cannot be recognised: it is refused only if it is outside 2000::/3.
+# DNS64 embeds an IPv4 address in the last 32 bits after this prefix, and those bits are checked. A
+# network may use another prefix, which cannot be recognised. Its addresses are refused only if they
+# are outside 2000::/3.
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
-# From here Azure's host gives its virtual machines their settings. The address looks public.
+# Azure's hosts give settings to their virtual machines at this address. It looks public.
 _AZURE: Final = ipaddress.ip_address("168.63.129.16")

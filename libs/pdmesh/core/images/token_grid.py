@@ -1,8 +1,8 @@
-"""How many tokens an image takes in a model that reads it in rows, as Qwen2-VL does.
+"""Computes how many tokens an image takes in a model that reads images in rows, as Qwen2-VL does.
 
-The model resizes an image so that both sides are multiples of `factor`, and has a token for each
-square of that side. Its tokens have a position on each axis (M-RoPE). So two images with the same
-number of tokens, but in different rows, make different prompts.
+The model resizes an image so that both sides are multiples of `factor` pixels. Each square of
+`factor` by `factor` pixels becomes one token. A token has a position on each axis (M-RoPE). So two
+images with the same number of tokens make different prompts if their numbers of rows differ.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class GridRule:
     max_pixels: int
 
     def grid_of(self, width: int, height: int) -> tuple[int, int]:
-        """The rows and columns of tokens of an image of this size, as `smart_resize` finds them.
+        """The rows and columns of an image's tokens, computed as Qwen's `smart_resize` does.
 
-        An image that is thin and too large keeps at least one row and one column, so it may take
-        more tokens than `max_pixels` allows.
+        A large thin image keeps at least one row and one column. So it may take more tokens than
+        `max_pixels` allows.
         """
         side = self.factor
         rows, columns = round(height / side), round(width / side)

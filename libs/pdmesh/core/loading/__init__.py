@@ -1,1 +1,3 @@
-"""Loading a model's weights: which files in which order, and through which part of one buffer."""
+"""Loading of a model's weights: which files in which order, and through which part of one
+buffer.
+"""

@@ -1,7 +1,8 @@
-"""Decides which weight files of a model's folder are read, and in which order (S84).
+"""Decides which weight files in a model's folder are read, and in which order (S84).
 
-Files are ordered by name, with numbers compared by value, so a sharded model is read from its first
-file to its last. An index, if there is one, lists the model's tensors and the file of each.
+Files are ordered by name, and numbers in names are compared by value. So a sharded model is read
+from its first file to its last. If the folder has an index, it lists the model's tensors and the
+file of each tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _DIGITS: Final = re.compile(r"(\d+)")
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """By name, with numbers compared by value: `model-2` comes before `model-10`."""
+    """The names in order, with numbers compared by value: `model-2` comes before `model-10`."""
     return sorted(
         names,
         key=lambda name: [
@@ -29,7 +30,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def parse_index(text: bytes, file: str = INDEX) -> Mapping[str, str]:
-    """Tensor name -> file name. Raises WeightsUnreadable."""
+    """A map from tensor name to file name. Raises WeightsUnreadable."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -41,9 +42,9 @@ def parse_index(text: bytes, file: str = INDEX) -> Mapping[str, str]:
 
 
 def files_to_read(found: Iterable[str], index: Mapping[str, str] | None) -> list[str]:
-    """The files of the model, in order. Without an index, these are all found files.
+    """The model's files, in order. Without an index, these are all files that were found.
 
-    Raises WeightsUnreadable if a file of the index was not found.
+    Raises WeightsUnreadable if a file that the index names was not found.
     """
     there = set(found)
     if index is None:

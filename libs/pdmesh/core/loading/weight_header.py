@@ -1,8 +1,8 @@
-"""Reads the header of a safetensors file: which tensors it holds, and where.
+"""Reads the header of a safetensors file: which tensors the file has, and where.
 
 A file begins with the header's length (8 bytes, little-endian) and the header (JSON). The tensors'
-bytes follow without gaps, up to the file's end. Anything else is an error that names the file, so
-a truncated file is found before any of its weights is used.
+bytes follow without gaps, up to the file's end. Any other layout raises an error that names the
+file. So a truncated file is found before any of its weights is used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Final, TypeGuard
 from pdmesh.errors import EngineFailed
 
 LENGTH_BYTES: Final = 8
-MAX_HEADER_BYTES: Final = 100_000_000  # as the safetensors library has it
-# Bytes of an element. Formats of less than a byte are not read here.
+MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
+# The bytes of an element, by number format. Formats of less than a byte are not supported.
 ELEMENT_BYTES: Final[Mapping[str, int]] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
     "F8_E5M2FNUZ": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
@@ -27,7 +27,7 @@ _METADATA: Final = "__metadata__"
 
 
 class WeightsUnreadable(EngineFailed):
-    """A weight file is damaged, incomplete or cannot be read; the message names it."""
+    """A weight file is damaged, incomplete or cannot be read. The message names the file."""
 
     default_reason = "WEIGHTS_UNREADABLE"
 
@@ -41,7 +41,7 @@ class WeightsUnreadable(EngineFailed):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """`begin` and `end`: bytes from the start of its file."""
+    """`begin` and `end` are byte positions from the start of the file."""
 
     name: str
     dtype: str
@@ -56,7 +56,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightHeader:
-    """The tensors are in the order of their bytes."""
+    """The header of one file. `tensors` are in the order of their bytes."""
 
     file: str
     data_begin: int
@@ -65,7 +65,7 @@ class WeightHeader:
 
 
 def header_bytes(file: str, first: bytes, file_bytes: int) -> int:
-    """The header's length, from the file's first 8 bytes. Raises WeightsUnreadable."""
+    """The length of the header, from the file's first 8 bytes. Raises WeightsUnreadable."""
     if len(first) < LENGTH_BYTES or file_bytes < LENGTH_BYTES:
         raise WeightsUnreadable(file, f"is cut off: it has {file_bytes} bytes")
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
@@ -77,7 +77,7 @@ def header_bytes(file: str, first: bytes, file_bytes: int) -> int:
 
 
 def parse(file: str, text: bytes, file_bytes: int) -> WeightHeader:
-    """The header from its JSON. Raises WeightsUnreadable."""
+    """The header in the JSON `text`. Raises WeightsUnreadable."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

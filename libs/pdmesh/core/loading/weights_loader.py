@@ -1,8 +1,9 @@
-"""Decides which loader reads an engine's weights: vLLM's, or ours, which keeps file order (S84).
+"""Decides which loader reads an engine's weights: vLLM's, or the project's file-order loader (S84).
 
-vLLM's loader maps the files into memory in each rank. On a local disk, whose pages all ranks share,
-that takes the least time. On storage behind a network or FUSE, the reads of every rank cost time,
-and reads out of order cost more. There, one reader per node is faster.
+With vLLM's loader, each rank maps the files into memory. This is fastest on a local disk, because
+all ranks share its cached pages. On storage behind a network or FUSE, each rank's reads take time,
+and reads out of order take more. There the file-order loader is faster: one reader per node reads
+each file from start to end.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-# Types of file systems whose reads go through a network or another process, as /proc/mounts names
-# them. A name with a dot is one of FUSE's (fuse.sshfs).
+# Names in /proc/mounts of file systems that read through a network or another process. FUSE file
+# systems may also have names such as fuse.sshfs.
 REMOTE: Final = frozenset(
     {"fuse", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "virtiofs", "gpfs", "beegfs"}
 )
 
 
 class WeightsLoader(StrEnum):
-    """The setting. With AUTO, the kind of storage decides."""
+    """The loader that the setting names. With AUTO, the kind of storage decides."""
 
     AUTO = "auto"
     VLLM = "vllm"
@@ -33,7 +34,7 @@ class LoaderChoice:
 
 
 def choose(asked: WeightsLoader, filesystem: str) -> LoaderChoice:
-    """`filesystem`: the type of the file system that holds the weights; empty if unknown."""
+    """`filesystem` is the type of the file system with the weights. It is empty if unknown."""
     if asked is not WeightsLoader.AUTO:
         return LoaderChoice(asked is WeightsLoader.FILE_ORDER, "the setting")
     if filesystem in REMOTE or filesystem.startswith("fuse."):
@@ -42,9 +43,10 @@ def choose(asked: WeightsLoader, filesystem: str) -> LoaderChoice:
 
 
 def filesystem_of(path: str, mounts: str) -> str:
-    """The type of the file system of an absolute path, from the text of /proc/mounts.
+    """The type of the file system of an absolute path. `mounts` is the text of /proc/mounts.
 
-    Empty if none is found. Of several mounts at one place, the last one hides the others.
+    The result is empty if none is found. If several file systems are mounted at one place, the last
+    one hides the others.
     """
     found, longest = "", -1
     for line in mounts.splitlines():
@@ -58,7 +60,7 @@ def filesystem_of(path: str, mounts: str) -> str:
 
 
 def _unescaped(place: str) -> str:
-    """The kernel writes blanks and backslashes in octal."""
+    """Undo the octal escapes of the kernel for blanks and backslashes."""
     for code, sign in ((r"\040", " "), (r"\011", "\t"), (r"\012", "\n"), (r"\134", "\\")):
         place = place.replace(code, sign)
     return place

@@ -1,8 +1,8 @@
 """Decides into which parts of one buffer the bytes of all weight files are read (S86, S87).
 
-The bytes of a file are cut into windows of whole tensors. Windows are placed alternately at the
-buffer's start and at its end, and any two successive windows fit into the buffer. So one window is
-read while the ranks copy the weights of the window before. One buffer serves all files.
+The bytes of a file are cut into windows of whole tensors. Windows are placed by turns at the start
+and at the end of the buffer. The buffer has room for any two successive windows. So one window is
+read while the ranks copy the weights of the window before it. One buffer serves all files.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Final
 from pdmesh.core.loading.weight_header import StoredTensor, WeightHeader
 
 WINDOW_BYTES: Final = 64 << 20
-ALIGNMENT: Final = 64  # of a window in the buffer; no number format needs more
+ALIGNMENT: Final = 64  # of a window in the buffer, in bytes; no number format needs more
 
 
 @dataclass(frozen=True, slots=True)
 class WeightWindow:
-    """Bytes `begin` to `end` of a file, which are read to `place` in the buffer.
+    """Bytes `begin` to `end` of a file. They are read to position `place` in the buffer.
 
-    `tensors` are in the order in which they are handed out.
+    The ranks get `tensors` in this order.
     """
 
     file: str
@@ -43,7 +43,7 @@ class WindowPlan:
 
 
 def plan_windows(headers: Sequence[WeightHeader], window_bytes: int = WINDOW_BYTES) -> WindowPlan:
-    """Windows of at most `window_bytes`; a longer tensor has a window to itself."""
+    """Windows of at most `window_bytes`. A longer tensor has a window to itself."""
     runs = [(header.file, run) for header in headers for run in _runs(header, window_bytes)]
     sizes = [_aligned(run[-1].end - run[0].begin) for _, run in runs]
     buffer_bytes = max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
@@ -61,9 +61,9 @@ def plan_windows(headers: Sequence[WeightHeader], window_bytes: int = WINDOW_BYT
 
 
 def handing_order(tensors: Sequence[StoredTensor]) -> tuple[StoredTensor, ...]:
-    """The file's order, but the smallest tensor comes last.
+    """The tensors in the file's order, except that the smallest one comes last.
 
-    The last tensor must be copied (`WeightStream`), so it should be small.
+    `WeightStream` must copy the last tensor, so it should be small.
     """
     last = min(tensors, key=lambda tensor: tensor.num_bytes)
     return (*(tensor for tensor in tensors if tensor is not last), last)

@@ -1,1 +1,5 @@
-"""Changes of groups as plans of moves: what a move may do, which is next, what a schedule asks."""
+"""Changes of groups, planned as moves: what a move may do, which is next, what a schedule asks for.
+
+A group is a set of prefill and decode instances that serve one scenario together. A move changes
+one group or two.
+"""

@@ -1,10 +1,11 @@
 """Decides when a cron expression fires next in a time zone.
 
 The five fields are minute, hour, day of month, month and day of week. A field is `*`, numbers,
-ranges `a-b` and steps `/n`, joined by commas; Sunday is 0 or 7. As in cron, if both day fields are
-restricted, a day matches if one of them does. A local time that the clock skips in spring fires
-later, by as much as the clock jumped. A time that the clock repeats in autumn fires only once, the
-first time.
+ranges `a-b` and steps `/n`, joined by commas. Sunday is 0 or 7. As in cron, if both day fields are
+restricted, a day matches if one of them does.
+
+A local time that the clock skips in spring fires later, by as much as the clock jumped. A time that
+the clock repeats in autumn fires only the first time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _FIELDS: Final = (
     ("month", 1, 12),
     ("day of week", 0, 7),
 )
-# 29 February comes within eight years. On one weekday it may take 40 years: that counts as never.
+# The next 29 February is within eight years. The next one on a given weekday may be 40 years away,
+# which counts as never.
 _MAX_DAYS: Final = 366 * 8 + 2
 
 
@@ -38,7 +40,7 @@ class Cron:
 
     @classmethod
     def parse(cls, text: str) -> Cron:
-        """Raises ValueError, which names the field."""
+        """Raises ValueError, whose text names the field."""
         fields = text.split()
         if len(fields) != len(_FIELDS):
             raise ValueError(f"{text!r}: a schedule has five fields, not {len(fields)}")
@@ -60,9 +62,11 @@ class Cron:
         return cron
 
     def next_after(self, now: float, zone: tzinfo = UTC) -> float | None:
-        """Unix seconds of the first time after `now`; None if there is none within eight years."""
+        """The first time after `now`, in unix seconds. None means that there is none within eight
+        years.
+        """
         first = datetime.fromtimestamp(now, zone).date()
-        for offset in range(-1, _MAX_DAYS):  # a skipped time may fire on the day after its own
+        for offset in range(-1, _MAX_DAYS):  # yesterday's skipped time may fire today
             day = first + timedelta(days=offset)
             if self._is_day(day):
                 for at in self._times(day, zone):

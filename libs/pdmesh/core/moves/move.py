@@ -1,6 +1,7 @@
-"""A move of instances, and the groups after it; a plan is several moves.
+"""A move of instances, its effect on groups, and plans of several moves.
 
-Profiling, operators, the monitor and schedules all ask for changes with the same `MovePlan` (S27).
+A group is a set of prefill and decode instances that serve one scenario together. Profiling,
+operators, the monitor and schedules all ask for changes with the same `MovePlan` (S27).
 `move_refusal.py` decides whether a move must not be made.
 """
 
@@ -14,12 +15,12 @@ from typing import Final
 from pdmesh.core.model import Role
 
 TRAINING_POOL: Final = "training"
-# The pool of groups that are switched off: nothing borrows them, and their instances are free.
+# The pool of groups that are switched off. They are lent to no user, and their instances are free.
 OFF_POOL: Final = "off"
 
 
 class Trigger(enum.StrEnum):
-    """What asked for a plan."""
+    """The part of the system that asked for a plan."""
 
     PROFILE = "profile"
     OPERATOR = "operator"
@@ -28,16 +29,17 @@ class Trigger(enum.StrEnum):
 
 
 class MoveKind(enum.StrEnum):
-    """What a move does.
+    """The kind of a move.
 
-    Its `role` is the role that the instance gets (ADD, CHANGE_ROLE) or has (REMOVE, MOVE); None for
-    moves of whole groups.
+    For ADD and CHANGE_ROLE, the move's `role` is the role that the instance gets. For REMOVE and
+    MOVE, it is the role that the instance has. For LEND and RECLAIM, which move whole groups, it is
+    None.
     """
 
     ADD = "add"  # a blank instance joins the group
     REMOVE = "remove"  # an instance is drained and becomes blank
     CHANGE_ROLE = "change_role"  # an instance of the other role becomes `role`, in the same group
-    MOVE = "move"  # an instance leaves for `to_group` and keeps its role
+    MOVE = "move"  # an instance goes to `to_group` and keeps its role
     LEND = "lend"  # the whole group goes to the pool `to_group`
     RECLAIM = "reclaim"  # the whole group comes back from its pool
 
@@ -61,8 +63,8 @@ class Move:
 class MovePlan:
     """Moves to make one after the other.
 
-    `is_forced`: an operator overrules what `refusal` would say. `asked_at` is in unix seconds; only
-    plans of schedules have it.
+    `is_forced` means that an operator overrules the reasons of `refusal`. `asked_at` is in unix
+    seconds, and only plans of schedules have it.
     """
 
     scenario: str
@@ -75,10 +77,11 @@ class MovePlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """A group's instances, and the mean share of their slots and KV that is taken.
+    """A group's instances, and how busy they are.
 
-    Shares are 0..1; None: not known. `pool` names the pool that has borrowed the group; empty while
-    it serves.
+    A busy value is the mean share of slots and KV in use, 0..1, over the instances of one role.
+    None means that it is unknown. `pool` names the pool that has borrowed the group, and is empty
+    while the group serves.
     """
 
     group_id: str
@@ -89,15 +92,16 @@ class GroupShape:
     decode_busy: float | None = None
     pool: str = ""
     model: str = ""  # instances move only between groups of one model
-    region: str | None = None  # instances stay in it; None: the group may be in several
-    num_blank: int | None = None  # blank members that could join it; None: any blank instance
+    region: str | None = None  # None: the group may be in several regions
+    # How many blank instances could join the group. None: any blank instance could.
+    num_blank: int | None = None
     num_fusion: int = 0
     fusion_busy: float | None = None
-    allows_single: bool = False  # its scenario may depend on one instance of a role
+    allows_single: bool = False  # the scenario may depend on a single instance of a role
 
     @property
     def size(self) -> int:
-        """The number of instances that its ratio counts."""
+        """The number of prefills and decodes. Fusion instances are not counted."""
         return self.num_prefill + self.num_decode
 
     @property
@@ -123,7 +127,9 @@ class GroupShape:
                 return self.fusion_busy
 
     def changed(self, role: Role, by: int) -> GroupShape:
-        """The group with `by` more instances of a role, over which the same load spreads."""
+        """The group with `by` more instances of a role. The same load spreads over the new
+        number.
+        """
         before, after = self.num(role), self.num(role) + by
         busy = self.busy(role)
         spread = None if busy is None or after < 1 else busy * before / after
@@ -146,7 +152,9 @@ def serving(groups: Groups, scenario: str) -> list[GroupShape]:
 
 
 def serving_by_scenario(groups: Groups) -> dict[str, list[GroupShape]]:
-    """The serving groups of each scenario that has groups, even if all of them are lent."""
+    """The serving groups of each scenario. A scenario whose groups are all lent has an
+    empty list.
+    """
     found: dict[str, list[GroupShape]] = {}
     for _, group in sorted(groups.items()):
         own = found.setdefault(group.scenario, [])
@@ -156,7 +164,7 @@ def serving_by_scenario(groups: Groups) -> dict[str, list[GroupShape]]:
 
 
 def applied(groups: Groups, move: Move) -> dict[str, GroupShape]:
-    """The groups after a move."""
+    """The groups as they are after the move."""
     after = dict(groups)
     group = after[move.group_id]
     if move.role is None:
@@ -169,7 +177,7 @@ def applied(groups: Groups, move: Move) -> dict[str, GroupShape]:
 
 
 def count_changes(move: Move) -> list[tuple[str, Role, int]]:
-    """(group, role, change of count) for each group that a move of one instance changes."""
+    """The changes of counts that a move of one instance causes, as (group, role, change)."""
     assert move.role is not None
     match move.kind:
         case MoveKind.ADD:

@@ -1,8 +1,8 @@
-"""Decides when a planned move has been made, has failed, or only waits for instances (S21, S28).
+"""Decides whether a planned move is done, has failed, or waits for instances (S21, S28).
 
-A move changes one or two groups. It is made when each of them serves with the counts that it should
-have. The group controller works on its own copy of the desired state. Its report about a group
-counts only once that copy has the new counts.
+A move changes one or two groups. It is done when each of these groups serves with its new counts of
+instances. The group controller, which changes the groups, works on its own copy of the desired
+state. So its report about a group counts only after that copy has the new counts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Counts = tuple[int, int]  # prefills, decodes
 class TouchedGroup:
     """A group that the move changes.
 
-    `shall_be`: its counts once the move is made; None if it is to leave. `wanted`: counts that the
-    group controller works towards; None if it knows no such group. `is_reported`: the controller
-    has looked at the group, and the fields after it are what it said.
+    `shall_be` has the group's counts after the move, or None if the group is removed. `wanted` has
+    the counts that the group controller works towards, or None if the controller knows no such
+    group. `is_reported` means that the controller has reported on the group. The fields after it
+    hold that report.
     """
 
     shall_be: Counts | None
@@ -30,7 +31,7 @@ class TouchedGroup:
     is_serving: bool = False
     is_failed: bool = False
     detail: str = ""
-    lacks: str = ""  # instances that it waits for; empty: none
+    lacks: str = ""  # the instances that the group waits for, as text; empty: none
 
     @property
     def is_gone(self) -> bool:
@@ -38,12 +39,16 @@ class TouchedGroup:
 
     @property
     def is_current(self) -> bool:
-        """Whether the controller's report is about the counts that the group should have."""
+        """Whether the controller's report is about the group's new counts."""
         return self.is_reported and self.shall_be is not None and self.shall_be == self.wanted
 
 
 def progress_of(scenario: str, touched: Sequence[TouchedGroup]) -> MoveEnded | MoveSeen:
-    """`touched`: first the group that gives or changes, then the one that gets, if there is one."""
+    """Whether the move has ended, or is still under way.
+
+    `touched` has the group that gives or changes an instance, followed by the group that gets one,
+    if there is one.
+    """
     failed = [group for group in touched if group.is_current and group.is_failed]
     if failed:
         return MoveEnded(scenario, is_done=False, detail=failed[0].detail)

@@ -1,10 +1,12 @@
-"""Decides whether a move of instances must not be made, and how busy it may leave the others (S28).
+"""Decides whether a move of instances must be refused, to protect the remaining instances (S28).
 
-A plan leaves at least one instance of each role in a group, and at least two in a scenario (S31),
-or one if the scenario allows a single one. It takes an instance away only if the others can carry
-its load: each of N - 1 survivors carries N/(N - 1) of what it carries now. If that load is unknown,
-the move is refused. Fusion instances count for both roles. A group of only fusion instances has no
-ratio and is lent as a whole.
+A plan leaves at least one instance of each role in a group, and at least two in a scenario (S31).
+One in a scenario is enough if the scenario allows it. A plan takes an instance away only if the
+remaining ones can carry its load. Each of the N - 1 survivors will carry N/(N - 1) of its present
+load. If the present load is unknown, the move is refused.
+
+Fusion instances count for both roles. A group of only fusion instances has no ratio of prefills to
+decodes, and is lent as a whole.
 """
 
 from __future__ import annotations
@@ -15,23 +17,23 @@ from typing import Final
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import Groups, GroupShape, Move, MoveKind, count_changes, serving
 
-MAX_BUSY: Final = 0.85  # the share of its capacity that a survivor may carry
+MAX_BUSY: Final = 0.85  # a survivor may use this share of its capacity
 MIN_PER_GROUP: Final = 1
 MIN_PER_SCENARIO: Final = 2
 
 
 def least_in_scenario(group: GroupShape) -> int:
-    """Instances of each role that the group's scenario must keep."""
+    """How many instances of each role the group's scenario must keep."""
     return MIN_PER_GROUP if group.allows_single else MIN_PER_SCENARIO
 
 
 def refusal(
     move: Move, groups: Groups, max_busy: float, *, is_forced: bool = False, num_blank: int = 0
 ) -> str | None:
-    """Why the move must not be made now; None if it may.
+    """Why the move must not be made now. None means that it may be made.
 
-    `is_forced` lifts all reasons, unless the move is impossible, or would leave a group without a
-    role or a scenario without a group.
+    `is_forced` overrules most reasons. A move is still refused if it is impossible, or if it would
+    leave a group without a role or a scenario without a group.
     """
     group = groups.get(move.group_id)
     if group is None:
@@ -83,7 +85,6 @@ def _survivors_refusal(
 def _group_refusal(
     move: Move, group: GroupShape, groups: Groups, max_busy: float, *, is_forced: bool
 ) -> str | None:
-    """If a group is lent, the scenario's other groups must carry the traffic."""
     if move.kind is MoveKind.RECLAIM:
         return None if group.pool else f"group {group.group_id} is not lent"
     if group.pool:

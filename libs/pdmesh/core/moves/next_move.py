@@ -1,8 +1,9 @@
 """Decides which planned move is made next: one at a time per scenario (S21, S28).
 
-So plans of profiling, operators, the monitor and schedules never overlap. A move is checked against
-the groups as they are when its turn comes, not as they were when it was planned. A plan ends at its
-first move that is refused or fails. What it did so far stays, and its end is reported.
+Profiling, operators, the monitor and schedules ask for plans, each a list of moves of instances
+between groups. One move at a time means that plans never overlap. A move is checked when its turn
+comes, against the groups as they are then. A plan ends at its first move that is refused or fails.
+Its earlier moves stay in effect, and its end is reported.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pdmesh.core.moves.move import Groups, Move, MoveKind, MovePlan, applied
 from pdmesh.core.moves.move_refusal import MAX_BUSY, refusal
 
 MAX_PLANS: Final = 16  # waiting plans per scenario
-# A new leader finishes an earlier leader's plan only if it is younger than this. Groups lent later
-# would soon be needed again.
+# A new leader continues an earlier leader's plan only if the plan is younger than this. An older
+# plan might, for example, lend groups shortly before they are needed again.
 RESUME_WITHIN_S: Final = 3600.0
 
 
@@ -36,14 +37,19 @@ class PlanAsked:
 
 @dataclass(frozen=True, slots=True)
 class PendingPlan:
-    """What is left of a plan. `is_moving`: its first move is under way."""
+    """The moves of a plan that are not made yet. `is_moving` means that the first one is
+    under way.
+    """
 
     plan: MovePlan
     is_moving: bool
 
 
 def resumable(left: PendingPlan, age_s: float) -> MovePlan:
-    """What of an earlier leader's plan is still made; if it is old, only the move under way."""
+    """The part of an earlier leader's plan that is still made.
+
+    If the plan is old, this is only the move that is under way.
+    """
     if age_s <= RESUME_WITHIN_S:
         return left.plan
     return replace(left.plan, moves=left.plan.moves[: left.is_moving])
@@ -51,9 +57,10 @@ def resumable(left: PendingPlan, age_s: float) -> MovePlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanResumed:
-    """An earlier leader left this plan; `groups` are as they are now.
+    """An earlier leader left this plan. `groups` has the present groups.
 
-    `age_s`: since the plan was asked for. If that is too long, only a move under way is finished.
+    `age_s` is the time since the plan was asked for. If the plan is too old, only a move under way
+    is finished.
     """
 
     left: PendingPlan
@@ -63,7 +70,7 @@ class PlanResumed:
 
 @dataclass(frozen=True, slots=True)
 class MoveNotBegun:
-    """The start of the move could not be written: its turn comes again."""
+    """The start of the move could not be written, so the move must be started again."""
 
     scenario: str
 
@@ -81,7 +88,8 @@ class MoveEnded:
 class MoveSeen:
     """The move is still under way.
 
-    `lacks`: the missing instances that its groups wait for; empty: none is missing.
+    `lacks` has the missing instances that the move waits for, as text. It is empty if none is
+    missing.
     """
 
     scenario: str
@@ -90,9 +98,10 @@ class MoveSeen:
 
 @dataclass(frozen=True, slots=True)
 class GroupsSeen:
-    """All groups that serve or are lent now; `num_blank` instances could be given a role.
+    """All groups that serve or are lent now. `num_blank` instances could be given a role.
 
-    In `held` scenarios no move is begun: an upgrade has taken one of their groups out already.
+    No move begins in the scenarios `held`, because an upgrade has already taken one of their groups
+    out of service.
     """
 
     groups: Groups
@@ -108,7 +117,7 @@ class StartMove:
 
 @dataclass(frozen=True, slots=True)
 class MoveMade:
-    """The move was made, `took_s` after it was begun."""
+    """The move is done, `took_s` seconds after it began."""
 
     plan: MovePlan
     move: Move
@@ -117,7 +126,7 @@ class MoveMade:
 
 @dataclass(frozen=True, slots=True)
 class PlanEnded:
-    """`num_moves` of its moves were made."""
+    """The plan has ended. `num_moves` of its moves were made."""
 
     plan: MovePlan
     outcome: MoveOutcome
@@ -133,17 +142,18 @@ Effect = StartMove | MoveMade | PlanEnded
 class _Running:
     plan: MovePlan
     num_done: int = 0
-    started_at: float | None = None  # of the move under way
-    gathers_since: float | None = None  # since when that move waits for instances
-    touched: frozenset[str] = frozenset()  # scenarios that it changes
+    started_at: float | None = None  # when the move under way began; None: none is under way
+    gathers_since: float | None = None  # since when this move has waited for instances
+    touched: frozenset[str] = frozenset()  # the scenarios that this move changes
 
 
 @dataclass(slots=True)
 class PlanRunner:
-    """`move_timeout_s` ends a move if the message about its end was lost.
+    """The running plan and the waiting plans of each scenario.
 
-    The group controller ends every move itself long before that, except a move that waits for
-    instances. Such a move ends after `gather_s`, and its groups get the instances that come later.
+    A move that waits for instances ends after `gather_s`. Instances that come later still join its
+    groups. The group controller ends all other moves itself. `move_timeout_s` ends a move if the
+    controller's message about its end was lost.
     """
 
     max_busy: float = MAX_BUSY
@@ -158,12 +168,12 @@ class PlanRunner:
 
     @property
     def gathering(self) -> frozenset[str]:
-        """Scenarios whose move waits for instances and touches no serving instance meanwhile."""
+        """The scenarios whose move waits for instances. Such a move touches no serving instance."""
         return frozenset(s for s, r in self._running.items() if r.gathers_since is not None)
 
     @property
     def moving(self) -> Mapping[str, Move]:
-        """The move under way, by scenario."""
+        """The move under way in each scenario that has one."""
         return {
             scenario: running.plan.moves[running.num_done]
             for scenario, running in sorted(self._running.items())
@@ -171,7 +181,9 @@ class PlanRunner:
         }
 
     def outstanding(self) -> list[PendingPlan]:
-        """The plans for the next leader: by scenario the one under way, then those that wait."""
+        """The plans for the next leader. In each scenario, the plan under way comes before those
+        that wait.
+        """
         left: list[PendingPlan] = []
         for scenario in sorted(self._running.keys() | self._waiting.keys()):
             if (running := self._running.get(scenario)) is not None:
@@ -181,7 +193,7 @@ class PlanRunner:
         return left
 
     def expected(self, groups: Groups) -> Groups:
-        """The groups once all plans are carried out: what a new plan should start from."""
+        """The groups as they will be after all plans. A new plan should start from these."""
         plans = [r.plan.moves[r.num_done :] for _, r in sorted(self._running.items())]
         plans += [plan.moves for _, waiting in sorted(self._waiting.items()) for plan in waiting]
         for move in (move for moves in plans for move in moves):
@@ -289,7 +301,7 @@ class PlanRunner:
         if touched & seen.held:
             return []
         if any(touched & r.touched for r in self._running.values() if r.started_at is not None):
-            return []  # its turn comes when the other scenario's move has ended
+            return []  # this move waits until the other scenario's move has ended
         why_not = refusal(
             move, seen.groups, self.max_busy, is_forced=plan.is_forced, num_blank=seen.num_blank
         )

@@ -1,10 +1,13 @@
 """Decides when a schedule adds, removes, lends or reclaims groups (S11, S21).
 
-An entry fires once for each of its times. Its plan is treated like an operator's: it waits for a
-plan under way, and its moves are checked by the same rules. A master that was away makes up for a
-missed time if it is back within the entry's grace; if it comes back later, it reports the missed
-time. A RECLAIM begins early, so that groups serve in time; a new RECLAIM begins at once if its lead
-has begun.
+Each entry of a schedule has a cron expression, and fires once for each time of that expression. The
+plan of an entry is treated like an operator's plan. It waits for a plan under way, and its moves
+are checked by the same rules.
+
+If no master was running at an entry's time, the next master fires the entry late, within the
+entry's grace. After that it only reports the missed time. A RECLAIM begins some time before its
+entry's time, its lead, so that the groups serve in time. If less than the lead is left when a
+RECLAIM is added, it begins at once.
 """
 
 from __future__ import annotations
@@ -29,15 +32,15 @@ from pdmesh.core.moves.move import (
 )
 
 MAX_ENTRIES: Final = 1000
-_MAX_AHEAD_S: Final = 86_400.0  # after a clock is set back by less, nothing fires twice
-_LEAD_MARGIN: Final = 1.5  # times the slowest of the recent set-ups
+_MAX_AHEAD_S: Final = 86_400.0  # if the clock is set back by less than this, nothing fires twice
+_LEAD_MARGIN: Final = 1.5  # a RECLAIM allows this many times the slowest recent set-up
 
 
 class ScheduleAction(enum.StrEnum):
-    ADD = "add"  # groups of the desired state that a REMOVE took away
-    REMOVE = "remove"  # their instances are free for other groups
-    LEND = "lend"  # groups to a pool, from which RECLAIM takes them back
-    RECLAIM = "reclaim"  # lent groups, early enough to serve at the entry's time
+    ADD = "add"  # brings back groups of the desired state that a REMOVE took away
+    REMOVE = "remove"  # takes groups away, and frees their instances for other groups
+    LEND = "lend"  # lends groups to a pool, from which RECLAIM takes them back
+    RECLAIM = "reclaim"  # takes lent groups back, early enough to serve at the entry's time
 
 
 _BRINGS: Final = (ScheduleAction.RECLAIM, ScheduleAction.ADD)
@@ -47,7 +50,7 @@ _BRINGS: Final = (ScheduleAction.RECLAIM, ScheduleAction.ADD)
 class ScheduleEntry:
     """What to do to `num_groups` of `scenario` at each time of `cron`.
 
-    A RECLAIM is for groups that should serve at that time.
+    The groups of a RECLAIM serve at that time. Its work begins earlier.
     """
 
     name: str
@@ -62,14 +65,14 @@ class ScheduleEntry:
 
 @dataclass(frozen=True, slots=True)
 class DueEntry:
-    """An entry's time has come.
+    """An entry has fired.
 
-    `late_s`: how long ago it should have begun. If `plan` is None, nothing is done, and `reason`
-    says why.
+    `late_s` says how long ago it should have begun. If `plan` is None, nothing is done, and
+    `reason` says why.
     """
 
     entry: ScheduleEntry
-    at: float  # unix seconds of the time it fired for
+    at: float  # the time that it fired for, in unix seconds
     late_s: float
     plan: MovePlan | None
     reason: str
@@ -77,17 +80,19 @@ class DueEntry:
 
 @dataclass(slots=True)
 class Schedule:
-    """`fired`: the last time (unix seconds) for which each entry fired.
+    """All entries of a schedule, and which times they have fired for.
 
-    Keep it where the next leader finds it. `lead_s`: how long before its time a RECLAIM begins;
-    longer if set-ups were seen to take longer. A new entry fires for times from its first tick on.
+    `fired` has the last time, in unix seconds, that each entry fired for. Store it where the next
+    leader finds it. A RECLAIM begins `lead_s` before its time, or earlier if recent set-ups took
+    longer. A new entry fires for times after its first tick.
     """
 
     entries: Sequence[ScheduleEntry]
     lead_s: float = 300.0
     fired: dict[str, float] = field(default_factory=dict)
-    _setups_s: dict[str, float] = field(default_factory=dict)  # the slowest recent one, by scenario
-    # By entry: a time and the cron's next time after it, which may take a millisecond to find.
+    _setups_s: dict[str, float] = field(default_factory=dict)  # by scenario, the slowest recent one
+    # By entry: a time, and the next time of the cron expression after it. They are cached because
+    # the search may take a millisecond.
     _following: dict[str, tuple[float, float | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,18 +103,18 @@ class Schedule:
             raise ValueError(f"schedule {twice!r} is there twice")
 
     def replace_entries(self, entries: Sequence[ScheduleEntry]) -> None:
-        """The desired state changed. Entries that stay keep the last time they fired for."""
+        """The desired state changed. Entries that stay keep the last time that they fired for."""
         fresh = Schedule(entries)
         self.entries, self._following = fresh.entries, {}
         self.fired = {e.name: self.fired[e.name] for e in entries if e.name in self.fired}
 
     def set_up_took(self, scenario: str, seconds: float) -> None:
-        """The set-up of a group took `seconds`: a reclaim must begin at least that early."""
+        """The set-up of a group took `seconds`. Later reclaims must begin early enough for this."""
         before = self._setups_s.get(scenario, 0.0)
         self._setups_s[scenario] = max(seconds, 0.8 * before)
 
     def lead_of(self, entry: ScheduleEntry) -> float:
-        """Seconds before its time at which an entry acts."""
+        """How many seconds before its time an entry acts."""
         if entry.what is not ScheduleAction.RECLAIM:
             return 0.0
         return max(self.lead_s, _LEAD_MARGIN * self._setups_s.get(entry.scenario, 0.0))
@@ -117,7 +122,7 @@ class Schedule:
     def tick(self, groups: Groups, now: float) -> list[DueEntry]:
         """Fire the entries that are due. Entries that bring groups come first.
 
-        `now` is in unix seconds. `groups` are as they will be when earlier plans are carried out
+        `now` is in unix seconds. `groups` has the groups as they will be after earlier plans
         (`PlanRunner.expected`).
         """
         due: list[DueEntry] = []
@@ -132,9 +137,9 @@ class Schedule:
         return due
 
     def _note_start(self, entry: ScheduleEntry, now: float) -> None:
-        """A new entry fires for times from now on.
+        """Let a new entry fire only for times after now.
 
-        So does an entry that last fired for a time far ahead, because the wall clock was wrong.
+        Do the same for an entry that fired for a time far ahead because the wall clock was wrong.
         """
         horizon = now + self.lead_of(entry)
         fired = self.fired.setdefault(entry.name, now)
@@ -143,7 +148,7 @@ class Schedule:
             self.fired[entry.name] = now
 
     def _latest(self, entry: ScheduleEntry, now: float) -> float | None:
-        """The latest time that is due and did not fire yet; several missed times fire once."""
+        """The latest time that is due and has not fired. Several missed times fire once."""
         horizon = now + self.lead_of(entry)
         latest, at = None, self._next_of(entry)
         if at is not None and horizon - at > 86_400:
@@ -153,7 +158,7 @@ class Schedule:
         return latest
 
     def _next_of(self, entry: ScheduleEntry) -> float | None:
-        """The first time after the time that the entry fired for."""
+        """The first time after the last one that the entry fired for."""
         fired = self.fired[entry.name]
         known = self._following.get(entry.name)
         if known is None or known[0] != fired:
@@ -198,9 +203,9 @@ def _moves(entry: ScheduleEntry, groups: Groups, taken: Iterable[str], reason: s
 
 
 def _least_busy(groups: Sequence[GroupShape], count: int) -> list[GroupShape]:
-    """The least busy groups; of equally busy groups, the last by id.
+    """The least busy groups. Of equally busy groups, the last ones by id are chosen.
 
-    An unknown load counts as busy.
+    A group whose load is unknown counts as fully busy.
     """
 
     def load(group: GroupShape) -> float:

@@ -1,11 +1,15 @@
-"""Decides where one batch of inputs goes, and what follows when an instance refuses it or is lost.
+"""Decides where one batch of inputs is sent, and what follows if an instance refuses it or is lost.
 
-Instances keep no state of a batch. If an instance is lost, its batch runs again on another one,
-within the gateway's retry budget (minimum-cost recovery of a stateless call). A batch that has
-killed two instances or their engines is not tried a third time (F38). A batch waits for a slot for
-at most `ttft_s`, counted from its beginning or its last loss. Only the call's deadline bounds an
-accepted batch: an instance whose engine hangs ends itself, and the session with a frozen instance
-breaks.
+Pooling instances make vectors or scores, and keep no state of a batch. If an instance is lost, its
+batch runs again on another one, within the gateway's retry budget (minimum-cost recovery of a
+stateless call). A batch that has killed two instances or their engines is not tried a third time
+(F38).
+
+If all instances are full, the batch is put into the waiting room, the gateway's queue for free
+slots. A batch waits for a slot for at most `ttft_s`, counted from its beginning or its last loss.
+An accepted batch is bounded only by the call's deadline. If an instance's engine hangs, the
+instance ends itself. If an instance is frozen, its session, the stream between gateway and
+instance, breaks.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ class RevisionGone:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """The instance asked last is gone, or cannot be reached now."""
+    """The instance that was asked last is gone, or cannot be reached now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class BatchAccepted:
 
 @dataclass(frozen=True, slots=True)
 class BatchRejected:
-    """`is_final`: this instance will not take the batch later, either."""
+    """The instance refused the batch. `is_final` means that it will also refuse the batch later."""
 
     key: int
     is_final: bool = False
@@ -84,7 +88,11 @@ class BatchFailed:
 
 @dataclass(frozen=True, slots=True)
 class BatchLost:
-    """The session broke; `was_silent` as in `LegLost`."""
+    """The session with the instance broke.
+
+    `was_silent` means that the only sign was silence. The instance may still be alive behind a cut
+    cable.
+    """
 
     key: int
     was_silent: bool = False
@@ -92,14 +100,14 @@ class BatchLost:
 
 @dataclass(frozen=True, slots=True)
 class PlaceFreed:
-    """The batch's turn in the waiting room has come: this instance has a slot."""
+    """It is the batch's turn in the waiting room: this instance has a slot."""
 
     instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class BatchEvicted:
-    """The waiting room has no room for the batch."""
+    """The waiting room is full, and has removed the batch."""
 
 
 Event = (
@@ -120,14 +128,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Ask which instances may take the batch; answered by `Ranked`."""
+    """Ask which instances may take the batch. The caller answers with `Ranked`."""
 
     excluded: frozenset[PeerId]
 
 
 @dataclass(frozen=True, slots=True)
 class SendBatch:
-    """Send the batch; see `BatchLife.sent`."""
+    """Send the batch, and then call `BatchLife.sent`."""
 
     instance: PeerId
     attempt: int
@@ -135,12 +143,12 @@ class SendBatch:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Give up the last attempt, because it took too long."""
+    """Abort the last attempt, because it took too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitForPlace:
-    """Join the waiting room for these instances; if there are none, only time ends the wait."""
+    """Join the waiting room for these instances. If there are none, only time ends the wait."""
 
     instances: tuple[PeerId, ...]
     until: float
@@ -160,13 +168,13 @@ Effect = Rank | SendBatch | Abort | WaitForPlace | Done | GiveBatchUp
 
 
 _MOST_RETRY_S: Final = 2.0
-_MOST_AWAITED: Final = 64  # instances
+_MOST_AWAITED: Final = 64  # the most instances that a waiting batch names
 _ENGINE_DIED: Final = "ENGINE_DIED"
 
 
 @dataclass(slots=True)
 class BatchLife:
-    """The only way to change state is `handle`. `began_at`: when the call began.
+    """The state of one batch. Only `handle` changes it. `began_at` is when the call began.
 
     Call `handle(Tick())` at `wake_at`.
     """
@@ -182,21 +190,21 @@ class BatchLife:
     is_over: bool = False
     is_answered: bool = False
     attempt: int = 0
-    _key: int = 0  # of the present attempt; events of other attempts are ignored
+    _key: int = 0  # the key of the present attempt; events with other keys are ignored
     _asked: PeerId | None = None
     _is_accepted: bool = False
     _is_waiting: bool = False
     _num_waits: int = 0
     _wait_by: float = math.inf
     _queue: list[PeerId] = field(default_factory=list)
-    _rest: list[PeerId] = field(default_factory=list)  # those that this round does not ask
+    _rest: list[PeerId] = field(default_factory=list)  # instances that this round does not ask
     _busy: list[PeerId] = field(default_factory=list)
     _freed_id: str = ""  # the instance that has a slot for the batch
-    _asked_before: set[PeerId] = field(default_factory=set)  # in earlier rounds
+    _asked_before: set[PeerId] = field(default_factory=set)  # instances that earlier rounds asked
     _excluded: set[PeerId] = field(default_factory=set)
 
     def sent(self, key: int) -> None:
-        """The batch was sent, and events about this attempt will carry `key`."""
+        """The batch was sent. Events about this attempt carry `key`."""
         self._key = key
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -283,9 +291,9 @@ class BatchLife:
         return Rank(frozenset(self._excluded))
 
     def _begin_round(self, instances: Sequence[PeerId], now: float) -> list[Effect]:
-        """Ask the instance that has a slot first, and last those asked in earlier rounds.
+        """Ask the instance that has a slot first, and instances of earlier rounds last.
 
-        So each round asks other instances of a large fleet that is full.
+        So if a large fleet is full, each round asks other instances.
         """
         if self._asked_before.issuperset(instances):
             self._asked_before.clear()
@@ -296,7 +304,7 @@ class BatchLife:
         return self._next(now)
 
     def _next(self, now: float) -> list[Effect]:
-        """Send the batch to the next instance; when none is left, wait for one."""
+        """Send the batch to the next instance, or wait for one if none is left."""
         if self._queue:
             self._asked = self._queue.pop(0)
             self._asked_before.add(self._asked)
@@ -308,7 +316,7 @@ class BatchLife:
             return self._out_of_time()
         awaited = [*self._busy, *self._rest][:_MOST_AWAITED]
         if not awaited:
-            self._excluded.clear()  # no other instance is left, and these may work again
+            self._excluded.clear()  # no other instance is left, and excluded ones may work again
         self._is_waiting = True
         wait_s = min(_MOST_RETRY_S, self.limits.retry_s * 2.0 ** min(self._num_waits, 16))
         self._num_waits += 1
@@ -329,7 +337,7 @@ class BatchLife:
         return []
 
     def _out_of_time(self) -> list[Effect]:
-        if self._busy:  # in the last round
+        if self._busy:  # an instance of the last round was full
             return self._give_up(Overloaded("no instance had a free slot in time"))
         return self._give_up(NoInstance("no instance serves this model now"))
 

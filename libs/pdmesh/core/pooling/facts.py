@@ -1,4 +1,4 @@
-"""What a pooling model can make of a text: vectors, or scores of classes."""
+"""What a pooling model can make of a text: a vector, or a score for each class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from enum import Enum
 
 
 class PoolingTask(Enum):
-    """The names of vLLM's tasks, and of `pdmesh.v1.PoolingTask` without the prefix."""
+    """The values are vLLM's names of its tasks. The names are those of `pdmesh.v1.PoolingTask`
+    without its prefix.
+    """
 
     EMBED = "embed"
     CLASSIFY = "classify"
@@ -15,19 +17,21 @@ class PoolingTask(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PoolingFacts:
-    """`is_matryoshka`: the first numbers of a vector of the model can serve as a shorter vector.
+    """The abilities of a pooling model.
 
-    `matryoshka_dimensions` lists the lengths of such vectors; empty: any up to `num_dimensions`.
+    `is_matryoshka` means that the first numbers of a vector can serve as a shorter vector.
+    `matryoshka_dimensions` lists the possible lengths of shorter vectors. If it is empty, any
+    length up to `num_dimensions` is possible.
     """
 
     tasks: frozenset[PoolingTask]
     num_dimensions: int = 0
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
-    is_cross_encoder: bool = False  # it scores pairs of texts
+    is_cross_encoder: bool = False  # the model scores pairs of texts
     num_classes: int = 0
-    is_lower_case: bool = False  # it was trained on texts without capital letters
-    joins_pairs: bool = False  # a pair is one text for it, not two with a separator between them
+    is_lower_case: bool = False  # the model was trained on texts without capital letters
+    joins_pairs: bool = False  # the model reads a pair as one text, without a separator
 
     def num_values(self, task: PoolingTask, num_dimensions: int = 0) -> int:
         """How many numbers the model makes from one input."""
@@ -45,7 +49,9 @@ class PoolingFacts:
         return self.is_cross_encoder or self.embeds
 
     def why_not_dimensions(self, asked: int) -> str:
-        """Why the model's vectors cannot have `asked` dimensions; empty if they can."""
+        """Why the model's vectors cannot have `asked` dimensions. The result is empty if
+        they can.
+        """
         if not self.is_matryoshka:
             return "this model's vectors have one size only: it is not a matryoshka model"
         if self.matryoshka_dimensions and asked not in self.matryoshka_dimensions:

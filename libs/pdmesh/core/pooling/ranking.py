@@ -1,8 +1,8 @@
 """Decides which pooling instances are asked first: not avoided, with a free slot, near, least busy.
 
-Pooling hands nothing over and needs no cached prefix, so any instance of the model can take an
-input. All inputs of a call go to instances with one fingerprint, since vectors of different models
-cannot be compared.
+A pooling instance makes vectors or scores. It hands nothing over and needs no cached prefix, so any
+instance of the model can take any input. All inputs of a call go to instances with one fingerprint,
+because vectors of different models cannot be compared.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ MOST_RANKED: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class PoolingInstance:
-    """An instance that takes requests. An empty `scenario` serves all."""
+    """An instance that accepts requests. If `scenario` is empty, it serves all scenarios."""
 
     id: PeerId
     model: str
     scenario: str
     region: str
     num_slots: int
-    tie: bytes = b""  # orders equally busy instances; it differs between gateways
-    fingerprint: str = ""  # of the model
+    tie: bytes = b""  # orders equally busy instances; each gateway has its own order
+    fingerprint: str = ""  # equal for instances with the same model
     group_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingQuery:
-    """`excluded` instances failed for these inputs; `avoided` ones are asked last.
+    """Which instances may take an input.
 
-    `fingerprint`: only instances with this fingerprint are asked; None: all. `canary`: the group of
-    the scenario's canary, and whether the canary gets this call.
+    Instances in `excluded` have failed for this input. Instances in `avoided` are asked last. Only
+    instances with the given `fingerprint` are asked; None means all. `canary` has the group of the
+    scenario's canary, and whether the canary gets this call. A canary is a group that tries out a
+    new revision.
     """
 
     model: str
@@ -54,9 +56,10 @@ def ranked(
     query: PoolingQuery,
     num_used: Callable[[PeerId], int],
 ) -> list[PeerId]:
-    """Best first, at most `MOST_RANKED`. Full instances come after others, avoided ones last.
+    """The able instances, best first, at most `MOST_RANKED`.
 
-    `num_used`: an instance's slots in use, as far as known.
+    Full instances come after others, and avoided ones last. `num_used` returns an instance's slots
+    in use, as far as known.
     """
     scenario = query.scenario or DEFAULT_SCENARIO
     able = [
@@ -84,7 +87,7 @@ def ranked(
 
 
 def _of_side(able: list[PoolingInstance], query: PoolingQuery) -> list[PoolingInstance]:
-    """The canary's instances, or all others, by the call's turn.
+    """The instances on the call's side: the canary's, or all others.
 
     If there are none, or only avoided ones, all instances may take the call.
     """

@@ -1,8 +1,8 @@
-"""Decides which tokens of a text, or of a pair of texts, are kept. It follows vLLM.
+"""Decides which tokens of a text, or of a pair of texts, a pooling model gets. It follows vLLM.
 
-A client may name the side, left or right, at which the input is cut. Special tokens are then cut
-off there, too. If the client names no side, special tokens stay, and of two texts the longer one is
-cut first, as in tokenizers. If not even the special tokens fit, the input is cut at its end.
+A client may name the side, left or right, on which the input is cut. Special tokens on that side
+are also cut off. If the client names no side, special tokens stay, and of two texts the longer one
+is cut first, as in tokenizers. If not even the special tokens fit, the input is cut at its end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Side = Literal["left", "right"]
 
 @dataclass(frozen=True, slots=True)
 class TextCut:
-    """An input keeps at most `max_tokens` tokens. `side`: where the surplus is cut off."""
+    """An input keeps at most `max_tokens` tokens. The rest is cut off on the given `side`."""
 
     max_tokens: int
     side: Side | None = None
@@ -24,7 +24,9 @@ class TextCut:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A text's tokens that are needed, without special ones. `length` counts all its tokens."""
+    """The tokens of a text that may be needed, without special ones. `length` counts all its
+    tokens.
+    """
 
     tokens: array[int]
     length: int
@@ -47,9 +49,10 @@ def _none() -> array[int]:
 class SpecialTokens:
     """The special tokens of an input of one or two texts.
 
-    `types` has the number (0 or 1) of the text to which each part of the input belongs: each token
-    before, the first text, each between, the second text, each token after. It is empty if the
-    model does not tell the texts apart.
+    `types` has one number for each part of the input, in this order: each token of `before`, the
+    first text, each token of `between`, the second text, each token of `after`. The number says to
+    which text the part belongs, 0 or 1. `types` is empty if the model does not tell the texts
+    apart.
     """
 
     before: array[int] = field(default_factory=_none)
@@ -63,9 +66,9 @@ class SpecialTokens:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two texts as one input. `first_length`: how many tokens come before the second text.
+    """Two texts as one input. `first_length` is the number of tokens before the second text.
 
-    It is the number of all tokens if the tokenizer does not tell the texts apart.
+    If the tokenizer does not tell the texts apart, `first_length` is the number of all tokens.
     """
 
     tokens: array[int]
@@ -110,7 +113,8 @@ def two_texts(
 ) -> Pair | None:
     """The input of a pair of texts.
 
-    `cuts_second`: only the second text loses tokens; None if the first one leaves no room for it.
+    With `cuts_second`, only the second text loses tokens. The result is None if the first text
+    leaves no room for the second.
     """
     one, other = first.tokens, second.tokens
     if cut is not None and cut.side is None and (room := cut.max_tokens - len(special)) >= 0:
@@ -133,7 +137,7 @@ def _kept(length: int, cut: TextCut | None) -> tuple[int, int]:
 
 
 def _second_at(special: SpecialTokens, first: int, second: int, start: int) -> int:
-    """Where the second text's tokens begin, from `start` on; the end if they never do."""
+    """The position of the second text's tokens from `start` on, or the end if there are none."""
     sizes = [
         *[1] * len(special.before),
         first,

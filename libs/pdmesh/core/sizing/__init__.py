@@ -1,4 +1,6 @@
-"""How many instances a workload needs, planned before there are any: from a model's shape, an
-accelerator's roofline as a law of time, and queues of prefills and decodes; and whether P/D pays
-against fusion.
+"""Plans how many instances a workload needs, before there are any.
+
+A plan uses the model's shape, a law of step times from the accelerator's roofline, and queues of
+prefills and decodes. It also answers whether P/D, with prefill and decode on different instances,
+pays compared with fusion, where each instance does both.
 """

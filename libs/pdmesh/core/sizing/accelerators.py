@@ -1,8 +1,9 @@
-"""Accelerators that plans know, with peaks and sizes from data sheets.
+"""The accelerators that a deployment plan may use, with peaks and sizes from data sheets.
 
-Peaks are dense, without sparsity. `memory_bytes` is what the driver reports. Links are one
-direction, per device; `network` assumes one network card per device, as in the vendors' reference
-hosts. The shares of the peaks that an engine reaches are in `efficiency.py`.
+Peaks are dense, without sparsity. `memory_bytes` is the size that the driver reports. Link
+bandwidths are per device, in one direction. `network_bandwidth` assumes one network card per
+device, as in the vendors' reference hosts. The shares of the peaks that an engine reaches are in
+`efficiency.py`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ CUSTOM: Final = "custom:"
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """Operations per second, bytes and bytes per second of one device.
+    """Operations per second, bytes, and bytes per second of one device.
 
     `source` says where the numbers are from. `fitted_as` names the accelerator whose measured
-    shares of the peaks it is given.
+    shares of the peaks are used.
     """
 
     name: str
     bf16_flops: float
-    fp8_flops: float  # 0: it has no such unit
+    fp8_flops: float  # 0: the device has no such unit
     fp4_flops: float
     memory_bytes: float
     memory_bandwidth: float
@@ -40,7 +41,7 @@ class Accelerator:
     fitted_as: str
 
     def flops(self, compute: str) -> float:
-        """The peak of a unit (bf16, fp8 or fp4); 0 if the device has none."""
+        """The peak of a unit (bf16, fp8 or fp4), or 0 if the device has no such unit."""
         return {"bf16": self.bf16_flops, "fp8": self.fp8_flops, "fp4": self.fp4_flops}[compute]
 
 
@@ -52,7 +53,9 @@ def _made(
     source: str,
     fitted_as: str = "",
 ) -> Accelerator:
-    """`tera`: bf16, fp8, fp4 TFLOP/s; `memory`: MiB and GB/s; `links`: host and network, GB/s."""
+    """`tera` has the TFLOP/s of bf16, fp8 and fp4. `memory` has MiB and GB/s. `links` has the GB/s
+    within the host and over the network.
+    """
     return Accelerator(
         name,
         bf16_flops=tera[0] * _TERA,
@@ -99,7 +102,7 @@ _ALL: Final = (
 )  # fmt: skip
 ACCELERATORS: Final[Mapping[str, Accelerator]] = MappingProxyType({a.name: a for a in _ALL})
 
-# The fields of `custom:`, with what they set and their units.
+# For each field of `custom:`, the attribute that it sets, and the field's unit.
 _FIELDS: Final[Mapping[str, tuple[str, float]]] = MappingProxyType(
     {
         "bf16_tflops": ("bf16_flops", _TERA),
@@ -117,7 +120,7 @@ _MUST: Final = ("bf16_tflops", "memory_gib", "memory_gbs")
 def accelerator(text: str) -> Accelerator:
     """The accelerator of a name, or of `custom:bf16_tflops=400,memory_gib=64,memory_gbs=2000`.
 
-    `custom:h100,memory_gib=94` begins with a known one. Raises SizingProblem.
+    `custom:h100,memory_gib=94` changes fields of a known accelerator. Raises SizingProblem.
     """
     if not text.startswith(CUSTOM):
         return _known(text)

@@ -1,8 +1,9 @@
-"""Says whether P/D pays for a workload: the smallest deployment of each kind, side by side.
+"""Says whether P/D pays for a workload, by comparing the smallest deployment of each kind.
 
-The queues of a plan are approximations, whose error in load was measured against the virtual mesh
-(`make bench NAME=sizing`). So each side has a range: the devices that it needs if the load is
-that much larger or smaller than planned. Ranges that overlap show no difference.
+P/D has prefill and decode on different instances, and fusion has both on each instance. The queues
+in a plan are approximations. Their error, as an error in load, was measured against the virtual
+mesh (`make bench NAME=sizing`). So each kind gets a range: the devices that it needs if the load is
+smaller or larger by that error. If the ranges overlap, there is no difference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LOAD_ERROR: Final = 0.2  # loadtests/results/sizing-2026-11-28.md
 
 
 class PlanAnswer(Enum):
-    """Its value is the answer in words."""
+    """The value of each answer is its text."""
 
     PAYS = "P/D pays"
     FUSION = "fusion is cheaper"
@@ -31,7 +32,7 @@ class PlanAnswer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GpuRange:
-    """Devices that are needed at the planned load minus the error, and plus the error."""
+    """The devices that are needed at the planned load minus the error, and plus the error."""
 
     low: int
     high: int
@@ -51,7 +52,7 @@ class Advice:
 
     @property
     def chosen(self) -> Deployment | None:
-        """The smaller deployment; fusion if both are equal, as it moves no KV."""
+        """The smaller deployment. If both are equal, this is fusion, because fusion moves no KV."""
         sides = [s for s in (self.fusion, self.pair) if isinstance(s, Deployment)]
         return min(sides, key=lambda side: side.num_gpus, default=None)
 
@@ -76,7 +77,7 @@ def _range(wanted: Workload, found: Deployment | NotPossible, error: float) -> G
     if isinstance(found, NotPossible):
         return None
     search = smallest_fusion if found.is_fusion else smallest_pair
-    # Of the kinds that were chosen: another load is no reason for another number of ranks.
+    # Only the kinds of the found deployment: a slightly different load must not change the ranks.
     kinds = tuple(dict.fromkeys(pool.kind for pool in found.pools))
     wanted = replace(wanted, kinds=kinds, chunks=(found.pools[0].chunk,))
     rate = wanted.traffic.rate_per_s

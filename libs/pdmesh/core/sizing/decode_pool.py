@@ -1,8 +1,8 @@
-"""The time per token of decodes: sequences share the steps of their engines.
+"""Computes the time per token of decodes, whose sequences share the steps of their engines.
 
-The number of running sequences is that of a processor-sharing queue whose speed depends on the
-batch. It depends on the mean of the lengths, not on their distribution. The master spreads
-sequences evenly, so each engine of a pool has an equal part of this number.
+The number of running sequences is computed as in a processor-sharing queue whose speed depends on
+the batch. This number depends on the mean of the lengths, but not on their distribution. The master
+spreads sequences evenly, so each engine of the pool runs an equal part of them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.sizing.queueing import above, quantile_of
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
-_MAX_STATES: Final = 300  # of the queue; with more sequences, a state stands for several numbers
+# The most states of the queue. With more sequences, one state stands for several numbers of them.
+_MAX_STATES: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """Tokens that a running sequence holds, over the time that it runs."""
+    """How many tokens a running sequence holds, over the time that it runs."""
 
     mean: float
     variance: float
-    reserved: float  # for its prompt and whole answer, in whole blocks
+    reserved: float  # the tokens reserved for its prompt and whole answer, in whole blocks
 
 
 def contexts(requests: Sequence[RequestLengths], block: int) -> Contexts:
@@ -43,8 +44,9 @@ def contexts(requests: Sequence[RequestLengths], block: int) -> Contexts:
 
 @dataclass(frozen=True, slots=True)
 class BatchLoad:
-    """How many sequences one engine runs: mean and variance, and the share of requests that find
-    no room in any engine.
+    """How many sequences one engine runs, as mean and variance.
+
+    `full` is the share of requests that find no room in any engine.
     """
 
     mean: float
@@ -55,9 +57,10 @@ class BatchLoad:
 def running(
     rate_per_s: float, steps: float, step_s: list[float], num_engines: int, most: int
 ) -> BatchLoad:
-    """`step_s[n]`: seconds of a step with n sequences, n from 0 to `most`.
+    """The load of each of `num_engines` engines.
 
-    `steps`: mean per request.
+    `steps` is the mean number of decode steps of a request. `step_s[n]` is the time of a step with
+    n sequences, in seconds, for n from 0 to `most`.
     """
     offered = rate_per_s * steps
     total = num_engines * most
@@ -69,7 +72,7 @@ def running(
         numbers.append(n)
     highest = max(logs)
     weights = [math.exp(each - highest) for each in logs]
-    # Beyond the last state the engines are full, and requests wait for them.
+    # Beyond the last state, all engines are full and requests wait.
     ratio = offered * step_s[most] / total
     if ratio >= 1:
         return BatchLoad(most, 0.0, 1.0)
@@ -90,11 +93,11 @@ def _between(values: list[float], at: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """The time per token.
+    """The time per token, after the first token.
 
-    The sequences have one value for each sampled request: the deviation and the skewness of its
-    time per token, and in `extra_s` its wait before the first decode step, per token. No mean is
-    longer than `slowest_s`.
+    Three tuples have one value for each sampled request. `deviations` and `skews` describe its time
+    per token. `extra_s` is its wait before the first decode step, divided by its number of tokens.
+    No request has a mean time per token above `slowest_s`.
     """
 
     mean_s: float
@@ -107,7 +110,10 @@ class NextTokens:
     slowest_s: float = math.inf
 
     def exceeds(self, seconds: float) -> float:
-        """The share of requests whose tokens are slower; those that find no room count as slow."""
+        """The share of requests whose time per token is longer than `seconds`.
+
+        Requests that find no room are included.
+        """
         slow = mean(
             [
                 above(self.mean_s + extra, deviation, seconds, skew)
@@ -132,7 +138,11 @@ def next_tokens(
     held: Contexts,
     before_s: Sequence[float],
 ) -> NextTokens:
-    """`before_s`: per sampled request, from its first token to its first decode step."""
+    """The time per token of `num_instances` decodes.
+
+    `before_s` has, for each sampled request, the time from its first token to its first decode
+    step.
+    """
     requests = traffic.requests
     steps = mean([r.num_steps for r in requests])
     if most < 1 or not steps:
@@ -150,12 +160,14 @@ def next_tokens(
 
 
 def no_tokens(most: int, steps: float) -> NextTokens:
-    """For engines without room for a sequence, or requests without decode steps."""
+    """The result for engines without room for a sequence, or for requests without decode steps."""
     return NextTokens(0.0, (0.0,), (0.0,), (0.0,), 0.0, float(most < 1 and steps > 0), most)
 
 
 def averaged(lives: float) -> float:
-    """The share of the batch's variance left in a mean over `lives` mean lengths of a request."""
+    """The share of the batch's variance that is left in a mean over `lives` mean lengths of a
+    request.
+    """
     if lives < 1e-3:
         return 1.0
     return 2 * (lives - 1 + math.exp(-lives)) / lives**2

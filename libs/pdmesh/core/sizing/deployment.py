@@ -1,4 +1,4 @@
-"""Deployments that a plan weighs, and what requests would see of them."""
+"""The deployments that a plan compares, and the latencies that their requests see."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pdmesh.core.sizing.traffic import BLOCK, Goals, Traffic, mean
 PREFILL_CHUNK: Final = 8192
 FUSION_CHUNKS: Final = (512, 2048, 8192)
 HOP_S: Final = 0.0005  # one way between gateway, master and instances
-BASE_S: Final = 4 * HOP_S  # of a first token: to the master and back, to the prefill and back
-MAX_SLOTS: Final = 256  # of a decode or fusion instance
-PREFILL_SLOTS: Final = 8  # as a prefill has by default
-MAX_LINK: Final = 0.7  # busy share of the network between prefills and decodes
+BASE_S: Final = 4 * HOP_S  # before a first token: to the master and back, to the prefill and back
+MAX_SLOTS: Final = 256  # the most slots of a decode or fusion instance
+PREFILL_SLOTS: Final = 8  # the default of a prefill
+MAX_LINK: Final = 0.7  # the most busy share of the network between prefills and decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,12 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What requests see. `ttft_s` and `tpot_s` are the quantiles of the goals' share.
+    """The latencies that requests see. `ttft_s` and `tpot_s` are quantiles at the share of the
+    goals.
 
-    `busy`: the share of time, 0 to 1, in which prefills compute, or in which fusion instances run
-    steps with prompts. `batch`: the mean number of sequences of one engine.
+    `busy` is a share of time, 0 to 1. For P/D it is the time in which prefills compute. For fusion
+    it is the time in steps that include prompts. `batch` is the mean number of sequences in one
+    engine.
     """
 
     ttft_p50_s: float
@@ -49,14 +51,14 @@ class Seen:
     tpot_s: float
     busy: float
     batch: float
-    transfer_s: float = 0.0  # the mean time for one prompt's KV
+    transfer_s: float = 0.0  # the mean transfer time of one prompt's KV
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Prefills and decodes, or fusion instances alone."""
+    """A pool of prefills and a pool of decodes, or one pool of fusion instances."""
 
-    pools: tuple[PoolSize, ...]  # prefill and decode; or fusion
+    pools: tuple[PoolSize, ...]  # (prefill, decode) or (fusion,)
     seen: Seen
 
     @property
@@ -87,13 +89,13 @@ def prefill_times(pool: PoolSize, traffic: Traffic) -> FirstTokens:
 
 
 def transfer_times(sender: InstanceKind, receiver: InstanceKind, traffic: Traffic) -> list[float]:
-    """Seconds that each sampled prompt's KV travels, on an otherwise idle link."""
+    """The transfer time of each sampled prompt's KV on an otherwise idle link, in seconds."""
     rate = min(sender.network_bandwidth, receiver.network_bandwidth)
     return [r.num_prompt * sender.kv_token_bytes / rate for r in traffic.requests]
 
 
 def link_busy(kind: InstanceKind, count: int, traffic: Traffic) -> float:
-    """The busy share of the network of `count` instances through which all KV goes."""
+    """The busy share of the network of `count` instances that send or receive all KV."""
     moved = traffic.rate_per_s * traffic.mean_prompt * kind.kv_token_bytes
     return moved / (count * kind.network_bandwidth)
 
@@ -140,7 +142,10 @@ def _seen(
 
 
 def slots_for(batch: float, most: int) -> int:
-    """Slots of a decode or fusion instance that are seldom all taken: a multiple of 8."""
+    """The slots of a decode or fusion instance, a multiple of 8 up to `most`.
+
+    They are so many that they are seldom all in use. `batch` is the mean number of sequences.
+    """
     if math.isinf(batch):
         return most
     wanted = batch + 4 * math.sqrt(batch) + 4

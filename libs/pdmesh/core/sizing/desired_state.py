@@ -1,4 +1,6 @@
-"""The desired state of a planned deployment, as data: what `pdmesh apply` reads as YAML."""
+"""Writes the desired state of a planned deployment, as the data that `pdmesh apply` reads
+as YAML.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,18 @@ from pdmesh.core.sizing.deployment import Deployment, PoolSize
 from pdmesh.core.sizing.traffic import BLOCK, Goals, Traffic
 
 NAME: Final = "planned"
-_SCENARIO: Final = "default"  # of requests that name none
+_SCENARIO: Final = "default"  # the scenario of requests that name none
 _MIB: Final = 2**20
-_MARGIN: Final = 1.25  # times the longest planned request: longer ones are refused
+_MARGIN: Final = 1.25  # requests are refused above this many times the longest planned one
 
 
 def desired_state(
     deployment: Deployment, traffic: Traffic, goals: Goals, model_dir: str = "", max_len: int = 0
 ) -> dict[str, Any]:
-    """`max_len`: the model's own limit of prompt and answer; 0: unknown."""
+    """The desired state of the deployment.
+
+    `max_len` is the model's own limit of prompt and answer in tokens; 0 means that it is unknown.
+    """
     roles = ("fusion",) if deployment.is_fusion else ("prefill", "decode")
     sizes = dict(zip(roles, deployment.pools, strict=True))
     longest = _blocks(int(_MARGIN * traffic.longest))

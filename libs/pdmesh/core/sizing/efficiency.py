@@ -1,8 +1,9 @@
 """The shares of an accelerator's peaks that an engine reaches, by kind of model.
 
-They are fitted to aiconfigurator 0.12's tables (Apache-2.0): times of vLLM 0.24's kernels, measured
-by NVIDIA on each accelerator, added up to the steps of twelve models on one to eight ranks.
-`python -m loadtests.sizing.fit` makes this table again, and prints how far the laws are off.
+The shares are fitted to the tables of aiconfigurator 0.12 (Apache-2.0). NVIDIA measured the times
+of vLLM 0.24's kernels on each accelerator. These times are added up to the steps of twelve models
+on one to eight ranks. `python -m loadtests.sizing.fit` makes this table again, and prints how far
+step times computed with these shares are off.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares are of the peak, 0 to 1; overheads in seconds, per layer or per all-reduce.
+    """Shares of the peaks, 0 to 1, and overheads in seconds, per layer or per all-reduce.
 
-    The first five are of computing prompts, the next six of decode steps. `prefill_off` and
-    `step_off`: 90 % of the steps of the fit are at most this far from the law, relatively.
+    The first five values are for prompts, the next six for decode steps. `prefill_off` and
+    `step_off` are relative errors: for 90 % of the fitted steps, the computed time is at most this
+    far off.
     """
 
     prefill_layer_s: float
@@ -27,7 +29,7 @@ class Efficiency:
     link: float
     prefill_reduce_s: float
     step_layer_s: float
-    weights: float  # of the memory's bandwidth, as `experts_read` and `kv`
+    weights: float  # `weights`, `experts_read` and `kv` are shares of the memory's bandwidth
     experts_read: float
     sequence: float
     kv: float
@@ -37,9 +39,12 @@ class Efficiency:
 
 
 EfficiencyKey = tuple[str, str, str]
-"""Accelerator; format of the matrices (bf16, fp8, or fp8 with a scale per block); dense or moe."""
+"""An accelerator, the format of the matrices, and the kind of model, which is dense or moe.
 
-DEFAULT_GPU: Final = "h100"  # for kinds of which there are no measurements
+The format is bf16, fp8, or fp8-block, which is fp8 with a scale per block.
+"""
+
+DEFAULT_GPU: Final = "h100"  # its shares are used for kinds without measurements
 
 _FITTED: Final[dict[EfficiencyKey, Efficiency]] = {
     ("a100", "bf16", "dense"): Efficiency(

@@ -1,8 +1,8 @@
-"""TTFT and TPOT of fusion instances: steps compute a chunk of prompts beside the running sequences.
+"""Computes the TTFT and TPOT of fusion instances, which do prefill and decode on one engine.
 
-While prompts are computed, every running sequence waits for the chunk; but such a step reads the
-weights once for both, so its tokens are cheap. The other cost is that both phases queue for one
-engine.
+A step computes a chunk of prompts together with one token of each running sequence. In such a mixed
+step, every running sequence waits for the chunk. But the step reads the weights only once for both,
+so its tokens are cheap. Fusion has another cost: both phases queue for the same engine.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from pdmesh.core.sizing.prefill_pool import (
 from pdmesh.core.sizing.queueing import QueueWait, erlang_c, waiting
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
-# How evenly prompts come to each of n instances: their variance falls as n to this power. It is
-# between 1/2 and 1 on the virtual mesh.
+# With n instances, the variance of the prompts that each instance gets falls as n to this power. On
+# the virtual mesh, the power is between 1/2 and 1.
 _EVENNESS: Final = 2 / 3
 
 
 @dataclass(frozen=True, slots=True)
 class FusedTimes:
-    """`mixed`: the share of time in steps that compute prompts too."""
+    """The times of the first token and of the next tokens.
+
+    `mixed` is the share of time in steps that include prompts.
+    """
 
     first: FirstTokens
     next: NextTokens
@@ -47,7 +50,10 @@ class FusedTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """The prompts of one instance: their compute times and numbers of steps, as sampled."""
+    """The prompts of one instance.
+
+    `times` and `chunks` have the compute time and the number of steps of each sampled prompt.
+    """
 
     times: tuple[float, ...]
     chunks: tuple[float, ...]
@@ -58,7 +64,7 @@ class _Prompts:
 
 @dataclass(frozen=True, slots=True)
 class FusionEngines:
-    """`count` engines that run up to `most` sequences beside chunks of prompts."""
+    """`count` engines. Each runs up to `most` sequences together with chunks of prompts."""
 
     law: Law
     count: int
@@ -74,7 +80,7 @@ def fused_times(
     together = mean_together(requests, engines.chunk)
     prompts = _prompts(law, requests, engines.chunk, traffic.rate_per_s / engines.count)
     size = 1.0
-    for _ in range(3):  # prompts that share a step make fewer mixed steps
+    for _ in range(3):  # prompts that share a step cause fewer mixed steps, which changes `size`
         shared = _sharing(law, prompts, size)
         step_s = [_token_s(law, shared, n, held) for n in range(engines.most + 1)]
         found = running(traffic.rate_per_s, steps, step_s, engines.count, engines.most)
@@ -82,7 +88,7 @@ def fused_times(
         busy = shared.rate_per_s * (shared.mean_s + own * shared.mean_chunks)
         size = batch_size(engines.count, min(busy, 0.999), together)
     services = tuple(t + own * k for t, k in zip(shared.times, shared.chunks, strict=True))
-    # A prompt joins at the end of the step under way.
+    # A new prompt waits for the end of the step under way: half a step on average.
     rest = law.step_s(found.mean, found.mean * held.mean) / 2 if found.mean >= 1 else 0.0
     first = _first(traffic, engines, services, busy, base_s + rest)
     return FusedTimes(first, _next(engines, traffic, shared, found, held, first), busy)
@@ -110,7 +116,7 @@ def _sharing(law: Law, prompts: _Prompts, size: float) -> _Prompts:
 
 
 def _own_s(law: Law, batch: float, held: Contexts) -> float:
-    """What the running sequences add to a step that computes prompts."""
+    """The time that the running sequences add to a step that computes prompts."""
     if batch <= 0:
         return 0.0
     step = law.step_s(batch, batch * held.mean)
@@ -118,10 +124,10 @@ def _own_s(law: Law, batch: float, held: Contexts) -> float:
 
 
 def _token_s(law: Law, prompts: _Prompts, batch: int, held: Contexts) -> float:
-    """Mean time per token beside prompts.
+    """The mean time per token of sequences that run beside prompts.
 
-    In a time T, prompts take their own share of T. Each of their steps also gives a token, at the
-    cost of the sequences' part alone; the other tokens take whole steps.
+    In a time T, prompts take their own share of T. Each mixed step also gives a token, at the cost
+    of the sequences' part alone. The other tokens take whole decode steps.
     """
     batch = max(batch, 1)
     step = law.step_s(batch, batch * held.mean)
@@ -129,7 +135,7 @@ def _token_s(law: Law, prompts: _Prompts, batch: int, held: Contexts) -> float:
     computing = prompts.rate_per_s * prompts.mean_s
     free = 1 - computing + prompts.rate_per_s * prompts.mean_chunks * saved
     all_mixed = prompts.mean_s / prompts.mean_chunks + step - saved
-    # It cannot be slower than if every step computed prompts.
+    # The time cannot be longer than if every step computed prompts.
     return min(step / free, all_mixed) if computing < 1 and free > 0 else all_mixed
 
 
@@ -165,12 +171,12 @@ def _next(
     slope = (law.step_sequence_s + law.step_context_s * held.mean) * slower
     variance = found.variance * slope**2
     variance += batch * held.variance * (law.step_context_s * slower) ** 2
-    # Second and third moments of the work that prompts bring per second of a busy period while an
-    # answer is written. The master spreads prompts evenly.
+    # The second and third moments of the work that prompts bring while an answer is written, per
+    # second of a busy period. The master spreads prompts evenly.
     spread = prompts.rate_per_s / engines.count**_EVENNESS
     square = spread * mean([t**2 for t in prompts.times]) * slower**2
     cube = spread * mean([t**3 for t in prompts.times]) * slower**3
-    # Prompts that came behind a request's own are computed while its answer begins.
+    # Prompts that queue behind a request's own prompt are computed while its answer begins.
     behind = _join_share(engines.count, first.busy) * prompts.rate_per_s * slower
     waited = first.wait.probability * first.wait.mean_s if first.busy < 1 else 0.0
     deviations, skews, extra = list[float](), list[float](), list[float]()
@@ -196,10 +202,10 @@ def _next(
 
 
 def _slowest_s(law: Law, prompts: _Prompts, chunk: int, batch: float, held: Contexts) -> float:
-    """The time of a token beside a full chunk of prompts. A smaller chunk makes it shorter.
+    """The time of a step with a full chunk of prompts. No mean time per token is longer.
 
-    The chunks of long prompts take longer, and an answer waits for several chunks. So the time of a
-    chunk is at least the P90 of the chunks' times.
+    Chunks of long prompts take longer, and an answer waits for several chunks. So the chunk's time
+    is at least the P90 of the chunks' times.
     """
     each = sorted((t / k, k) for t, k in zip(prompts.times, prompts.chunks, strict=True))
     left = 0.9 * sum(prompts.chunks)
@@ -212,5 +218,7 @@ def _slowest_s(law: Law, prompts: _Prompts, chunk: int, batch: float, held: Cont
 
 
 def _join_share(count: int, busy: float) -> float:
-    """The share of prompts that queue behind a given one: those that find all engines taken."""
+    """The share of prompts that queue behind a given prompt, because they find all engines
+    in use.
+    """
     return erlang_c(count, busy) / busy if 0 < busy < 1 else 1.0

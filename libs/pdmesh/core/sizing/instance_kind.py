@@ -1,4 +1,7 @@
-"""One kind of instance that a plan may use: its law, and what its memory holds."""
+"""One kind of instance that a plan may use: its step times, and how much KV its memory holds.
+
+Kinds of one model and one accelerator differ in their number of tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,15 @@ _GIB: Final = 2**30
 
 @dataclass(frozen=True, slots=True)
 class InstanceKind:
-    """`kv_tokens`: how many tokens' KV an instance of `tp` devices holds."""
+    """An instance of `tp` devices. Its KV cache holds `kv_tokens` tokens. `law` gives its step
+    times.
+    """
 
     law: Law
     tp: int
     kv_tokens: int
-    kv_token_bytes: float = 0.0  # of one token, as they travel from a prefill to a decode
-    network_bandwidth: float = math.inf  # of the whole instance, one direction
+    kv_token_bytes: float = 0.0  # the bytes that one token's KV has in a transfer to a decode
+    network_bandwidth: float = math.inf  # bytes/s of the whole instance, in one direction
     weight_bytes: float = 0.0  # per device
     kv_bytes: int = 0  # per device
 
@@ -35,7 +40,10 @@ class InstanceKind:
 def kind_of(
     shape: ModelShape, device: Accelerator, tp: int, law: Law | None = None
 ) -> InstanceKind | None:
-    """The kind with `tp` ranks; None if the model does not fit. `law`: instead of a roofline."""
+    """The kind with `tp` ranks. None means that the model does not fit.
+
+    If `law` is given, it replaces the law from the accelerator's roofline.
+    """
     room = _room(shape, device, tp)
     if room <= 0:
         return None
@@ -51,7 +59,7 @@ def kind_of(
 
 
 def _room(shape: ModelShape, device: Accelerator, tp: int) -> float:
-    """Bytes for KV per rank."""
+    """The bytes for KV on each rank."""
     usable = MEMORY_SHARE * device.memory_bytes - WORKSPACE_BYTES
     return usable - shape.weight_bytes / tp
 
@@ -59,7 +67,7 @@ def _room(shape: ModelShape, device: Accelerator, tp: int) -> float:
 def kinds_of(
     shape: ModelShape, device: Accelerator, sizes: Sequence[int], law: Law | None = None
 ) -> list[InstanceKind]:
-    """All kinds of these sizes that fit. Raises SizingProblem if there are none."""
+    """All kinds of these sizes that fit the model. Raises SizingProblem if there are none."""
     kinds = [k for tp in sizes if (k := kind_of(shape, device, tp, law)) is not None]
     if not kinds:
         raise SizingProblem("gpu", _does_not_fit(shape, device, max(sizes)))

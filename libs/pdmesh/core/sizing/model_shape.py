@@ -1,10 +1,10 @@
-"""The shape of a model, from the fields of its Hugging Face `config.json`: what decides time and
-memory.
+"""Computes the shape of a model, which decides its time and memory, from the fields of its Hugging
+Face `config.json`.
 
-It counts parameters, the bytes of weights and of KV, and the operations per token. It knows
-decoders with gated MLPs, grouped attention, multi-head latent attention (MLA) and mixtures of
-experts. It refuses other kinds and names the field that shows the difference, because a guess would
-be wrong without a warning.
+The shape has the numbers of parameters, the bytes of weights and of KV, and the operations per
+token. Supported models are decoders with gated MLPs, grouped attention, multi-head latent attention
+(MLA) and mixtures of experts. Other kinds are refused with the name of the field that shows the
+difference. A guess would be wrong without a warning.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ _UNGATED: Final = frozenset(
         "starcoder2",
     }
 )  # fmt: skip
-_MAX_COUNT: Final = 10**7  # of any field: beyond that it is a mistake
+_MAX_COUNT: Final = 10**7  # a larger value of a field is a mistake
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Counts of one model. `expert_params` are those of all routed experts together.
+    """Counts of one model. `expert_params` counts all routed experts together.
 
-    `attention_width`: per layer, the multiplications of one token with one token that it attends
-    to (scores and values, over all heads). `kv_elements`: per token and layer. `weight_bits` and
-    `compute` are of the matrices: `compute` names the unit that multiplies (bf16, fp8 or fp4).
+    `attention_width` counts, per layer, the multiplications of one token with one token that it
+    attends to (scores and values, over all heads). `kv_elements` is per token and layer.
+    `weight_bits` and `compute` are those of the matrices. `compute` names the unit that multiplies
+    them: bf16, fp8 or fp4.
     """
 
     num_layers: int
     hidden: int
-    num_kv_heads: int  # 1 if the KV of a token cannot be cut (MLA)
-    dense_params: int  # those that every token is multiplied with
-    head_params: int  # only tokens that are drawn are multiplied with these
-    embedding_params: int  # only looked up; 0 if the head shares them
+    num_kv_heads: int  # 1 if the KV of a token cannot be divided between ranks (MLA)
+    dense_params: int  # every token is multiplied with these
+    head_params: int  # each drawn token costs a multiplication with these
+    embedding_params: int  # these are only looked up; 0 if the head shares them
     expert_params: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
@@ -64,10 +65,10 @@ class ModelShape:
     kv_elements: int = 0
     weight_bits: float = 16.0
     compute: str = "bf16"
-    is_block_scaled: bool = False  # fp8 with a scale per block, whose kernels are slower
+    is_block_scaled: bool = False  # fp8 with a scale per block: its kernels are slower
     kv_bytes_per_element: float = 2.0
-    max_len: int = 0  # of prompt and answer together; 0: unknown
-    measured_weight_bytes: int = 0  # the size of the files; 0: there were none
+    max_len: int = 0  # the most tokens of prompt and answer together; 0: unknown
+    measured_weight_bytes: int = 0  # the size of the weight files; 0: unknown
     notes: tuple[str, ...] = ()
 
     @property
@@ -82,12 +83,12 @@ class ModelShape:
 
     @property
     def active_params(self) -> float:
-        """Parameters that one token of a prompt is multiplied with."""
+        """The parameters that one token of a prompt is multiplied with."""
         return self.dense_params + self.expert_params * self.expert_share
 
     @property
     def weight_bytes(self) -> float:
-        """All weights."""
+        """The bytes of all weights."""
         if self.measured_weight_bytes:
             return float(self.measured_weight_bytes)
         embeddings = self.embedding_params * self._head_bits / 8
@@ -95,12 +96,14 @@ class ModelShape:
 
     @property
     def dense_bytes(self) -> float:
-        """Weights that every step reads; of the embeddings it reads few rows."""
+        """The bytes of the weights that every step reads. Of the embeddings, a step reads
+        few rows.
+        """
         return (self.dense_params * self.weight_bits + self.head_params * self._head_bits) / 8
 
     @property
     def _head_bits(self) -> float:
-        """The head and the embeddings are not quantised."""
+        """The bits per parameter of the head and the embeddings. Both are never quantised."""
         return max(self.weight_bits, 16.0)
 
     @property
@@ -109,11 +112,16 @@ class ModelShape:
 
     @property
     def kv_token_bytes(self) -> float:
-        """Bytes of one token's KV in all layers, as they travel from a prefill to a decode."""
+        """The bytes that one token's KV, of all layers, has in a transfer from a prefill to a
+        decode.
+        """
         return self.num_layers * self.kv_elements * self.kv_bytes_per_element
 
     def rank_kv_bytes(self, tp: int) -> float:
-        """Bytes of one token's KV on one of `tp` ranks: heads are copied if there are too few."""
+        """The bytes of one token's KV on one of `tp` ranks.
+
+        If there are fewer KV heads than ranks, heads are copied.
+        """
         heads = math.ceil(self.num_kv_heads / tp)
         return self.kv_token_bytes * heads / self.num_kv_heads
 
@@ -122,9 +130,9 @@ class ModelShape:
 
 
 def model_shape(config: Config, *, weight_bytes: int = 0) -> ModelShape:
-    """The shape that a `config.json` describes. `weight_bytes` are of its files; 0: unknown.
+    """The shape that a `config.json` describes. Raises SizingProblem, which names the field.
 
-    Raises SizingProblem, which names the field.
+    `weight_bytes` is the size of the model's weight files; 0 means that it is unknown.
     """
     notes: list[str] = []
     if isinstance(text := config.get("text_config"), Mapping):
@@ -171,7 +179,7 @@ class _Attention:
 
 @dataclass(frozen=True, slots=True)
 class _Mlp:
-    """Of all layers."""
+    """Counts over all layers."""
 
     dense: int
     experts: int = 0
@@ -200,7 +208,9 @@ def _attention(config: Config, hidden: int) -> _Attention:
 
 
 def _latent_attention(config: Config, hidden: int, heads: int) -> _Attention:
-    """MLA: all heads share one latent vector per token, which is all that is kept."""
+    """Multi-head latent attention: all heads share one latent vector per token, and KV is only
+    that.
+    """
     latent, rope = _count(config, "kv_lora_rank"), _count(config, "qk_rope_head_dim")
     nope, value = _count(config, "qk_nope_head_dim"), _count(config, "v_head_dim")
     query_rank = _count(config, "q_lora_rank", 0)
@@ -263,7 +273,7 @@ def _refuse_other_kinds(config: Config) -> None:
 
 
 def _precision(config: Config) -> tuple[float, str]:
-    """Bits per weight, and the unit that multiplies."""
+    """The bits per weight, and the unit that multiplies."""
     quantised = config.get("quantization_config")
     if not isinstance(quantised, Mapping):
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
@@ -277,7 +287,7 @@ def _precision(config: Config) -> tuple[float, str]:
             return 8.0, "fp8"
         case "awq" | "gptq" | "auto-round":
             bits = _count(quantised, "bits")
-            return bits + _per_group(quantised, 20), "bf16"  # a scale of 16 bits, and a zero
+            return bits + _per_group(quantised, 20), "bf16"  # a group has a scale and a zero point
         case "mxfp4":
             return 4.25, "bf16"
         case "compressed-tensors":
@@ -307,7 +317,7 @@ def _compressed(quantised: Config) -> tuple[float, str]:
 
 
 def _per_group(quantised: Config, num_bits: int) -> float:
-    """`num_bits` of a group, per weight in it. A group of size -1 is a whole channel."""
+    """The bits per weight that `num_bits` for each group add. Group size -1 is a whole channel."""
     if quantised.get("group_size") == -1:
         return 0.0
     size = _count(quantised, "group_size", 128)
@@ -317,7 +327,7 @@ def _per_group(quantised: Config, num_bits: int) -> float:
 
 
 def _with_files(shape: ModelShape, weight_bytes: int) -> ModelShape:
-    """Prefer the files' own size, and say where the shape differs from it."""
+    """Use the measured size of the files, and add a note if the shape's size differs much."""
     if not weight_bytes:
         return shape
     off = shape.weight_bytes / weight_bytes - 1

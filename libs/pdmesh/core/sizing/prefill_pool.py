@@ -1,7 +1,9 @@
-"""The time to first token of prefills: prompts wait for one of several engines, in order.
+"""Computes the time to first token of a pool of prefills, whose prompts wait in order for an
+engine.
 
-A step of an engine takes the prompts that wait when it begins, up to the engine's chunk. They end
-together, most of them later than if they were computed one by one, and share the step's fixed cost.
+When an engine begins a step, it takes the waiting prompts, up to its chunk. All prompts of the step
+end together. Most of them end later than if they were computed one by one, but they share the
+step's fixed cost.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """`services`: what each sampled request takes once it begins; `base_s`: hops of the mesh."""
+    """The time to first token of each sampled request: a wait, a service time and `base_s`.
+
+    `services` has the time of each request after its wait. `base_s` is the time of the messages
+    between the mesh's processes.
+    """
 
     wait: QueueWait
     services: tuple[float, ...]
@@ -25,7 +31,7 @@ class FirstTokens:
     busy: float
 
     def exceeds(self, seconds: float) -> float:
-        """The share of requests whose first token comes later."""
+        """The share of requests whose first token takes longer than `seconds`."""
         left = seconds - self.base_s
         return mean([self.wait.exceeds(left - service) for service in self.services])
 
@@ -34,7 +40,7 @@ class FirstTokens:
 
 
 def prompt_s(law: Law, request: RequestLengths, chunk: int) -> float:
-    """Time to compute one prompt alone, in chunks."""
+    """The time to compute one prompt alone, in chunks."""
     num_chunks = -(-request.num_new // chunk)
     whole = law.prefill_s(request.num_new, request.num_cached)
     return whole + (num_chunks - 1) * law.prefill_fixed_s
@@ -56,16 +62,17 @@ def first_tokens(
 
 
 def mean_together(requests: Sequence[RequestLengths], chunk: int) -> float:
-    """How many prompts fit into one step."""
+    """How many prompts of mean length fit into one step."""
     return chunk / mean([r.num_new for r in requests])
 
 
 def batch_size(num_instances: int, busy: float, most: float) -> float:
-    """Prompts per step, as a prompt sees it: those that came during the step before join.
+    """The mean number of prompts in a step, from the viewpoint of a prompt.
 
-    Batches grow and shrink like a branching process whose next generation has mean `busy` per
-    prompt: seen by a prompt, its size is 1 / (1 - busy^2). With several engines, only prompts that
-    find all of them taken join others.
+    Prompts that arrive during a step join the next one. So batches grow and shrink like a branching
+    process: each prompt of a batch brings `busy` prompts of the next batch, on average. The batch
+    that a prompt sees has the size 1 / (1 - busy^2). With several engines, a prompt joins others
+    only if it finds all engines in use.
     """
     if most <= 1:
         return 1.0
@@ -74,7 +81,7 @@ def batch_size(num_instances: int, busy: float, most: float) -> float:
 
 
 def batch_extra_s(middle_s: float, num_instances: int, busy: float, most: float) -> float:
-    """How much later a batch ends than its prompt alone would, for prompts that wait."""
+    """For a prompt that waits, how much later its batch ends than the prompt alone would."""
     size = batch_size(num_instances, busy, most)
     probability = erlang_c(num_instances, busy)
     return (size - 1) / 2 * middle_s / probability if probability else 0.0
@@ -83,11 +90,11 @@ def batch_extra_s(middle_s: float, num_instances: int, busy: float, most: float)
 def _shared_fixed(
     law: Law, traffic: Traffic, num_instances: int, alone: list[float], together: float
 ) -> tuple[float, list[float]]:
-    """The busy share and the services when prompts of one step pay its fixed cost once."""
+    """The busy share and the service times if prompts of one step pay its fixed cost only once."""
     saved = 0.0
     busy = traffic.rate_per_s * mean(alone) / num_instances
     for _ in range(20):
-        # Near overload steps are as full as the chunk allows.
+        # Near overload, steps are as full as the chunk allows.
         size = batch_size(num_instances, busy, together) if busy < 1 else together
         saved = law.prefill_fixed_s * (1 - 1 / size)
         busy = traffic.rate_per_s * (mean(alone) - saved) / num_instances

@@ -1,7 +1,8 @@
-"""Waiting in queues of several servers, and the quantiles of sums of waits and other times.
+"""Computes waits in queues with several servers, and quantiles of waits plus other times.
 
-Erlang's C gives the probability of a wait. The correction of Allen and Cunneen gives its mean for
-general times. The waits of requests that have to wait are assumed to be exponential.
+Erlang's C formula gives the probability of a wait. The correction of Allen and Cunneen gives the
+mean wait for general service times. The waits of requests that do wait are assumed to be
+exponential.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from pdmesh.core.sizing.traffic import mean
 
 _NORMAL: Final = NormalDist()
 _LITTLE_SKEW: Final = 1e-3
-_MOST_SKEW: Final = 4.0  # beyond it, the cube root no longer fits a gamma
+_MOST_SKEW: Final = 4.0  # for a larger skewness, the cube root does not fit a gamma distribution
 
 
 @dataclass(frozen=True, slots=True)
 class QueueWait:
-    """`probability` of a wait at all; `mean_s` over those who wait. Infinite if overloaded."""
+    """The distribution of a wait.
+
+    `probability` is the probability that a request waits. `mean_s` is the mean over the requests
+    that wait. It is infinite if the servers are overloaded.
+    """
 
     probability: float
     mean_s: float
 
     def exceeds(self, seconds: float) -> float:
-        """The probability of a longer wait."""
+        """The probability that the wait is longer than `seconds`."""
         if seconds < 0:
             return 1.0
         if math.isinf(self.mean_s):
@@ -38,7 +43,9 @@ class QueueWait:
 
 
 def erlang_c(servers: int, busy: float) -> float:
-    """The probability that all servers are taken; `busy` is the share of their time, below 1."""
+    """The probability that all servers are busy. `busy` is the busy share of their time,
+    below 1.
+    """
     offered = servers * busy
     blocked = 1.0  # Erlang's B, by its recursion
     for k in range(1, servers + 1):
@@ -49,7 +56,10 @@ def erlang_c(servers: int, busy: float) -> float:
 def waiting(
     servers: int, rate_per_s: float, services: Sequence[float], arrival_cv2: float
 ) -> QueueWait:
-    """The wait before `servers` that take requests in order; `services`: equally likely times."""
+    """The wait before `servers` that serve requests in order.
+
+    `services` is a sample of service times, all with the same probability.
+    """
     middle = mean(services)
     busy = rate_per_s * middle / servers
     if busy >= 1:
@@ -62,9 +72,10 @@ def waiting(
 
 
 def above(mean_value: float, deviation: float, limit: float, skewness: float = 0.0) -> float:
-    """The probability that a value is above a limit: normal, or gamma if it is skewed to the right.
+    """The probability that a value is above `limit`.
 
-    The gamma's tail is that of Wilson and Hilferty's cube root.
+    The value has a normal distribution, or a gamma distribution if it is skewed to the right. The
+    gamma's tail is computed with the cube root of Wilson and Hilferty.
     """
     if deviation <= 0:
         return float(mean_value > limit)
@@ -80,7 +91,7 @@ def above(mean_value: float, deviation: float, limit: float, skewness: float = 0
 def quantile_of(exceeds: Callable[[float], float], share: float, start: float) -> float:
     """The least value that at most 1 - `share` of the requests exceed.
 
-    `exceeds` must not increase.
+    `exceeds` must not increase with its argument.
     """
     high = max(start, 1e-6)
     while exceeds(high) > 1 - share:

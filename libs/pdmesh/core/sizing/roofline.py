@@ -1,8 +1,8 @@
-"""The law of an engine's steps from the roofline of its accelerators.
+"""Computes the law of an engine's steps, which gives their times, from its accelerators' roofline.
 
-A step takes as long as its operations and its bytes at the device's peaks, divided by the share of
-each peak that the engine reaches (`efficiency.py`), plus an overhead per layer. With several
-tensor-parallel ranks, each layer adds two all-reduces.
+The operations and the bytes of a step would take a certain time at the device's peaks. This time is
+divided by the share of each peak that the engine reaches (`efficiency.py`). An overhead per layer
+is added. With several tensor-parallel ranks, each layer adds two all-reduces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdmesh.core.sizing.problem import SizingProblem
 
 @dataclass(frozen=True, slots=True)
 class PrefillTerms:
-    """What the parts of computing prompts take at the peaks: seconds, and counts per step."""
+    """The parts of a prompt's compute time at the peaks, in seconds, and counts per step."""
 
     layers: float
     token_s: float
@@ -29,7 +29,7 @@ class PrefillTerms:
 
 @dataclass(frozen=True, slots=True)
 class StepTerms:
-    """Likewise of a decode step."""
+    """The parts of a decode step's time at the peaks, in seconds, and counts per step."""
 
     layers: float
     weights_s: float
@@ -41,7 +41,7 @@ class StepTerms:
 
 def prefill_terms(shape: ModelShape, device: Accelerator, tp: int) -> PrefillTerms:
     rate = _flops(shape, device) * tp
-    moved = 2 * shape.num_layers * shape.hidden * 2.0 * 2 * (tp - 1) / tp  # a ring, bf16
+    moved = 2 * shape.num_layers * shape.hidden * 2.0 * 2 * (tp - 1) / tp  # ring all-reduces, bf16
     return PrefillTerms(
         layers=shape.num_layers,
         token_s=2 * shape.active_params / rate,
@@ -83,7 +83,10 @@ def efficiency_key(shape: ModelShape, device: Accelerator) -> EfficiencyKey:
 
 
 def efficiency_of(shape: ModelShape, device: Accelerator) -> tuple[Efficiency, EfficiencyKey]:
-    """The shares to use, and the nearest kind of engine, to which they were fitted."""
+    """The shares to use, and the kind of engine that they were fitted to.
+
+    If the kind itself was not measured, this is the nearest kind.
+    """
     gpu, compute, kind = efficiency_key(shape, device)
     for key in ((gpu, compute, kind), (DEFAULT_GPU, compute, kind), (DEFAULT_GPU, "bf16", kind)):
         if (share := EFFICIENCIES.get(key)) is not None:
@@ -92,7 +95,7 @@ def efficiency_of(shape: ModelShape, device: Accelerator) -> tuple[Efficiency, E
 
 
 def law_of(shape: ModelShape, device: Accelerator, tp: int, share: Efficiency | None = None) -> Law:
-    """The law of an engine with `tp` ranks; `share`: instead of the fitted shares."""
+    """The law of an engine with `tp` ranks. If `share` is given, it replaces the fitted shares."""
     share = share or efficiency_of(shape, device)[0]
     prompt, step = prefill_terms(shape, device, tp), step_terms(shape, device, tp)
     return Law(
@@ -113,7 +116,7 @@ def law_of(shape: ModelShape, device: Accelerator, tp: int, share: Efficiency | 
 
 
 def law_notes(shape: ModelShape, device: Accelerator, tp: int) -> tuple[str, ...]:
-    """How far the law may be off, and where it was fitted to another kind of engine."""
+    """Notes for the user: how far the law may be off, and whether it was fitted to another kind."""
     share, key = efficiency_of(shape, device)
     told = [
         (
@@ -134,4 +137,4 @@ def law_notes(shape: ModelShape, device: Accelerator, tp: int) -> tuple[str, ...
     return tuple(told)
 
 
-_SLOW_LINK = 100e9  # below it a link is PCIe
+_SLOW_LINK = 100e9  # a slower link is PCIe

@@ -1,7 +1,9 @@
-"""Finds the smallest deployments that hold the goals: P/D, and fusion.
+"""Finds the smallest deployments that meet the goals: one of P/D, and one of fusion.
 
-The first token depends on the prefills alone, and the others on the decodes, so each pool is as
-small as its own goal allows. Fusion has both goals at once, and a chunk to choose.
+P/D has prefill and decode on different instances. Its first tokens depend only on the prefills, and
+its other tokens only on the decodes. So each pool is as small as its own goal allows. A fusion
+instance does both, so both goals apply to one pool, and the search also chooses the size of its
+chunks.
 """
 
 from __future__ import annotations
@@ -31,20 +33,23 @@ from pdmesh.core.sizing.deployment import (
 from pdmesh.core.sizing.instance_kind import InstanceKind
 from pdmesh.core.sizing.traffic import Goals, Traffic
 
-MAX_COUNT: Final = 1024  # instances of a role
-_ALONE: Final = 1e-3  # of the rate: so few requests that none waits
+MAX_COUNT: Final = 1024  # the most instances of a role
+_ALONE: Final = 1e-3  # at this share of the rate, no request waits for another
 
 
 @dataclass(frozen=True, slots=True)
 class NotPossible:
-    """No number of instances holds the goals; `reason` says what is too slow, or too large."""
+    """No number of instances meets the goals. `reason` says what is too slow or too large."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked for. `least`: of each role at least, so that one instance may fail."""
+    """The load and the goals of a deployment.
+
+    Each role has at least `least` instances, so that one may fail.
+    """
 
     traffic: Traffic
     goals: Goals
@@ -138,7 +143,10 @@ def _decode_pool(wanted: Workload, kind: InstanceKind, sender: InstanceKind) -> 
 
 
 def _fusion_pool(wanted: Workload, kind: InstanceKind, chunk: int, most: int) -> Found:
-    """`most`: more instances than this would need more devices than another kind."""
+    """The smallest pool of fusion instances, if it has at most `most` of them.
+
+    With more instances, it would need more devices than another kind.
+    """
     traffic, goals = wanted.traffic, wanted.goals
     if traffic.longest > kind.kv_tokens:
         return NotPossible(_too_long(traffic.longest, kind))
@@ -180,7 +188,7 @@ def _fusion_holds(pool: PoolSize, wanted: Workload) -> bool:
 
 
 def holds(deployment: Deployment, wanted: Workload) -> bool:
-    """Whether the goals are kept, and no instance is too busy."""
+    """Whether the deployment meets the goals, and no instance is too busy."""
     if deployment.is_fusion:
         return _fusion_holds(deployment.pools[0], wanted)
     prefill, decode = deployment.pools
@@ -188,7 +196,10 @@ def holds(deployment: Deployment, wanted: Workload) -> bool:
 
 
 def _fewest(kind: InstanceKind, chunk: int, least: int, is_enough: Callable[[int], bool]) -> Found:
-    """The least count that is enough, by doubling, then halving: more are never worse."""
+    """The least count that is enough, found by doubling and then halving.
+
+    A larger count is never worse.
+    """
     high = least
     while not is_enough(high):
         high *= 2

@@ -1,7 +1,8 @@
-"""What a deployment must carry: requests by their lengths, how often they come, and the goals.
+"""The traffic of a planned deployment: the lengths of requests, their rate, and the goals.
 
-Lengths are a sample of requests that are equally likely: a trace's own requests, or quantiles of a
-distribution. A sample keeps what a mean loses, such as the long prompts that others wait for.
+The lengths are a sample of requests, all with the same probability. They come from a trace, or are
+quantiles of a distribution. A sample keeps details that a mean loses, such as the long prompts that
+others wait for.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Final
 from pdmesh.core.sizing.problem import SizingProblem
 
 NUM_SAMPLES: Final = 200
-BLOCK: Final = 64  # tokens of KV, as the setting BLOCK_SIZE
+BLOCK: Final = 64  # tokens of a KV block, as in the setting BLOCK_SIZE
 _MAX_TOKENS: Final = 10**7
-_MAX_DIGITS: Final = 18  # far beyond that, Python refuses to read a number
+_MAX_DIGITS: Final = 18  # Python refuses to parse a number of several thousand digits
 _LOGNORMAL_FIELDS: Final = ("mean", "p99")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """Tokens of one request; `num_cached` of the prompt are found in an instance's cache."""
+    """The tokens of one request. `num_cached` tokens of its prompt are in an instance's cache."""
 
     num_prompt: int
     num_cached: int
@@ -36,13 +37,16 @@ class RequestLengths:
 
     @property
     def num_steps(self) -> int:
-        """Decode steps: token 1 comes from the prefill."""
+        """The number of decode steps. Token 1 comes from the prefill."""
         return self.num_output - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """`arrival_cv2`: squared coefficient of variation of the times between arrivals; Poisson: 1."""
+    """`arrival_cv2` is the squared coefficient of variation of the times between arrivals.
+
+    It is 1 for Poisson arrivals.
+    """
 
     rate_per_s: float
     requests: tuple[RequestLengths, ...]
@@ -70,9 +74,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """The SLO: this share of the requests has its first token, and each next one, in time.
+    """The SLO: this share of the requests has its first token and its other tokens in time.
 
-    A request's TPOT is the mean over its tokens after the first.
+    `ttft_s` bounds the time to first token. `tpot_s` bounds the mean time per token after the
+    first.
     """
 
     ttft_s: float
@@ -81,7 +86,7 @@ class Goals:
 
 
 def traffic_of(rate_per_s: float, prompt: str, output: str, cached_share: float) -> Traffic:
-    """Traffic with lengths of prompts and outputs as `spread` reads them."""
+    """Traffic with lengths of prompts and outputs from texts that `spread` reads."""
     prompts, outputs = spread("prompt", prompt), spread("output", output)
     random.Random(1).shuffle(outputs)  # long prompts have answers of any length
     return Traffic(
@@ -94,7 +99,7 @@ def traffic_of(rate_per_s: float, prompt: str, output: str, cached_share: float)
 
 
 def _whole_blocks(num_tokens: float) -> int:
-    """How many of these tokens a cache can hold: only whole blocks."""
+    """How many of these tokens a cache can hold, because it holds only whole blocks."""
     return int(num_tokens) // BLOCK * BLOCK
 
 
@@ -120,14 +125,15 @@ def _lognormal(field: str, text: str, points: Sequence[float]) -> list[float]:
         raise SizingProblem(field, f"{text!r} is not mean=N,p99=M")
     middle, high = _number(field, parts["mean"]), _number(field, parts["p99"])
     z = NormalDist().inv_cdf(0.99)
-    # mean = exp(mu + s^2 / 2) and p99 = exp(mu + z s): the smaller root of s^2 / 2 - z s + ln(..).
+    # mean = exp(mu + s^2 / 2) and p99 = exp(mu + z s), so s^2 / 2 - z s + ln(p99 / mean) = 0.
+    # `sigma` is the smaller root.
     ratio = math.log(high / middle)
     if ratio <= 0 or z * z < 2 * ratio:
         raise SizingProblem(field, f"p99 must be more than the mean, and at most {15:.0f} times it")
     sigma = z - math.sqrt(z * z - 2 * ratio)
     mu = math.log(middle) - sigma * sigma / 2
     drawn = [math.exp(mu + sigma * NormalDist().inv_cdf(p)) for p in points]
-    scale = middle / mean(drawn)  # makes up for the tail beyond the last point
+    scale = middle / mean(drawn)  # compensates for the missing tail beyond the last point
     return [x * scale for x in drawn]
 
 

@@ -1,1 +1,4 @@
-"""Decides how much each tenant may use over all gateways, and what an ended call costs it."""
+"""Decides how much each tenant may use over all gateways, and how many tokens an ended call costs.
+
+A tenant is the customer that keys, limits and a priority belong to.
+"""

@@ -1,7 +1,7 @@
-"""Decides how many tokens an ended call is charged to its tenant.
+"""Decides how many tokens of an ended call are charged to its tenant.
 
-A call that no instance took costs nothing, and so does one whose client got only an error. One that
-fails later costs its prompts and what its client got.
+A call costs nothing if no instance accepted it, or if its client got only an error. If a call fails
+later, it costs its prompts and the tokens that its client got.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ChoiceUse:
-    """What became of one answer. `num_taken`: the tokens that its client has or will get."""
+    """The use of one of a call's answers. `num_taken` counts the tokens that the client has or will
+    get.
+    """
 
     num_tokens: int
     num_taken: int
@@ -23,7 +25,10 @@ class ChoiceUse:
 def tokens_of_answers(
     num_prompt_tokens: int, choices: Sequence[ChoiceUse], *, is_void: bool
 ) -> int:
-    """For a call that makes answers. `is_void`: its client got nothing but an error."""
+    """The tokens to charge for a call that makes answers.
+
+    `is_void` means that the client got only an error.
+    """
     if is_void or not any(choice.was_accepted for choice in choices):
         return 0
     if any(choice.has_failed for choice in choices):
@@ -32,9 +37,10 @@ def tokens_of_answers(
 
 
 def tokens_of_inputs(outcome: str, lengths: Sequence[int], begun: Iterable[int]) -> int:
-    """For a call that makes vectors or scores; a client that leaves pays for what was begun.
+    """The tokens to charge for a call that makes vectors or scores.
 
-    `outcome`: completed, failed or cancelled; `begun`: the places of inputs that instances took.
+    `outcome` is completed, failed or cancelled. `begun` has the positions of the inputs that
+    instances accepted. A client that cancels the call pays for these.
     """
     if outcome == "completed":
         return sum(lengths)

@@ -1,16 +1,18 @@
 """Decides which gateway holds which parts of a tenant's limits (S97).
 
-Limits are cut into parts, and one gateway at a time holds a part. A ledger says which gateway holds
-which part. It is written by compare-and-set, so no part is ever held twice. A gateway grants only
-its own parts, so all gateways together never grant more than the limit. A limit is cut into as many
-parts as possible, but each part is large enough for one open call or one request.
+Limits are cut into parts. Each part is held by one gateway at a time, and a ledger in a shared
+store says by which one. The ledger is written by compare-and-set, so no part is ever held twice. A
+gateway grants only its own parts. So all gateways together never grant more than the limit. A limit
+is cut into as many parts as possible, but each part is large enough for one open call or one
+request.
 
-Parts go where calls are. A gateway takes free parts when it needs them. If there are none, it says
-so in the ledger, and gateways that hold more than their share hand some over. A gateway without
-calls hands over all of its parts. If there are fewer parts than gateways, a part is handed on after
-a while. What is left in a part's buckets goes with it.
+Parts move to the gateways that have calls. A gateway takes free parts when it needs them. If there
+are none, it asks for one in the ledger, and gateways that hold more than their share hand some
+over. A gateway without calls hands over all of its parts. If there are fewer parts than gateways, a
+part is handed on after a while. The levels of a part's token buckets are handed over with it.
 
-Tokens of a day are not cut: they are leased (`quota_leases`), in the same record.
+The daily quota of tokens is not cut into parts. Its tokens are leased (`quota_leases`), in the same
+ledger.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from pdmesh.core.tenancy.limits import (
 from pdmesh.core.tenancy.quota_leases import Leases, QuotaLease
 
 _MAX_PARTS: Final = 16
-_IDLE_S: Final = 5.0  # after this time without a call, others may have all of a gateway's parts
-_HELD_S: Final = 1.0  # the least time that a part is held if there are fewer parts than gateways
+_IDLE_S: Final = 5.0  # after this time without a call, a gateway hands over all of its parts
+_HELD_S: Final = 1.0  # if there are fewer parts than gateways, a part is held at least this long
 
 
 def num_parts(limits: TenantLimits) -> int:
-    """Into how many parts the limits are cut; 0: there is no limit that is cut."""
+    """Into how many parts the limits are cut. 0 means that there is no limit that is cut."""
     if replace(limits, tokens_per_day=None) == TenantLimits():
         return 0
     found = [_MAX_PARTS]
@@ -50,9 +52,10 @@ def num_parts(limits: TenantLimits) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """`holders[i]` holds part i; if empty, the part is free.
+    """Which gateway holds which part of one tenant's limits.
 
-    `wanted`: gateways that found no part, the longest waiting first.
+    `holders[i]` is the gateway that holds part i, or empty if the part is free. `wanted` has the
+    gateways that found no free part, the longest waiting first.
     """
 
     holders: tuple[str, ...]
@@ -74,28 +77,29 @@ class Ledger:
 class _Known:
     ledger: Ledger | None = None
     revision: int = 0
-    leaving: dict[int, Part] = field(default_factory=dict)  # given up, but not handed over yet
-    since: float = 0.0  # when the last part came
-    waiting: list[int] = field(default_factory=list)  # tokens of today that calls here lack
-    # A smaller lease than the ledger says we have: we grant no more than this one allows.
+    leaving: dict[int, Part] = field(default_factory=dict)  # parts given up but not handed over
+    since: float = 0.0  # when this gateway got its last part
+    waiting: list[int] = field(default_factory=list)  # the tokens that each waiting call needs
+    # While we give tokens back, the ledger still has our larger lease. We grant no more than this
+    # smaller lease allows.
     giving: QuotaLease | None = None
 
 
 @dataclass(slots=True)
 class TenantParts:
-    """What one gateway, `me`, knows of all ledgers, and what it writes to them.
+    """What one gateway, `me`, knows about all ledgers, and what it writes to them.
 
-    `seen` takes whatever they hold, including what this gateway wrote. `more`, `more_tokens` and
-    `due` say what to write at the known revision, or None.
+    `seen` takes any state of a ledger from the store, including what this gateway wrote. `more`,
+    `more_tokens` and `due` return the ledger to write at the known revision, or None.
     """
 
     me: str
     tenants: Tenants
-    alive: Collection[str] = ()  # other gateways that may hold parts
+    alive: Collection[str] = ()  # the other gateways that are alive, and may hold parts
     _known: dict[str, _Known] = field(default_factory=dict)
 
     def is_leaving(self, tenant: Tenant) -> bool:
-        """Whether parts must be handed over as soon as calls end."""
+        """Whether parts must be handed over as soon as enough calls have ended."""
         return bool(self._of(tenant).leaving)
 
     def revision(self, tenant: Tenant) -> int:
@@ -106,7 +110,7 @@ class TenantParts:
         return sum(index < num for index in self.tenants.held(tenant.name)) >= num
 
     def seen(self, tenant: Tenant, ledger: Ledger | None, revision: int, clock: Clock) -> None:
-        """What the store says now."""
+        """Take the present state of a tenant's ledger from the store."""
         known = self._of(tenant)
         if revision < known.revision:
             return  # older than what we know
@@ -120,14 +124,14 @@ class TenantParts:
             is_held = index in self.tenants.held(tenant.name)
             if holder != self.me:
                 known.leaving.pop(index, None)
-                if is_held:  # another gateway took it, because we were taken for dead
+                if is_held:  # another gateway took the part, because it took us for dead
                     self.tenants.give_up(tenant, index, clock)
             elif not is_held and index not in known.leaving:
                 self.tenants.hold(tenant, index, ledger.parts[index], clock)
                 known.since = clock.now
 
     def wrote(self, tenant: Tenant, ledger: Ledger, revision: int, clock: Clock) -> None:
-        """The store took this write, so it can no longer take any earlier write of ours."""
+        """The store accepted this write, so it can no longer accept any earlier write of ours."""
         known = self._of(tenant)
         known.giving = None
         if revision < known.revision and known.ledger is not None:
@@ -135,21 +139,23 @@ class TenantParts:
         self.seen(tenant, ledger, revision, clock)
 
     def named(self, tenant: Tenant) -> set[str]:
-        """Gateways that hold or want a part, or have a lease."""
+        """The gateways that hold or want a part, or have a lease."""
         ledger = self._of(tenant).ledger
         if ledger is None:
             return set()
         return {*ledger.holders, *ledger.wanted, *(x.holder for x in ledger.leases)} - {""}
 
     def forget(self) -> None:
-        """The store is read again from its beginning, since it may be another store now."""
+        """Forget all ledgers. The store is read again from its start, since it may be another store
+        now.
+        """
         for known in self._known.values():
             known.ledger, known.revision = None, 0
 
     def more(self, tenant: Tenant, clock: Clock) -> Ledger | None:
-        """Take free parts, or ask for one.
+        """The ledger in which we take free parts, or ask for one.
 
-        None if all are ours, if we have asked already, or while we hand parts over.
+        None if we hold all parts, if we have asked already, or while we hand parts over.
         """
         self._trim(tenant)
         known, ledger = self._of(tenant), self._ledger(tenant, clock)
@@ -171,7 +177,7 @@ class TenantParts:
 
     @contextmanager
     def waiting(self, tenant: Tenant, num_tokens: int) -> Iterator[None]:
-        """A call waits until `num_tokens` may be granted here."""
+        """A call waits inside this context until `num_tokens` may be granted here."""
         waiting = self._of(tenant).waiting
         waiting.append(num_tokens)
         try:
@@ -180,7 +186,10 @@ class TenantParts:
             waiting.remove(num_tokens)
 
     def more_tokens(self, tenant: Tenant, clock: Clock) -> Ledger | None:
-        """Lease the tokens that calls wait for, or ask for them; None if that is done already."""
+        """The ledger in which we lease the tokens that calls wait for, or ask for them.
+
+        None if both are done already.
+        """
         quota = tenant.limits.tokens_per_day
         if quota is None:
             return None
@@ -195,7 +204,9 @@ class TenantParts:
     def _with_lease_settled(
         self, tenant: Tenant, ledger: Ledger, clock: Clock, *, tells_use: bool, is_leaving: bool
     ) -> Ledger:
-        """Give up leased tokens that others lack, and tokens that are of no use here."""
+        """The ledger in which we give up leased tokens that others lack or that are not needed
+        here.
+        """
         quota, before = tenant.limits.tokens_per_day, self._lease(tenant, clock)
         told = quota_leases.lease_of(ledger.leases, self.me, before.day)
         if quota is None or (told is None and not before.allowed):
@@ -219,7 +230,7 @@ class TenantParts:
     def _lease_seen(self, tenant: Tenant, ledger: Ledger, clock: Clock) -> None:
         known, (day, _, num_used) = self._of(tenant), self.tenants.today(tenant.name, clock.day)
         mine = quota_leases.lease_of(ledger.leases, self.me, day)
-        if mine is not None:  # None: the store lost it, or we were taken for dead
+        if mine is not None:  # None: the store lost the lease, or others took us for dead
             giving = known.giving
             if giving is None or giving.day != day or mine.allowed <= giving.allowed:
                 known.giving = None
@@ -231,7 +242,7 @@ class TenantParts:
         self.tenants.granted_elsewhere(tenant.name, num)
 
     def _lease(self, tenant: Tenant, clock: Clock) -> QuotaLease:
-        """Our lease as `tenants` has it; `tenants` grants by it."""
+        """Our lease as `tenants` has it. `tenants` grants tokens according to this lease."""
         day, allowed, num_used = self.tenants.today(tenant.name, clock.day)
         ledger = self._of(tenant).ledger
         told = None if ledger is None else quota_leases.lease_of(ledger.leases, self.me, day)
@@ -250,10 +261,11 @@ class TenantParts:
         tells_use: bool = True,
         is_leaving: bool = False,
     ) -> Ledger | None:
-        """Hand over what others need more, and say what was used; None if nothing is new.
+        """The ledger in which we hand over what others need more, and write what was used.
 
-        `tells_use`: also write what was used. Do so only now and then, or every call would cause a
-        write. `is_leaving`: this gateway takes no more calls.
+        None if nothing has changed. If `tells_use` is true, the use of parts and leases is also
+        written. Set it only now and then, or every call would cause a write. `is_leaving` means
+        that this gateway accepts no more calls.
         """
         self._trim(tenant)
         known = self._of(tenant)
@@ -290,7 +302,9 @@ class TenantParts:
         *,
         is_leaving: bool,
     ) -> None:
-        """Give up the parts that others should have; these parts admit nothing here from now on."""
+        """Give up the parts that others should have. From now on, these parts admit nothing
+        here.
+        """
         known, held = self._of(tenant), sorted(self.tenants.held(tenant.name))
         keep = len(held)
         if is_leaving:
@@ -310,13 +324,13 @@ class TenantParts:
             known.leaving[index] = self.tenants.give_up(tenant, index, clock)
 
     def _trim(self, tenant: Tenant) -> None:
-        """Forget parts that no longer exist: the limits may be cut into fewer parts now."""
+        """Forget parts that no longer exist, because the limits are cut into fewer parts now."""
         known, num = self._of(tenant), num_parts(tenant.limits)
         self.tenants.trim(tenant)
         known.leaving = {index: part for index, part in known.leaving.items() if index < num}
 
     def _ledger(self, tenant: Tenant, clock: Clock) -> Ledger:
-        """The ledger with the parts that we hold: the store may have lost the ledger or a part."""
+        """The known ledger, completed with the parts that we hold. The store may have lost them."""
         known, num = self._of(tenant), num_parts(tenant.limits)
         found = Ledger.new(num) if known.ledger is None else _sized(known.ledger, num)
         for index in self.tenants.held(tenant.name):
@@ -335,10 +349,7 @@ class TenantParts:
 
 
 def _sized(ledger: Ledger, num: int) -> Ledger:
-    """The ledger for limits that are cut into `num` parts.
-
-    Parts that remain stay where they are.
-    """
+    """The ledger for limits that are cut into `num` parts. Remaining parts keep their holders."""
     more = max(0, num - len(ledger.holders))
     return replace(
         ledger,

@@ -1,12 +1,13 @@
-"""Decides what each tenant may use: requests and tokens by token buckets, open calls, and a daily
-quota of tokens.
+"""Decides what each tenant may use: a rate of requests, a rate of tokens, open calls, and tokens a
+day.
 
-A call pays for one request on arrival. It pays for its prompt and its longest answer once both are
-known, and gets back at its end what it did not use. A call that is refused pays nothing.
+The two rates are limited by token buckets. On arrival, a call pays for one request. Once the
+lengths of its prompt and its longest answer are known, it pays for these tokens. At its end it gets
+back the tokens that it did not use. A call that is refused pays nothing.
 
-With several gateways on one mesh, each grants only the parts of a limit that it holds
-(`limit_parts`), and only the tokens of the day that it has leased (`quota_leases`). So together
-they never grant more than the limit.
+If several gateways serve one mesh, each grants only its own parts of a limit (`limit_parts`), and
+only the daily tokens that it has leased (`quota_leases`). So together they never grant more than
+the limit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _MAX_WAIT_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """None: no limit. A bucket holds what one second (requests) or one minute (tokens) grants."""
+    """A tenant's limits. None means no limit.
+
+    A bucket's capacity is the grant of one second for requests, and of one minute for tokens.
+    """
 
     requests_per_s: float | None = None
     tokens_per_min: float | None = None
@@ -33,9 +37,10 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`weight`: its share of calls from the waiting room. `priority`: 0 is called first.
+    """A customer that keys, limits and a priority belong to.
 
-    `models`: the models that it may use; empty: all.
+    Tenants whose calls wait for a free slot take turns in proportion to their `weight`. Calls with
+    `priority` 0 come first. `models` has the models that the tenant may use; empty means all.
     """
 
     name: str
@@ -61,7 +66,9 @@ class Limit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LimitRefused:
-    """`num_lacking`: how many tokens the call lacks that other gateways may give up."""
+    """A limit refuses a call. `num_lacking` counts the tokens that other gateways may give up for
+    it.
+    """
 
     limit: Limit
     retry_after_s: float
@@ -70,7 +77,7 @@ class LimitRefused:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Tokens that a call has paid for."""
+    """The tokens that a call has paid for, and the day whose quota they count in."""
 
     num_tokens: int
     day: int
@@ -80,7 +87,7 @@ class Charge:
 class TokenBucket:
     """Fills with `rate` per second up to `capacity`.
 
-    A call that costs more than a full bucket leaves the bucket in debt.
+    A call may cost more than a full bucket holds. It then leaves the bucket in debt.
     """
 
     rate: float
@@ -89,10 +96,10 @@ class TokenBucket:
     at: float
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `take` may be called; 0: now."""
+        """Seconds until `take` may be called; 0 means now."""
         self._fill(now)
         missing = min(amount, self.capacity) - self.level
-        # A rounding error of the clock is no reason to refuse.
+        # A rounding error must not refuse a call.
         return 0.0 if missing <= 1e-6 else missing / self.rate
 
     def take(self, amount: float, now: float) -> None:
@@ -115,9 +122,9 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What goes with a part of a limit from gateway to gateway.
+    """The levels of a part's token buckets at the time `at`. None means that the bucket is full.
 
-    These are the levels of its buckets at the time `at`; None: full.
+    When a gateway hands a part of a limit over, these levels go to the next gateway.
     """
 
     requests: float | None = None
@@ -127,9 +134,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """`now` is this process's monotonic clock, `wall` is the clock that all gateways share.
+    """`now` is this process's monotonic clock. `wall` is the clock that all gateways share.
 
-    `day` numbers the days; this day has `left_s` to go.
+    `day` is the number of the current day, which ends in `left_s` seconds.
     """
 
     now: float
@@ -145,24 +152,25 @@ class _Account:
     num_open: int = 0
     day: int = 0
     num_today: int = 0
-    num_leased: int = 0  # tokens of today, if limits are shared: `num_today` never exceeds it
-    num_elsewhere: int = 0  # tokens that other gateways granted today, as far as is known
-    held: dict[int, None] = field(default_factory=dict)  # parts, if limits are shared
+    num_leased: int = 0  # if gateways share limits: the most that `num_today` may be
+    num_elsewhere: int = 0  # tokens that other gateways are known to have granted today
+    held: dict[int, None] = field(default_factory=dict)  # if gateways share limits: our parts
     came_at: float = -math.inf
 
 
 @dataclass(slots=True)
 class Tenants:
-    """`num_parts`: into how many parts limits are cut; only the parts that we hold count.
+    """The use of limits by all tenants, in this gateway.
 
-    If it is None, limits are not cut, and all of each limit is ours.
+    `num_parts` computes into how many parts limits are cut. This gateway grants only the parts that
+    it holds. If `num_parts` is None, limits are not cut, and this gateway grants all of each limit.
     """
 
     num_parts: Callable[[TenantLimits], int] | None = None
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
     def enter(self, tenant: Tenant, now: float) -> LimitRefused | None:
-        """Open one more call, unless it is refused; `leave` ends it."""
+        """Open one more call, unless a limit refuses it. `leave` closes the call."""
         limits, account = tenant.limits, self._account(tenant.name)
         account.came_at = now
         share = self._share(limits, account)
@@ -185,7 +193,9 @@ class Tenants:
     def charge(
         self, tenant: Tenant, num_tokens: int, now: float, day: int, left_s: float
     ) -> Charge | LimitRefused:
-        """Pay for a call's tokens. `day` numbers the days; this day has `left_s` to go."""
+        """Pay for a call's tokens. `day` is the number of the current day, which ends in `left_s`
+        seconds.
+        """
         limits, account = tenant.limits, self._account(tenant.name)
         self._begin_day(account, day)
         share = self._share(limits, account)
@@ -206,7 +216,7 @@ class Tenants:
         return Charge(num_tokens, account.day)
 
     def settle(self, tenant: Tenant, charge: Charge, num_used: int) -> None:
-        """Give back what a call did not use; a call never uses more than it paid for."""
+        """Give back the tokens that a call did not use. A call never uses more than it paid for."""
         account = self._accounts[tenant.name]
         unused = max(0, charge.num_tokens - num_used)
         if account.tokens is not None:
@@ -219,10 +229,11 @@ class Tenants:
         return 0 if account is None else account.num_open
 
     def forget_but(self, names: frozenset[str]) -> None:
-        """Forget tenants that left the key file.
+        """Forget all tenants except `names`, the tenants in the key file.
 
-        A tenant with open calls stays until the next time. So does a tenant with leases: otherwise
-        a tenant that comes back could be granted the same tokens twice.
+        A tenant with open calls is forgotten later, by another call of this method. A tenant with
+        leased tokens is also kept. Otherwise, if it came back, the same tokens could be granted
+        twice.
         """
         for name, account in list(self._accounts.items()):
             if name not in names and not account.num_open and not account.num_leased:
@@ -235,7 +246,7 @@ class Tenants:
         return () if account is None else account.held
 
     def idle_s(self, name: str, now: float) -> float:
-        """How long no call has come, admitted or not; 0 while a call is open."""
+        """Seconds since the last call arrived, admitted or not. While a call is open, this is 0."""
         account = self._account(name)
         return 0.0 if account.num_open else now - account.came_at
 
@@ -258,7 +269,9 @@ class Tenants:
                 bucket.give(_level_now(bucket, level, part.at, len(account.held), clock.wall))
 
     def give_up(self, tenant: Tenant, index: int, clock: Clock) -> Part:
-        """Give a part up; it admits nothing from now on. Returns what goes with it."""
+        """Give a part up, so that it admits nothing from now on. Return the levels to hand over
+        with it.
+        """
         limits, account = tenant.limits, self._account(tenant.name)
         self._fit(account, limits, clock.now)
         going = self._one_part(account, clock)
@@ -270,13 +283,16 @@ class Tenants:
         return going
 
     def trim(self, tenant: Tenant) -> None:
-        """Drop parts that no longer exist, because the limits are cut into fewer."""
+        """Drop parts that no longer exist, because the limits are cut into fewer parts now."""
         account = self._account(tenant.name)
         num = self.num_parts(tenant.limits) if self.num_parts is not None else 0
         account.held = {index: None for index in account.held if index < num}
 
     def news(self, tenant: Tenant, part: Part, clock: Clock) -> Part | None:
-        """What would go with one of our parts; None if it follows from the `part` told last."""
+        """The present levels of one of our parts, if they are news to the other gateways.
+
+        None if the levels follow from `part`, the levels that were written last.
+        """
         account = self._account(tenant.name)
         self._fit(account, tenant.limits, clock.now)
         going, num = self._one_part(account, clock), len(account.held)
@@ -290,7 +306,7 @@ class Tenants:
         return going if is_new else None
 
     def _one_part(self, account: _Account, clock: Clock) -> Part:
-        """An equal part of all that is left."""
+        """The levels of one part, if each held part gets an equal share of the buckets' levels."""
         num = len(account.held)
         requests, tokens = (
             None if bucket is None else bucket.level / num
@@ -301,13 +317,13 @@ class Tenants:
     # --- leases ----------------------------------------------------------------------------------
 
     def today(self, name: str, day: int) -> tuple[int, int, int]:
-        """The day that counts here, the tokens leased for it, and the tokens granted."""
+        """The current day, the tokens leased for it, and the tokens granted in it."""
         account = self._account(name)
         self._begin_day(account, day)
         return account.day, account.num_leased, account.num_today
 
     def lease(self, name: str, num_tokens: int) -> None:
-        """We may grant `num_tokens` today, including the tokens that we have granted already."""
+        """Allow `num_tokens` today, including the tokens that this gateway has granted already."""
         self._account(name).num_leased = num_tokens
 
     def granted_elsewhere(self, name: str, num_tokens: int) -> None:
@@ -332,9 +348,9 @@ class Tenants:
     def _fit(
         self, account: _Account, limits: TenantLimits, now: float, *, is_empty: bool = False
     ) -> None:
-        """Fit the buckets to these limits and to our present share; both may have changed.
+        """Fit the buckets to the limits and to our present share, which may both have changed.
 
-        `is_empty`: a new bucket starts empty.
+        With `is_empty`, a new bucket starts empty.
         """
         share = self._share(limits, account)
         account.requests = _bucket(
@@ -358,7 +374,9 @@ def _bucket(
     now: float,
     is_empty: bool,
 ) -> TokenBucket | None:
-    """A bucket for `share` of `limit` every `period_s` seconds. It holds one period's worth."""
+    """A bucket for `share` of `limit` every `period_s` seconds. Its capacity is one
+    period's grant.
+    """
     if limit is None:
         return None
     rate, capacity = limit / period_s * share, max(1.0, limit) * share
@@ -370,7 +388,7 @@ def _bucket(
 
 
 def _level_now(bucket: TokenBucket, level: float | None, at: float, num: int, wall: float) -> float:
-    """The present level of one of `num` parts that had `level` at the time `at`."""
+    """The present level of one of `num` equal parts that had `level` at the time `at`."""
     full = bucket.capacity / num
     if level is None:
         return full

@@ -1,10 +1,12 @@
-"""Decides how several gateways share a tenant's daily tokens: each grants only what it has leased.
+"""Decides how several gateways share a tenant's daily quota of tokens.
 
-All leases of a day together never exceed the quota. A lease counts as used, but is small: when a
-gateway dies, only the tokens that it had leased but not granted are lost. A gateway that needs more
-takes tokens that are not leased. If there are none, it says in the ledger how many it lacks, and
-the others give up tokens that they have not granted. So a tenant gets all of its quota, wherever
-its calls go.
+Each gateway grants only tokens that it has leased. All leases of a day together never exceed the
+quota. Leased tokens count as used, so leases are small. When a gateway dies, only the tokens that
+it had leased but not granted are lost.
+
+A gateway that needs more leases free tokens. If there are too few, it writes into the ledger how
+many it lacks, and the others give up tokens that they have not granted. So a tenant gets its whole
+quota, whichever gateways its calls go to.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 _SHARES: Final = 32  # a lease is a 32nd of what is left of the day's quota
-_MAX_GONE: Final = 32
-_GONE: Final = ""  # the holder of old leases of gateways that are gone, merged into one
+_MAX_GONE: Final = 32  # if more gateways with leases are gone, most of these leases are merged
+_GONE: Final = ""  # the holder of the lease that merges leases of gateways that are gone
 
 Leases = tuple["QuotaLease", ...]
 
@@ -24,7 +26,8 @@ Leases = tuple["QuotaLease", ...]
 class QuotaLease:
     """A lease of `allowed` tokens on `day`.
 
-    When its holder wrote it, `num_used` of them were granted, and the holder lacked `num_wanted`.
+    The other two numbers are from when the holder wrote the lease. `num_used` of its tokens were
+    granted, and the holder lacked `num_wanted` more.
     """
 
     holder: str
@@ -43,7 +46,10 @@ def lease_of(leases: Leases, holder: str, day: int) -> QuotaLease | None:
 
 
 def with_lease(leases: Leases, mine: QuotaLease) -> Leases:
-    """The leases with this one. A holder that begins to want more goes to the end of the line."""
+    """The leases with this one added or replaced.
+
+    A holder that begins to want more tokens goes to the end of the line.
+    """
     before = next((x for x in leases if x.holder == mine.holder), None)
     if before is not None and (before.num_wanted or not mine.num_wanted):
         return tuple(mine if x is before else x for x in leases)
@@ -51,21 +57,24 @@ def with_lease(leases: Leases, mine: QuotaLease) -> Leases:
 
 
 def num_free(leases: Leases, quota: int, day: int) -> int:
-    """Tokens that are not leased."""
+    """The tokens of the day's quota that are not leased."""
     return max(0, quota - sum(x.allowed for x in leases if x.day == day))
 
 
 def num_used_by(leases: Iterable[QuotaLease], day: int, is_alive: Callable[[str], bool]) -> int:
-    """Tokens used.
+    """The tokens that the holders of these leases have used on `day`.
 
-    A lease of a gateway that is gone counts fully: how much it granted is unknown.
+    A lease of a gateway that is gone counts as fully used, because its real use is unknown.
     """
     today = (x for x in leases if x.day == day)
     return sum(x.num_used if is_alive(x.holder) else x.allowed for x in today)
 
 
 def more(leases: Leases, mine: QuotaLease, quota: int, num_needed: int) -> QuotaLease:
-    """Lease free tokens for calls that wait for `num_needed`; `num_wanted` has what is missing."""
+    """Our lease, enlarged by free tokens for calls that wait for `num_needed` tokens.
+
+    `num_wanted` of the result is the number of tokens that are still missing.
+    """
     num_lacking = num_needed - mine.unused
     if num_lacking <= 0:
         return mine
@@ -79,10 +88,10 @@ def more(leases: Leases, mine: QuotaLease, quota: int, num_needed: int) -> Quota
 def given(
     leases: Leases, mine: QuotaLease, num_needed: int, is_alive: Callable[[str], bool]
 ) -> tuple[Leases, QuotaLease]:
-    """Give others what they lack, the longest waiting first.
+    """Give others the tokens that they lack, the longest waiting first.
 
-    Gateways ahead of us in line may have all that we did not grant. Gateways behind us may have
-    what our own calls do not wait for.
+    Gateways before us in line may have all tokens that we did not grant. Gateways behind us may
+    have only the tokens that our own calls do not wait for.
     """
     spare = max(0, mine.unused - num_needed)
     is_lacking = num_needed > mine.unused
@@ -100,9 +109,10 @@ def given(
 
 
 def resized(leases: Leases, mine: QuotaLease, quota: int, *, is_idle: bool) -> QuotaLease:
-    """Our lease, resized to a share of what is left, or to what is used if no calls come.
+    """Our lease, resized to a share of the tokens that are left.
 
-    If it were larger, other gateways could grant less, and more would be lost if this one dies.
+    If no calls come, it is resized to the tokens that are used. If a lease were larger, other
+    gateways could grant less, and more tokens would be lost if this gateway died.
     """
     free = num_free(with_lease(leases, replace(mine, allowed=mine.num_used)), quota, mine.day)
     share = 0 if is_idle else free // _SHARES
@@ -112,16 +122,16 @@ def resized(leases: Leases, mine: QuotaLease, quota: int, *, is_idle: bool) -> Q
 
 
 def tidied(leases: Leases, day: int, is_alive: Callable[[str], bool]) -> Leases:
-    """The leases without old ones of gateways that are gone.
+    """The leases, without those from earlier days of gateways that are gone.
 
-    If many of today's leases are of such gateways, most of these are merged.
+    If many of today's leases belong to gateways that are gone, most of these leases are merged.
     """
     kept = [x for x in leases if x.day == day or is_alive(x.holder)]
     gone = [x for x in kept if not is_alive(x.holder)]
     if len(gone) <= _MAX_GONE:
         return tuple(kept)
-    # A gateway that was only cut off writes its lease again, and a merged lease would then count
-    # twice. So the latest ones stay separate.
+    # A gateway that was only cut off will write its lease again. If its old lease was merged, its
+    # tokens then count twice. So the latest leases are not merged.
     gone = [x for x in gone if x.holder == _GONE] + [x for x in gone if x.holder != _GONE]
     gone = gone[: len(gone) - _MAX_GONE // 2]
     total = sum(x.allowed for x in gone)

@@ -1,4 +1,4 @@
-"""A tenant as it is written down: in the key file, or in the claims of a token."""
+"""A tenant's entry in the key file, or in the claims of a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
 class TenantEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Null: no limit."""
+    """The settings of a tenant. A limit of null means no limit."""
 
     requests_per_s: float | None = None
     tokens_per_min: float | None = None
