@@ -92,8 +92,8 @@ class Pins:
     async def add(self, request: pb.AddPinRequest, epoch: int) -> pb.PinState:
         """Add a pin, or replace the pin with this id.
 
-        Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict. If the error
-        came before the write, nothing has changed.
+        Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict. After an
+        error nothing is pinned.
         """
         pins = self._opened()
         wanted = _wanted(request)
