@@ -64,7 +64,7 @@ class CallRunner:
         traceparent: str,
         watch: Callable[[Callable[[], None]], None],
     ) -> AsyncIterator[PoolingAnswer]:
-        """A context manager that returns the answer. The call is open until the context ends.
+        """A context manager that gives the answer. The call is open until the context ends.
 
         `watch` gets a callback, which must be called when the client has gone. Raises MeshError, or
         CallerGone if the client has gone.

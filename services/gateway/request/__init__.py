@@ -1,1 +1,1 @@
-"""A client's call over HTTP or gRPC, and its choices (answers). `core.request` decides for each."""
+"""A client's call over HTTP or gRPC, and its choices, which are the answers to its prompts."""

@@ -114,7 +114,7 @@ def _of_response_format(asked: ResponseFormat) -> AskedGrammar | None:
 
 
 def _of_structured_outputs(asked: StructuredOutputs) -> AskedGrammar:
-    """Raises InvalidRequest with the field.
+    """The grammar of the one kind that is set. Raises InvalidRequest with the field.
 
     A value without a kind is refused, as in vLLM. A misspelt kind is ignored as an unknown field,
     so without this check the answer would be unconstrained.

@@ -39,7 +39,7 @@ class AnswerKv:
         self.reuse = AnswerReuse()
 
     def prompted(self, spec: CallSpec, prompt: Prompt) -> None:
-        """Record the prompt of a chat, which may continue an answer that was recorded here."""
+        """Record a new prompt of a chat, to learn how often chats continue an earlier answer."""
         if not (len(self.reuse) and spec.operation == _CHAT):
             return
         reference = self._fleet.reference(spec.base_model)

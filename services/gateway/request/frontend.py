@@ -247,8 +247,8 @@ class Frontend:
         """Start a call. The caller must close it.
 
         If `is_quiet` is true, the call's waiter is woken when a choice ends, but not for each
-        token. `handed` is a plan that an endpoint picker, a service in front of the gateways, got
-        for this call. Raises Draining, Overloaded or RateLimited.
+        token. `handed` is a plan (a list of instances) that an endpoint picker, a service in front
+        of the gateways, got for this call. Raises Draining, Overloaded or RateLimited.
         """
         self.check_open()
         _count_scenario(prepared)
@@ -455,7 +455,7 @@ class Frontend:
 
 
 def handed_for(prepared: PreparedCall) -> HandedPlan:
-    """The fields of the request that a handed plan for the call's first choice must match."""
+    """The fields with which an endpoint picker's plan for the call's first choice must agree."""
     spec = prepared.spec
     return HandedPlan(
         prompt_digest=prepared.prompts[0].digest,

@@ -108,7 +108,7 @@ class Collaborators:
     session_hints: SessionHints
     grammars: GrammarChecks = field(default_factory=lambda: GrammarChecks(GrammarProcess()))
     kept_hashes: KeptHashes = field(default_factory=KeptHashes)
-    handed_plans: HandedPlans | None = None  # None: the plans of endpoint pickers are not used
+    handed_plans: HandedPlans | None = None  # None if plans of endpoint pickers are not used
 
     def refusal(self, spec: CallSpec, num_prompt_tokens: int) -> Overloaded | None:
         """The reason why a choice must not join its scenario's queue. None if it may join."""
@@ -260,7 +260,7 @@ class Generation:
     def _stop_token(self) -> int | None:
         """The stop token that ended the choice.
 
-        As in vLLM, None stands for the tokenizer's own end token and for any other end.
+        None if no stop token did, or, as in vLLM, if it is the tokenizer's own end token.
         """
         outcome = self.core.outcome
         if not (isinstance(outcome, Complete) and outcome.finish_reason == "stop"):
@@ -538,7 +538,7 @@ class Generation:
         self.on_event(Tick())
 
     def _hear_engine(self) -> None:
-        """Pass on to the core what the computing leg's instance last reported about its engine."""
+        """Tell the core the last report about the engine that computes this choice."""
         key = self.core.computing_key
         session = self._sessions.get(key) if key is not None else None
         if key is None or session is None:

@@ -35,7 +35,7 @@ class ChoiceIdentity:
     traceparent: str = ""
     seed: int | None = None
     max_tokens: int = 1
-    deadline: float = 0.0  # monotonic
+    deadline: float = 0.0  # in monotonic seconds
     handed: PlanResult | None = None  # the master's answer to a picker's query for this choice
 
 

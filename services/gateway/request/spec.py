@@ -129,7 +129,7 @@ class CallSpec(msgspec.Struct, frozen=True):
 
 
 class PreparedCall(msgspec.Struct, frozen=True):
-    """A call that is ready to be planned, which means to get instances.
+    """A call for which the instances can now be chosen.
 
     `prompts` and `max_tokens` have the same order.
     """

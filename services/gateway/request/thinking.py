@@ -1,7 +1,7 @@
 """Makes a call's thinking budget, which limits how many tokens of reasoning an answer may have.
 
 The client sends the number of tokens. The model's reasoning parser knows the tokens that mark the
-begin and the end of the reasoning.
+beginning and the end of the reasoning.
 """
 
 from __future__ import annotations

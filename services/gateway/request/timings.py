@@ -30,9 +30,9 @@ class Timings:
     submitted: float = 0.0
     asked: float = 0.0  # the master was asked for a plan, after the prompt's blocks were named
     planned: float = 0.0
-    accepted: float = 0.0  # by a prefill
+    accepted: float = 0.0  # a prefill accepted the choice
     first_token: float = 0.0
-    handed_over: float = 0.0  # the prefill whose KV the decode took reported token 1
+    handed_over: float = 0.0  # token 1 came from the prefill whose KV the decode took
     decode_accepted: float = 0.0
     kv_received: float = 0.0
     ended: float = 0.0
@@ -48,7 +48,7 @@ class Timings:
         match event:
             case FirstToken():
                 self.first_token = self.first_token or now
-                self.accepted = self.accepted or now  # a fast prefill reports both at once
+                self.accepted = self.accepted or now  # a fast prefill may omit LegAccepted
                 if not self.kv_received:
                     self.handed_over = now
             case LegAccepted(key) if key != self._decode_key:
@@ -58,7 +58,7 @@ class Timings:
             case PlanReceived() | PlanFailed():
                 self.planned = self.planned or now
             case LegKvReceived():
-                if not self.kv_received:  # a fast decode may report this without LegAccepted
+                if not self.kv_received:  # a fast decode may omit LegAccepted
                     began_at = now - self.kv_transfer_us / 1e6
                     self.decode_accepted = self.decode_accepted or began_at
                 self.kv_received = now

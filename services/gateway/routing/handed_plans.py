@@ -29,7 +29,7 @@ from pdmesh.v1.scheduler_service_pb2 import HandedPlan
 
 PLAN_HEADER: Final = "x-pdmesh-plan"
 LIFE_S: Final = 10.0  # from the issue of the plan until the gateway has the whole body
-_SKEW_S: Final = 5.0  # between the clocks of two gateways
+_SKEW_S: Final = 5.0  # how much the clocks of two gateways may differ
 _MAX_USED: Final = 65_536
 _MAX_CHARS: Final = 8192
 _MAC_BYTES: Final = 32

@@ -73,7 +73,7 @@ class SessionHints:
     ) -> None:
         self._fleet, self._sessions, self._hold_s = fleet, sessions, hold_s
         self._clock = clock
-        self._paused = PausedSessions(hold_s)  # by `chat_key`
+        self._paused = PausedSessions(hold_s)  # the keys are `Prompt.chat_key`
 
     def ended(
         self, session: str, state: SessionState, prompt: Prompt, served: Sequence[ServedChoice]

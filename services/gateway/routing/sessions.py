@@ -311,8 +311,8 @@ class InstanceSession:
             num_legs=len(lost),
         )
         for key, owner in lost.items():
-            # If the gateway could not connect to the instance, the request did not kill it. So the
-            # prompt must not count as poison (F38), which LegLost could cause.
+            # If the gateway could not connect, the request did not kill the instance. So this is no
+            # LegLost, which would count against the prompt as possible poison (F38).
             end = LegLost(key, was_silent) if was_reached else LegRejected(key, is_final=True)
             owner.on_event(end)
 

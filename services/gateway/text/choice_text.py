@@ -62,7 +62,7 @@ class TextDelta(msgspec.Struct, frozen=True):
 
     @property
     def num_logprobs(self) -> int:
-        """Roughly how many log probabilities must be written, never more than the true number."""
+        """A lower bound of the number of log probabilities that must be written."""
         num_of_prompt = len(self.prompt_logprobs.token_ids) if self.prompt_logprobs else 0
         if not self.logprobs:
             return num_of_prompt

@@ -4,8 +4,8 @@ To pass work to a thread and back costs as much as encoding a thousand character
 gather while a thread works are passed to it together. Encoding a text as long as a context takes a
 tenth of a second. With separate queues, such a text delays other long texts, but no short ones.
 
-Unless a setting gives their number, there are two fewer threads for long texts than processors. Two
-processors remain for the event loop and short texts. Calls for vectors and scores share one more
+A setting gives the number of threads for long texts. The default is the number of processors minus
+two, which remain for the event loop and short texts. Calls for vectors and scores share one more
 thread. The amount of text that may wait is bounded, with a separate bound for these calls.
 """
 

@@ -1,4 +1,4 @@
-"""Checks a grammar by compiling it in a separate process, before its request goes to an instance.
+"""Checks a grammar by compiling it in a separate process, before the request goes to an instance.
 
 One grammar is compiled at a time, and the tenants take turns. Equal grammars are compiled once. If
 all clients of a waiting check have left, the check is dropped. A check that has begun is not
@@ -59,7 +59,7 @@ class _Check:
 
 @dataclass(slots=True)
 class _Place:
-    """A tenant's place in the waiting room, for one check. `number` is the room's id of it."""
+    """A tenant's place in the waiting room, for one check. `number` is the id of the place."""
 
     check: _Check
     tenant: str
@@ -124,7 +124,7 @@ class GrammarChecks:
                 self._forget(place)
 
     def _joined(self, check: _Check, tenant: Tenant) -> _Place:
-        """Raises Overloaded."""
+        """Let the tenant wait for the check. Raises Overloaded."""
         place = _Place(check, tenant.name, asyncio.get_running_loop().create_future())
         if not check.has_begun:
             claim = Claim(tenant.name, tenant.weight, tenant.priority)

@@ -1,7 +1,7 @@
 """A prompt in the form that instances and the master get: token bytes and block names.
 
 A block is the KV of a fixed number of tokens. Its name is a keyed hash of all tokens up to the end
-of the block, so equal beginnings of two prompts have equal names.
+of the block. So if two prompts of a tenant begin equally, their first blocks have equal names.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class SectionMarks:
     def of(
         cls, added: Iterable[AddedToken], template: str, least_chars: int
     ) -> SectionMarks | None:
-        """The usable marks among the tokens that the chat template contains. None if none is."""
+        """The usable marks among the tokens that the chat template contains, or None."""
         tokens = list(added)
         names = {token.content for token in tokens}
         named = [t.content for t in tokens if t.content in template and _is_alone(t)]
@@ -45,8 +45,8 @@ class SectionMarks:
     def sections(self, text: str) -> list[str]:
         """Cut the text into sections. Each section except the first begins with a mark.
 
-        A section ends at a mark, and later text cannot change where. So if a text is continued,
-        only its last section changes. The last section may be of any length.
+        Only the text before a mark and the mark itself decide whether the text is cut there. So if
+        a text is continued, only its last section changes. The last section may have any length.
         """
         begin, found = 0, []
         least = max(1, self.least_chars)

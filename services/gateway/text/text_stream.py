@@ -248,7 +248,7 @@ class TextStream:
         return text[num_alike:]
 
     def _set_context(self, ids: list[int]) -> None:
-        """Keep the fewest last tokens whose text has only whole characters as the context."""
+        """Make the last tokens the context: as few as possible that form whole characters."""
         if ids and (text := self._decoder.lone_text(ids[-1])):
             self._context, self._shown = ids[-1:], text
             return

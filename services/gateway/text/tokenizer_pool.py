@@ -68,7 +68,7 @@ class TokenizerRules:
     max_chars: int
     has_defaults: bool = True
     num_threads: int = 1
-    num_long_threads: int = 0  # threads for long texts; 0 means as many as the processors allow
+    num_long_threads: int = 0  # threads for long texts; 0 means two fewer than processors
     max_bytes: int = 512 << 20
     max_section_bytes: int = 64 << 20  # for the cached tokens of chats; 0 means no cache
 
@@ -305,7 +305,8 @@ async def _fetched_once(
     """Ask some instances in random order, and return the first files that arrive.
 
     An instance that does not answer may only be slow, so its fetch continues while the next
-    instance is asked. Raises MeshError or OSError if all fail, preferably an Overloaded.
+    instance is asked. If all fail, raises Overloaded if any instance did, otherwise MeshError or
+    OSError.
     """
     waiting = random.sample(sources, min(_MAX_SOURCES, len(sources)))
     asked: set[asyncio.Task[TextFiles]] = set()
