@@ -1,1 +1,1 @@
-"""Decides where requests go. Every master follows the instances; the leader ranks them."""
+"""Decides where requests go. Every master follows the instances, and the leader ranks them."""

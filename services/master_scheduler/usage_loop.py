@@ -28,7 +28,10 @@ _SAVE_S: Final = 10.0  # the longest time between two saves; new numbers are sav
 
 
 class UsageLoop:
-    """`leadership` returns whether this process leads now, and its epoch. `wall` is unix time."""
+    """Counts and stores the usage.
+
+    `leadership` returns whether this process leads now, and its epoch. `wall` is unix time.
+    """
 
     def __init__(
         self,

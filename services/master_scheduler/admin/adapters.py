@@ -42,7 +42,10 @@ _MAX_ASKED: Final = 8  # how many instances inspect the files of a new adapter
 
 
 class Adapters:
-    """`leadership` returns whether this process leads now, and its epoch."""
+    """The registered adapters, as the leader changes them.
+
+    `leadership` returns whether this process leads now, and its epoch.
+    """
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class AdminCaller:
 
     @property
     def name(self) -> str:
-        """The caller's own name. Empty if it was identified by a shared token or the address."""
+        """The caller's own name. Empty if only the shared admin token or the address is known."""
         return "" if self.shown_by in ("admin_token", "local") else self.who
 
 

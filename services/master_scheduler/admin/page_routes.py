@@ -148,7 +148,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _answer(message: Any) -> Response:
-    """The message as JSON, including fields with default values, which the page does not know."""
+    """The message as JSON. It includes default values, so that the page need not know them."""
     found: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

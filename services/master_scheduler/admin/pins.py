@@ -34,9 +34,10 @@ _TICK_S: Final = 1.0
 
 
 class Pins:
-    """`leadership` returns whether this process leads now, and its epoch.
+    """The pins, as the leader changes them.
 
-    `secret` is the key of the block names, which all gateways use as well.
+    `leadership` returns whether this process leads now, and its epoch. `secret` is the key of the
+    block names, which all gateways use as well.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Pins:
 
     @property
     def known(self) -> Mapping[str, pb.Pin]:
-        """Pins by id."""
+        """The pins by id."""
         return self._pins.known if self._pins is not None else {}
 
     async def run(self) -> None:

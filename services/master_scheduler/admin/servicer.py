@@ -43,7 +43,7 @@ from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
 
 log = structlog.get_logger(__name__)
 
-_MAX_WORDS: Final = 1024  # characters of an author, a reason or a name
+_MAX_WORDS: Final = 1024  # the most characters of an author, a reason or a name
 A = TypeVar("A", bound=Message)
 
 

@@ -120,7 +120,7 @@ class ClusterView:
         return self._book is not None and instance_id in self._book.known
 
     def stale(self) -> str:
-        """The name of the first part that may be older than the data in NATS. Empty if none is."""
+        """The name of the first part that may be outdated. Empty if all parts are current."""
         are_current = {
             "instances": self.registry.is_connected,
             "assignments": self.assignments.is_current,

@@ -110,8 +110,8 @@ def move_from(each: pb.PendingMove) -> Move:
 def entries_from(lines: Iterable[ScheduleLine]) -> list[ScheduleEntry]:
     """Turn the schedule's lines of the file into entries.
 
-    An entry is named by the line's content, so that a line has the same name elsewhere in the file.
-    If two lines are equal, the second gets another name.
+    An entry is named by the line's content, so that its name stays when an operator moves the line
+    within the file. If two lines are equal, the second gets another name.
     """
     entries: list[ScheduleEntry] = []
     seen: Counter[str] = Counter()

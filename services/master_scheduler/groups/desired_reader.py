@@ -57,9 +57,9 @@ class DesiredReader:
         return version.text == self._text
 
     def known(self, version: DesiredVersion) -> Desired | None:
-        """The desired state of this version, or the last readable one if this cannot be read.
+        """The desired state of this version, after `read` has tried it.
 
-        None if `read` has not tried the version yet.
+        If the version cannot be read, this is the last readable desired state. None before `read`.
         """
         return self._desired if self.has_read(version) else None
 

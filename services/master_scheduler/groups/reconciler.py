@@ -42,12 +42,12 @@ from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
 
-_TICK_S: Final = 0.5  # the longest time between two rounds, since timeouts cause no change
+_TICK_S: Final = 0.5  # the longest time between two rounds, to notice expired time limits
 _GAP_S: Final = 0.02  # a round begins this much later, to include changes that come together
 
 
 class GroupReconciler:
-    """`leadership` returns whether this process leads now, and its epoch."""
+    """Runs the rounds. `leadership` returns whether this process leads now, and its epoch."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ _MAX_ID: Final = 128
 
 
 class Overview:
-    """`wall` is unix time. `clock` is the clock that the feed uses as well."""
+    """Makes the answers. `wall` is unix time. `clock` is the clock that the feed uses as well."""
 
     def __init__(
         self,

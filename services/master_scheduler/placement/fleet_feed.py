@@ -130,7 +130,10 @@ class FleetFeed:
         self._fleet.handle(load_from(event), self._clock())
 
     async def _watch_the_monitor(self) -> None:
-        """Report a lost health-monitor, because its verdicts are no longer renewed."""
+        """Notice when the health-monitor is lost.
+
+        Without a health-monitor, no suspicion of an instance would ever be cleared.
+        """
         while True:
             now = self._clock()
             is_there = any(r.service == _MONITOR for r in self._view.records.values())

@@ -40,7 +40,7 @@ _duration = metrics.histogram(
     buckets=(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05),
 )
 
-_Step = Callable[[str], AbstractContextManager[Span]]  # a span by its name
+_Step = Callable[[str], AbstractContextManager[Span]]  # makes a span with the given name
 _UNTRACED: Final = nullcontext(INVALID_SPAN)
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -60,7 +60,10 @@ class PlanningCores:
 
 
 class SchedulerServicer:
-    """`leadership` returns whether this process leads now, and its epoch."""
+    """The methods of the service.
+
+    `leadership` returns whether this process leads now, and its epoch.
+    """
 
     def __init__(
         self,

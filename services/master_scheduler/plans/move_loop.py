@@ -83,7 +83,10 @@ WINDOW_S: Final = 30.0  # default for the time over which requests are measured 
 
 
 class MoveLoop:
-    """`leadership` returns whether this process leads now, and its epoch. `wall` is unix time."""
+    """Runs the plans.
+
+    `leadership` returns whether this process leads now, and its epoch. `wall` is unix time.
+    """
 
     def __init__(
         self,

@@ -60,10 +60,11 @@ class Plans(Protocol):
 
 
 class UpgradeLoop:
-    """`leadership` returns whether this process leads now, and its epoch.
+    """Runs the upgrades.
 
     A canary is an extra group that gets a new revision first. `on_shares` is called with the
-    canaries' shares of the requests.
+    canaries' shares of the requests. `leadership` returns whether this process leads now, and its
+    epoch.
     """
 
     def __init__(
