@@ -65,7 +65,10 @@ _VITALS: Final = "vitals"
 
 
 class FaultWatch:
-    """`lease_s` is the lease of records in the registry. Instances report three times per lease."""
+    """Passes signals to the judge, and publishes its verdicts.
+
+    `lease_s` is the lease of records in the registry. Instances report three times per lease.
+    """
 
     def __init__(
         self,
