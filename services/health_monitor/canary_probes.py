@@ -1,7 +1,7 @@
 """Probes idle instances with a small request, and reports the results to the fault judge.
 
 The health-monitor sends this request in the same way as a gateway. Only one probe runs at a time.
-An instance that refuses a probe is not suspected for it. `core.health.canary_probes` decides which
+A refused probe does not make an instance suspect. `core.health.canary_probes` decides which
 instances are probed next, and what a failure means.
 """
 

@@ -65,7 +65,7 @@ class DeviceReader:
         return asked.result() if error is None else self._unknown(source, type(error).__name__)
 
     def _unknown(self, source: DeviceSource, detail: str) -> Sequence[DeviceStatus]:
-        """Report the source itself as unknown, and all known devices, which it may have read."""
+        """Report the source itself as unknown, and all devices that it may have reported before."""
         names_ = [source.name, *(device.device for device in self._known)]
         return [DeviceStatus(name, Level.TRANSIENT, DEVICE_UNKNOWN, detail) for name in names_]
 
