@@ -1,8 +1,8 @@
 """Produces one choice of a call: one answer to one prompt.
 
-`core.request.machine.Request` makes the decisions and does no I/O. A `Generation` passes it events
-and carries out the effects that it returns, for example by sending commands to instances. A leg is
-the choice's stay on one instance, under a key that is never used again.
+`core.request.machine.Request` makes the decisions and does no I/O. A `Generation` passes events to
+a `Request` and carries out the effects that this returns, for example by sending commands to
+instances. A leg is the choice's stay on one instance, under a key that is never used again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Makes the protobuf messages of one choice, which go to the master and to instances.
 
-The request core (`core.request`) decides what to do next and returns this as an effect. Each method
-here turns one kind of effect into its message. A leg is the choice's stay on one instance.
+The request core (`core.request`) decides what happens next, and returns each decision as an effect.
+Each method here turns one kind of effect into a message. A leg is the choice's stay on one
+instance.
 """
 
 from __future__ import annotations

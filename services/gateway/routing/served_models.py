@@ -24,7 +24,8 @@ class ServedModels:
 
     def __init__(self, preferred: str = "") -> None:
         self.catalogue = ModelCatalogue(preferred)
-        self._references: dict[str, InstanceRecord] = {}  # for each known model, the last instance
+        # A record of each known model, which stays when all instances of the model are gone.
+        self._references: dict[str, InstanceRecord] = {}
         self._by_model: dict[str, list[InstanceRecord]] = {}
         self._texts: dict[str, ModelText | None] = {}
         self._unsupported_shaping: dict[str, frozenset[str]] = {}

@@ -1,4 +1,6 @@
-"""Runs upgrades while this master leads (S24). In an upgrade, groups get a new revision in turn.
+"""Runs upgrades while this master leads (S24).
+
+In an upgrade, the groups of a scenario get a new revision of their service one after another.
 
 Each round looks at the groups, lets the upgrade controller decide, and writes a record of each
 upgrade to NATS. The record says which revision each group should run. The group reconciler acts on
