@@ -1,4 +1,7 @@
-"""The health-monitor: which processes are alive, and which instances are faulty."""
+"""The process that judges which processes are alive and which instances are faulty.
+
+With `--node` it is the agent of one machine instead (`node_main`).
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ async def serve(settings: Settings, app: App) -> None:
     await app.unless_stopping(presence.start(lambda: record))
     work = together(monitor.run(), faults.run(), canary.run())
     running = asyncio.create_task(work, name="health-monitor")
-    await app.until_stopping(running)  # if one fails, the process ends and is restarted
+    await app.until_stopping(running)  # if a part fails, the process ends and is restarted
     await end([running])
     await presence.stop()
     await view.close()

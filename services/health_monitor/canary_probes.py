@@ -1,7 +1,8 @@
 """Probes idle instances with a small request, and reports the results to the fault judge.
 
-It sends the request as a gateway would. One probe is under way at a time. A refusal is a valid
-answer and blames no instance.
+The health-monitor sends this request in the same way as a gateway. Only one probe runs at a time.
+A refused probe does not make an instance suspect. `core.health.canary_probes` decides which
+instances are probed next, and what a failure means.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _probes = metrics.counter(names.CANARY_PROBES, "Canary requests, by outcome")
 
 
 class CanaryRunner:
-    """`period_s`: an idle instance is probed at most once in this time."""
+    """Runs the probes. An idle instance is probed at most once in `period_s` seconds."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class CanaryRunner:
         return [s for r in records if self._faults.is_idle(r) and (s := _subject(r)) is not None]
 
     def _tell(self) -> None:
-        """Report all current suspicions again, as the other sources do."""
+        """Report all current suspicions again, because a report is valid only for a time."""
         for record in tuple(self._view.records.values()):
             subject = _subject(record)
             if subject is not None:
@@ -96,7 +97,7 @@ class CanaryRunner:
         self._rota.ended(probe, guilty, detail, self._clock())
 
     def _canary(self, probe: CanaryProbe) -> Canary:
-        """Raises KeyError."""
+        """The request for a probe. Raises KeyError if an instance has gone."""
         records = self._view.records
         decode = None if probe.decode is None else records[probe.decode.instance_id]
         prefill = records[probe.prefill.instance_id]
@@ -104,7 +105,7 @@ class CanaryRunner:
 
 
 def _subject(record: InstanceRecord) -> ProbeTarget | None:
-    """None unless the record is of an instance that serves."""
+    """The instance as a target of probes. None if it does not serve or has another role."""
     role = _ROLES.get(record.role)
     if role is None or record.is_draining or record.phase not in _SERVES:
         return None

@@ -1,7 +1,8 @@
-"""The sources of a node's device states: the driver, and files by tools and operators.
+"""Reads the state of a node's devices from the driver, and from files by tools and operators.
 
-A source is asked in a thread, since drivers block. A missing source says nothing; a source that
-fails or hangs is reported as unknown. `core.health.gpu_faults` decides how serious an answer is.
+Each of these sources is asked in a thread, because a driver may block. If a source fails or hangs,
+its devices are reported as unknown. A node may lack a source, which is no fault.
+`core.health.gpu_faults` decides how serious the driver's answers are.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class DeviceSource(Protocol):
     def name(self) -> str: ...
 
     def read(self) -> Sequence[DeviceStatus]:
-        """All devices that it knows. May block, and may raise anything."""
+        """The states of all devices that the source knows. May block, and may raise anything."""
         ...
 
 
@@ -49,7 +50,10 @@ class DeviceReader:
         return self._known
 
     async def _ask(self, source: DeviceSource) -> Sequence[DeviceStatus]:
-        """A source that hangs is asked again only when it returns, so that it costs one thread."""
+        """Ask a source. If the last call of a source still hangs, no new call is made.
+
+        So a source that hangs occupies only one thread.
+        """
         asked = self._asked.get(source.name)
         if asked is None:
             asked = self._asked[source.name] = asyncio.ensure_future(asyncio.to_thread(source.read))
@@ -61,16 +65,17 @@ class DeviceReader:
         return asked.result() if error is None else self._unknown(source, type(error).__name__)
 
     def _unknown(self, source: DeviceSource, detail: str) -> Sequence[DeviceStatus]:
-        """Report the source itself, and devices that it may have reported, as unknown."""
+        """Report the source itself as unknown, and all devices that it may have reported before."""
         names_ = [source.name, *(device.device for device in self._known)]
         return [DeviceStatus(name, Level.TRANSIENT, DEVICE_UNKNOWN, detail) for name in names_]
 
 
 class FileDevices:
-    """One file per device, `<device>.json`: {"level": 3, "reason": "...", "detail": "..."}.
+    """Reads a folder with one file per device.
 
-    Nothing is known about a device without a file. Hardware tools write the files, or a person who
-    takes a device out of use.
+    A file is named `<device>.json`, and contains {"level": 3, "reason": "...", "detail": "..."}. It
+    is written by hardware tools, or by an operator who takes a device out of use. A device without
+    a file is not reported.
     """
 
     name = "files"
@@ -98,20 +103,21 @@ def _from_file(path: Path) -> DeviceStatus:
 
 
 class NvmlDevices:
-    """NVIDIA devices as the driver sees them, each under its index and its UUID.
+    """Reads NVIDIA devices from the driver.
 
-    CUDA_VISIBLE_DEVICES may name either.
+    Each device is reported twice, under its index and under its UUID, because CUDA_VISIBLE_DEVICES
+    may contain either.
     """
 
     name = "nvml"
 
     def __init__(self, nvml: Any) -> None:
-        """`nvml` is the module pynvml, initialised; it has no types."""
+        """`nvml` is the initialised module pynvml, which has no types."""
         self._nvml = nvml
 
     @classmethod
     def find(cls) -> NvmlDevices | None:
-        """None if pynvml or the driver is missing."""
+        """The source for this node. None if pynvml or the driver is missing."""
         try:
             import pynvml
         except ImportError:
@@ -159,7 +165,7 @@ class NvmlDevices:
         )
 
     def _ask(self, question: Any, *about: Any) -> Any:
-        """The driver's answer; None if the device does not count this."""
+        """The driver's answer. None if the device does not support this question."""
         nvml = self._nvml
         try:
             return question(*about)

@@ -1,8 +1,9 @@
-"""Turns reports of instances, node agents and canaries into signals for the fault judge.
+"""Finds out which instances are faulty, and publishes a report on each.
 
-The judge's verdicts become reports on the fault board. The board is level-triggered, like the
-health board: a failed write is repeated at the next tick, and everything is written again after an
-outage.
+Instances, node agents and canary probes report signals, for example a device error. The core
+`FaultJudge` turns signals into verdicts. Each verdict becomes a report on the fault board, a
+key-value bucket in NATS that masters and gateways read. If a write fails, the next tick repeats it.
+After an outage of NATS, all reports are written again.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ _VITALS: Final = "vitals"
 
 
 class FaultWatch:
-    """`lease_s` is the registry's: instances report three times per lease."""
+    """Passes signals to the judge, and publishes its verdicts.
+
+    `lease_s` is the lease of records in the registry. Instances report three times per lease.
+    """
 
     def __init__(
         self,
@@ -83,9 +87,9 @@ class FaultWatch:
         self._out_of_service = out_of_service
         self._lease_s, self._clock = lease_s, clock
         self._wall_offset_s = time.time() - clock()
-        self._unwritten: dict[str, FaultReport | None] = {}  # None: the report is to be removed
-        self._reported: dict[str, int] = {}  # the incarnation that the board has a report on
-        self._inherited: set[str] = set()  # reports of an earlier monitor, which stay for a while
+        self._unwritten: dict[str, FaultReport | None] = {}  # None means to remove the report
+        self._reported: dict[str, int] = {}  # the incarnation of each instance with a report
+        self._inherited: set[str] = set()  # instances with a report by an earlier health-monitor
         self._inherited_until = 0.0
 
     async def run(self) -> None:
@@ -116,7 +120,10 @@ class FaultWatch:
     def tell(
         self, teller: str, record: InstanceRecord, signals: Iterable[Signal], ttl_s: float
     ) -> None:
-        """Take signals from within this process: the canary's findings."""
+        """Take signals from another part of this process, the canary probes.
+
+        `teller` names the part. The signals are valid for `ttl_s` seconds.
+        """
         self._feed(
             SignalsHeard(teller, record.instance_id, record.incarnation, tuple(signals), ttl_s)
         )
@@ -126,7 +133,7 @@ class FaultWatch:
         return self._outliers.is_idle(record.instance_id, record.incarnation)
 
     def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
-        """Instances with a fault, by level and by what holds the action back."""
+        """The numbers of faulty instances, by level and by what holds the action back."""
         current = self.judge.current()
         keys = {(int(j.level), j.held_back) for j in current}
         for level, held_back in sorted(keys):
@@ -134,11 +141,11 @@ class FaultWatch:
             yield float(num), {"level": str(level), "held_back": held_back}
 
     def page(self) -> object:
-        """`/status/faults`."""
+        """The content of the page `/status/faults`."""
         reports = map(self._report, self.judge.current())
         return [json_format.MessageToDict(report) for report in reports]
 
-    # -- what is heard ----------------------------------------------------------------------------
+    # -- input ------------------------------------------------------------------------------------
 
     def _on_record(self, change: RecordChanged) -> None:
         record = change.record
@@ -157,14 +164,17 @@ class FaultWatch:
             )
 
     def _on_put_back(self, instance_id: str) -> None:
-        """Forget the instance's restarts, which led to its ejection and would lead to another."""
+        """Forget an instance's restarts, because an operator has put it back into service.
+
+        Otherwise the same restarts would lead to another ejection.
+        """
         self._feed(Healed(instance_id))
 
     async def _on_heartbeat(self, message: Message) -> None:
         try:
             event = decode_event(message, InstanceHealth)
         except InvalidRequest:
-            return  # the health-monitor logs it
+            return  # `HealthMonitor` logs this event
         instance_id, incarnation = event.header.publisher_id, event.header.incarnation
         if not event.HasField("vitals"):
             return
@@ -206,10 +216,10 @@ class FaultWatch:
 
     def _on_restored(self) -> None:
         self._feed(SignalsRestored())
-        for judged in self.judge.current():  # the store may have been wiped
+        for judged in self.judge.current():  # the board may have been wiped
             self._unwritten[judged.instance_id] = self._report(judged)
 
-    # -- what is announced ------------------------------------------------------------------------
+    # -- output -----------------------------------------------------------------------------------
 
     async def _tick_often(self) -> None:
         while True:

@@ -1,6 +1,8 @@
-"""Turns records, heartbeats and time into events of the health core, and announces its verdicts.
+"""Finds out which processes are alive, and publishes each change.
 
-The board is level-triggered: a verdict that could not be written is written at the next tick.
+The core `HealthTracker` decides, from records of the registry, heartbeats and time. Its verdicts
+are published as events, and written to the health board, a key-value bucket in NATS. A verdict that
+could not be written is written at the next tick.
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ class HealthMonitor:
         self._bus, self._view, self._publisher = link.bus, link.view, link.publisher
         self._board = board
         self._lease_s, self._forget_s, self._clock = lease_s, forget_s, clock
-        # bounded by the number of instances
+        # The number of processes bounds the length of this queue.
         self._announcements: asyncio.Queue[HealthChanged] = asyncio.Queue()
-        self._unwritten: dict[str, HealthChanged | None] = {}  # None: the verdict is to be removed
+        self._unwritten: dict[str, HealthChanged | None] = {}  # None means to remove the verdict
         self._dead_since: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -75,7 +77,10 @@ class HealthMonitor:
             await subscription.unsubscribe()
 
     def _start(self, verdicts: dict[str, HealthChanged]) -> None:
-        """Take over from an earlier monitor. An instance with a verdict but no record is dead."""
+        """Take over from an earlier health-monitor, which wrote `verdicts`.
+
+        A process with a verdict but without a record is dead.
+        """
         self._view.on_change(self._on_record)
         for record in tuple(self._view.records.values()):
             self._step(health.RecordSeen(record.instance_id, record.incarnation, record.service))

@@ -1,9 +1,10 @@
-"""The agent of one node: asks its devices for their state, and reports it (S33).
+"""The agent of one node (machine). It reads the state of the node's devices and reports it (S33).
 
-It reports everything in each period, so that nothing depends on one message: the status file for
-the instances of the node, `NodeReported` for the health-monitor, `/status/node` for tools. It
-starts and kills no process. An instance that must restart ends itself, and the machine's supervisor
-starts it again (ADR 18).
+There are three reports: a status file for the node's instances, the event `NodeReported` for the
+health-monitor, and the page `/status/node` for tools. Each report has the state of all devices and
+is repeated in each period, so that a lost message does no harm. The agent starts and kills no
+process. An instance that must restart ends itself, and the machine's supervisor starts it again
+(ADR 18).
 """
 
 from __future__ import annotations
@@ -64,16 +65,16 @@ class NodeAgent:
         self._log_changes(devices)
         try:
             await asyncio.to_thread(write_atomically, self._status_file, dump(self.status))
-        except OSError as exc:  # the report still goes over the bus, and the old file ages
+        except OSError as exc:  # instances notice the age of the old file
             log.warning("node.file_not_written", path=str(self._status_file), error=exc.strerror)
         await self._publisher.publish(subjects.node_reported(self._node_id), self._report())
 
     def page(self) -> object:
-        """`/status/node`."""
+        """The content of the page `/status/node`."""
         return asdict(self.status)
 
     def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
-        """Devices by level."""
+        """The numbers of devices, by level."""
         for level in Level:
             num = sum(device.level is level for device in self.status.devices)
             yield float(num), {"level": str(int(level))}

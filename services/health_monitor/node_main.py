@@ -1,4 +1,7 @@
-"""`pdmesh-health-monitor --node`: the agent of one machine, in the registry as `node-agent`."""
+"""The process of `pdmesh-health-monitor --node`, which is the agent of one machine.
+
+The registry lists this process as `node-agent`.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The blank instance: a process that takes the role that the master assigns."""
+"""The instance without a fixed role: a process that takes the role that the master assigns."""

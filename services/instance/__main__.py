@@ -1,5 +1,7 @@
-"""An instance that takes roles from the master: blank until one is assigned, unless its settings
-give it a first role, and blank again after it was erased (S23).
+"""An instance that takes its role from the master (S23).
+
+At start the instance has the role in its settings, or none. An instance without a role is called
+blank, and waits until the master assigns one. After the instance was erased, it is blank again.
 """
 
 from __future__ import annotations

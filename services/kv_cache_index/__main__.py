@@ -1,4 +1,4 @@
-"""The kv-cache-index: which block is where."""
+"""The process of a kv-cache-index, which knows which KV blocks each instance has cached."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class KvCacheIndex:
     feed: IndexFeed
     mirror: RedisMirror
     view: RegistryView
-    working: asyncio.Task[None]  # runs feed and mirror, and ends only by failing
+    working: asyncio.Task[None]  # runs feed and mirror, and ends only if one of them fails
 
 
 @contextlib.asynccontextmanager
 async def running(
     settings: Settings, bus: NatsBus, registry: NatsRegistry
 ) -> AsyncIterator[KvCacheIndex]:
-    """Follow the instances and keep Redis up to date, for as long as the block runs."""
+    """A context manager that follows the instances and keeps Redis up to date."""
     view = await registry.watch()
     index = PrefixIndex(max_blocks=settings.max_blocks)
     store = RedisIndex(settings.redis_url, settings.redis_timeout_s)
@@ -62,7 +62,7 @@ async def running(
     log.info("index.restored", num_instances=num_loaded, num_blocks=index.num_blocks)
     feed = IndexFeed(index, bus, view, source, follower=mirror, resync_s=settings.resync_s)
     await feed.start()
-    feed.resync_all()  # Redis's copy may be behind
+    feed.resync_all()  # the copy in Redis may be old
     pins = PinFollower(pin_board(bus), lambda known: index.pin(all_names(known)))
     working = asyncio.create_task(together(feed.run(), mirror.run()), name="index-work")
     try:

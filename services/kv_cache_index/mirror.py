@@ -1,8 +1,9 @@
-"""Copies the index in memory to Redis: deltas as they arrive, or whole instances.
+"""Copies the index of KV blocks from memory to Redis, so that a restarted process can load it.
 
-The mirror is level-triggered: after a failed write, the whole instance is written again. A changed
-epoch of the store means that it was wiped, so everything is written (F14, F15). Pending deltas are
-bounded: beyond the bound, one write of the whole instance replaces them.
+Normally, each delta (a change of one instance's blocks) is written as it arrives. In two cases all
+blocks of the instance are written instead: after a failed write, and if too many deltas wait. Redis
+also stores a random epoch. If the epoch has changed, Redis was wiped, and all instances are written
+(F14, F15).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
 
-_LOOK_EVERY_S: Final = 0.5  # how often to look at the epoch when there is nothing to write
+_LOOK_EVERY_S: Final = 0.5  # interval of checks of the epoch when there is nothing to write
 _MAX_DELTAS: Final = 64
 
 _errors = metrics.counter(names.INDEX_STORE_ERRORS, "Failed calls to Redis")
@@ -34,7 +35,7 @@ class _Work(enum.Enum):
 
 
 class RedisMirror:
-    """A Follower of the index feed."""
+    """Copies the index to Redis. The index feed reports each change through the `on_` methods."""
 
     def __init__(self, index: PrefixIndex, store: RedisIndex) -> None:
         self._index, self._store = index, store
@@ -46,7 +47,7 @@ class RedisMirror:
 
     @property
     def is_current(self) -> bool:
-        """True while Redis holds what memory holds."""
+        """True while Redis has the same blocks as the index in memory."""
         is_written = not self._pending and not self._is_writing
         return self._is_store_up and is_written and bool(self._epoch)
 
@@ -78,10 +79,10 @@ class RedisMirror:
         self._wake.set()
 
     async def restore(self, incarnations: dict[str, int]) -> int:
-        """Load the stored blocks of these living instances, and remove all other instances from the
-        store.
+        """Load the blocks of the given instances from Redis, and remove all other instances there.
 
-        Returns how many instances were loaded.
+        An instance counts as another one if its incarnation differs. Returns how many instances
+        were loaded.
         """
         num_loaded = 0
         try:
@@ -114,7 +115,7 @@ class RedisMirror:
                     await self._wake.wait()
 
     async def _look(self) -> None:
-        """Notice a store that was wiped or replaced."""
+        """Check whether Redis was wiped or replaced. If so, write all instances."""
         epoch = await self._store.epoch(secrets.token_hex(8))
         if epoch != self._epoch:
             if self._epoch:
@@ -130,7 +131,7 @@ class RedisMirror:
             self._is_writing = True
             try:
                 await self._write(instance_id, work)
-            except BaseException:  # even if cancelled, do not forget what is half written
+            except BaseException:  # even after a cancellation, a half-written instance is noted
                 self._pending.setdefault(
                     instance_id, _Work.GONE if work is _Work.GONE else _Work.WHOLE
                 )
@@ -147,7 +148,7 @@ class RedisMirror:
         elif isinstance(work, list):
             for delta in work:
                 await self._store.apply(delta)
-        elif not self._index.is_loading(instance_id):  # else `on_replaced` follows
+        elif not self._index.is_loading(instance_id):  # after loading, `on_replaced` is called
             held = (self._index.blocks(instance_id, tier) for tier in TIERS)
             await self._store.replace(instance_id, StoredInstance(*version, *held))
 

@@ -1,4 +1,4 @@
-"""KvIndexService over the index in memory."""
+"""The gRPC service KvIndexService, which answers from the index in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdmesh.v1.kv_index_service_pb2 import (
     SnapshotResponse,
 )
 
-_PART: Final = 32_768  # hashes in a message: half a megabyte
+_PART: Final = 32_768  # the most hashes in a message (half a megabyte)
 _MAX_HASHES: Final = 1_000_000
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -47,13 +47,17 @@ class KvIndexServicer:
     async def Snapshot(  # noqa: N802
         self, request: SnapshotRequest, context: Context
     ) -> AsyncIterator[SnapshotResponse]:
-        """Leaves out instances whose deltas are incomplete here. Callers must ask these."""
+        """Send all blocks of the requested instances, or of all instances.
+
+        An instance is left out if this index has missed changes of its blocks. The caller must then
+        ask the instance itself.
+        """
         for instance_id in list(request.instance_ids) or self._index.instance_ids():
             version = self._index.version(instance_id)
             is_known = self._index.is_whole(instance_id)
             if version is None or not is_known or self._index.is_loading(instance_id):
                 continue
-            # Copies: the index may change between the parts.
+            # The lists are copies, because the index may change between the parts.
             held = {tier: list(self._index.blocks(instance_id, tier)) for tier in TIERS}
             parts = [
                 (tier, blocks[start : start + _PART])

@@ -1,1 +1,1 @@
-"""Decides where requests go: follows the fleet and its KV blocks; the leader ranks instances."""
+"""Decides where requests go. Every master follows the instances, and the leader ranks them."""

@@ -1,4 +1,4 @@
-"""The master-scheduler: where requests go."""
+"""The process of a master-scheduler, which decides where requests go."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ async def serve(settings: Settings, app: App) -> None:
     access = AdminAccess(admin_token, page_url, sources)
     master = Master(settings, app, bus, registry, view, access)
     await app.unless_stopping(master.start())
-    app.add_readiness("view", lambda: True)  # it stays ready while NATS is away, with its last view
+    # While NATS is unreachable, the master stays ready, because the last view stays valid.
+    app.add_readiness("view", lambda: True)
     stopping = asyncio.ensure_future(app.stopping.wait())
     failing = asyncio.ensure_future(master.wait_for_failure())
     await asyncio.wait([stopping, failing], return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
-"""A master's work beside placement: groups, plans, upgrades, cordons, pins, adapters, usage, and
-their admin API.
+"""Assembles the parts of a master that change the mesh, and the admin API for operators.
 
-Every master has all parts. They follow the mesh at every master, but decide only at the leader, and
-check `leadership` before each write.
+The parts are groups, plans of moves, upgrades, cordons, pins, adapters and usage. They run at every
+master and follow the mesh there. But only the leader decides, and each part checks `leadership`
+before each write.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class Control:
         self.calls = CheckedCalls(servicer, access, self._audit)
 
     async def keys_changed(self, before: KeyFile, after: KeyFile) -> None:
-        """The key file has changed. Every master reads it, and the leader reports the change."""
+        """Report a change of the key file, if this master leads. Every master reads the file."""
         if self._leadership()[0]:
             changed = Changed(Empty(), "key-file", *api_keys.difference(before, after))
             await self._audit.tell(AdminCaller("file", "key_file", None), "KeyFile", changed)
 
     async def highest_epoch(self) -> int:
-        """See `highest_stored`."""
+        """The highest epoch in the stored data (see `highest_stored`)."""
         return await highest_stored(self._assignments, self._store)

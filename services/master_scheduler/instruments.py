@@ -1,4 +1,4 @@
-"""The gauges of a master-scheduler: what it knows, how old that is, and what waits."""
+"""The gauges of a master-scheduler: what it knows, how old this data is, and what waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def observe_registry(view: RegistryView) -> None:
 
 def observe_fleet(fleet: Fleet) -> None:
     def load_age_s() -> float:
-        """Reports are pushed on changes: an idle instance's report may be old and still true."""
+        """The age of the oldest report of a busy instance.
+
+        Instances report only changes. So the last report of an idle instance may be old and true.
+        """
         now = time.monotonic()
         busy = [i for i in list(fleet.instances.values()) if i.num_slots_used]
         return max((now - i.reported_at for i in busy if i.reported_at is not None), default=0.0)

@@ -1,4 +1,4 @@
-"""Assembles a master-scheduler: fleet, index, placement, election, gRPC, and its `control`."""
+"""Assembles a master-scheduler: instances, index, placement, election, gRPC and `control`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ def _placement(fleet: Fleet, settings: Settings, rng: random.Random) -> Placemen
 
 
 class Master:
-    """Start it once its bus and view exist; everything runs on the loop until `stop`."""
+    """A master-scheduler. After `start`, all parts run on the event loop until `stop`.
+
+    The caller has connected `bus` and opened `view`, and closes both after `stop`.
+    """
 
     def __init__(
         self,
@@ -208,7 +211,7 @@ class Master:
         await self._source.close()
 
     async def wait_for_failure(self) -> None:
-        """Waits until a part fails, and raises its failure."""
+        """Wait until a part fails, and raise its error."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()

@@ -1,8 +1,8 @@
-"""The highest epoch in the stored assignments, adjustments and upgrades. A leader with a lower one
-could not write them (I7).
+"""Finds the highest epoch in the stored assignments, adjustments and upgrades.
 
-The stored epochs outlive all processes: after a restart of the whole mesh, nothing else remembers
-an epoch above the store's revisions (F21).
+An epoch is the number of a leadership. NATS refuses writes of an earlier epoch, so a leader with a
+lower epoch than the stored ones could not write (I7). After a restart of the whole mesh, only the
+stored data tells how high the epochs were (F21).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pdmesh.net.nats.desired_store import DesiredStore
 
 
 async def highest_stored(assignments: Assignments, store: DesiredStore) -> int:
-    """0 if nothing was ever written. Waits for the store if it is away."""
+    """The highest epoch, or 0 if nothing was ever written. Waits while NATS is unreachable."""
     book = await assignments.book()
     desired = store.book()
     desired.follow(lambda: None)

@@ -1,6 +1,6 @@
 """Counts how long instances are used, and for which groups, while this master leads (S22).
 
-The next leader continues from the stored counts.
+The counts are stored in NATS, and the next leader continues from them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from pdmesh.v1 import admin_service_pb2 as pb
 log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 0.25
-_SAVE_S: Final = 10.0  # the longest time between two saves; changed counts are stored at once
+_SAVE_S: Final = 10.0  # the longest time between two saves; new numbers are saved at once
 
 
 class UsageLoop:
-    """`leadership` returns (whether this process leads, its epoch) now; `wall` is unix time."""
+    """Counts and stores the usage.
+
+    `leadership` returns whether this process leads now, and its epoch. `wall` is unix time.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class UsageLoop:
     ) -> None:
         self._groups, self._store, self._leadership = groups, store, leadership
         self._clock, self._wall = clock, wall
-        self._book: UsageBook | None = None  # of this leadership
+        self._book: UsageBook | None = None  # None unless this master leads
         self._epoch = 0
         self._since = 0.0
         self._observed: Observed | None = None
@@ -67,7 +70,7 @@ class UsageLoop:
             return
         observed, current = self._groups.observed, self._groups.current
         if observed is None or current is None or observed.epoch != epoch:
-            return  # keep the last counts
+            return  # nothing new is known, so the last numbers of instances stay valid
         if observed is not self._observed:
             self._observed, before = observed, self._nums
             self._nums = dict(accounts_of(observed, *current))
@@ -83,7 +86,7 @@ class UsageLoop:
         """The usage up to now.
 
         Raises Unavailable if this master does not lead, or has not read the earlier leader's counts
-        yet; InvalidRequest if no desired state is applied, since nothing is counted then.
+        yet. Raises InvalidRequest if no desired state is applied, because nothing is counted.
         """
         if self._groups.view.version is None:
             raise InvalidRequest("nothing is counted until a desired state is applied")
@@ -111,7 +114,7 @@ class UsageLoop:
             await self._store.save(self.message())
         except (
             VersionConflict
-        ):  # an earlier leader wrote it, or the bucket was wiped (F21): our counts are newer
+        ):  # an earlier leader wrote the counts, or the bucket was wiped (F21); ours are newer
             await self._store.load()
             raise
         self._saved_at, self._is_changed = self._clock(), False

@@ -1,4 +1,7 @@
-"""A prefill instance: computes prompts and hands on their KV. As `fusion` it also decodes them."""
+"""A prefill instance: computes prompts and hands on their KV.
+
+With the role `fusion`, it also draws all later tokens itself.
+"""
 
 from __future__ import annotations
 

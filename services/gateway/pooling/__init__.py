@@ -1,1 +1,1 @@
-"""Calls for vectors and scores, which pooling instances compute in batches."""
+"""Calls for vectors or scores of texts, which pooling instances compute in batches."""

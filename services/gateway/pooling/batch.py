@@ -1,6 +1,8 @@
-"""The shell of one batch.
+"""Gets the vectors or scores for one batch of a call's inputs from a pooling instance.
 
-It carries out the effects of `BatchLife`, and turns the messages of instances into its events.
+`BatchLife` decides which instance is asked next, and does no I/O. `PoolingBatch` carries out these
+decisions, and passes the messages of instances to `BatchLife` as events. A leg is the batch's stay
+on one instance, under a key that is never used again.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _GONE: Final = PeerId("", 0)
 class BatchIdentity:
     """The names by which instances know one batch.
 
-    `began_at`: when its call began, on the monotonic clock.
+    `began_at` is the monotonic time at which the batch's call began.
     """
 
     request_id: str
@@ -45,7 +47,11 @@ class BatchIdentity:
 
 
 class PoolingBatch:
-    """Call `run` for the answer. The batch owns its legs, and waits in the waiting room itself."""
+    """One batch. Call `run` once for the answer.
+
+    The object gets the events of its leg from the session, and the waiting room calls it when an
+    instance has a slot.
+    """
 
     def __init__(
         self, shared: Collaborators, spec: PoolingSpec, places: range, identity: BatchIdentity
@@ -63,7 +69,7 @@ class PoolingBatch:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> Pooled:
-        """Raises MeshError. If cancelled, it aborts the open leg."""
+        """Return the answer. If the task is cancelled, abort the open leg. Raises MeshError."""
         try:
             self._step(life.Begun())
             return await self._done
@@ -159,7 +165,7 @@ class PoolingBatch:
 
     def _join_room(self, instances: Sequence[PeerId], until: float) -> None:
         if not instances:
-            return  # only the timer ends this wait
+            return  # the batch waits until the timer asks for a new ranking
         ids = [each.instance_id for each in instances]
         self._waiting_number = self._shared.room.join(self, ids, until, self._spec.tenant)
         if self._waiting_number is None:
@@ -185,10 +191,10 @@ class PoolingBatch:
         self._step(life.BatchEvicted())
 
     def on_token(self, key: int, token_id: int, now: float) -> None:
-        """Never called: no tokens are drawn for a batch."""
+        """Never called, because no tokens are drawn for a batch."""
 
     def on_logprobs(self, key: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Never called: no tokens are drawn for a batch."""
+        """Never called, because no tokens are drawn for a batch."""
 
     def on_event(self, event: leg_events.Event, detail: SessionEvent | None = None) -> None:
         match event:
@@ -215,7 +221,7 @@ class PoolingBatch:
         self.accepted_at = self.accepted_at or time.monotonic()
 
     def _ended(self, key: int) -> None:
-        """Forget this leg, since the instance sends nothing more about it."""
+        """Forget the leg with this key, because the instance sends no more events of it."""
         if self._session is not None and key == self._key:
             self._session.forget(key)
             self._session = None

@@ -1,4 +1,4 @@
-"""Runs calls for vectors and scores: charges the tenant, sends the batches, reports the call."""
+"""Runs calls for vectors or scores: charges the tenant, sends the batches, reports the call."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.telemetry import traces
 from pdmesh.v1.instance_service_pb2 import Pooled
 
-MAX_VALUES: Final = 1 << 23  # numbers of one answer: 32 MiB
-MAX_OPEN_BYTES: Final = 256 << 20  # of the inputs and answers of all calls together
-_MOST_REVISIONS: Final = 3  # how many revisions of its model one call may try
-_WIDTH: Final = 8  # batches that one call may have open, so that it cannot take every slot
+MAX_VALUES: Final = 1 << 23  # how many numbers one answer may have (32 MiB)
+MAX_OPEN_BYTES: Final = 256 << 20  # for the inputs and answers of all open calls together
+_MOST_REVISIONS: Final = 3  # how many revisions of the model one call may try
+_WIDTH: Final = 8  # how many open batches a call may have, so that it cannot take every slot
 
 
 class CallerGone(Exception):
@@ -44,16 +44,16 @@ class OpenCall:
     )
 
     def cancel(self, error: MeshError | None = None) -> None:
-        """`error`: the error for the client. None: the client has gone."""
+        """End the call with this error. None means that the client has gone."""
         if not self.ended.done():
             self.ended.set_exception(error or CallerGone())
-            self.ended.exception()  # otherwise asyncio logs it if the call already has its answer
+            self.ended.exception()  # otherwise asyncio logs the error if the call is already over
 
 
 class CallRunner:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend, self._shared = frontend, frontend.shared
-        self.num_open_bytes = 0  # of the inputs and answers of all calls
+        self.num_open_bytes = 0  # the inputs and answers of all open calls
 
     @contextlib.asynccontextmanager
     async def answered(
@@ -64,10 +64,10 @@ class CallRunner:
         traceparent: str,
         watch: Callable[[Callable[[], None]], None],
     ) -> AsyncIterator[PoolingAnswer]:
-        """A context with the answer. The call is open until the context ends.
+        """A context manager that gives the answer. The call is open until the context ends.
 
-        Raises MeshError, or CallerGone if the client is lost. `watch` gets the callback that
-        reports the loss.
+        `watch` gets a callback, which must be called when the client has gone. Raises MeshError, or
+        CallerGone if the client has gone.
         """
         self._frontend.check_open()
         spec = self._with_scenario(spec)
@@ -93,7 +93,11 @@ class CallRunner:
             self.num_open_bytes -= num_bytes
 
     def _take_in(self, call: OpenCall, permit: Permit, num_tokens: int) -> None:
-        """The gateway may have filled up, or begun to drain, while the charge was refused."""
+        """Charge the tenant and open the call.
+
+        The charge may have been refused before and tried again. So the gateway may have become full
+        or begun to drain since the first check, and is checked again.
+        """
         self._frontend.check_open()
         permit.charge(num_tokens)
         self._frontend.take_in(call)
@@ -127,7 +131,7 @@ class CallRunner:
     ) -> PoolingAnswer:
         """Compute all inputs with one revision of the model.
 
-        If the revision is replaced meanwhile, start again with another revision.
+        If the revision is replaced before all inputs are computed, start again with another one.
         """
         for _ in range(_MOST_REVISIONS):
             report.spec = self._pinned(report.spec)
@@ -177,7 +181,7 @@ class CallRunner:
         )
 
     def _with_scenario(self, spec: PoolingSpec) -> PoolingSpec:
-        """Raises ScenarioNotFound."""
+        """Choose the scenario if the call names none. Raises ScenarioNotFound."""
         fleet = self._shared.fleet.pooling
         if not spec.scenario:
             return replace(spec, scenario=fleet.scenario_of(spec.model.name))
@@ -203,7 +207,7 @@ class CallRunner:
                 poison.add(digest, batch.life.victims, time.monotonic())
 
     def _digest(self, spec: PoolingSpec, places: range) -> bytes:
-        """A name for these inputs of the tenant, which reveals nothing about them."""
+        """A keyed hash of tenant and inputs, which reveals nothing about the inputs."""
         key = hmac.digest(self._shared.hash_secret, spec.tenant.name.encode(), "sha256")
         state = hashlib.blake2b(digest_size=16, key=key, person=b"pool")
         for place in places:
@@ -220,7 +224,7 @@ def _num_used_tokens(report: PoolingReport, done: Sequence[PoolingBatch]) -> int
 async def _results(
     tasks: Sequence[asyncio.Task[Pooled]], ended: asyncio.Future[None]
 ) -> list[Pooled]:
-    """All results. Raises the error of the first failed task, or of `ended`."""
+    """Wait for all results. Raises the error of the first task that fails, or of `ended`."""
     pending: set[asyncio.Future[Pooled] | asyncio.Future[None]] = {*tasks, ended}
     while any(not task.done() for task in tasks):
         finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""A validated pooling request of a client, and its answer."""
+"""A client's validated request for vectors or scores of texts, and the answer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pdmesh.services.gateway.routing.pooling_fleet import PoolingModel, PoolingN
 
 @dataclass(frozen=True, slots=True)
 class PoolingSpec:
-    """`first_lengths`: for pairs of texts, how many tokens come before the second text of each.
+    """A validated request.
 
-    `vocabulary` and `canary` as in `PoolingNeeds`.
+    Each input is one text, or a pair of texts. For pairs, `first_lengths` has the number of tokens
+    before the second text of each input. `vocabulary` and `canary` are explained in `PoolingNeeds`.
     """
 
     operation: str  # embeddings, score or rerank
@@ -23,14 +24,14 @@ class PoolingSpec:
     task: PoolingTask
     inputs: tuple[array[int], ...] = ()
     first_lengths: tuple[int, ...] = ()
-    num_dimensions: int = 0  # 0: the model's own
+    num_dimensions: int = 0  # 0 means the model's number of dimensions
     use_activation: bool | None = None
     scenario: str = ""
     cache_salt: str = ""
     vocabulary: str = ""
     tenant: Tenant = ANYONE
     canary: tuple[str, bool] | None = None
-    field: str = "input"  # the request's field that holds the inputs
+    field: str = "input"  # the name of the request's field with the inputs, for error messages
 
     @property
     def needs(self) -> PoolingNeeds:
@@ -48,9 +49,10 @@ class PoolingSpec:
 
 @dataclass(frozen=True, slots=True)
 class PoolingAnswer:
-    """`parts`: the little-endian float32 numbers of each batch, in order.
+    """The answer to a request.
 
-    Each input has `num_values` numbers.
+    `parts` holds the numbers of each batch in order, as little-endian float32. Each input has
+    `num_values` numbers.
     """
 
     parts: Sequence[bytes]

@@ -1,1 +1,1 @@
-"""A client's call and its choices, over HTTP or gRPC: the shell of `core.request`."""
+"""A client's call over HTTP or gRPC, and its choices, which are the answers to its prompts."""

@@ -1,7 +1,8 @@
-"""The form that a client asks of an answer, and the constraint that engines get for it.
+"""Reads which form a client wants for the answer, and makes the constraint for the engine.
 
-`response_format` is OpenAI's field, `structured_outputs` is vLLM's. A form that no engine can keep
-to is refused here, before the request takes a slot anywhere.
+A form is, for example, a JSON schema or a regular expression. A client asks for it with OpenAI's
+field `response_format` or with vLLM's field `structured_outputs`. A form that no engine can keep to
+is refused here, before the request takes a slot of an instance.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.request.frontend import Frontend
 from pdmesh.services.gateway.request.spec import ServedModel
 
-# Any: a JSON schema, which the compiler of grammars reads.
+# A JSON schema. Its values are Any because only the compiler of grammars reads them.
 _Schema = dict[str, Any]
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The answer keeps to the schema, whether or not `strict` is set."""
+    """OpenAI's `json_schema`. `strict` has no effect: the answer always keeps to the schema."""
 
     name: str | None = None
     description: str | None = None
@@ -39,7 +40,10 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """Exactly one of the kinds is set. `structural_tag` is a string that contains JSON."""
+    """vLLM's `structured_outputs`, of which a client may set one kind (`_KINDS`).
+
+    `structural_tag` is a string that contains JSON.
+    """
 
     json: _Schema | str | None = None
     regex: str | None = None
@@ -58,7 +62,10 @@ _KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structura
 def asked_over_http(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> AskedGrammar | None:
-    """Raises InvalidRequest with the field."""
+    """The grammar that the client asks for. None if the answer may have any form.
+
+    Raises InvalidRequest with the field.
+    """
     by_openai = _of_response_format(response_format) if response_format is not None else None
     by_vllm = _of_structured_outputs(structured_outputs) if structured_outputs is not None else None
     if by_openai is not None and by_vllm is not None:
@@ -70,7 +77,7 @@ def asked_over_http(
 async def constraint_of(
     asked: AskedGrammar | None, model: ServedModel, frontend: Frontend, tenant: Tenant
 ) -> Constraint | None:
-    """Raises InvalidRequest with the field, or Overloaded."""
+    """Make the constraint that engines get. Raises InvalidRequest with the field, or Overloaded."""
     if asked is None:
         return None
     if "\0" in asked.text:
@@ -107,10 +114,10 @@ def _of_response_format(asked: ResponseFormat) -> AskedGrammar | None:
 
 
 def _of_structured_outputs(asked: StructuredOutputs) -> AskedGrammar:
-    """Raises InvalidRequest with the field.
+    """The grammar of the one kind that is set. Raises InvalidRequest with the field.
 
-    A value without a kind is refused, as in vLLM. Otherwise a misspelt kind, which is ignored as an
-    unknown field, would leave the answer unconstrained.
+    A value without a kind is refused, as in vLLM. A misspelt kind is ignored as an unknown field,
+    so without this check the answer would be unconstrained.
     """
     for name in ("disable_additional_properties", "whitespace_pattern"):
         if getattr(asked, name):

@@ -1,8 +1,8 @@
-"""Tells a chat's prefill that the KV of the answer is at the decode.
+"""Tells the prefill instance of a chat that the KV of the answer is at the decode instance.
 
-After the answer's end, the prefill fetches this KV from the decode's host pool into its own pool.
-It does so only if it expects to save time (`TierStack.prefetch`). Then the next turn neither
-computes the answer's blocks nor waits for them (ADR 0041).
+The gateway sends this hint when the answer is complete. If the prefill expects to save time
+(`TierStack.prefetch`), it fetches the KV from the decode's host memory into its own. The chat's
+next turn then need not compute the answer's blocks or wait for the transfer (ADR 0041).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pdmesh.v1.instance_service_pb2 import Command, Prefetch
 
 log = structlog.get_logger(__name__)
 
-_MAX_NAMES: Final = 1024  # in one Prefetch
-_MIN_CHANCE: Final = 0.02  # of a later use; less is not worth a message
+_MAX_NAMES: Final = 1024  # block names in one Prefetch command
+_MIN_CHANCE: Final = 0.02  # no hint is sent if the blocks are less likely to be used again
 _CHAT: Final = "chat"
 
 
 class AnswerKv:
-    """For all calls of a gateway. With `is_on` False it does nothing.
+    """Sends the hints for all calls of a gateway. If `is_on` is False, it sends none.
 
-    `answered` only gives a hint: none of its errors reaches a call.
+    `answered` logs its errors and raises none, because a lost hint must not harm a call.
     """
 
     def __init__(self, fleet: FleetView, sessions: SessionPool, *, is_on: bool) -> None:
@@ -39,7 +39,7 @@ class AnswerKv:
         self.reuse = AnswerReuse()
 
     def prompted(self, spec: CallSpec, prompt: Prompt) -> None:
-        """Record that a chat is being placed. It may continue a chat whose answer is known here."""
+        """Record a new prompt of a chat, to learn how often chats continue an earlier answer."""
         if not (len(self.reuse) and spec.operation == _CHAT):
             return
         reference = self._fleet.reference(spec.base_model)
@@ -54,7 +54,11 @@ class AnswerKv:
         prefill_id: str,
         decode_id: str,
     ) -> None:
-        """A choice was completed. `answer`: all its tokens. The ids are those of its last legs."""
+        """Send the hint for a choice that was completed.
+
+        `answer` holds all tokens of the choice. `prefill_id` and `decode_id` name the instances
+        that served it last.
+        """
         if not self._is_on or spec.operation != _CHAT or prefill_id == decode_id:
             return
         try:
@@ -72,7 +76,8 @@ class AnswerKv:
         prefill: InstanceRecord,
         decode: InstanceRecord,
     ) -> None:
-        # `prompted` looks prompts up by the reference's block names. Other groups may have others.
+        # `prompted` looks prompts up by the block names of the model's reference instance. Another
+        # group may name the same blocks differently.
         reference = self._fleet.reference(spec.base_model) or prefill
         if not (known_as := prompt.answer_hashes(reference, answer)):
             return
@@ -96,7 +101,8 @@ class AnswerKv:
 def _can_give(decode: InstanceRecord, prefill: InstanceRecord) -> bool:
     """Whether the prefill may fetch from the decode's host pools.
 
-    Both must have host pools for equally many ranks, be able to exchange KV, and not drain.
+    The two instances must have the same number of ranks with host pools, must be able to exchange
+    KV, and must not be draining.
     """
     return (
         prefill.takes_prefetches

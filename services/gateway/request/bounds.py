@@ -1,6 +1,6 @@
 """Checks the values of a request against their bounds, for HTTP and gRPC.
 
-Each check raises InvalidRequest with the field. NaN is outside every range.
+A failed check raises InvalidRequest with the name of the field. NaN is outside every range.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 256
 MAX_NAME_CHARS: Final = 256
 _LEAST: Final = 2.0**-126  # the least positive normal number of 32 bits
-# Of one call. Each choice of each prompt sends its own copy.
+# The next two bound the sum over all choices of a call, because each choice sends its own copy.
 MAX_GRAMMARS_BYTES: Final = 4 << 20
 MAX_ALLOWED_IDS: Final = 1 << 20
 
@@ -33,18 +33,18 @@ def check_sampling(
 
 
 def as_sent(value: float) -> float:
-    """The value, or `_LEAST` if it is between 0 and that, because 32 bits could round it to 0."""
+    """Raise a value between 0 and `_LEAST` to `_LEAST`, since 32 bits could round it to 0."""
     return _LEAST if 0 < value < _LEAST else value
 
 
 def check_choices(*, n: int | None, seed: int | None) -> None:
-    """Choice i draws with seed + i, and this sum must fit into 64 bits too."""
+    """Check `n` and `seed`. Choice i draws with seed + i, so this sum must fit into 64 bits."""
     in_range("n", n, 1, MAX_N)
     in_range("seed", seed, -(1 << 63), (1 << 63) - 1 - MAX_N)
 
 
 def check_grammars(constraint: Constraint | None, num_choices: int) -> None:
-    """Bound the bytes of a call's grammars. `num_choices`: of all prompts together."""
+    """Bound the bytes of a call's grammars. `num_choices` counts the choices of all prompts."""
     if constraint is None:
         return
     num_bytes = num_choices * len(constraint.grammar.encode(errors="replace"))
@@ -58,7 +58,7 @@ def check_grammars(constraint: Constraint | None, num_choices: int) -> None:
 
 
 def check_allowed_ids(num_ids: int, num_choices: int) -> None:
-    """Bound a call's `allowed_token_ids`. `num_choices` as in `check_grammars`."""
+    """Bound a call's `allowed_token_ids`. `num_choices` counts the choices of all prompts."""
     if num_ids * num_choices > MAX_ALLOWED_IDS:
         field = "allowed_token_ids"
         message = (

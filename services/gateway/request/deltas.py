@@ -1,6 +1,7 @@
-"""The output of a call's choices, whole or as it comes, and parsed if the call asks for that.
+"""Reads the output of a call's choices: all at once, or piece by piece as a stream.
 
-Every API takes its answers from here, so a call has the same answer over each of them.
+If the call asks for reasoning or tool calls, the output is parsed here. Every API of the gateway
+takes its answers from this module, so that the same call gets the same answer over each API.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class ClientDisconnected(Exception):
 class AnswerStream:
     """The new output of a call's choices, until all of them have ended.
 
-    `failure` is the error of a choice that failed. Raise it after writing the output before it.
+    `failure` is the error of the first choice that failed. The caller writes the output that `news`
+    returned, and raises `failure` afterwards.
     """
 
     __slots__ = ("_call", "_parser", "failure", "num_open")
@@ -32,7 +34,7 @@ class AnswerStream:
         self.failure: Exception | None = None
 
     async def news(self) -> list[TextDelta]:
-        """Raises ParserFailed, ParserUnavailable."""
+        """Wait for output and return it. Raises ParserFailed, ParserUnavailable."""
         await self._call.changed()
         taken = self._call.take()
         shown = taken if self._parser is None else await self._parser.parsed(taken)
@@ -47,7 +49,7 @@ class AnswerStream:
         return shown
 
     def close(self) -> None:
-        """Close the parser. Also forget the failure: frames of its traceback hold this stream."""
+        """Close the parser, and forget the failure, whose traceback refers to this stream."""
         self.failure = None
         if self._parser is not None:
             self._parser.close()
@@ -97,7 +99,7 @@ def _failure(delta: TextDelta) -> MeshError | ClientDisconnected:
 
 
 def _without_a_bad_end(delta: TextDelta) -> TextDelta:
-    """The delta; if its choice failed, without the error and not marked as the last one."""
+    """Remove the error and the mark of the last delta, if the delta ends a failed choice."""
     is_bad = delta.is_last and delta.finish_reason is None
     return replace(delta, is_last=False, error=None) if is_bad else delta
 

@@ -1,8 +1,9 @@
-"""A client's call, over HTTP or gRPC: one or more generations that yield deltas.
+"""Opens and closes the calls of clients, which come over HTTP or gRPC.
 
-`Frontend.open` starts a call, `Call.changed` waits for output, and `Call.take` returns all of it at
-once. The API that opened a call also closes it. Closing frees everything that the call still holds
-(F27).
+A call has one choice or several. A choice is one answer to one prompt, and a `Generation` produces
+its text. `Frontend.open` starts a call, `Call.changed` waits for output, and `Call.take` returns
+the output of all choices. The API that opened a call must close it. Closing frees everything that
+the call still holds (F27).
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ _scenarios = metrics.counter(
 _ttft_slo = metrics.counter(names.TTFT_SLO, "Calls by scenario and TTFT objective: met, missed")
 _BY_LABEL: Final = MappingProxyType(
     {"by": "label"}
-)  # without the label, because clients may send any text
+)  # the scenario is left out, because clients may send any text as the label
 _BY_DEFAULT: Final = MappingProxyType({"by": "default"})
 _MAX_TAKEN: Final = (
-    16_384  # tokens that one `take` turns into text; this blocks the loop for some milliseconds
+    16_384  # one `take` turns this many tokens into text, which takes some milliseconds
 )
 
 
 class Call(PacedWaiter):
-    """A client's call and its choices; a task may wait for their output."""
+    """A client's call and its choices. One task may wait for their output."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Call(PacedWaiter):
         self.span = span
         self.permit = permit
         self.num_prompt_tokens = sum(map(len, spec.prompts))
-        self.created = int(time.time())  # shown to clients; no decision depends on it
+        self.created = int(time.time())  # only shown to clients
         self.started_at = time.monotonic()
         self.generations: list[Generation] = []
         self.is_void = False  # the client got an error and no output
@@ -98,8 +99,8 @@ class Call(PacedWaiter):
     def take(self) -> list[TextDelta]:
         """The new output of each choice.
 
-        Beyond `_MAX_TAKEN` tokens, the remaining choices wait for the loop's next turn, in which
-        `changed` returns again.
+        Once the output exceeds `_MAX_TAKEN` tokens, the remaining choices wait until the next
+        iteration of the event loop. `changed` then returns again.
         """
         taken: list[TextDelta] = []
         num_tokens = 0
@@ -149,7 +150,7 @@ def new_request_id() -> str:
 
 
 class Frontend:
-    """Opens and closes calls, at most `max_calls` at once, and ends the open ones in `drain`."""
+    """Opens and closes calls. At most `max_calls` are open at once. `drain` ends the open calls."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class Frontend:
     async def served_model(self, asked: str, tenant: Tenant, scenario: str = "") -> ServedModel:
         """The model that a request of this tenant names.
 
-        `scenario` is empty if the request names none. Raises MeshError.
+        `scenario` is empty if the request names no scenario. Raises MeshError.
         """
         fleet = self.shared.fleet
         name = fleet.model_name(asked, scenario)
@@ -202,7 +203,7 @@ class Frontend:
     ) -> tuple[PoolingModel, ServedModel]:
         """The pooling model that a request of this tenant names, and its tokenizer.
 
-        `fits` as in `PoolingFleet.model`. Raises MeshError.
+        `fits` is explained in `PoolingFleet.model`. Raises MeshError.
         """
         fleet = self.shared.fleet.pooling
         model = fleet.model(asked, scenario, fits)
@@ -215,7 +216,7 @@ class Frontend:
         return model, ServedModel(model.name, tokenizer, model.max_model_len)
 
     async def any_model(self, asked: str, tenant: Tenant) -> ServedModel:
-        """The model that a request names, for its tokenizer. It may be a pooling model.
+        """The generating or pooling model that a request names, for its tokenizer.
 
         Raises MeshError.
         """
@@ -245,8 +246,9 @@ class Frontend:
     ) -> Call:
         """Start a call. The caller must close it.
 
-        `is_quiet`: tokens do not wake the call's waiter, only ends do. `handed`: an endpoint
-        picker's plan for the call. Raises Draining, Overloaded or RateLimited.
+        If `is_quiet` is true, the call's waiter is woken when a choice ends, but not for each
+        token. `handed` is a plan (a list of instances) that an endpoint picker, a service in front
+        of the gateways, got for this call. Raises Draining, Overloaded or RateLimited.
         """
         self.check_open()
         _count_scenario(prepared)
@@ -272,7 +274,7 @@ class Frontend:
         return call
 
     async def prepare(self, spec: CallSpec) -> PreparedCall:
-        """Determine everything that the call's plan depends on.
+        """Determine everything that the choice of instances for the call depends on.
 
         Raises InvalidRequest, ModelNotFound, NoInstance or PoisonRequest.
         """
@@ -300,7 +302,7 @@ class Frontend:
         return PreparedCall(spec, prompts, budgets, by)
 
     def take_handed(self, header: str) -> HandedPlan | None:
-        """The endpoint picker's plan in a request's header; None if there is no valid one."""
+        """The endpoint picker's plan in a request header. None if the header has no valid plan."""
         handed = self.shared.handed_plans
         return None if handed is None else handed.take(header)
 
@@ -310,11 +312,11 @@ class Frontend:
         return handed.result if plans.fits(handed, handed_for(prepared)) else None
 
     def _with_adapter(self, spec: CallSpec) -> CallSpec:
-        """Bind the call to the content that its adapter has now.
+        """Bind the call to the content that its adapter (LoRA) has now.
 
-        The prompt was encoded for the model that the adapter changed at that time. Raises
-        ModelNotFound if the adapter was removed since then, and NoInstance if the name now stands
-        for an adapter of another model or for a model.
+        The name may have changed its meaning since the prompt was encoded. Raises ModelNotFound if
+        the adapter was removed, and NoInstance if the name now stands for an adapter of another
+        model, or for a model itself.
         """
         if spec.adapter is None:
             return spec
@@ -324,7 +326,7 @@ class Frontend:
         return replace(spec, adapter=found)
 
     async def _name_blocks(self, spec: CallSpec, prompts: Sequence[Prompt]) -> None:
-        """Hash the prompts' blocks in steps, so that the loop does other work in between."""
+        """Hash the prompts' blocks in steps, so that the event loop can work in between."""
         record = self.shared.fleet.reference(spec.base_model)
         if record is not None:
             for prompt in prompts:
@@ -334,7 +336,10 @@ class Frontend:
     async def _with_scenario(
         self, spec: CallSpec, prompts: Sequence[Prompt]
     ) -> tuple[CallSpec, str]:
-        """The call with its scenario, and what chose it. The rules look at the longest prompt."""
+        """Return the call with its scenario, and whether a label, a rule or the model chose it.
+
+        If a call has several prompts, the rules see the longest one.
+        """
         if spec.scenario:
             return spec, "label"
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
@@ -358,7 +363,7 @@ class Frontend:
     def close(self, call: Call, error: MeshError | None = None) -> None:
         """Cancel the choices that still run, and report the call. Idempotent.
 
-        `error`: the error that the API reported to the client, if any.
+        `error` is the error that the API reported to the client, if any.
         """
         if self._calls.pop(call, _ABSENT) is _ABSENT:
             return
@@ -378,9 +383,9 @@ class Frontend:
             raise PoisonRequest("instances died recently while they worked on this prompt")
 
     def _judge(self, call: Call) -> None:
-        """Remember prompts that killed instances, and count the call's TTFT objective.
+        """Record prompts that killed instances, and whether the call met its TTFT objective.
 
-        A prompt is forgotten if one of its choices was completed.
+        The record of a prompt is cleared if one of its choices was completed.
         """
         poison = self.shared.poison
         for generation in call.generations:
@@ -393,7 +398,7 @@ class Frontend:
         _count_slo(call, self.shared.slos)
 
     def _tell_session(self, call: Call) -> None:
-        """Tell instances which session state the client sent, even if the call failed."""
+        """Tell the instances which session state the client sent, even if the call failed."""
         if (session := call.spec.session) is None:
             return
         served = [
@@ -405,7 +410,7 @@ class Frontend:
         self.shared.session_hints.ended(session.id, session.state, prompt, served)
 
     async def drain(self, drain_s: float) -> None:
-        """Admit no more calls. Open calls may run for `drain_s`; then they end with an error."""
+        """Admit no more calls. Calls that are still open after `drain_s` end with an error."""
         self.is_draining = True
         self._is_idle.clear()
         if self._calls:
@@ -450,7 +455,7 @@ class Frontend:
 
 
 def handed_for(prepared: PreparedCall) -> HandedPlan:
-    """The fields of the request that a handed plan for the call's first choice must match."""
+    """The fields with which an endpoint picker's plan for the call's first choice must agree."""
     spec = prepared.spec
     return HandedPlan(
         prompt_digest=prepared.prompts[0].digest,

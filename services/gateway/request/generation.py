@@ -1,4 +1,9 @@
-"""The shell of one choice: turns the core's effects into commands, and results into events."""
+"""Produces one choice of a call: one answer to one prompt.
+
+`core.request.machine.Request` makes the decisions and does no I/O. A `Generation` passes events to
+a `Request` and carries out the effects that this returns, for example by sending commands to
+instances. A leg is the choice's stay on one instance, under a key that is never used again.
+"""
 
 from __future__ import annotations
 
@@ -96,17 +101,17 @@ class Collaborators:
     poison: PoisonBook
     hash_secret: bytes
     next_key: Callable[[], int]
-    kv_transfer: Callable[[str], KvTransfer.ValueType]  # for a scenario
+    kv_transfer: Callable[[str], KvTransfer.ValueType]  # takes a scenario's name
     parsers: AnswerParsers
     images: Images
     answer_kv: AnswerKv
     session_hints: SessionHints
     grammars: GrammarChecks = field(default_factory=lambda: GrammarChecks(GrammarProcess()))
     kept_hashes: KeptHashes = field(default_factory=KeptHashes)
-    handed_plans: HandedPlans | None = None  # None: the plans of endpoint pickers are not used
+    handed_plans: HandedPlans | None = None  # None if plans of endpoint pickers are not used
 
     def refusal(self, spec: CallSpec, num_prompt_tokens: int) -> Overloaded | None:
-        """Why a choice must not join its scenario's queue; None if it may."""
+        """The reason why a choice must not join its scenario's queue. None if it may join."""
         scenario, tenant = spec.scenario or DEFAULT_SCENARIO, spec.tenant
         limits = self.slos.limits_for(spec.scenario, num_prompt_tokens)
         can_evict = self.room.yields_to(tenant)
@@ -114,7 +119,10 @@ class Collaborators:
 
 
 class Generation:
-    """One choice of a call. Calls `on_tokens` when `take` has output, and `on_end` at its end."""
+    """One choice of a call.
+
+    It calls `on_tokens` when there is output for `take`, and `on_end` when the choice has ended.
+    """
 
     def __init__(
         self,
@@ -146,7 +154,7 @@ class Generation:
         self._on_tokens = on_tokens
         self._on_end = on_end
         self._sessions: dict[int, InstanceSession] = {}  # by leg key
-        self._encodings: dict[int, EncodeLeg] = {}  # of the prompt's images, by the prefill's key
+        self._encodings: dict[int, EncodeLeg] = {}  # of images, by the key of the prefill leg
         self._text = ChoiceText(
             identity.index,
             spec.tokenizer.text_stream(prompt.tokens, sampling.text_rules(end_ids)),
@@ -162,7 +170,7 @@ class Generation:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
-    # --- what the client's side calls ------------------------------------------------------------
+    # --- called for the client -------------------------------------------------------------------
 
     def start(self) -> None:
         self.timings.submitted = time.monotonic()
@@ -179,18 +187,19 @@ class Generation:
         return self._text.is_stopped
 
     def cancel(self, error: MeshError | None = None) -> None:
-        """Stop the choice in any state, and free all that it holds.
+        """Stop the choice in any state, and free all its resources.
 
-        A client that still listens gets `error`.
+        If the client still waits for output, it gets `error`.
         """
         if not self.is_ended:
             self.error = error
             self.on_event(ClientGone())
 
     def detach(self) -> None:
-        """Drop the references to the call, which no longer listens.
+        """Drop the references to the call, which needs no more callbacks.
 
-        Without a reference cycle, call and choice are freed at once, not by the garbage collector.
+        They are part of a reference cycle. Without the cycle, the call and its choices are freed at
+        once and need no garbage collection.
         """
         self._on_tokens = self._on_end = unheard
 
@@ -200,7 +209,7 @@ class Generation:
 
     @property
     def num_taken_tokens(self) -> int:
-        """How many tokens `take` has returned: the client has them or will get them."""
+        """How many tokens `take` has returned for the client."""
         return self._text.num_taken
 
     @property
@@ -208,7 +217,7 @@ class Generation:
         return self.error is not None or isinstance(self.core.outcome, Fail)
 
     def take(self) -> TextDelta | None:
-        """All output since the last `take`, as text; None if there is nothing new."""
+        """All output since the last `take`, as text. None if there is nothing new."""
         taken = self._text.take(self.core.emitted)
         if taken is None:
             return None
@@ -228,10 +237,10 @@ class Generation:
     def _told(
         self, outcome: Complete | Fail | Cancelled | None
     ) -> Complete | Fail | Cancelled | None:
-        """The outcome for the client.
+        """The outcome as the client gets it.
 
-        If a constraint or an image failed, the error names its field of the request. Instances do
-        not know this field.
+        If a constraint or an image caused the failure, the error names the field of the request
+        that set it. Instances do not know this field.
         """
         constraint = self._spec.sampling.constraint
         if isinstance(outcome, Fail) and isinstance(outcome.error, ImageUnusable):
@@ -251,7 +260,7 @@ class Generation:
     def _stop_token(self) -> int | None:
         """The stop token that ended the choice.
 
-        As in vLLM, None stands for the tokenizer's own end token and for any other end.
+        None if no stop token did, or, as in vLLM, if it is the tokenizer's own end token.
         """
         outcome = self.core.outcome
         if not (isinstance(outcome, Complete) and outcome.finish_reason == "stop"):
@@ -262,7 +271,7 @@ class Generation:
         is_own_end = last == self._spec.tokenizer.eos_token_id and not sampling.ignore_eos
         return None if is_own_end else last
 
-    # --- what instances, planner and timers call --------------------------------------------------
+    # --- called by instance sessions, planner and timers -----------------------------------------
 
     def on_token(self, key: int, token_id: int, now: float) -> None:
         """Take one token. This is the hot path: it runs once for each token of each stream."""
@@ -277,7 +286,10 @@ class Generation:
             self._on_tokens()
 
     def on_event(self, event: Event, detail: SessionEvent | None = None) -> None:
-        """Handle an event. Events that its effects cause at once are handled after it."""
+        """Handle an event. If its effects cause further events, these are handled afterwards.
+
+        `detail` is the message that the event was made from, if any.
+        """
         if detail is not None:
             self._note_detail(event, detail)
         self._events.append(event)
@@ -301,10 +313,10 @@ class Generation:
         self._arm_timer()
 
     def _carry_out(self) -> bool:
-        """Carry out effects. Return False if the rest must wait for the loop's next turn.
+        """Carry out effects. Return False if the rest must wait for the event loop.
 
-        A SendStart after token 1 waits, so that the client's writer, which token 1 woke, writes
-        before the hand-over is prepared.
+        After token 1, SendStart waits for the next iteration of the loop. So the client gets token
+        1 before this process prepares the hand-over to the decode.
         """
         while self._effects:
             effect = self._effects.popleft()
@@ -316,7 +328,7 @@ class Generation:
         return True
 
     def _end_by_bug(self) -> None:
-        """End only this choice: the session or planner that called us also serves other choices."""
+        """End only this choice, and raise nothing, because the caller also serves other choices."""
         self._events.clear()
         self._effects.clear()
         self.error = MeshError("internal error; the server's log has the cause")
@@ -324,11 +336,11 @@ class Generation:
         self._leave_queue(LeaveQueue())
         self._leave_room(LeaveRoom())
         for key in list(self._sessions):
-            self._abort_leg(AbortLeg(key))  # this also releases its ticket
+            self._abort_leg(AbortLeg(key))  # the instance then also releases the leg's KV
         self._end(Cancelled())
 
     def on_slot_freed(self, instance_id: str) -> None:
-        self._waiting_number = None  # the room forgets a waiter before it calls it
+        self._waiting_number = None  # the waiting room has already removed this choice
         self.on_event(SlotFreed(instance_id))
 
     def on_evicted(self) -> None:
@@ -359,9 +371,10 @@ class Generation:
         self._shared.planner.ask(self, effect.plan, query, vocabulary, handed)
 
     def _refusal(self) -> Overloaded | None:
-        """Why the choice must not be queued; None if it may.
+        """The reason why the choice must not be queued. None if it may be queued.
 
-        A choice with a handed plan may, because the picker has judged the queue.
+        A choice with a plan from an endpoint picker may always be queued, because the picker has
+        already checked the queue.
         """
         if self._identity.handed is not None:
             return None
@@ -378,9 +391,9 @@ class Generation:
             return
         session = self._shared.sessions.session(record)
         if not session.has_slot or (self.prompt.images and session.is_full):
-            # The instance would probably reject the prompt. The session reports when the instance
-            # may have a slot. Without news for `TRUST_S`, a text is sent all the same, but images,
-            # which may be megabytes, are not sent to a full instance.
+            # The instance would probably reject the prompt. The session calls `on_slot_freed` when
+            # the instance may have a slot. `has_slot` becomes true again if the session gets no
+            # report for `TRUST_S`. Images may be megabytes and are never sent to a full instance.
             self.on_event(LegRejected(effect.key))
             return
         kv_transfer = self._shared.kv_transfer(self._spec.scenario or record.scenario)
@@ -393,10 +406,10 @@ class Generation:
             self._encode(effect, record, encoder)
 
     def _encoder_for(self, record: InstanceRecord) -> Encoder | None:
-        """The encoder of the prompt's images; None if `record` encodes them itself.
+        """The encoder instance for the prompt's images. None if the prefill encodes them itself.
 
-        If the request has an adapter, `record` encodes them, because the adapter may change how the
-        model reads images.
+        For a request with an adapter, the prefill encodes the images, because the adapter may
+        change how the model reads them.
         """
         if not self.prompt.images or self._spec.adapter is not None:
             return None
@@ -435,11 +448,11 @@ class Generation:
             self._refuse(key)
 
     def _refuse(self, key: int) -> None:
-        """Report a final rejection, not a failure: the instance cannot be asked now."""
+        """Report to the core that the instance cannot be asked now. This is no failure."""
         self.on_event(LegRejected(key, is_final=True))
 
     def _left(self, key: int) -> InstanceSession | None:
-        """Drop a leg and end the encoding of its images. Return the leg's session, if any."""
+        """Forget a leg and end the encoding of its images. Return the leg's session, if any."""
         if (encoding := self._encodings.pop(key, None)) is not None:
             encoding.end()
         return self._sessions.pop(key, None)
@@ -500,9 +513,10 @@ class Generation:
     # --- time ------------------------------------------------------------------------------------
 
     def _arm_timer(self) -> None:
-        """Keep one timer, and replace it only if it would fire too late.
+        """Keep one timer, which fires at the core's `wake_at` or earlier.
 
-        If progress has moved the next tick back, the timer fires too early and is armed again.
+        Progress moves `wake_at` to a later time. The timer is not replaced in this case. It fires
+        too early and is then set again.
         """
         if self.core.outcome is not None:
             if self._timer is not None:
@@ -524,7 +538,7 @@ class Generation:
         self.on_event(Tick())
 
     def _hear_engine(self) -> None:
-        """Pass the instance's last report about its engine on to the core, for the accepted leg."""
+        """Tell the core the last report about the engine that computes this choice."""
         key = self.core.computing_key
         session = self._sessions.get(key) if key is not None else None
         if key is None or session is None:
@@ -537,10 +551,10 @@ class Generation:
 
 
 def unheard() -> None:
-    """The callback of a generation whose call does not listen."""
+    """The callback of a generation whose call needs no notice."""
 
 
-# Any: each function takes the one effect its key names.
+# The argument's type is Any because each function takes only the effect that is its key.
 _APPLY: Final[dict[type, Callable[[Generation, Any], None]]] = {
     AskPlan: Generation._ask_plan,
     SendPrefill: Generation._send_prefill,

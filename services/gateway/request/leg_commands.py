@@ -1,4 +1,9 @@
-"""Turns the request core's effects into protobuf messages to the master and to instances."""
+"""Makes the protobuf messages of one choice, which go to the master and to instances.
+
+The request core (`core.request`) decides what happens next, and returns each decision as an effect.
+Each method here turns one kind of effect into a message. A leg is the choice's stay on one
+instance.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +29,23 @@ from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanResult
 
 @dataclass(slots=True)
 class ChoiceIdentity:
-    """What identifies one choice to instances and the master, with its seed and its limits."""
+    """The ids of one choice in messages to instances and the master, its seed and its limits."""
 
     request_id: str
     index: int
     traceparent: str = ""
     seed: int | None = None
     max_tokens: int = 1
-    deadline: float = 0.0  # monotonic
+    deadline: float = 0.0  # in monotonic seconds
     handed: PlanResult | None = None  # the master's answer to a picker's query for this choice
 
 
 class LegCommands:
-    """The messages of one choice. `emitted`: all tokens that the choice has emitted so far."""
+    """Makes the messages of one choice.
+
+    In the methods, `emitted` holds all tokens that the choice has emitted so far. `record` is the
+    registry's record of the instance that gets the message, except in `encode`.
+    """
 
     __slots__ = (
         "_adapter", "_constraint", "_identity", "_model", "_prompt", "_shaping", "_spec",
@@ -64,7 +73,11 @@ class LegCommands:
         emitted: Sequence[int],
         num_remaining: int,
     ) -> PlanQuery:
-        """The query for a plan. `reference`: an instance that represents the model, if any."""
+        """The query to the master for instances.
+
+        The prompt's blocks get the names that the instance `reference` uses. If it is None, the
+        query names no blocks.
+        """
         spec, prompt = self._spec, self._prompt
         return PlanQuery(
             request_id=self._identity.request_id,
@@ -102,7 +115,10 @@ class LegCommands:
         return command
 
     def encode(self, key: int, attempt: int, record: InstanceRecord) -> Command:
-        """The command to encode the images for `record`, the instance that computes the prompt."""
+        """The command to an encoder to encode the images.
+
+        `record` describes the instance that computes the prompt and fetches the embeddings.
+        """
         prompt = self._prompt
         return Command(
             encode=Encode(
@@ -126,7 +142,8 @@ class LegCommands:
     ) -> Command:
         """The command that starts a decode leg.
 
-        The first token is the last of the replayed tokens. An early decode waits for it instead.
+        The decode continues after its first token, which is the last token emitted so far. An early
+        decode is started before the prefill has drawn this token, and gets it later.
         """
         replayed = list(emitted[: effect.num_replayed])
         ticket = effect.ticket.wire
@@ -152,8 +169,8 @@ class LegCommands:
     ) -> None:
         """Set the fields that both commands have.
 
-        The commands are filled in place, because protobuf copies a message that is put into
-        another one.
+        `leg` is filled in place, inside its Command, because protobuf copies a message that is
+        assigned to a field.
         """
         prompt, images = self._prompt, self._prompt.images
         leg.key = effect.key
@@ -169,11 +186,11 @@ class LegCommands:
         if self._adapter is not None:
             leg.adapter.CopyFrom(self._adapter)
         if images:
-            # A decode gets no data: it pulls the KV that the prefill computed from the images.
+            # A decode needs no image data, because it pulls the KV that the prefill computed.
             leg.images.extend(images_to_proto(images, with_data=isinstance(leg, Prefill)))
 
     def _num_prompt_logprobs(self, num_drawn: int) -> int | None:
-        """None once a token was drawn: the prompt's log probabilities came with the first token."""
+        """None after the first token, which brings the log probabilities of the prompt."""
         return None if num_drawn else self._spec.sampling.num_prompt_logprobs
 
     def _fill_sampling(

@@ -1,6 +1,7 @@
-"""Reports each call to operators: counters, histograms, one log line, one event, one trace.
+"""Reports each call of a gateway to operators: counters, histograms, a log line, an event, a trace.
 
-The report is made when the call is closed, from times noted earlier, so it never delays a token.
+The report is made when the call is closed, from times that were noted before. So it never delays a
+token.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from pdmesh.v1.common_pb2 import Usage
 
 log = structlog.get_logger(__name__)
 
-_MAX_EVENTS: Final = 1024  # events that wait to be published; more are dropped and counted
-# How long events are gathered before they are published. An event published by itself wakes the bus
-# and all listeners. If each request did so, it would take a tenth of their CPU.
+_MAX_EVENTS: Final = 1024  # so many events may wait to be published; further events are dropped
+# Events are gathered for this time and then published together. Each publication wakes the message
+# bus and all subscribers. One publication per request would take a tenth of their CPU time.
 _GATHER_S: Final = 0.02
 
 _accepted = metrics.counter(names.REQUESTS_ACCEPTED, "Calls that passed validation")
@@ -101,7 +102,7 @@ class Observer:
         self.num_ended: dict[str, int] = {"completed": 0, "failed": 0, "cancelled": 0}
 
     async def run(self) -> None:
-        """Publish events, off the request path and in bursts."""
+        """Publish events in bursts, so that no request waits for the message bus."""
         while True:
             await self._has_events.wait()
             await asyncio.sleep(_GATHER_S)
@@ -210,7 +211,7 @@ class Observer:
         self._add(event)
 
     def on_pooled(self, facts: CallFacts, event: RequestFinished, span: Span) -> None:
-        """A call for vectors or scores was closed. `event` is complete except for the trace id."""
+        """Report a closed call for vectors or scores. `event` lacks only the trace id."""
         self.num_ended[facts.outcome] += 1
         kind = {
             names.ATTR_OPERATION: facts.operation,
@@ -276,9 +277,10 @@ def _count_tokens(model: str, direction: str, num_tokens: int) -> None:
 
 
 class _Times:
-    """Durations in seconds, of the first choice or of the whole call, and counts of the call.
+    """The durations of a call in seconds, and its counts.
 
-    A duration is 0 if the call ended before it could be measured.
+    `e2e_s` and the counts are for the whole call, the other durations for its first choice. A
+    duration is 0 if the call ended before the duration could be measured.
     """
 
     __slots__ = (
@@ -309,9 +311,9 @@ class _Times:
 
 
 def _losses(report: CallReport) -> list[dict[str, Any]]:
-    """The lost legs of all choices, for the call's log line and event.
+    """The lost legs of all choices, as fields for the call's log line and event.
 
-    Any: the fields of a log line.
+    A leg is a choice's stay on one instance.
     """
     return [
         {
@@ -344,7 +346,7 @@ def _trace_id(span: Span) -> str:
 def _finish_spans(report: CallReport) -> None:
     """Set the root span's attributes, and add a child span for the planning of each choice.
 
-    Instances make the spans of their legs.
+    The instances make the spans of their own work.
     """
     span = report.span
     span.set_attribute(names.ATTR_OPERATION, report.spec.operation)

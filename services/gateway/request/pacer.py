@@ -1,9 +1,9 @@
-"""Decides when a stream is written: at once, or with the tokens that come soon after.
+"""Decides when the writer of a stream writes: at once, or together with the next tokens.
 
 A writer is woken at once for the first token, for the end, and for a token that comes at least one
 interval after the writer was last woken. So pacing never delays a stream that is slower than the
-interval. Tokens that come faster are written together, once per interval. One timer wakes all
-waiting writers.
+interval. Tokens that come faster are written together, once per interval. A single timer wakes all
+writers that wait for their interval to pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Pacer:
 
 
 class PacedWaiter:
-    """One task may wait here until there is something to write."""
+    """Lets one task wait until there is something to write."""
 
     def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer
@@ -43,7 +43,7 @@ class PacedWaiter:
         self._waiter: asyncio.Future[None] | None = None
 
     def on_tokens(self) -> None:
-        """The hot path: called once for each token."""
+        """Note that there is a new token. This is the hot path: it runs once for each token."""
         if self._is_paced:
             return
         if time.monotonic() - self._woken_at < self._pacer.interval_s:
@@ -65,7 +65,7 @@ class PacedWaiter:
             waiter.set_result(None)
 
     async def changed(self) -> None:
-        """Return when there is something to take. Only one task may wait."""
+        """Return when there is something to write. Only one task may wait at a time."""
         if not self._is_dirty:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -1,4 +1,8 @@
-"""Makes the logit shaping of a call from the client's settings and the model's defaults."""
+"""Makes the logit shaping of a call from the client's settings and the model's defaults.
+
+Logit shaping is every setting that changes the logits or selects among tokens before one is drawn,
+except temperature and `top_p`. Examples are penalties, `top_k` and biases.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,10 @@ MAX_STOP_IDS: Final = 64
 
 
 class AskedShaping(msgspec.Struct, frozen=True):
-    """The fields of vLLM's API. None: the model's default, or no shaping if it has none.
+    """The fields of vLLM's API.
 
-    `top_k` -1 or 0: all tokens.
+    For a field that is None, the model's default applies. If the model has no default, the field
+    shapes nothing. `top_k` -1 or 0 allows all tokens.
     """
 
     presence_penalty: float | None = None
@@ -49,7 +54,7 @@ NOTHING_ASKED: Final = AskedShaping()
 async def shaping_of(
     asked: AskedShaping, tokenizer: Tokenizer, max_tokens: int | None
 ) -> LogitShaping:
-    """Raises InvalidRequest with the field."""
+    """The shaping that the client asks for. Raises InvalidRequest with the field."""
     defaults = tokenizer.defaults
     if asked == NOTHING_ASKED and not defaults.shapes_logits:
         return UNSHAPED
@@ -141,8 +146,8 @@ def _allowed(asked: Sequence[int] | None) -> tuple[int, ...]:
 async def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """The token ids of each bad word, exactly as vLLM makes them.
 
-    They are the tokens of the word at the beginning of a text. The tokens of the word after a space
-    are added if they are as many and begin with another token.
+    A word is encoded twice, at the beginning of a text and after a space. The second encoding is
+    added only if it has as many tokens as the first one and begins with another token.
     """
     if not words:
         return ()

@@ -1,7 +1,7 @@
 """A client's validated request, in one form for HTTP and gRPC.
 
-Each call makes and replaces some of these values. They are msgspec structs, because for these that
-costs a tenth of what it costs for frozen dataclasses.
+Each call creates several of these structs. They are msgspec structs, which are created and replaced
+in a tenth of the time that frozen dataclasses need.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ UNBOUNDED: Final = 1 << 31
 class SamplingSpec(msgspec.Struct, frozen=True):
     """How an answer's tokens are drawn, and when it ends.
 
-    If `max_tokens` is None, the limit is `default_max_tokens` or, if that is None too, the
-    gateway's default. In both cases the answer may not exceed the context.
+    If `max_tokens` is None, `default_max_tokens` applies. If both are None, the gateway's default
+    applies. In either case the model's context also limits the answer.
     """
 
     max_tokens: int | None = None
@@ -46,9 +46,9 @@ class SamplingSpec(msgspec.Struct, frozen=True):
     num_prompt_logprobs: int | None = None
     shaping: LogitShaping = UNSHAPED
     constraint: Constraint | None = None
-    stop_token_ids: frozenset[int] = frozenset()  # in addition to the model's own
-    is_stop_shown: bool = False
-    are_special_shown: bool = False
+    stop_token_ids: frozenset[int] = frozenset()  # in addition to the model's end tokens
+    is_stop_shown: bool = False  # the answer's text includes the stop string
+    are_special_shown: bool = False  # the answer's text includes special tokens
     repetition: RepetitionRule | None = None
 
     @property
@@ -57,7 +57,7 @@ class SamplingSpec(msgspec.Struct, frozen=True):
         return bool(self.stop) or self.repetition is not None
 
     def end_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """The tokens that end an answer; `eos_token_ids` are the model's own."""
+        """The tokens that end an answer. `eos_token_ids` are the model's end tokens."""
         own = frozenset[int]() if self.ignore_eos else eos_token_ids
         return own | self.stop_token_ids if self.stop_token_ids else own
 
@@ -72,11 +72,11 @@ class SamplingSpec(msgspec.Struct, frozen=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model as one call uses it, with one tokenizer from the prompt to the last token."""
+    """A model as one call uses it. The call keeps this tokenizer until its last token."""
 
     name: str
     tokenizer: Tokenizer
-    context_length: int  # prompt and answer together
+    context_length: int  # the most tokens that prompt and answer may have together
     adapter: AdaptedModel | None = None  # the adapter that `name` stands for
 
 
@@ -88,9 +88,9 @@ class ToldSession(msgspec.Struct, frozen=True):
 
 
 class CallSpec(msgspec.Struct, frozen=True):
-    """One client call: `n` choices for each prompt.
+    """One call of a client, who wants `n` answers (choices) for each prompt.
 
-    Its prompts are token ids of `tokenizer`, which also turns the answers into text.
+    `prompts` holds token ids of `tokenizer`, which also turns the answers into text.
     """
 
     operation: str  # chat or text_completion
@@ -98,20 +98,21 @@ class CallSpec(msgspec.Struct, frozen=True):
     prompts: tuple[array[int], ...]
     sampling: SamplingSpec
     tokenizer: Tokenizer
-    context_length: int = UNBOUNDED  # prompt and answer together, in tokens
+    context_length: int = UNBOUNDED  # the most tokens that prompt and answer may have together
     n: int = 1
     scenario: str = ""
     chat_id: str = ""
     session: ToldSession | None = None
     cache_salt: str = ""
-    field_of_prompt: str = "prompt"  # errors about lengths name these two fields
+    # The names of two fields in the client's API, for error messages about lengths.
+    field_of_prompt: str = "prompt"
     field_of_max_tokens: str = "max_tokens"
-    echoed: tuple[str, ...] = ()  # the text of each prompt, if answers begin with it
-    # The client asked for no token, so the one that is drawn is not shown.
+    echoed: tuple[str, ...] = ()  # the text of each prompt, if answers begin with the prompt
+    # The client asked for 0 tokens. The engine draws one token all the same, which is not shown.
     is_echo_alone: bool = False
-    spells_ids: bool = False  # log probabilities name tokens by their ids
-    has_token_ids: bool = False  # the answer holds token ids beside its text
-    parsing: Parsing | None = None  # its answers hold reasoning or tool calls
+    spells_ids: bool = False  # log probabilities name tokens by token id
+    has_token_ids: bool = False  # the answer holds token ids beside the text
+    parsing: Parsing | None = None  # set if answers are parsed for reasoning or tool calls
     tenant: Tenant = ANYONE
     adapter: AdaptedModel | None = None  # the adapter that `model` names
     images: tuple[PromptImage, ...] = ()  # a call with images has only one prompt
@@ -128,9 +129,12 @@ class CallSpec(msgspec.Struct, frozen=True):
 
 
 class PreparedCall(msgspec.Struct, frozen=True):
-    """A call with all that its plan depends on. `prompts` and `max_tokens` have the same order."""
+    """A call for which the instances can now be chosen.
 
-    spec: CallSpec  # with its scenario, and its adapter as it is now
+    `prompts` and `max_tokens` have the same order.
+    """
+
+    spec: CallSpec  # its scenario is chosen, and its adapter is the one that is served now
     prompts: tuple[Prompt, ...]
-    max_tokens: tuple[int, ...]  # of each answer
-    scenario_by: str  # what chose the scenario: label, rule or model
+    max_tokens: tuple[int, ...]  # the limit for each prompt's answers
+    scenario_by: str  # "label", "rule" or "model", depending on how the scenario was chosen

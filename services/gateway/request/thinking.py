@@ -1,4 +1,8 @@
-"""Makes a call's thinking budget from the client's number of tokens and the model's marks."""
+"""Makes a call's thinking budget, which limits how many tokens of reasoning an answer may have.
+
+The client sends the number of tokens. The model's reasoning parser knows the tokens that mark the
+beginning and the end of the reasoning.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ _UNLIMITED: Final = -1
 async def thinking_budget_of(
     asked: int | None, model: ServedModel, frontend: Frontend
 ) -> ThinkingBudget | None:
-    """Raises MeshError."""
+    """The budget of a call. None if the reasoning is unlimited. Raises MeshError."""
     if asked is None or asked == _UNLIMITED:
         return None
     if not 0 <= asked <= MAX_BUDGET:

@@ -1,4 +1,8 @@
-"""When a choice reached each stage, for its log line, metrics, event and spans."""
+"""Notes when a choice reached each stage, for the log line, metrics, event and spans of its call.
+
+A choice is one answer of a call. A prefill instance computes the prompt and draws token 1. Then it
+hands the choice over to a decode instance, which pulls the KV.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +20,24 @@ from pdmesh.core.request.events import (
 
 @dataclass(slots=True)
 class Timings:
-    """When each stage was first reached, in monotonic seconds; 0 if it was not.
+    """The monotonic time at which each stage was first reached. 0 if it was not reached.
 
-    `handed_over` and `decode_accepted` belong to the first hand-over whose KV arrived. Until KV
-    arrives, they belong to the last attempt. `kv_received` is when KV last arrived.
+    A choice may be handed over several times. `handed_over` and `decode_accepted` are the times of
+    the first hand-over whose KV arrived. Until KV arrives, they are the times of the last attempt.
+    `kv_received` is the time at which KV last arrived.
     """
 
     submitted: float = 0.0
-    asked: float = 0.0  # the plan was asked for; the prompt's blocks were named before
+    asked: float = 0.0  # the master was asked for a plan, after the prompt's blocks were named
     planned: float = 0.0
-    accepted: float = 0.0  # by a prefill
+    accepted: float = 0.0  # a prefill accepted the choice
     first_token: float = 0.0
-    handed_over: float = 0.0  # token 1 of the prefill whose KV the decode took
+    handed_over: float = 0.0  # token 1 came from the prefill whose KV the decode took
     decode_accepted: float = 0.0
     kv_received: float = 0.0
     ended: float = 0.0
-    kv_transfer_us: int = 0  # of the last KV; set before `note` gets its LegKvReceived
-    _decode_key: int = 0  # of the last leg that was offered to a decode
+    kv_transfer_us: int = 0  # of the last KV transfer; set before `note` gets LegKvReceived
+    _decode_key: int = 0  # the key of the last leg (stay on an instance) offered to a decode
 
     def decode_offered(self, key: int) -> None:
         self._decode_key = key
@@ -43,7 +48,7 @@ class Timings:
         match event:
             case FirstToken():
                 self.first_token = self.first_token or now
-                self.accepted = self.accepted or now  # a fast prefill reports both at once
+                self.accepted = self.accepted or now  # a fast prefill may omit LegAccepted
                 if not self.kv_received:
                     self.handed_over = now
             case LegAccepted(key) if key != self._decode_key:
@@ -53,12 +58,15 @@ class Timings:
             case PlanReceived() | PlanFailed():
                 self.planned = self.planned or now
             case LegKvReceived():
-                if not self.kv_received:  # a fast decode reports this together with its acceptance
+                if not self.kv_received:  # a fast decode may omit LegAccepted
                     began_at = now - self.kv_transfer_us / 1e6
                     self.decode_accepted = self.decode_accepted or began_at
                 self.kv_received = now
 
     @property
     def decode_queue_s(self) -> float:
-        """From token 1 until a decode accepted; 0 if none did, or one did before token 1."""
+        """Seconds from token 1 until a decode accepted the choice.
+
+        0 if no decode accepted it, or if one did so before token 1.
+        """
         return max(0.0, self.decode_accepted - self.handed_over) if self.handed_over else 0.0

@@ -1,4 +1,7 @@
-"""The waiting room with its metrics: depth by priority, waiting times, evictions and refusals."""
+"""The waiting room of a gateway, with its metrics.
+
+A request waits here when all candidate instances have rejected it, until one of them frees a slot.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ class Waiter(Protocol):
 class Waiting:
     """The waiting room of a gateway.
 
-    `prefill_batch`: how many prompts a prefill computes in lockstep; 0: none. Prompts that are
-    computed in lockstep are sent in batches of similar length.
+    `prefill_batch` is the number of prompts that a prefill computes in lockstep, or 0 if prefills
+    do not compute in lockstep. Lockstep prompts are sent in batches of similar length.
     """
 
     def __init__(self, max_waiting: int, prefill_batch: int = 0) -> None:
@@ -41,10 +44,10 @@ class Waiting:
 
     @property
     def queues(self) -> Mapping[str, Mapping[int, int]]:
-        """The number of requests that were rejected and not yet accepted, by scenario and priority.
+        """The number of queued requests, by scenario and priority, without empty queues.
 
-        A request counts from its first rejection on, also while it asks for another plan and is not
-        in the room. Empty queues are left out.
+        A request is queued from its first rejection until an instance accepts it. While it asks for
+        another plan, it is queued but not in the waiting room.
         """
         return self._queues
 
@@ -58,7 +61,7 @@ class Waiting:
                 del self._queues[scenario]
 
     def yields_to(self, tenant: Tenant) -> bool:
-        """Whether a waiting request would have to make room for this tenant's next request."""
+        """Whether the next request of this tenant would evict a waiting request."""
         return self._room.yields_to(_claim(tenant))
 
     def join(
@@ -69,9 +72,11 @@ class Waiting:
         tenant: Tenant,
         num_tokens: int = 0,
     ) -> int | None:
-        """Return the number to pass to `leave`, or None if the room is full.
+        """Let a request wait for a slot of one of the given instances.
 
-        `num_tokens` as in `WaitForSlot`.
+        Return the number to pass to `leave`, or None if the room is full. `until` is the deadline
+        by which requests are ordered. `num_tokens` is the number of tokens that the instance would
+        compute, 0 for a decode.
         """
         now = time.monotonic()
         joined = self._room.join((waiter, now), instance_ids, until, _claim(tenant), num_tokens)
@@ -86,13 +91,13 @@ class Waiting:
         return joined.number
 
     def leave(self, number: int) -> None:
-        """Remove a request that gave up waiting, or whose time is over."""
+        """Remove a request that no longer waits, for example because its time is over."""
         left = self._room.leave(number)
         if left is not None:
             self._end(left[1], time.monotonic(), "left")
 
     def slots_freed(self, instance_id: str, num_free: int) -> None:
-        """Call up to `num_free` of the requests that wait for the instance.
+        """Call `on_slot_freed` of up to `num_free` requests that wait for the instance.
 
         Prompts for a prefill that computes in lockstep are called in batches (S46).
         """

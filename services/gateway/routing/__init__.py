@@ -1,1 +1,1 @@
-"""This gateway's view of the instances and the master, and its streams to them."""
+"""The gateway's view of the instances and the master, and the streams to both."""

@@ -1,6 +1,7 @@
-"""The LoRA adapters that clients may name, from the leading master's board.
+"""The LoRA adapters that clients may name in place of a model.
 
-While the store is unreachable, the last list stays valid.
+The leading master writes the list of adapters to NATS. While NATS is unreachable, the last list
+stays valid.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class AdaptedModel:
 
 
 class AdapterNames:
-    """There are no adapters until `watch` has read some."""
+    """The adapters by name. The list is empty until `watch` has read it."""
 
     def __init__(self) -> None:
         self._known: dict[str, AdaptedModel] = {}

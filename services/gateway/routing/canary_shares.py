@@ -1,7 +1,9 @@
-"""Decides whether a canary gets the next request of a gateway that ranks by itself (S24).
+"""Decides whether a canary gets the next request of this gateway (S24).
 
-It uses the share that the leading master last wrote for the scenario. While the store is
-unreachable, the last share stays valid.
+A canary is an extra group of instances that gets a new revision of a model first, with a share of
+the requests. This module decides only for requests whose instances the gateway ranks without the
+master. The leading master writes each scenario's share to NATS. While NATS is unreachable, the last
+share stays valid.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pdmesh.v1.admin_service_pb2 import Upgrades
 
 
 class CanaryShares:
-    """There are no canaries until `watch` has read some."""
+    """The shares of all canaries. There are none until `watch` has read them."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
@@ -31,7 +33,10 @@ class CanaryShares:
             await self._watch.close()
 
     def draw(self, scenario: str) -> tuple[str, bool] | None:
-        """The canary's group, and whether it gets the next request; None without a canary."""
+        """The canary's group id, and whether the canary gets the next request.
+
+        None if the scenario has no canary.
+        """
         group_id = canary_of(scenario)
         share = self._shares.get(group_id)
         return None if share is None else (group_id, self._rng.random() < share)

@@ -1,7 +1,8 @@
 """Takes the scenarios' SLOs from the desired state as soon as it changes (S9, S44).
 
-The settings apply to scenarios for which the desired state has no SLOs. A version that this release
-cannot read changes nothing. While the store is unreachable, the last version stays valid.
+The desired state is the operators' YAML file of services and groups, which NATS stores in numbered
+versions. For a scenario without SLOs in this file, the gateway's settings apply. A version that
+this release cannot read changes nothing. While NATS is unreachable, the last version stays valid.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class DesiredSlos:
         self._has_latest.set()
 
     async def _read(self) -> None:
-        """Read new versions in a thread, because a long file would delay tokens."""
+        """Parse new versions in a thread, because parsing a long file would delay tokens."""
         while True:
             await self._has_latest.wait()
             self._has_latest.clear()

@@ -1,7 +1,7 @@
-"""This gateway's view of the instances and the master: its own copy of the registry.
+"""The gateway's view of the instances and masters, from its own copy of the registry.
 
-While the registry's store is unreachable, the last view stays valid. The silence of the store does
-not mean that the instances are dead (F18).
+The registry has the records of all live processes, and NATS stores it. While NATS is unreachable,
+the last view stays valid, because the instances may still be alive (F18).
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _GATEWAY: Final = "gateway"
 def pair_of(record: InstanceRecord) -> str:
     """A key that instances share if they may hand KV to each other (S13).
 
-    It differs between revisions of a model (S24) and between regions (S58).
+    The key differs between revisions of a model (S24) and between regions (S58).
     """
     return f"{record.group_id}/{record.model_fingerprint}/{record.revision}/{record.kv_region}"
 
 
 def _encodes_for(record: InstanceRecord) -> tuple[str, str, str, str]:
-    """A key that an encoder shares with the instances that it encodes for.
+    """A key that an encoder shares with the instances for which it encodes images.
 
-    It has no KV format, because an encoder has no KV.
+    Unlike `pair_of`, this key has no KV format, because an encoder has no KV.
     """
     return record.group_id, record.revision, record.kv_region, record.model
 
@@ -101,10 +101,12 @@ def gateway_name(instance_id: str, incarnation: int) -> str:
 class Wanted:
     """What an instance must have to serve a request.
 
-    The instance must have the request's model and the vocabulary of its tokens. If the request
-    wants an adapter, the instance must have slots for adapters. If the request has images, the
-    instance must take images. `vocabulary` is empty if the tokenizer came from the gateway's own
-    folder. Every instance then matches, and so does an instance that reports no vocabulary.
+    The instance must have the request's model. If the request wants an adapter, the instance must
+    have slots for adapters. If the request has images, the instance must take images.
+
+    The instance must also have the vocabulary of the request's tokens. This is checked only if both
+    vocabularies are known. `vocabulary` is empty if the tokenizer came from the gateway's own
+    folder, and an instance may report none.
     """
 
     model: str
@@ -124,9 +126,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model in the list that clients get. `age_s`: the time since this gateway first saw it.
+    """A model or LoRA adapter in the list that clients get.
 
-    `parent`: of a LoRA adapter, the model that it changes.
+    `age_s` is the time since this gateway first saw the model. For an adapter, `parent` is the
+    model that the adapter changes.
     """
 
     name: str
@@ -137,7 +140,7 @@ class KnownModel:
 
 @dataclass(frozen=True, slots=True)
 class MeshView:
-    """What a gateway knows about the mesh from the registry's store."""
+    """What a gateway knows about the mesh from NATS."""
 
     records: RegistryView
     out_of_service: OutOfServiceView = field(default_factory=OutOfServiceView)
@@ -147,9 +150,10 @@ class MeshView:
 
 @dataclass(frozen=True, slots=True)
 class _Unfit:
-    """The instances that cannot serve a request, as a container that tests one id at a time.
+    """The instances that cannot serve a request.
 
-    A large mesh has thousands of instances, and a ranking usually looks at few of them.
+    Each instance is checked only when its id is looked up, because a large mesh has thousands of
+    instances and a ranking usually looks at few of them.
     """
 
     records: Mapping[str, InstanceRecord]
@@ -166,7 +170,7 @@ class _Unfit:
 
 @dataclass(frozen=True, slots=True)
 class _Avoided:
-    """The instances that get only requests that no other can take."""
+    """The instances that get only requests that no other instance can take."""
 
     records: Mapping[str, InstanceRecord]
     board: OutOfServiceView
@@ -177,9 +181,10 @@ class _Avoided:
 
 
 class FleetView:
-    """`model` is the model that `default` means; if it is empty, the model of the scenario.
+    """The instances and masters, as this gateway sees them.
 
-    `region` and `gateway_id` are this gateway's own.
+    `model` is the model that a client gets by the name `default`. If it is empty, `default` means
+    the model of the request's scenario. `region` and `gateway_id` describe this gateway.
     """
 
     def __init__(
@@ -233,7 +238,7 @@ class FleetView:
         return found if found is not None and found.incarnation == incarnation else None
 
     def instance(self, instance_id: str) -> InstanceRecord | None:
-        """The present incarnation."""
+        """The record of the instance's present incarnation."""
         return self._records.get(instance_id)
 
     def encoders(self, record: InstanceRecord) -> list[InstanceRecord]:
@@ -270,7 +275,10 @@ class FleetView:
         return "" if record is None else record.region
 
     def staleness_s(self) -> float:
-        """The time since a call of this method last found the store connected. Call it often."""
+        """The seconds since a call of this method last found the gateway connected to NATS.
+
+        Call it often, since the connection is checked only here.
+        """
         now = self._clock()
         if self._view.is_connected:
             self._connected_at = now
@@ -292,7 +300,7 @@ class FleetView:
         return found is not None and found.model in able
 
     def adapted(self, name: str) -> AdaptedModel | None:
-        """The adapter that a name stands for now; None for a model's own name and unknown names."""
+        """The adapter that a name stands for now. None for a model's name or an unknown name."""
         found = self._mesh.adapters.find(name)
         if found is None or self._served.catalogue.since(name) is not None:
             return None
@@ -304,7 +312,10 @@ class FleetView:
         return name if found is None else found.model
 
     def known_model(self, model: str) -> KnownModel | None:
-        """The model as it is, or as it was before its instances were lost; None if unknown."""
+        """The model as its instances describe it, or described it before they were lost.
+
+        None if the model is unknown.
+        """
         base = self.base_model(model)
         is_answering = self._served.catalogue.since(base) is not None
         served = self._served if is_answering else self.pooling.served
@@ -315,14 +326,15 @@ class FleetView:
         return KnownModel(model, self._clock() - since, reference.max_model_len, parent)
 
     def is_pooling_model(self, name: str) -> bool:
-        """Whether the name is that of a pooling model, and of no model that makes answers."""
+        """Whether a pooling model, but no model that makes answers, has this name."""
         is_other = self._served.catalogue.since(name) is not None or self.adapted(name) is not None
         return self.pooling.has(name) and not is_other
 
     def model_name(self, asked: str, scenario: str = "") -> str:
-        """The model that `asked` means. A model that has lost its instances is known for a while.
+        """The model or adapter that `asked` means.
 
-        Raises ModelNotFound, NoInstance, and InvalidRequest for a pooling model.
+        A model that has lost all instances stays known for a while. Raises ModelNotFound,
+        NoInstance, and InvalidRequest for a pooling model.
         """
         found = self._served.catalogue.resolve(asked, scenario, self._clock())
         if found is not None:
@@ -350,9 +362,9 @@ class FleetView:
         return self._served.texts()
 
     def reference(self, model: str) -> InstanceRecord | None:
-        """An instance that represents the model, with its context length and block size.
+        """An instance that represents the model, for example for context length and block size.
 
-        If all instances are gone, it is the last one that was seen.
+        If the model has no instances now, this is the last one that was seen.
         """
         found = self._served.reference(model)
         return found if found is not None else self._served.reference(self.base_model(model))
@@ -370,11 +382,11 @@ class FleetView:
         return self._served.images_of(self.base_model(model))
 
     def has_served(self, model: str, scenario: str) -> bool:
-        """Whether an instance serves the model for this scenario, or did so lately."""
+        """Whether an instance serves the model for this scenario, or did until lately."""
         return self._served.catalogue.knows(model, scenario, self._clock())
 
     def is_served_elsewhere(self, model: str, scenario: str) -> bool:
-        """Whether instances serve the model, but none does or lately did for this scenario."""
+        """Whether the model is served, but not for this scenario, neither now nor lately."""
         return bool(self._served.serving(model)) and not self.has_served(model, scenario)
 
     def scenario_of(self, model: str) -> str:
@@ -386,13 +398,13 @@ class FleetView:
         return self.serves_answers() or not self.pooling.is_empty
 
     def serves_answers(self) -> bool:
-        """Whether answers can be made. If one role is missing, the other does both phases."""
+        """Whether answers can be made. If one role has no instance, the other role suffices."""
         return bool(self._fusions or self._prefills or self._decodes)
 
     def paths(self) -> list[tuple[InstanceRecord, InstanceRecord | None]]:
         """The paths to probe, in the order of `core.health.gateway_readiness`.
 
-        The second instance of a path is None if the first does both phases.
+        A path is a prefill and a decode. The second is None if the first does both phases.
         """
         prefills, decodes, fusions = (
             {r.instance_id: pair_of(r) for r in records if not r.is_draining}
@@ -413,9 +425,10 @@ class FleetView:
         *,
         is_local: bool = False,
     ) -> Candidate | None:
-        """The planned instance; None if it is gone, out of service or cannot serve the request.
+        """The instance that a plan names, as a candidate for a request.
 
-        So a late plan never reaches a later incarnation of the instance.
+        None if this incarnation is gone, is out of service or cannot serve the request. So a late
+        plan never reaches a later incarnation of the instance.
         """
         record = self.record(instance_id, incarnation)
         if record is None or record.role not in _ROLES or not takes_requests(record):

@@ -1,11 +1,13 @@
-"""Plans that one gateway's endpoint picker makes and another gateway uses.
+"""Plans that one gateway's endpoint picker gets and another gateway uses.
 
-The picker asks the master for a plan and names a gateway to the proxy. The master has booked the
-plan's instances under the picker's request id, so the gateway takes over the plan and the id, and
-nothing is booked twice. The plan comes as a header through the proxy, and a client could add such a
-header too. So the plan is signed with a key that only gateways can derive, is for one prompt of one
-tenant, expires after some seconds, and is used at most once by each gateway. If a header has no
-such plan, the gateway ignores the header and asks the master as usual.
+An endpoint picker tells a proxy in front of the mesh which gateway takes a request. The picker also
+asks the master for a plan: the instances that may serve the request. The proxy passes the plan to
+the gateway in a header. The gateway takes over the plan and its request id, because the master has
+already counted the request as load of these instances, under this id.
+
+A client could forge this header. So the plan is signed with a key that only gateways can derive. A
+plan is for one prompt of one tenant, expires after some seconds, and is used at most once by each
+gateway. The gateway ignores a header without a valid plan, and asks the master as usual.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pdmesh.v1.scheduler_service_pb2 import HandedPlan
 
 PLAN_HEADER: Final = "x-pdmesh-plan"
 LIFE_S: Final = 10.0  # from the issue of the plan until the gateway has the whole body
-_SKEW_S: Final = 5.0  # between the clocks of two gateways
+_SKEW_S: Final = 5.0  # how much the clocks of two gateways may differ
 _MAX_USED: Final = 65_536
 _MAX_CHARS: Final = 8192
 _MAC_BYTES: Final = 32
@@ -41,7 +43,11 @@ _ignored = metrics.counter(
 
 
 class HandedPlans:
-    """`secret` is the key of the block hashes. `clock` is the wall clock, in seconds."""
+    """Signs and checks plans.
+
+    `secret` is the key of the block hashes, from which the key of the signatures is derived.
+    `clock` is the wall clock, in seconds.
+    """
 
     def __init__(self, secret: bytes, clock: Callable[[], float] = time.time) -> None:
         self._key = hmac.digest(secret, _PURPOSE, "sha256")
@@ -49,13 +55,13 @@ class HandedPlans:
         self._used: OrderedDict[str, float] = OrderedDict()  # request ids, until they expire
 
     def issue(self, plan: HandedPlan) -> str:
-        """Return the header's value for a plan. Sets the plan's `expires_at_ms`."""
+        """Return the header's value for a plan. This sets the plan's `expires_at_ms`."""
         plan.expires_at_ms = int((self._clock() + LIFE_S) * 1000)
         payload = plan.SerializeToString()
         return base64.urlsafe_b64encode(payload + self._mac(payload)).decode()
 
     def take(self, header: str) -> HandedPlan | None:
-        """The plan in a header's value; None if it is not valid or was taken before."""
+        """The plan in a header's value. None if the plan is not valid or was taken before."""
         if not header:
             return None
         plan, reason = self._opened(header)
@@ -64,9 +70,9 @@ class HandedPlans:
         return plan
 
     def fits(self, plan: HandedPlan, other: HandedPlan) -> bool:
-        """Whether the plan is for the request of `other`, and did not expire while the body came.
+        """Whether the plan is for the same request as `other`, and has not expired.
 
-        The prompt with its tenant, model, adapter, scenario and length of the answer must match.
+        The prompt, tenant, model, adapter, scenario and length of the answer must match.
         """
         is_same = all(getattr(plan, name) == getattr(other, name) for name in _OF_THE_REQUEST)
         reason = "" if is_same else "other"
@@ -111,9 +117,9 @@ class HandedPlans:
             return None
 
     def _forget(self, now: float) -> None:
-        """Forget expired ids, and the oldest if there are too many.
+        """Remove expired ids, and the oldest id if there are too many.
 
-        The ids expire nearly in the order in which they came.
+        The ids expire nearly in the order in which they were added.
         """
         while self._used:
             request_id, until = next(iter(self._used.items()))

@@ -1,9 +1,10 @@
-"""Instances that are cordoned or ejected, from the boards of the leading master and the
-health-monitor.
+"""Instances that an operator cordoned, or that the health-monitor ejected for a fault.
 
-The master's plans respect both boards. A gateway that ranks by itself while no master answers reads
-the boards here (S42). So decisions from before the master was lost stay in force, and new ones of
-the health-monitor take effect. While the store is unreachable, the last state stays valid.
+The leading master and the health-monitor each write a board, which is a key-value bucket in NATS.
+The master respects both boards when it plans requests. While no master answers, a gateway ranks
+instances itself and reads the boards here (S42). So earlier decisions of the master stay in force,
+and the health-monitor can still make new ones. While NATS is unreachable, the last state stays
+valid.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pdmesh.v1.admin_service_pb2 import LEAVE_MODE_AT_ONCE, LEAVE_MODE_DRAIN, Ou
 
 
 class OutOfServiceView:
-    """No instance is out of service until `watch` has read the boards."""
+    """The content of both boards. No instance is out of service until `watch` has read them."""
 
     def __init__(self) -> None:
         self._out_of_service: BoardView[OutOfService] | None = None
@@ -31,14 +32,15 @@ class OutOfServiceView:
                 await view.close()
 
     def is_out(self, instance_id: str) -> bool:
-        """Whether the instance gets no requests, whatever it reports."""
+        """Whether the instance gets no requests."""
         found = self._entry(instance_id)
         return found is not None and found.mode == LEAVE_MODE_AT_ONCE
 
     def is_avoided(self, instance_id: str, incarnation: int) -> bool:
         """Whether the instance gets only requests that no other instance can take.
 
-        Such an instance is faulty, or will leave as soon as others can do its work.
+        This applies to a faulty instance, and to an instance that will leave its group once a
+        substitute is ready.
         """
         found = self._entry(instance_id)
         is_leaving = found is not None and found.mode == LEAVE_MODE_DRAIN

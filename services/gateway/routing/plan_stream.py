@@ -1,4 +1,8 @@
-"""One stream of plans from one master, at a third of the cost of separate calls."""
+"""A gRPC stream over which the gateway asks one master for plans.
+
+A plan names the instances that may serve a request. A query over the stream costs a third of a
+separate call.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,16 @@ _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stub
 
 
 class PlanStream:
-    """A stream that opens at its first use, and again after it broke. Takes one `ask` at a time."""
+    """A stream that `ask` opens, and opens again after it broke. It takes one `ask` at a time."""
 
     def __init__(self, master: InstanceRecord) -> None:
         self._channel = rpc.channel_to(master)
-        # Any: the stubs only know the call that takes an iterator of requests.
+        # The types are Any because the stubs know only calls that take an iterator of requests.
         self._stub: Any = SchedulerServiceStub(self._channel)
         self._call: Any = None
 
     async def ask(self, asked: PlanStreamRequest, timeout_s: float) -> PlanResponse:
-        """Raises MeshError: the master's error, or Unavailable."""
+        """Send queries and return the answer. Raises the master's error, or Unavailable."""
         is_used = self._call is not None
         try:
             async with asyncio.timeout(timeout_s):
@@ -42,7 +46,7 @@ class PlanStream:
             raise Unavailable("the master did not answer in time") from exc
 
     async def _exchange(self, asked: PlanStreamRequest) -> PlanResponse:
-        """Ask over the stream. If that fails, close it: the next query needs a clean stream."""
+        """Ask over the stream. If this fails, close it, so that the next query opens a new one."""
         if self._call is None:
             self._call = self._stub.PlanStream()
         call, is_answered = self._call, False

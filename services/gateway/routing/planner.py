@@ -1,8 +1,9 @@
-"""Finds where requests may go: asks the master in batches, or ranks here without one (F11, F12).
+"""Gets plans for requests. A plan names the instances that may serve a request, best first.
 
-Only one Plan call is in flight at a time, and the next one takes the queries that have gathered. So
-each request of a busy gateway costs only a fraction of a call. An answer from an older epoch is
-refused (I7).
+The planner asks the master. If no master answers, it ranks the instances itself (F11, F12). Only
+one call to the master is in flight at a time. Queries that arrive during a call are sent together
+with the next call, so that a request of a busy gateway costs only a fraction of a call. An answer
+from an older epoch, which means from a former leader, is refused (I7).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _unasked = metrics.counter(
 )
 
 _MAX_BATCH: Final = 256
-_RETRY_MASTER_S: Final = 0.25  # how long to rank here after a failure of the master
+_RETRY_MASTER_S: Final = 0.25  # after a failure of all masters, none is asked for this time
 
 
 _Place = tuple[str, str]  # a master's instance id, and its address
@@ -75,8 +76,9 @@ class _Ask:
 
 
 class Planner:
-    """`num_open(instance_id, incarnation)` counts this gateway's legs on an instance.
+    """Plans the requests of one gateway.
 
+    `num_open(instance_id, incarnation)` counts this gateway's legs (requests on an instance).
     `queues` returns how many of the gateway's requests wait, by scenario and priority.
     """
 
@@ -118,8 +120,9 @@ class Planner:
     ) -> None:
         """Ask for a plan. The asker gets PlanReceived or PlanFailed.
 
-        `vocabulary`: of the query's tokens. `handed`: the master's answer to an endpoint picker's
-        query for this request. It is used at once if its instances are still there.
+        `vocabulary` identifies the vocabulary of the query's tokens. `handed` is a plan that an
+        endpoint picker already got from the master for this request. This plan is used at once if
+        its instances are still there.
         """
         wanted = Wanted(query.model, vocabulary, query.adapter_digest, query.has_images)
         ask = _Ask(asker, plan, query, wanted)
@@ -133,9 +136,10 @@ class Planner:
     def refusal(
         self, scenario: str, priority: int, ttft_s: float, can_evict: bool
     ) -> Overloaded | None:
-        """Why to refuse a new request without asking for a plan; None if it may ask (S97).
+        """The error for a new request that is refused without asking for a plan (S97).
 
-        It is refused if too many requests wait, or if it could not be served in its time.
+        A request is refused if too many requests wait, or if it could not get its first token
+        within `ttft_s`. None if the request may ask for a plan.
         """
         own = self._queues().get(scenario, {})
         now = time.monotonic()
@@ -157,7 +161,8 @@ class Planner:
     def _next_asks(self) -> list[_Ask]:
         """Take the next batch.
 
-        `run` has no name for the batch, which would keep the last queries in memory while it waits.
+        `run` must not store the batch in a variable, because this would keep the last queries in
+        memory while `run` waits.
         """
         asks, self._asks = self._asks[:_MAX_BATCH], self._asks[_MAX_BATCH:]
         if not self._asks:
@@ -245,9 +250,9 @@ class Planner:
         return self._received(ask, result) or self._rank_here(ask)
 
     def _received(self, ask: _Ask, result: PlanResult) -> PlanReceived | None:
-        """The plan as an event; None if this gateway cannot use enough of its instances.
+        """The plan as an event. None if this gateway cannot use enough of the plan's instances.
 
-        The master's view may be newer or older than the gateway's.
+        The master's view of the instances may be newer or older than the gateway's view.
         """
         prefills = self._resolve(ask.wanted, result.prefills)
         decodes = self._resolve(ask.wanted, result.decodes)
@@ -305,7 +310,7 @@ def _refusal(result: PlanResult, is_away: bool) -> MeshError:
         case "SCENARIO_NOT_FOUND" if not is_away:
             return ScenarioNotFound(message, field="scenario")
         case "PROMPT_TOO_LONG":
-            # The request fits the model's context, or the gateway would have refused it. So no
-            # instance has enough memory.
+            # The gateway has checked that the request fits the model's context. So the reason is
+            # that no instance has enough memory.
             return InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field="max_tokens")
     return NoInstance(message)

@@ -1,4 +1,7 @@
-"""The pooling instances as this gateway sees them: their models, and the order of asking them."""
+"""The gateway's view of the pooling instances, which make vectors or scores of texts.
+
+It knows their models, and decides in which order the instances are asked.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ class PoolingModel:
 class PoolingNeeds:
     """What the instances of one call must have.
 
-    `vocabulary`: of the call's tokens; empty: not known. `canary` as in `PoolingQuery`.
+    `vocabulary` identifies the vocabulary of the call's tokens, and is empty if it is not known.
+    `canary` is a canary's group and whether this call goes there (see `PoolingQuery`).
     """
 
     model: PoolingModel
@@ -51,7 +55,11 @@ class _Known:
 
 
 class PoolingFleet:
-    """`answers`: the models that make answers, which requests for vectors or scores cannot use."""
+    """The pooling instances and their models.
+
+    `answers` has the models that generate answers. It serves to explain why a request for vectors
+    or scores cannot use them.
+    """
 
     def __init__(
         self,
@@ -70,7 +78,7 @@ class PoolingFleet:
         self._instances: dict[PeerId, _Known] = {}
 
     def see(self, records: Iterable[InstanceRecord]) -> None:
-        """All pooling instances that take requests now."""
+        """Take over the records of all pooling instances that take requests now."""
         self._records = list(records)
         self.served.see(self._records, self._clock())
         known = [self._known(r) for r in self._records if not r.is_draining]
@@ -92,10 +100,10 @@ class PoolingFleet:
     def model(
         self, asked: str, scenario: str = "", fits: Callable[[PoolingFacts], bool] = bool
     ) -> PoolingModel:
-        """The model that `asked` means. `fits` selects the models that `default` may mean.
+        """The model that `asked` means.
 
-        If no model fits, `default` means any. Raises ModelNotFound, NoInstance, and InvalidRequest
-        for a model that makes answers.
+        The name `default` means a model for which `fits` is true, or any model if there is none.
+        Raises ModelNotFound, NoInstance, and InvalidRequest for a model that generates answers.
         """
         name = self._default(asked, scenario, fits)
         if name is None:
@@ -109,9 +117,9 @@ class PoolingFleet:
     def _default(
         self, asked: str, scenario: str, fits: Callable[[PoolingFacts], bool]
     ) -> str | None:
-        """The first fitting model by name; None if `asked` is not `default`, or none fits.
+        """The model that `default` means. None if `asked` is another name, or if no model fits.
 
-        Models of the scenario come before others.
+        Models of the scenario come first, and then the order of names decides.
         """
         if asked not in ("", DEFAULT_MODEL) or self.has(asked):
             return None
@@ -134,15 +142,15 @@ class PoolingFleet:
         return self.served.catalogue.scenario_of(model, self._clock())
 
     def is_served_elsewhere(self, model: str, scenario: str) -> bool:
-        """Whether instances serve the model, but none does or lately did for this scenario."""
+        """Whether the model is served, but not for this scenario, neither now nor lately."""
         knows = self.served.catalogue.knows(model, scenario, self._clock())
         return bool(self.served.serving(model)) and not knows
 
     def pinned(self, needs: PoolingNeeds, num_open: Callable[[str, int], int]) -> PoolingNeeds:
-        """The needs with the fingerprint of one revision, so that all inputs of a call go there.
+        """Bind the needs to one revision of the model, so that it serves all inputs of a call.
 
-        It is the revision of the instance that would be asked first, which is a canary's if the
-        canary gets this call.
+        This is the revision of the instance that would be asked first. If a canary gets this call,
+        it is the canary's revision.
         """
         needs = replace(needs, canary=self._canaries.draw(needs.scenario or DEFAULT_SCENARIO))
         first = next(iter(self._ranked(needs, None, (), num_open)), None)
@@ -162,7 +170,7 @@ class PoolingFleet:
         excluded: Collection[PeerId],
         num_open: Callable[[str, int], int],
     ) -> list[PeerId]:
-        """The instances to ask, best first. `num_open` counts this gateway's own legs."""
+        """The instances to ask, best first. `num_open` counts the gateway's legs on an instance."""
         return self._ranked(needs, needs.model.fingerprint, excluded, num_open)
 
     def _ranked(
@@ -190,9 +198,9 @@ class PoolingFleet:
         return ranked(instances, query, lambda peer: num_open(peer.instance_id, peer.incarnation))
 
     def _able(self, needs: PoolingNeeds) -> list[_Known]:
-        """The instances of all revisions of the call's model that may serve its scenario.
+        """The instances of the call's model, in any revision, that may serve the call's scenario.
 
-        They read tokens of the call's vocabulary and make the same kind of numbers.
+        Their vocabulary and their kind of output are those of the call.
         """
         vocabulary, facts, name = needs.vocabulary, needs.model.facts, needs.model.name
         scenario = needs.scenario or DEFAULT_SCENARIO
@@ -222,7 +230,7 @@ class PoolingFleet:
     def _tie(self, instance_id: str) -> bytes:
         """A key that orders equal instances differently at each gateway.
 
-        So not all gateways begin with the same instance.
+        Without this key, all gateways would begin with the same instance.
         """
         key = self._gateway_id.encode()[:64]
         return hashlib.blake2b(instance_id.encode(), key=key, digest_size=8).digest()

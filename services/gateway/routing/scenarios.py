@@ -1,8 +1,11 @@
-"""Chooses the scenario of a call that names none: by the gateway's rules, else by its model.
+"""Chooses the scenario of a call that names no scenario.
 
-A rule may bound how many tokens of the prompt the best instance of its scenario may lack. The
-master is asked only if such a rule may decide, before the call opens. If no master answers, no
-tokens count as cached, so the rule fits only short prompts.
+A scenario is a kind of requests with its own instances and SLOs. The gateway's rules are tried
+first. If no rule fits, the call's model determines the scenario.
+
+A rule may bound how many tokens of the prompt must still be computed, even on the instance with the
+most cached tokens. The master is asked for the cached tokens only if such a rule may decide. If no
+master answers, all tokens count as not cached, so the rule fits only short prompts.
 """
 
 from __future__ import annotations
@@ -34,16 +37,19 @@ _RETRY_MASTER_S: Final = 0.25  # how long no master is asked after one failed
 
 class Matching(Protocol):
     async def held_by_scenario(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """The longest match of an instance in blocks, by scenario; empty if no master answers."""
+        """For each scenario, how many of the first blocks its best instance has cached.
+
+        Empty if no master answers.
+        """
         ...
 
 
 class PrefixMatches:
-    """Asks the leader how much of a prompt the instances of each scenario hold."""
+    """Asks the leading master how much of a prompt the instances of each scenario have cached."""
 
     def __init__(self, fleet: FleetView, gateway_id: str, *, timeout_s: float) -> None:
         self._fleet, self._gateway_id, self._timeout_s = fleet, gateway_id, timeout_s
-        self._where = ("", "")  # the leader of the channel: its id and address
+        self._where = ("", "")  # id and address of the leader that the channel connects to
         self._channel: grpc.aio.Channel | None = None
         self._ask_at = 0.0
         self._closing: set[asyncio.Future[None]] = set()  # channels to former leaders
@@ -66,7 +72,7 @@ class PrefixMatches:
             raise Unavailable("no master leads")
         channel = self._channel_to(leader)
         asked = MatchPrefixRequest(gateway_id=self._gateway_id, block_hashes=block_hashes)
-        # Any: grpc-stubs only knows the calls of synchronous channels.
+        # The type is Any because grpc-stubs knows only the calls of synchronous channels.
         stub: Any = SchedulerServiceStub(channel)
         try:
             answer = await stub.MatchPrefix(asked, timeout=self._timeout_s)
@@ -98,7 +104,10 @@ class PrefixMatches:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The properties of a call that rules look at. `hashes` is called only if a rule needs it."""
+    """The properties of a call that rules look at.
+
+    `hashes` returns the names of the prompt's blocks. It is called only if a rule needs them.
+    """
 
     operation: str
     model: str
@@ -113,9 +122,9 @@ class ScenarioChooser:
     matches: Matching
 
     async def choose(self, asked: Asked) -> tuple[str, str]:
-        """Return the scenario and what chose it: `rule` or `model`.
+        """Return the scenario, and `rule` or `model` for how it was chosen.
 
-        Only rules whose scenario serves the model apply.
+        A rule applies only if an instance of its scenario serves the call's model.
         """
         if self.rules:
             rules = [r for r in self.rules if self.fleet.has_served(asked.model, r.scenario)]

@@ -1,6 +1,7 @@
-"""The models that instances of one kind serve now, with their tokenizers and abilities.
+"""The models that the instances serve now, with their tokenizers and abilities.
 
-A gateway has one `ServedModels` for models that make answers, and one for pooling models.
+A gateway has two objects of the class `ServedModels`. One has the models that generate answers, the
+other has the pooling models, which make vectors or scores.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from pdmesh.v1.common_pb2 import InstanceRecord, ModelText
 
 
 class ServedModels:
-    """`preferred` is the model that `default` means; empty: a model of the request's scenario."""
+    """`preferred` is the model that a client gets by the name `default`.
+
+    If it is empty, `default` means a model of the request's scenario.
+    """
 
     def __init__(self, preferred: str = "") -> None:
         self.catalogue = ModelCatalogue(preferred)
-        self._references: dict[str, InstanceRecord] = {}  # the last one seen of each known model
+        # A record of each known model, which stays when all instances of the model are gone.
+        self._references: dict[str, InstanceRecord] = {}
         self._by_model: dict[str, list[InstanceRecord]] = {}
         self._texts: dict[str, ModelText | None] = {}
         self._unsupported_shaping: dict[str, frozenset[str]] = {}
@@ -28,7 +33,10 @@ class ServedModels:
         self._images: dict[str, ImageFacts | None] = {}
 
     def see(self, records: Iterable[InstanceRecord], now: float) -> None:
-        """`records`: all that take requests now. The first record of a model represents it."""
+        """Take over the records of all instances that take requests now.
+
+        The first record of a model represents the model.
+        """
         self._by_model = {}
         for record in records:
             if record.model:
@@ -54,7 +62,10 @@ class ServedModels:
         return self._by_model.get(model, ())
 
     def reference(self, model: str) -> InstanceRecord | None:
-        """An instance that represents the model. If all are gone, it is one that was seen last."""
+        """An instance that represents the model.
+
+        If the model has no instances now, this is the last one that was seen.
+        """
         served_by = self._by_model.get(model)
         return served_by[0] if served_by else self._references.get(model)
 
@@ -63,14 +74,17 @@ class ServedModels:
         return self._unsupported_shaping.get(model, frozenset())
 
     def supports_constraints(self, model: str) -> bool:
-        """Whether all instances of the model support constraints. True if there are none."""
+        """Whether all instances of the model support constraints.
+
+        True if the model has no instances.
+        """
         return model in self._supporting_constraints or model not in self._by_model
 
     def images_of(self, model: str) -> ImageFacts | None:
-        """How the model takes images; None if none of its instances takes any.
+        """How the model takes images. None if no instance of the model takes images.
 
-        If the instances that take images differ, as during an upgrade, most of them take images
-        this way.
+        The instances may differ, for example during an upgrade. The result is then the way in which
+        most of them take images.
         """
         if model in self._images:
             return self._images[model]
@@ -78,9 +92,10 @@ class ServedModels:
         return images_from_proto(reference) if reference is not None else None
 
     def text_of(self, model: str) -> ModelText | None:
-        """The model's tokenizer files; None if its instances have none.
+        """The model's tokenizer files. None if no instance of the model has such files.
 
-        If instances differ, as during an upgrade, the most common vocabulary decides.
+        The instances may differ, for example during an upgrade. The result then has the most common
+        vocabulary.
         """
         if model in self._texts:
             return self._texts[model]
@@ -106,7 +121,11 @@ def _common_text(records: Sequence[InstanceRecord]) -> ModelText | None:
 
 
 def _common_images(records: Sequence[InstanceRecord]) -> ImageFacts | None:
-    """The most frequent image tokens, and the least `max_images` of the instances with them."""
+    """The image facts of the majority.
+
+    Instances form the majority if they turn an image into the same tokens. `max_images` is the
+    least in the majority.
+    """
     found = [facts for record in records if (facts := images_from_proto(record)) is not None]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""Turns session events (protobuf) into the request core's events."""
+"""Turns an instance's events (protobuf) into events of the request core, `core.request`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _STAGES: Final = {KV_STAGE_PULLING: KvStage.PULLING, KV_STAGE_ARRIVED: KvStage.A
 
 
 def from_proto(event: SessionEvent, kind: str) -> Event | None:
-    """The core's event, or None if the core needs none. `kind`: `event.WhichOneof("event")`."""
+    """The core's event, or None if the core needs none. `kind` is `event.WhichOneof("event")`."""
     key = event.key
     match kind:
         case "accepted":
@@ -68,7 +68,8 @@ def from_proto(event: SessionEvent, kind: str) -> Event | None:
         case "finished":
             return LegFinished(key, _FINISH.get(event.finished.finish_reason, "stop"))
         case "pooled" | "encoded":
-            return LegFinished(key, "stop")  # the result is in the event, or at the encoder
+            # A pooled event contains the result. The embeddings of images stay at the encoder.
+            return LegFinished(key, "stop")
         case "failed":
             return _failed(key, event.failed)
     return None
@@ -100,7 +101,7 @@ def _first_token(key: int, first: FirstTokenProto) -> FirstToken:
 
 
 def _failed(key: int, failed: Failed) -> LegFailed:
-    """The client gets the reason and a fixed sentence. The instance's text stays in its log."""
+    """Keep the reason, but not the instance's text, which only the instance's log contains."""
     kind = errors.BY_REASON.get(failed.reason, EngineFailed)
     error = kind("the instance failed this request", reason=failed.reason or None)
     return LegFailed(key, error, failed.is_retryable)

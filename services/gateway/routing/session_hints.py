@@ -1,9 +1,14 @@
-"""Tells the instances that served a session's turn what the client does next.
+"""Tells instances what happens next in a chat session, so that they evict its KV at the right time.
 
-The client names the session and its state with a request. When the call has ended, the blocks of
-prompt and answer are evicted last for a bounded time (a tool runs), like others (the session goes
-on), or first (it is done). Instances bound the held blocks, so clients cannot fill their pools.
-`core.kv.tiers.session_holds` decides which instances get a hint, and for which blocks.
+A client may name the session and its state in a request. When the call has ended, the instances
+that served it get a hint. The state decides how they treat the KV blocks of prompt and answer:
+
+- The session pauses while a tool runs: the blocks are evicted last, for a bounded time.
+- The session goes on: the blocks are evicted like others.
+- The session is done: the blocks are evicted first.
+
+Instances bound the number of blocks that they keep for pauses, so that clients cannot fill their
+memory. `core.kv.tiers.session_holds` decides which instances get a hint, and for which blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +46,10 @@ _STATES: Final[dict[SessionState, SessionStateProto.ValueType]] = {
 
 @dataclass(frozen=True, slots=True)
 class ServedChoice:
-    """A choice that was answered. `answer`: all its tokens; `instance_ids`: of its last legs."""
+    """A choice (one answer of a call) that was completed.
+
+    `answer` holds all its tokens, and `instance_ids` the instances that served it last.
+    """
 
     prompt: Prompt
     answer: Sequence[int]
@@ -49,9 +57,10 @@ class ServedChoice:
 
 
 class SessionHints:
-    """For all calls of a gateway. `hold_s`: for how long a pause holds blocks.
+    """Sends the hints for all calls of a gateway.
 
-    It only gives hints: none of its errors reaches a call.
+    During a pause, blocks are evicted last for `hold_s` seconds. `ended` logs its errors and raises
+    none, because a lost hint must not harm a call.
     """
 
     def __init__(
@@ -64,14 +73,14 @@ class SessionHints:
     ) -> None:
         self._fleet, self._sessions, self._hold_s = fleet, sessions, hold_s
         self._clock = clock
-        self._paused = PausedSessions(hold_s)  # by `chat_key`
+        self._paused = PausedSessions(hold_s)  # the keys are `Prompt.chat_key`
 
     def ended(
         self, session: str, state: SessionState, prompt: Prompt, served: Sequence[ServedChoice]
     ) -> None:
-        """A call has ended, answered or not.
+        """Send the hints for a call that has ended, even if the call failed.
 
-        `prompt`: one of the call's prompts. `served`: the answered choices, in the call's order.
+        `prompt` is one of the call's prompts. `served` has the completed choices in their order.
         """
         try:
             self._tell(session, state, prompt, served)

@@ -1,10 +1,12 @@
-"""One Session stream to each instance that this gateway uses, for all requests between them (ADR
-0001).
+"""The gateway's streams to instances (ADR 0001).
 
-The writer sends all commands of one turn of the event loop as one message. It cuts large messages,
-because a message above gRPC's bound would end the session with all its legs. The reader finds the
-leg of each token with one dict look-up. When the stream breaks, every leg on it is lost at once, so
-that nothing has to time out.
+The gateway has one gRPC stream, called Session, to each instance that it uses. All requests share
+this stream. A leg is a request's stay on one instance, and each leg has a key.
+
+The writer sends all commands that gather during one iteration of the event loop as one message. It
+splits large messages, because a message above gRPC's size limit would end the session. The reader
+finds the leg of each token with one dict look-up. When the stream breaks, every leg on it is lost
+at once, so that nothing has to time out.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 log = structlog.get_logger(__name__)
 
 _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
-# Commands that wait; beyond this number no leg is opened, because the instance does not read.
+# If so many commands wait, no leg is opened, because the instance does not read the stream.
 _MAX_OUTBOX: Final = 8192
-_MAX_HINTED: Final = 256  # commands that wait; beyond this number hints are dropped
-_MESSAGE_BYTES: Final = rpc.MAX_MESSAGE_BYTES // 8  # of commands gathered in one message
+_MAX_HINTED: Final = 256  # if so many commands wait, hints are dropped
+_MESSAGE_BYTES: Final = rpc.MAX_MESSAGE_BYTES // 8  # the bound for commands sent in one message
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
 _BEFORE_TOKENS: Final = frozenset(
@@ -50,7 +52,7 @@ _BEFORE_TOKENS: Final = frozenset(
 
 
 class LegOwner(Protocol):
-    """The sender of a leg, which gets all events of the leg."""
+    """The object that opened a leg. It gets all events of the leg."""
 
     def on_token(self, key: int, token_id: int, now: float) -> None: ...
 
@@ -64,7 +66,7 @@ SlotsFreed = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """When an instance's engine last showed progress, and how far it had got."""
+    """The time at which an instance's engine last showed progress, and its counters then."""
 
     at: float
     num_signs: int
@@ -73,15 +75,19 @@ class EngineProgress:
 
 
 class InstanceSession:
-    """The stream to one incarnation of an instance. A command opens it, also after it broke."""
+    """The stream to one incarnation of an instance.
+
+    The first command opens the stream. After the stream broke, the next command opens it again,
+    but not before a delay.
+    """
 
     def __init__(self, record: InstanceRecord, hello: Hello, on_slots_freed: SlotsFreed) -> None:
         self.instance_id = record.instance_id
         self.incarnation = record.incarnation
         self.slots = FreeSlots()
-        self._will_tell = False  # `_tell_room` is due in the loop's next turn
+        self._will_tell = False  # the event loop will call `_tell_room`
         self.worked: EngineProgress | None = (
-            None  # None: no report yet, or an instance of an older release
+            None  # None before the first report; older releases send no reports
         )
         self._record = record
         self._hello = hello
@@ -103,18 +109,18 @@ class InstanceSession:
     def has_slot(self) -> bool:
         """Whether to offer the instance a prompt.
 
-        If not, `on_slots_freed` is called when the instance may have a slot.
+        If this is False, `on_slots_freed` is called when the instance may have a slot.
         """
         return self.slots.has_slot(time.monotonic())
 
     @property
     def is_full(self) -> bool:
-        """Whether the instance has rejected a leg for now and has not reported a slot since."""
+        """Whether the instance rejected a leg for lack of room, and has reported no slot since."""
         return self.slots.is_full
 
     @property
     def is_usable(self) -> bool:
-        """Whether the stream is open or may be opened now: a broken one only after a delay."""
+        """Whether the stream is open or may be opened now. A broken stream must wait for a time."""
         return self._is_open or time.monotonic() >= self._may_open_at
 
     # --- commands --------------------------------------------------------------------------------
@@ -132,7 +138,8 @@ class InstanceSession:
     def send(self, command: Command) -> None:
         """Send a command, or drop it if the stream is broken and may not be opened yet.
 
-        The instance aborts all legs of a broken stream, so it does not need the command.
+        The instance does not need the dropped command, because it aborts all legs of a broken
+        stream.
         """
         if not self._is_open:
             if time.monotonic() < self._may_open_at:
@@ -142,7 +149,10 @@ class InstanceSession:
         self._has_commands.set()
 
     def hint(self, command: Command) -> None:
-        """Send a command that belongs to no leg, unless the stream is broken or behind."""
+        """Send a command that belongs to no leg.
+
+        The command is dropped if the stream is broken or too many commands wait.
+        """
         if self._is_open and len(self._outbox) < _MAX_HINTED:
             self.send(command)
 
@@ -163,7 +173,7 @@ class InstanceSession:
         try:
             if self._channel is None:
                 self._channel = rpc.channel_to(self._record)
-            # Any: the stubs only know the call that takes an iterator of requests.
+            # The type is Any because the stubs know only calls that take an iterator of requests.
             stub: Any = InstanceServiceStub(self._channel)
             call = stub.Session()
             writer = asyncio.create_task(self._write(call))
@@ -180,7 +190,7 @@ class InstanceSession:
         finally:
             self._on_broken(reason, was_silent)
 
-    # Any: grpc-stubs cannot type a call made by a generated stub for asyncio.
+    # The type of `call` is Any because grpc-stubs has no type for asyncio calls of generated stubs.
     async def _write(self, call: Any) -> None:
         try:
             while True:
@@ -193,7 +203,8 @@ class InstanceSession:
     async def _write_all(self, call: Any) -> None:
         """Send the gathered commands.
 
-        In `_write`, local names would keep the last commands, and their images, in memory.
+        This is a function of its own, because local variables of `_write` would keep the last
+        commands, with their images, in memory while it waits.
         """
         commands, self._outbox = self._outbox, []
         for some in messages(commands):
@@ -208,7 +219,10 @@ class InstanceSession:
             self._on_response(response)
 
     def _on_response(self, response: SessionResponse) -> None:
-        """Handle the first events of legs, then tokens, then ends, as they follow in each leg."""
+        """Handle the first events of all legs, then all tokens, then all ends.
+
+        The events of each leg are in this order.
+        """
         ends: list[tuple[str, SessionEvent]] = []
         kind: str | None
         legs = self._legs
@@ -235,7 +249,7 @@ class InstanceSession:
     def _dispatch(self, kind: str, event: SessionEvent) -> None:
         owner = self._legs.get(event.key)
         if owner is None:
-            return  # the leg was given up, so its output is dropped
+            return  # the gateway has given up the leg, so its output is dropped
         if self.slots.answered(event.key, is_accepted=kind != "rejected"):
             self._tell_soon()
         if kind == "rejected":
@@ -255,10 +269,11 @@ class InstanceSession:
             owner.on_event(fact, event)
 
     def _tell_soon(self) -> None:
-        """Call waiters soon: a prompt was answered or given up, perhaps without taking its slot.
+        """Call waiting requests soon, because a prompt may have left its slot free.
 
-        They are called in the loop's next turn. By then the outbox has the abort of a prompt that
-        was given up, which must reach the instance before the prompts of the waiters.
+        The call happens in the next iteration of the event loop. If the prompt was given up, its
+        abort is in the outbox by then. The abort must reach the instance before the prompts of the
+        waiting requests.
         """
         if not self._will_tell:
             self._will_tell = True
@@ -296,13 +311,13 @@ class InstanceSession:
             num_legs=len(lost),
         )
         for key, owner in lost.items():
-            # If the instance was not reached, the request did not kill it. So the prompt must not
-            # count as poison (F38).
+            # If the gateway could not connect, the request did not kill the instance. So this is no
+            # LegLost, which would count against the prompt as possible poison (F38).
             end = LegLost(key, was_silent) if was_reached else LegRejected(key, is_final=True)
             owner.on_event(end)
 
     def _is_unreachable(self) -> bool:
-        """Whether connecting failed. After a connection broke, the channel is idle instead."""
+        """Whether connecting failed. If a connection was made and broke, the channel is idle."""
         if self._channel is None:
             return True
         return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
@@ -316,7 +331,7 @@ class InstanceSession:
 
 
 def messages(commands: Sequence[Command]) -> Sequence[Sequence[Command]]:
-    """The commands in their order, cut before a message gets too large."""
+    """Distribute commands over messages of bounded size, in their order."""
     if len(commands) < 2:
         return [commands] if commands else []
     cut: list[list[Command]] = [[]]
@@ -332,7 +347,7 @@ def messages(commands: Sequence[Command]) -> Sequence[Sequence[Command]]:
 
 
 class SessionPool:
-    """The sessions, by instance and incarnation. Each is made at its first use."""
+    """The sessions, by instance and incarnation. `session` makes a session at its first use."""
 
     def __init__(self, gateway_id: str, on_slots_freed: SlotsFreed) -> None:
         self._gateway_id = gateway_id
@@ -358,16 +373,16 @@ class SessionPool:
             found.hint(command)
 
     def num_open(self, instance_id: str, incarnation: int) -> int:
-        """The number of our legs on the instance; a broken stream counts as very busy."""
+        """The number of this gateway's legs on the instance. 2**30 if the stream is broken."""
         found = self._sessions.get((instance_id, incarnation))
         if found is None:
             return 0
         return found.num_legs if found.is_usable else 1 << 30
 
     def forget_gone(self, is_known: Callable[[str, int], bool]) -> None:
-        """Close the sessions without legs of instances that left the registry.
+        """Close the sessions to instances that left the registry.
 
-        A session with legs stays until these have ended.
+        A session with legs stays open. A later call closes it.
         """
         for key, session in list(self._sessions.items()):
             if not is_known(*key) and not session.num_legs:
@@ -377,7 +392,7 @@ class SessionPool:
                 task.add_done_callback(self._closing.discard)
 
     def counts(self) -> tuple[int, int]:
-        """The numbers of sessions and of legs on them."""
+        """The number of sessions, and the number of legs on all of them."""
         return len(self._sessions), sum(s.num_legs for s in self._sessions.values())
 
     async def close(self) -> None:

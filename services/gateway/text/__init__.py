@@ -1,1 +1,1 @@
-"""From text to tokens and back: templates, tokenizers, prompts, and the text of a stream."""
+"""Turns text into tokens and back: templates, tokenizers, prompts, and the text of a stream."""

@@ -1,8 +1,8 @@
 """Tokenizes the many texts of a call for vectors or scores, without delaying chats.
 
-Each distinct text of a call is encoded once. A call with more than 2048 characters is encoded in
-turns of bounded length on a separate thread. On that thread, the turns of different calls
-alternate, so a call with megabytes of text does not block the others.
+Equal texts of a call are encoded once. The texts of a call with more than 2048 characters are
+divided into turns of bounded length, which run on a separate thread. On this thread, the turns of
+different calls alternate, so that a call with megabytes of text does not block other calls.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ _TURN_TEXTS: Final = 256
 _NUM_PROBES: Final = 64
 
 T = TypeVar("T")
-_Text = str | tuple[str, str]  # two are joined when their turn comes
+_Text = str | tuple[str, str]  # two parts of a text are joined just before they are encoded
 
 
 class BulkTexts:
-    """`max_token_chars`: the length of the longest token of the vocabulary."""
+    """Encodes texts with one tokenizer.
+
+    `max_token_chars` is the length of the longest token of the vocabulary.
+    """
 
     def __init__(self, inner: HfTokenizer, queues: EncodingQueues, max_token_chars: int) -> None:
         self._inner, self._queues = inner, queues
         self.max_token_chars = max_token_chars
 
     def bounded(self, text: str, max_tokens: int, cut: TextCut | None) -> str:
-        """The text, shortened to the most characters that `max_tokens` tokens can have.
+        """Shorten the text to the most characters that `max_tokens` tokens can have.
 
-        Its beginning is dropped if `cut` drops the first tokens, otherwise its end.
+        If `cut` drops the first tokens, the beginning of the text is dropped, otherwise the end.
         """
         most = max_tokens * self.max_token_chars
         if len(text) <= most:
@@ -49,7 +52,7 @@ class BulkTexts:
     def bounded_pair(
         self, one: str, other: str, max_tokens: int, cut: TextCut | None
     ) -> tuple[str, str]:
-        """As `bounded`, for two texts that will be joined."""
+        """Do the same as `bounded`, for two texts that will be joined."""
         most = max_tokens * self.max_token_chars
         if len(one) + len(other) <= most:
             return one, other
@@ -62,15 +65,15 @@ class BulkTexts:
     async def contents(
         self, texts: Sequence[_Text], *, cut: TextCut | None = None, is_lower_case: bool = False
     ) -> list[Content]:
-        """The tokens of each text, without special ones. Raises Overloaded."""
+        """The tokens of each text, without special tokens. Raises Overloaded."""
         encode = partial(self._contents, cut, is_lower_case)
         return await self._each(texts, encode)
 
     async def shortened(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The beginning of each text, with at most `max_tokens` tokens besides special ones.
+        """The beginning of each text, with at most `max_tokens` tokens besides special tokens.
 
-        A text is cut between characters. It is then encoded again, since a cut may change its last
-        tokens, and is cut further if it still has too many. Raises Overloaded.
+        A text is cut between characters, which may change the tokens before the cut. So the rest is
+        encoded again, and cut again if it still has too many tokens. Raises Overloaded.
         """
         return await self._each(texts, partial(self._shortened, max_tokens))
 
@@ -108,7 +111,11 @@ class BulkTexts:
         return [content_of(token_array(encoding.ids), cut) for encoding in found]
 
     def _shortened(self, max_tokens: int, texts: Sequence[_Text]) -> list[str]:
-        """Even a single text is encoded as a batch, since only this lets other threads run."""
+        """Shorten some texts.
+
+        Even a single text is encoded as a batch. Only then does the library release the
+        interpreter's lock, so that other threads can run.
+        """
         kept = [text if isinstance(text, str) else "".join(text) for text in texts]
         places = [place for place, text in enumerate(kept) if text]
         while places:
@@ -120,12 +127,12 @@ class BulkTexts:
         return kept
 
     def _probes(self) -> Iterator[str]:
-        """Texts to try in order, since a vocabulary may have no token for some of them."""
+        """Texts to try in order. A vocabulary may have no token for some of them."""
         yield "a"
         yield from islice(self._inner.get_vocab(with_added_tokens=False), _NUM_PROBES)
 
     def _around(self, probe: str | tuple[str, str]) -> SpecialTokens | None:
-        """The special tokens around the probe, or None if a text of it has no token."""
+        """The special tokens around the probe, or None if one of the probe's texts has no token."""
         (whole,) = self._inner.encode_batch([probe], add_special_tokens=True)
         owners: list[int | None] = whole.sequence_ids
         firsts = [place for place, owner in enumerate(owners) if owner == 0]
@@ -169,7 +176,7 @@ def _turns(texts: Sequence[_Text]) -> Iterator[Sequence[_Text]]:
 
 
 def _before(text: str, encoding: Encoding, max_tokens: int) -> str:
-    """The text before its first token beyond `max_tokens`; always shorter than `text`."""
+    """The text of the first `max_tokens` tokens, but at most all characters except the last."""
     offsets = encoding.offsets
     end = min(offsets[max_tokens - 1][1], offsets[max_tokens][0])
     return text[: min(end, len(text) - 1)]

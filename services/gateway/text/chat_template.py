@@ -1,13 +1,13 @@
 """Turns a conversation into a prompt with the model's own template, in a sandbox.
 
-The template comes from the model directory, never from a client. It runs in jinja's immutable
-sandbox, with the functions and variables that Hugging Face gives it. A conversation whose prompt
-has more than `max_chars` characters is refused.
+The template comes from the model directory, never from a client. The template runs in jinja's
+immutable sandbox, with the same functions and variables as in Hugging Face's library. A
+conversation is refused if its prompt has more than `max_chars` characters.
 
-Some templates read a message's content as text, some as a list of parts, and some as either. When a
-template is loaded, it is tried with both forms. As in plain vLLM, it gets parts if it reads parts,
-and otherwise one text with a line for each part. An image is a part without text. A template also
-gets the tools, and the client's variables that it reads, except those that the renderer sets.
+Some templates read a message's content as text, some as a list of parts, and some as either. To
+find out, each template is tried with both forms when it is loaded. As in vLLM, a template that can
+read parts gets parts. Other templates get one text with a line for each part. An image is a part
+without text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import msgspec
 
 from pdmesh.errors import InvalidRequest
 
-# The errors of a template that was not written for such a conversation.
+# Errors that a template may raise if it was not written for this kind of conversation.
 _TEMPLATE_FAULTS: Final = (
     jinja2.TemplateError,
     TypeError,
@@ -40,7 +40,7 @@ _TEMPLATE_FAULTS: Final = (
     RecursionError,
 )
 _TRIED_TEXTS: Final = ("pdmesh-first", "pdmesh-second")
-# Marks where the final message ends in the prompt. A template may trim the tag's space.
+# Marks where the final message ends in the prompt. A template may remove the space at its end.
 _END_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 # Appears only if the template prints a part as a whole instead of its text.
 _TRIED_KEY: Final = "pdmesh-key"
@@ -48,13 +48,13 @@ _TRIED_KEY: Final = "pdmesh-key"
 # The names of templates in a model directory.
 DEFAULT: Final = "default"
 WITH_TOOLS: Final = "tool_use"
-# `role` is text. `content` is text, or the texts of its parts. Further fields are in the form that
-# templates expect.
+# `role` is a string. `content` is a string, or a sequence of strings, one for each part. Further
+# fields have the form that templates expect.
 Message = Mapping[str, object]
 
 
 class ImageMark(str):
-    """The part of a message that an image takes: the model's placeholder, as text."""
+    """A part of a message that stands for an image. The text is the model's placeholder."""
 
     __slots__ = ()
 
@@ -69,10 +69,11 @@ RESERVED_VARIABLES: Final = frozenset(
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """The source of a prompt. `variables`: the template variables that the client set.
+    """The source of a prompt.
 
-    The prompt ends with the beginning of the model's message (`add_generation_prompt`), or within
-    the final message (`continue_final_message`).
+    `variables` are the template variables that the client set. With `add_generation_prompt`, the
+    prompt ends with the beginning of the model's message. With `continue_final_message`, the prompt
+    ends with the text of the final message, so that the model continues this text.
     """
 
     messages: Sequence[Message]
@@ -83,9 +84,10 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 class ChatTemplate:
-    """`special_tokens` are named as in templates, for example bos_token.
+    """One template of a model.
 
-    Raises jinja2.TemplateError.
+    `special_tokens` are keyed by the names that templates use, for example bos_token. The
+    constructor raises jinja2.TemplateError.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], max_chars: int) -> None:
@@ -97,12 +99,12 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
-        # The names that the template reads and that only a client can set.
+        # The variables that the template reads and that clients may set.
         found = jinja2.meta.find_undeclared_variables(environment.parse(source))
         self._variables = found - environment.globals.keys() - RESERVED_VARIABLES
         self._template = environment.from_string(source)
-        # jinja copies the globals for each rendering. Copying a plain dict costs a tenth of copying
-        # jinja's own chain of maps.
+        # jinja copies the globals for each rendering. A plain dict is copied in a tenth of the time
+        # that jinja's chain of maps takes.
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
@@ -111,7 +113,9 @@ class ChatTemplate:
         self._reads_text = not self._reads_parts or self._shows("".join(_TRIED_TEXTS))
 
     def render(self, conversation: Conversation) -> str:
-        """Raises InvalidRequest if the template refuses the conversation or the prompt gets too
+        """Make the prompt.
+
+        Raises InvalidRequest if the template refuses the conversation, or if the prompt is too
         long.
         """
         messages = conversation.messages
@@ -139,7 +143,7 @@ class ChatTemplate:
         return _parts(content) if is_parts else _text_of(content)
 
     def _shows(self, content: object) -> bool:
-        """Whether the template prints the texts of this content and not its raw form."""
+        """Whether the template prints the texts of this content, but not the raw data structure."""
         try:
             text = self._render([{"role": "user", "content": content}])
         except InvalidRequest:
@@ -187,7 +191,7 @@ def _tagged(message: Message) -> Message:
 
 
 def _open_ended(text: str) -> str:
-    """The prompt up to the end of the final message, as Hugging Face cuts it."""
+    """Cut the prompt at the end of the final message, as Hugging Face's library does."""
     at = text.rfind(_END_TAG.strip())
     if at < 0:
         message = "the model's chat template leaves out the final message, so it cannot go on"
@@ -200,7 +204,7 @@ def _undeveloped(role: object) -> object:
 
 
 def _with_one_system(messages: Sequence[Message]) -> Sequence[Message]:
-    """Join all system messages into the first: many templates accept only one, at the beginning."""
+    """Join all system messages into one at the beginning, because many templates need this."""
     if all(m["role"] != "system" for m in messages[1:]):
         return messages
     texts = [_text_of(m["content"]) for m in messages if m["role"] == "system"]
@@ -209,14 +213,14 @@ def _with_one_system(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _text_of(content: object) -> str:
-    """The content as one text. As in plain vLLM, images come before text."""
+    """The content as one text. As in vLLM, images come before text."""
     if not isinstance(content, list | tuple):
         return str(content)
     return "\n".join(sorted(content, key=lambda part: not isinstance(part, ImageMark)))
 
 
 class ChatTemplates:
-    """A model's templates. Some models have a separate one for conversations with tools."""
+    """A model's templates. Some models have a separate template for conversations with tools."""
 
     def __init__(self, plain: ChatTemplate, with_tools: ChatTemplate) -> None:
         self._plain = plain
@@ -279,7 +283,7 @@ def _raise(message: str) -> NoReturn:
     raise _Refused(message)
 
 
-# Any: json.dumps checks its own arguments.
+# The types are Any because json.dumps checks its arguments itself.
 def _tojson(
     value: object,
     ensure_ascii: bool = False,

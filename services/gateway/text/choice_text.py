@@ -1,7 +1,7 @@
-"""The output of one choice for its client: new text, token ids and log probabilities.
+"""The output of one choice for the client: new text, token ids and log probabilities.
 
-Emitting a token only appends it. The text is made when the writer takes it, so that a busy stream
-decodes many tokens in one pass.
+A choice is one answer of a call. A new token is only appended to a list. The text is made when the
+writer of the stream takes it, so that a busy stream decodes many tokens in one pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdmesh.services.gateway.text.text_stream import TextStream
 from pdmesh.v1.common_pb2 import PromptLogprobs, TokenLogprob
 
 EndReason = FinishReason | Literal["tool_calls", "repetition"]
-_REPETITION: Final = "repetition_detected"  # as vLLM says it
+_REPETITION: Final = "repetition_detected"  # vLLM's name for this reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class ToolCallDelta:
 class TextDelta(msgspec.Struct, frozen=True):
     """The output of one choice since the last delta.
 
-    Only the last delta has `is_last`, with a finish reason or an error. `stop_reason` is the stop
-    string or stop token that ended the choice, or "repetition_detected". It is None for any other
-    end, such as the model's own end token. In a delta, reasoning comes before text, and text before
-    calls.
+    The last delta of a choice has `is_last`, and a finish reason or an error. `stop_reason` is the
+    stop string or stop token that ended the choice, or "repetition_detected". It is None if the
+    choice ended in another way, for example by the model's own end token. The reasoning of a delta
+    precedes its text, and the text precedes its tool calls.
     """
 
     index: int
@@ -62,19 +62,20 @@ class TextDelta(msgspec.Struct, frozen=True):
 
     @property
     def num_logprobs(self) -> int:
-        """How many log probabilities must be written, at least."""
+        """A lower bound of the number of log probabilities that must be written."""
         num_of_prompt = len(self.prompt_logprobs.token_ids) if self.prompt_logprobs else 0
         if not self.logprobs:
             return num_of_prompt
-        # Up to 20 alternatives beside a token are not counted.
+        # Up to 20 alternatives to a token are not counted.
         num_each = 1 + len(self.logprobs[0].top_token_ids) // 21
         return len(self.logprobs) * num_each + num_of_prompt
 
 
 class ChoiceText:
-    """`default_text` is the whole answer if no instance can begin an answer in time (S44).
+    """Makes the deltas of one choice.
 
-    `repeated` finds where an answer repeats itself, and ends it there.
+    `default_text` becomes the whole answer if no instance can begin an answer in time (S44).
+    `repeated` detects that the answer repeats itself, and the answer then ends there.
     """
 
     __slots__ = (
@@ -97,13 +98,13 @@ class ChoiceText:
         self._may_stop = text.has_stops or repeated is not None
         self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
         self._default_text = default_text
-        self.prompt_logprobs: PromptLogprobs | None = None  # until it is taken
+        self.prompt_logprobs: PromptLogprobs | None = None  # set until `take` has returned them
         self._num_taken = 0
         self._is_last_taken = False
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether log probabilities are asked for."""
+        """Whether the client asked for log probabilities."""
         return self._logprobs is not None
 
     @property
@@ -119,7 +120,7 @@ class ChoiceText:
 
     @property
     def num_taken(self) -> int:
-        """The number of tokens of the answer that were taken."""
+        """The number of the answer's tokens that `take` has returned."""
         return self.num_tokens(self._num_taken)
 
     def add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
@@ -127,9 +128,10 @@ class ChoiceText:
             self._logprobs.extend(logprobs)
 
     def take(self, emitted: Sequence[int]) -> TextDelta | None:
-        """The new part of `emitted`; None after the last delta.
+        """The new part of `emitted`, which holds all tokens so far. None after the last delta.
 
-        If the client asked for log probabilities, only tokens that have them are taken.
+        If the client asked for log probabilities, a token is returned only once its log probability
+        has arrived.
         """
         if self._is_last_taken:
             return None
@@ -157,9 +159,10 @@ class ChoiceText:
         is_empty: bool,
         stop_token: int | None = None,
     ) -> TextDelta:
-        """`taken` as the last delta of the choice. `error`: why it was cancelled, if it was.
+        """Turn `taken` into the last delta of the choice.
 
-        `is_empty`: no token was emitted. `stop_token`: the token that ended the choice, if any.
+        `error` is the reason if the choice was cancelled. `is_empty` is true if no token was
+        emitted. `stop_token` is the stop token that ended the choice, if any.
         """
         self._is_last_taken = True
         if self._text.is_stopped:

@@ -1,11 +1,12 @@
-"""Encodes text on threads, in batches. Long texts have a queue of their own.
+"""Encodes text on threads, in batches. Long and short texts have separate queues and threads.
 
-A hop to a thread and back costs as much as encoding a thousand characters. So texts that gather
-while a thread works share one hop. A text as long as a context takes a tenth of a second. It waits
-behind other long texts, and never delays a short one. Unless a setting gives their number, long
-texts have a thread for each processor but two, which remain for the event loop and short texts.
-Calls for vectors and scores share another thread. The amount of waiting text is bounded, separately
-for these calls.
+To pass work to a thread and back costs as much as encoding a thousand characters. So the texts that
+gather while a thread works are passed to it together. Encoding a text as long as a context takes a
+tenth of a second. With separate queues, such a text delays other long texts, but no short ones.
+
+A setting gives the number of threads for long texts. The default is the number of processors minus
+two, which remain for the event loop and short texts. Calls for vectors and scores share one more
+thread. The amount of text that may wait is bounded, with a separate bound for these calls.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EncodingJob:
-    """A text to encode. `owner`: the tenant for whose later texts its sections are kept."""
+    """A text to encode.
+
+    If `owner` is set, the tokens of the text's sections are kept for later texts of this tenant.
+    """
 
     text: str
     add_special_tokens: bool = False
@@ -43,14 +47,15 @@ _MAX_BATCH_CHARS: Final = 131072
 
 
 def long_threads(num_processors: int) -> int:
-    """The number of threads for long texts, unless a setting gives it."""
+    """The number of threads for long texts, if no setting gives it."""
     return max(1, num_processors - _KEPT_PROCESSORS)
 
 
 class EncodingQueues:
-    """The queues of all tokenizers of a gateway. Their bounds are for all models together.
+    """The queues that all tokenizers of a gateway share, with bounds for all models together.
 
-    `num_long_threads`: the threads for long texts; 0: as many as `long_threads` says.
+    `num_long_threads` is the number of threads for long texts. If it is 0, the function
+    `long_threads` determines the number.
     """
 
     def __init__(
@@ -81,9 +86,10 @@ class EncodingQueues:
             self.num_pending_chars -= num_chars
 
     async def in_turns(self, turns: Iterable[Callable[[], Sequence[T]]], num_chars: int) -> list[T]:
-        """Run the turns of one call in sequence. The turns of several calls alternate.
+        """Run the turns (pieces of work) of one call in sequence. Turns of several calls alternate.
 
-        `num_chars`: the length of the texts of all turns. Raises Overloaded if too much text waits.
+        `num_chars` is the length of the texts of all turns. Raises Overloaded if too much text
+        waits.
         """
         if self.num_bulk_chars + num_chars > self._max_pending_chars:
             raise Overloaded("too much text waits to be tokenized")
@@ -114,7 +120,7 @@ class _Item:
 
 
 class _Queue:
-    """A queue of texts. Each of its threads takes a batch when it is free."""
+    """A queue of texts. A thread of the queue takes a batch as soon as the thread is idle."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_idle = num_threads
@@ -135,8 +141,9 @@ class _Queue:
             work.add_done_callback(partial(self._on_done, batch))
 
     def _next_batch(self) -> list[_Item]:
-        """The texts at the front of the queue that are still wanted and that one call can
-        encode.
+        """Take the texts at the front of the queue that one call of `Encode` can encode.
+
+        Texts whose callers were cancelled are dropped.
         """
         batch: list[_Item] = []
         num_chars = 0

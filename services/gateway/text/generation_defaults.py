@@ -1,6 +1,6 @@
-"""The defaults for requests that a model's `generation_config.json` sets.
+"""Reads the defaults for requests from a model's `generation_config.json`.
 
-The keys are those that vLLM reads.
+vLLM reads the same keys of this file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """If `max_tokens` is None, the gateway's own default applies."""
+    """The values for fields that a request leaves out.
+
+    If `max_tokens` is None, the gateway's default applies.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -24,7 +27,7 @@ class GenerationDefaults:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether the logits of a request that sets no sampling parameters are shaped."""
+        """Whether the defaults alone change the logits or exclude tokens before one is drawn."""
         return (self.top_k, self.min_p, self.repetition_penalty) != (0, 0.0, 1.0)
 
     @classmethod

@@ -1,13 +1,12 @@
-"""Has grammars compiled in a separate process, before a request takes a slot anywhere.
+"""Checks a grammar by compiling it in a separate process, before the request goes to an instance.
 
-One grammar is compiled at a time, and the tenants take turns, as in the waiting room. Equal
-grammars are compiled once, and share their verdict. If all clients of a waiting check have left,
-the check is dropped. A check that has begun goes on, since its time is bounded and a new process
-would take longer.
+One grammar is compiled at a time, and the tenants take turns. Equal grammars are compiled once. If
+all clients of a waiting check have left, the check is dropped. A check that has begun is not
+stopped, because its time is bounded and starting a new process would take longer.
 
-If a grammar kills the process, that grammar and later equal ones get a 400. If other grammars were
-compiled in the process before, they may be to blame. Then the grammar is compiled again, alone in a
-new process.
+If a grammar kills the process, requests with this grammar get the status 400. But if the process
+compiled other grammars before, one of these may be the cause. In this case the grammar is first
+compiled again, alone in a new process.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MAX_WAITING: Final = 64
 _MAX_KEPT: Final = 1024
 _MAX_KEPT_BYTES: Final = 8 << 20
 _TOO_COMPLEX: Final = Checked(refusal="it takes too much time or memory to compile")
-_PROCESS: Final = "process"  # the one resource that all checks wait for
+_PROCESS: Final = "process"  # stands for the process in the waiting room, in place of an instance
 log = structlog.get_logger(__name__)
 
 
@@ -60,13 +59,13 @@ class _Check:
 
 @dataclass(slots=True)
 class _Place:
-    """A tenant's place in the room for a check. `number` identifies the place to the room."""
+    """A tenant's place in the waiting room, for one check. `number` is the id of the place."""
 
     check: _Check
     tenant: str
     done: asyncio.Future[Checked]
     number: int = 0
-    num_waiting: int = 0  # requests
+    num_waiting: int = 0  # requests of the tenant that wait for the check
 
 
 class GrammarChecks:
@@ -80,7 +79,10 @@ class GrammarChecks:
         self._num_bytes = 0
 
     async def grammar(self, asked: AskedGrammar, tokenizer: Tokenizer, tenant: Tenant) -> str:
-        """The grammar in the form for engines. Raises InvalidRequest with the field, Overloaded."""
+        """The grammar in the form that engines get.
+
+        Raises InvalidRequest with the field, or Overloaded.
+        """
         if len(asked.text) > MAX_GRAMMAR_BYTES // 2:
             message = f"{asked.field} has more than {MAX_GRAMMAR_BYTES // 2} characters"
             raise InvalidRequest(message, reason="GRAMMAR_REFUSED", field=asked.field)
@@ -114,7 +116,7 @@ class GrammarChecks:
         place = check.places.get(tenant.name) or self._joined(check, tenant)
         place.num_waiting += 1
         try:
-            return await asyncio.shield(place.done)  # others may wait for it, too
+            return await asyncio.shield(place.done)  # other requests may wait for the same check
         finally:
             place.num_waiting -= 1
             if not place.num_waiting and not check.has_begun and not place.done.done():
@@ -122,7 +124,7 @@ class GrammarChecks:
                 self._forget(place)
 
     def _joined(self, check: _Check, tenant: Tenant) -> _Place:
-        """Raises Overloaded."""
+        """Let the tenant wait for the check. Raises Overloaded."""
         place = _Place(check, tenant.name, asyncio.get_running_loop().create_future())
         if not check.has_begun:
             claim = Claim(tenant.name, tenant.weight, tenant.priority)
@@ -196,4 +198,4 @@ def _overloaded() -> MeshError:
 
 def _fail(place: _Place, error: Exception) -> None:
     place.done.set_exception(error)
-    place.done.exception()  # its waiters may all have left
+    place.done.exception()  # marks it as read, because all waiting requests may have left

@@ -1,4 +1,7 @@
-"""The process that compiles grammars. It starts with the first grammar, and again if it ended."""
+"""Runs the process that compiles grammars.
+
+The process is started for the first grammar, and started again if it has ended.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from pdmesh.engine.grammars.asked_grammars import AskedGrammar
 from pdmesh.engine.grammars.checker import FRAME, Check, Checked, LoadVocabulary
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
-# A process that neither answers nor ends is killed after this time. Its CPU time is bounded, too.
+# If the process does not answer within this time, it is killed. The process also has a limit of CPU
+# time.
 _ANSWER_S: Final = 60.0
 _MODULE: Final = "pdmesh.engine.grammars.checker"
 _BY_A_GRAMMAR: Final = (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV)
@@ -25,13 +29,14 @@ log = structlog.get_logger(__name__)
 
 
 class CheckInterrupted(Exception):
-    """The process ended, and no grammar is known to have ended it."""
+    """The process ended, and the cause may be something other than a grammar."""
 
 
 class KilledByGrammar(Exception):
     """The process ended in a way that only a grammar causes.
 
-    `is_certain`: this grammar did it. Otherwise an earlier one may have used up the memory.
+    If `is_certain` is true, the grammar of this check is the cause. Otherwise an earlier grammar
+    may have used up the memory.
     """
 
     def __init__(self, *, is_certain: bool) -> None:
@@ -40,7 +45,7 @@ class KilledByGrammar(Exception):
 
 
 class GrammarProcess:
-    """The caller must run one check at a time."""
+    """Compiles grammars in a process. The caller must run only one check at a time."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -50,20 +55,20 @@ class GrammarProcess:
         self._new_keys = itertools.count(1)
 
     def key(self, tokenizer: Tokenizer) -> int:
-        """A number that names the tokenizer while it lives."""
+        """A number that identifies the tokenizer until it is freed."""
         if (key := self._keys.get(tokenizer)) is None:
             key = self._keys[tokenizer] = next(self._new_keys)
         return key
 
     async def check(self, asked: AskedGrammar, tokenizer: Tokenizer) -> Checked:
-        """Raises CheckInterrupted, KilledByGrammar."""
+        """Compile a grammar. Raises CheckInterrupted, KilledByGrammar."""
         try:
             checked = await self._checked(asked, tokenizer)
             if checked.is_unknown:  # the process has dropped this vocabulary
                 self._loaded.discard(self.key(tokenizer))
                 checked = await self._checked(asked, tokenizer)
         except asyncio.CancelledError:
-            await self.close()  # otherwise the next check would read this one's answer
+            await self.close()  # otherwise the next check would read the answer to this check
             raise
         self._num_checked += 1
         return checked
@@ -89,7 +94,7 @@ class GrammarProcess:
             code = process.returncode
             if code not in _BY_A_GRAMMAR:
                 raise
-            # Each check has its own limit of CPU time, so SIGXCPU is due to this grammar.
+            # Each check has a separate limit of CPU time. So this grammar caused a SIGXCPU.
             is_certain = code == -signal.SIGXCPU or not self._num_checked
             raise KilledByGrammar(is_certain=is_certain) from None
         return msgspec.json.decode(answer, type=Checked)
@@ -110,7 +115,7 @@ class GrammarProcess:
 async def _answer(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
     """Send a frame and read the answer to it.
 
-    Raises CheckInterrupted if the process ends, or is killed because it does not answer.
+    Raises CheckInterrupted if the process ends, or if it was killed because it did not answer.
     """
     assert process.stdin is not None
     assert process.stdout is not None

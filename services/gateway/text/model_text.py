@@ -1,4 +1,4 @@
-"""Fetches a model's tokenizer files from one of its instances, and checks their digest."""
+"""Fetches a model's tokenizer files from an instance of the model, and checks their digest."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _MAX_FILES: Final = 64
 
 
 class WrongText(MeshError):
-    """The files differ from those that the registry lists for the instance."""
+    """The instance sent other files than the registry lists for it."""
 
     default_reason = "WRONG_TEXT"
 
 
 async def fetch_text(source: InstanceRecord, digest: str, folder: Path) -> TextFiles:
-    """Write the files into an empty folder. Raises MeshError, OSError."""
+    """Fetch the files with this digest into an empty folder. Raises MeshError, OSError."""
     try:
         async with rpc.channel_to(source) as channel:
-            # Any: the stubs have no type for an asynchronous call.
+            # The type is Any because the stubs have no type for an asynchronous call.
             stub: Any = InstanceServiceStub(channel)
             await _write(stub, digest, folder)
     except grpc.aio.AioRpcError as exc:

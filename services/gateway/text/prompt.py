@@ -1,4 +1,8 @@
-"""A prompt as instances and the master get it: the bytes of its tokens and its block names."""
+"""A prompt in the form that instances and the master get: token bytes and block names.
+
+A block is the KV of a fixed number of tokens. Its name is a keyed hash of all tokens up to the end
+of the block. So if two prompts of a tenant begin equally, their first blocks have equal names.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,10 @@ _STEP_CHUNKS: Final = 4
 
 
 class Prompt:
-    """A prompt's tokens and the hashes of its blocks, made once for all its choices (S69, S80).
+    """A prompt's tokens and the hashes of its blocks (S69, S80).
 
-    `data` holds the tokens as little-endian uint32. Each full block has a hash of 16 bytes.
+    All choices of a call share one object. `data` holds the tokens as little-endian uint32. Each
+    full block has a hash of 16 bytes.
     """
 
     __slots__ = (
@@ -37,7 +42,7 @@ class Prompt:
         adapter: str = "",
         images: Sequence[PromptImage] = (),
     ) -> None:
-        """`adapter`: the digest of the LoRA adapter that the prompt is computed with."""
+        """`adapter` is the digest of the LoRA adapter with which the prompt is computed, if any."""
         self.tokens, self.images = tokens, images
         self._places = [(image.position, image.digest) for image in images]
         self.data = tokens_to_bytes(tokens)
@@ -47,23 +52,23 @@ class Prompt:
 
     @property
     def digest(self) -> bytes:
-        """A name for this tenant's prompt that reveals nothing about the prompt."""
+        """A keyed hash of tenant and prompt, which reveals nothing about the prompt."""
         key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
         shown = b"".join(digest for _, digest in self._places)
         return hashlib.blake2b(self.data + shown, digest_size=16, key=key).digest()
 
     def chat_key(self, chat_id: str) -> str:
-        """A name for a conversation of this tenant, or empty without a `chat_id`."""
+        """A name for a conversation of this tenant. Empty if `chat_id` is empty."""
         return key_of_id(self._secret, self._tenant, chat_id)
 
     @property
     def tenant_key(self) -> str:
-        """A name for this tenant, whatever salts it chooses."""
+        """A name for this tenant, which does not depend on the salt of the prompt."""
         key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
         return hashlib.blake2b(digest_size=16, key=key, person=b"tenant").hexdigest()
 
     def root(self, fingerprint: str) -> bytes:
-        """The root of the chain of hashes: prefixes are shared only under an equal root."""
+        """The root of the chain of block hashes. Only prompts with the same root share KV."""
         found = self._roots.get(fingerprint)
         if found is None:
             found = tenant_root(self._secret, self._tenant, self._salt, fingerprint, self._adapter)
@@ -71,7 +76,10 @@ class Prompt:
         return found
 
     def hashes(self, record: InstanceRecord, replayed: Sequence[int] = ()) -> list[bytes]:
-        """Hashes of the full blocks of prompt + replayed tokens."""
+        """Hashes of the full blocks of the prompt and the replayed tokens.
+
+        Replayed tokens are the part of the answer that a new instance computes like a prompt.
+        """
         fingerprint, block_size = record.model_fingerprint, record.block_size
         if not block_size:
             return []
@@ -87,9 +95,9 @@ class Prompt:
         return found
 
     def hashing(self, record: InstanceRecord, kept: KeptHashes) -> Iterator[None]:
-        """Compute the `hashes` of a long prompt in steps of about a millisecond.
+        """Compute the hashes of a long prompt in steps of about a millisecond.
 
-        A prompt that fits in one step or has images is left to `hashes`.
+        If the prompt fits in one step or has images, this does nothing, and `hashes` computes them.
         """
         size, key = record.block_size, (record.model_fingerprint, record.block_size)
         step = _STEP_CHUNKS * CHUNK_BLOCKS * size
@@ -118,5 +126,5 @@ class Prompt:
         return block_hashes(self.root(record.model_fingerprint), fresh, size, parent, places)
 
     def with_replayed(self, replayed: Sequence[int]) -> bytes:
-        """`data` of prompt + replayed tokens."""
+        """The bytes of the prompt's tokens, followed by the bytes of the replayed tokens."""
         return self.data + tokens_to_bytes(replayed) if replayed else self.data

@@ -1,8 +1,8 @@
-"""Keeps the tokens of a prompt's sections, so that a chat's next turn only encodes the new text.
+"""Caches the tokens of a prompt's sections, so that a chat's next turn encodes only the new text.
 
-A section's name is a hash of all text up to its end, as a block's name is a hash of all tokens up
-to its end. The hash also covers the tenant, so a tenant cannot learn from response times which
-texts another tenant sent.
+A section is a piece of the prompt that has the same tokens alone as within the prompt. The key of a
+section is a hash of all text up to the end of the section. The hash also covers the tenant, so a
+tenant cannot learn from response times which texts another tenant sent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
-_BYTES_EACH: Final = 256  # of an entry, besides its tokens
+_BYTES_EACH: Final = 256  # the memory of an entry besides its tokens
 _DIGEST_SIZE: Final = 16
 
 Encode = Callable[[str], "array[int]"]
@@ -36,10 +36,10 @@ class SectionCache:
         return len(self._kept)
 
     def encode(self, sections: Sequence[str], owner: bytes, encode: Encode) -> array[int]:
-        """The tokens of a text. Kept sections at its beginning are not encoded again.
+        """The tokens of a text. Cached sections at the beginning of the text are not encoded again.
 
-        `owner` names the tokenizer and the tenant. The last section is not kept, because the next
-        turn continues it.
+        `owner` identifies the tokenizer and the tenant. The last section is not cached, because it
+        will be longer in the chat's next turn.
         """
         *whole, last = sections
         tokens: array[int] = array("I")
@@ -61,10 +61,10 @@ class SectionCache:
         return tokens
 
     def _used(self, names: Sequence[bytes], num_kept: int, fresh: Sequence[array[int]]) -> None:
-        """Keep the fresh sections, mark all sections as used, and evict the excess.
+        """Cache the fresh sections, mark all sections as used, and evict the excess.
 
-        Of one text, the last sections are evicted first, because a section is found only if all
-        sections before it are kept.
+        The last sections of a text are evicted first, because a section is of use only if all
+        sections before it are cached.
         """
         with self._lock:
             for name, encoded in zip(names[num_kept:], fresh, strict=True):

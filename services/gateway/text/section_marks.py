@@ -1,9 +1,10 @@
-"""Where a prompt may be cut so that each section has the same tokens alone as within the prompt.
+"""Cuts a prompt into sections that have the same tokens alone as within the prompt.
 
-A tokenizer first looks for its added tokens, and encodes the text between two of them by itself.
-So a text may be cut before an added token, provided that the token is found wherever its name
-occurs, regardless of the text beside it. This excludes tokens whose names another added token
-contains or overlaps, and tokens that depend on their neighbours or absorb white space.
+A tokenizer first looks for its added tokens, for example `<|im_start|>`, and encodes the text
+between two added tokens separately. So a text may be cut before an added token, if the tokenizer
+finds this token in any surrounding text. Three kinds of tokens are excluded: those whose names
+another added token contains or overlaps, those that depend on the text beside them, and those that
+absorb white space.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ class SectionMarks:
     """`pattern` matches the names of all tokens before which a text may be cut."""
 
     pattern: re.Pattern[str]
-    least_chars: int  # of a section
+    least_chars: int  # the least length of a section, except the last
 
     @classmethod
     def of(
         cls, added: Iterable[AddedToken], template: str, least_chars: int
     ) -> SectionMarks | None:
-        """Marks among the tokens that the chat template names. None: there are none."""
+        """The usable marks among the tokens that the chat template contains, or None."""
         tokens = list(added)
         names = {token.content for token in tokens}
         named = [t.content for t in tokens if t.content in template and _is_alone(t)]
@@ -42,10 +43,10 @@ class SectionMarks:
         return cls(re.compile("|".join(map(re.escape, safe))), least_chars) if safe else None
 
     def sections(self, text: str) -> list[str]:
-        """The text in order, each section but the first beginning with a mark.
+        """Cut the text into sections. Each section except the first begins with a mark.
 
-        The end of a section depends only on the text up to the next mark. So if a text is
-        continued, only its last section changes. The last section may be of any length.
+        Only the text before a mark and the mark itself decide whether the text is cut there. So if
+        a text is continued, only its last section changes. The last section may have any length.
         """
         begin, found = 0, []
         least = max(1, self.least_chars)
@@ -57,7 +58,7 @@ class SectionMarks:
 
 
 def _is_alone(token: AddedToken) -> bool:
-    """Whether the library finds the token by its name alone, in text before normalization."""
+    """Whether the tokenizer finds the token by its name alone, in text before normalization."""
     name = token.content
     depends = token.lstrip or token.rstrip or token.single_word or token.normalized
     return bool(name) and not depends and name == name.strip()

@@ -1,9 +1,9 @@
-"""Makes the text of one choice as its tokens arrive: each step adds the text of the new tokens.
+"""Makes the text of one answer as its tokens arrive. Each step adds the text of the new tokens.
 
-A token's text depends on the tokens before it: SentencePiece decoders remove the space at the
+A token's text depends on the tokens before it. SentencePiece decoders remove the space at the
 beginning of a text, and a character may be spread over several tokens. So each step decodes a few
-earlier tokens together with the new ones, and shows the difference. An incomplete character is held
-back for up to 64 tokens. The result does not depend on how the tokens are divided into steps.
+earlier tokens together with the new tokens, and adds the difference. An incomplete character is
+held back for up to 64 tokens. The result does not depend on how the tokens are divided into steps.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tokenizers import decoders
 from pdmesh.core.sampling.stop_strings import StopText
 
 _INCOMPLETE: Final = "\ufffd"
-_AT_ONCE: Final = 64  # tokens to decode together
-_MAX_CONTEXT: Final = 8  # a character has at most four bytes
-# The most tokens with incomplete text. After these, the text is shown with its incomplete
-# characters, because decoding the tokens again at each step would take quadratic time.
+_AT_ONCE: Final = 64  # at most so many new tokens are decoded together
+_MAX_CONTEXT: Final = 8  # enough earlier tokens, since a character has at most four bytes
+# The most tokens that are held back for an incomplete character. After these, their text is shown
+# as it is. To decode ever more tokens at each step would take quadratic time.
 _MAX_PENDING: Final = 64
-# The names of bytes in the vocabularies of SentencePiece and of GPT-2's byte-level tokens.
+# How vocabularies spell single bytes: SentencePiece as `<0x0A>`, GPT-2 as one character each.
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PLAIN: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS: Final = tuple(byte for byte in range(256) if byte not in _PLAIN)
@@ -36,10 +36,10 @@ _BYTE_LEVEL: Final = {chr(byte): byte for byte in _PLAIN} | {
 
 
 class TextRules(msgspec.Struct, frozen=True):
-    """Which part of an answer is text. `end_ids`: the tokens that end an answer.
+    """Which tokens of an answer become text, and which strings end it.
 
     A stop string ends an answer only after `min_tokens` tokens. With `is_stop_shown`, the stop
-    string or end token is part of the text.
+    string or end token is part of the text. `end_ids` are the tokens that end an answer.
     """
 
     stops: Sequence[str] = ()
@@ -53,22 +53,25 @@ PLAIN: Final = TextRules()
 
 
 class Detokenizer:
-    """Decodes tokens, without special ones unless they are shown. Streams share a detokenizer."""
+    """Decodes tokens. It leaves out special tokens unless `are_special_shown` is true.
+
+    All streams of a tokenizer share a detokenizer.
+    """
 
     def __init__(self, tokenizer: HfTokenizer, *, are_special_shown: bool = False) -> None:
         self._decode = partial(tokenizer.decode, skip_special_tokens=not are_special_shown)
         added = tokenizer.get_added_tokens_decoder()
-        self.special_ids: frozenset[int] = frozenset()  # these have no text
+        self.special_ids: frozenset[int] = frozenset()  # tokens that are left out of the text
         if not are_special_shown:
             self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        # The caches refer to the tokenizer, not to this object. So there is no reference cycle, and
-        # all of it is freed when the last stream of a dropped model has ended.
+        # The caches refer to the tokenizer and not to this object. So there is no reference cycle,
+        # and the tokenizer is freed as soon as the last stream of a dropped model has ended.
         lone = partial(_decode_lone, self._decode)
         self.lone_text = lru_cache(maxsize=16_384)(lone)
-        # Whether a token of whole characters has the same text wherever it stands.
+        # Whether the text of a token with whole characters is the same at any place of a text.
         self.is_additive = isinstance(tokenizer.decoder, decoders.ByteLevel)
-        # A token of letters. It is put before a token that is decoded by itself, so that the latter
-        # keeps its space.
+        # `before` is a token of letters. `_own_bytes` decodes a token after it, because a decoder
+        # may remove the space from the first token of a text.
         any_ids = range(tokenizer.get_vocab_size())
         before = next(([i] for i in any_ids if lone(i).isalpha()), [])
         self.own_bytes = lru_cache(maxsize=16_384)(partial(_own_bytes, tokenizer, before))
@@ -78,15 +81,15 @@ class Detokenizer:
 
 
 def _decode_lone(decode: Callable[[list[int]], str], token_id: int) -> str:
-    """The token's text, or empty if that has an incomplete character."""
+    """The token's text, or "" if the text has an incomplete character."""
     text = str(decode([token_id]))
     return "" if _INCOMPLETE in text else text
 
 
 def _own_bytes(tokenizer: HfTokenizer, before: list[int], token_id: int) -> bytes:
-    """The bytes that the token, special or not, adds within a text.
+    """The bytes that the token, special or not, adds to a text.
 
-    They need not be whole characters.
+    The bytes need not form whole characters.
     """
     known = tokenizer.decode(before, skip_special_tokens=False)
     text = str(tokenizer.decode([*before, token_id], skip_special_tokens=False))[len(known) :]
@@ -101,9 +104,9 @@ def _own_bytes(tokenizer: HfTokenizer, before: list[int], token_id: int) -> byte
 
 
 class TextStream:
-    """The text after `prompt_ids`.
+    """The text of an answer to the prompt `prompt_ids`.
 
-    `num_tokens`: the number of tokens fed so far, or until a stop string was found.
+    `num_tokens` is the number of tokens that were fed so far, up to the end of a stop string.
     """
 
     __slots__ = (
@@ -121,10 +124,11 @@ class TextStream:
         self._min_tokens = rules.min_tokens
         self._prompt_ids: Sequence[int] | None = prompt_ids  # set until the first token
         self._stops = StopText(rules.stops, is_shown=rules.is_stop_shown) if rules.stops else None
-        self._context: list[int] = []  # the last tokens whose text was shown, or the prompt's last
-        self._shown = ""  # their text
-        self._pending: list[int] = []  # tokens whose text is incomplete
-        # If the prompt ends within a character: `_shown` and the text of the character's beginning.
+        # The last tokens whose text was returned. At first these are the last of the prompt.
+        self._context: list[int] = []
+        self._shown = ""  # the text of `_context`
+        self._pending: list[int] = []  # tokens that are held back, because their text is incomplete
+        # Set if the prompt ends within a character: the text of `_context` and that beginning.
         self._known = ""
         self.num_tokens = 0
 
@@ -142,7 +146,7 @@ class TextStream:
         return None if self._stops is None else self._stops.stopped_by
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Add tokens, and return the text that they complete."""
         if self._prompt_ids is not None:
             self._begin_after(self._prompt_ids)
             self._prompt_ids = None
@@ -165,9 +169,10 @@ class TextStream:
         return "".join(parts)
 
     def finish(self) -> str:
-        """The text that was held back because a stop string or a character was incomplete.
+        """End the text, and return the rest that was held back.
 
-        An incomplete character itself is not shown.
+        The rest was held back because a stop string or a character might have continued. An
+        incomplete character is dropped.
         """
         rest = ""
         if self._pending:
@@ -192,7 +197,7 @@ class TextStream:
             self._known = self._decoder.decode(self._context + self._pending)
 
     def _add(self, token_ids: Sequence[int]) -> str:
-        """Add tokens all at once if none is incomplete or broken, else one by one.
+        """Add tokens all at once if all characters are whole, otherwise one by one.
 
         So the result does not depend on how the tokens are divided into steps.
         """
@@ -233,8 +238,8 @@ class TextStream:
             return text[len(self._known) :]
         if text.startswith(self._shown):
             return text[len(self._shown) :]
-        # Bytes that form no character have changed how the text before them decodes. So only the
-        # text after them is new.
+        # Some pending bytes form no character, and have changed the decoded text before them. Only
+        # the text after them is new.
         broken = self._decoder.decode(self._context + self._pending[:-1])
         if text.startswith(broken):
             return text[len(broken) :]
@@ -243,7 +248,7 @@ class TextStream:
         return text[num_alike:]
 
     def _set_context(self, ids: list[int]) -> None:
-        """Keep as context the fewest last tokens whose text has whole characters only."""
+        """Make the last tokens the context: as few as possible that form whole characters."""
         if ids and (text := self._decoder.lone_text(ids[-1])):
             self._context, self._shown = ids[-1:], text
             return

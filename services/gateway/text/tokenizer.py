@@ -1,9 +1,8 @@
-"""Text to token ids and back, with only a Hugging Face model directory and the `tokenizers`
-library.
+"""Turns text into token ids and back, from a Hugging Face model directory.
 
-Short text is encoded on the event loop, since a hop to a thread costs more than the work. Longer
-text is encoded on threads, in batches (`encoding_threads`). The tokens of a chat's earlier turns
-are reused (`section_cache`). `text_stream` turns tokens into text as they arrive.
+Short text is encoded on the event loop, since passing it to a thread costs more than the work.
+Longer text is encoded on threads, in batches (`encoding_threads`). The tokens of a chat's earlier
+turns are reused (`section_cache`). `text_stream` turns tokens into text as they arrive.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class BadModelDir(MeshError):
 class AnswerMarks:
     """The parts of a model's files that show how it writes reasoning and tool calls.
 
-    `special_tokens` are keyed by their names in the files, such as `eos_token`.
+    The keys of `special_tokens` are the names in these files, for example `eos_token`.
     """
 
     model_type: str = ""
@@ -61,18 +60,19 @@ class AnswerMarks:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a model's files contain besides its tokenizer and its chat template.
+    """The facts from a model's files besides the tokenizer and the chat template.
 
-    Token ids are below `vocab_size`. `eos_token_ids` end an answer unless they are ignored.
-    `vocabulary` is a digest of the assignment of ids to tokens, or empty if it is unknown.
-    `packed` is the compressed tokenizer.json, which is small compared with the tokenizer.
+    Token ids are below `vocab_size`. `eos_token_ids` end an answer, unless the client asks to
+    ignore them. `vocabulary` is a digest of the assignment of ids to tokens, or empty if it is
+    unknown. `packed` is the compressed tokenizer.json, which needs little memory compared with the
+    tokenizer.
     """
 
     eos_token_ids: frozenset[int]
     vocab_size: int
     defaults: GenerationDefaults = NO_DEFAULTS
     vocabulary: str = ""
-    eos_token_id: int | None = None  # the tokenizer's own, one of `eos_token_ids`
+    eos_token_id: int | None = None  # the tokenizer's end token, which is in `eos_token_ids`
     marks: AnswerMarks = field(default_factory=AnswerMarks)
     packed: bytes = b""
 
@@ -122,7 +122,7 @@ class Tokenizer:
         has_defaults: bool = True,
         vocabulary: str = "",
     ) -> Tokenizer:
-        """Raises BadModelDir with a cause that an operator can act on."""
+        """Load a model directory. Raises BadModelDir with a cause that an operator can act on."""
         try:
             text = (model_dir / "tokenizer.json").read_bytes()
             inner = HfTokenizer.from_buffer(text)
@@ -156,9 +156,9 @@ class Tokenizer:
     def to_json(self) -> str:
         """The content of tokenizer.json, which may have many megabytes.
 
-        It is unpacked from the kept copy. The library's `to_str` would hold the interpreter's lock
-        for a tenth of a second per megabyte, so the event loop would stop even if another thread
-        called it.
+        The text is unpacked from `packed`. The library's `to_str` would hold the interpreter's lock
+        for a tenth of a second per megabyte. The event loop would stop for this time, even if
+        another thread called `to_str`.
         """
         return zlib.decompress(self._packed).decode() if self._packed else self._inner.to_str()
 
@@ -179,8 +179,9 @@ class Tokenizer:
     async def encode(
         self, text: str, *, add_special_tokens: bool, owner: str | None = None
     ) -> array[int]:
-        """`owner`: the tenant whose chat this is, if its sections may be kept for the next turn.
+        """The tokens of a text.
 
+        If the text is a chat whose sections may be cached for the next turn, `owner` is its tenant.
         Raises Overloaded if too much text waits to be encoded.
         """
         job = EncodingJob(text, add_special_tokens, owner)
@@ -207,7 +208,7 @@ class Tokenizer:
         )
 
     def _has_sections(self, job: EncodingJob) -> bool:
-        """Whether the text is a chat's, can be cut, and is long enough to keep its sections."""
+        """Whether the text is a chat that can be cut and is long enough to cache its sections."""
         is_chat = job.owner is not None and not job.add_special_tokens
         is_kept = self._sections is not None and self._section_marks is not None
         return is_chat and is_kept and len(job.text) > _INLINE_CHARS
@@ -216,15 +217,16 @@ class Tokenizer:
         return self._encode_texts([text], add_special_tokens)[0]
 
     def _encode_texts(self, texts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
-        """Encode as a batch, even a single text.
+        """Encode texts as a batch, even a single text.
 
-        Only for a batch can the library skip the offsets of tokens, a quarter of its work.
+        For a batch, the library can skip the offsets of the tokens, which are a quarter of its
+        work.
         """
         found = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [token_array(encoding.ids) for encoding in found]
 
     async def strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary spells it, which need not be text."""
+        """Each token in the spelling of the vocabulary, which may differ from its text."""
         if len(token_ids) <= _INLINE_CHARS:
             return self._strings(token_ids)
         return await asyncio.to_thread(self._strings, token_ids)
@@ -239,7 +241,7 @@ class Tokenizer:
         return await asyncio.to_thread(self._encode_texts, words, False)
 
     def text_stream(self, prompt_ids: Sequence[int], rules: TextRules = PLAIN) -> TextStream:
-        """The text of an answer to `prompt_ids`."""
+        """Begin the text of an answer to `prompt_ids`."""
         decoder = self._showing_decoder if rules.are_special_shown else self._decoder
         return TextStream(decoder, prompt_ids, rules)
 
@@ -254,11 +256,11 @@ class Tokenizer:
         return await asyncio.to_thread(self._showing_decoder.decode, list(token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of the token, special or not; they need not be whole characters."""
+        """The bytes of the token, special or not. The bytes need not form whole characters."""
         return self._decoder.own_bytes(token_id)
 
     def shown_bytes(self, token_id: int, *, is_first_of_text: bool) -> bytes:
-        """The bytes that a token that is not special adds to a text.
+        """The bytes that a normal (not special) token adds to a text.
 
         Many decoders remove the space before the first token of a text.
         """
@@ -273,7 +275,7 @@ class Tokenizer:
         return any(token_id not in special_ids for token_id in token_ids)
 
 
-# Any: these files may hold anything, so each use checks what it reads.
+# The values are Any because these files may contain anything. Each use checks the value's type.
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
@@ -291,7 +293,7 @@ def _token_text(value: Any) -> str:
 
 
 def _template_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The template sources by name; most models have only the default one."""
+    """The template sources by name. Most models have only the default template."""
     found: dict[str, str] = {}
     source = config.get("chat_template")
     if isinstance(source, list):
@@ -306,9 +308,9 @@ def _template_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, s
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int:
-    """The vocabulary size from a model's config, or 0 if the config has none.
+    """The vocabulary size from a model's config, or 0 if the config does not give it.
 
-    Models that read images may give it in `text_config`.
+    The configs of models that read images may give the size in `text_config`.
     """
     text_config = config.get("text_config")
     value = config.get("vocab_size")
@@ -320,8 +322,8 @@ def _vocab_size(config: Mapping[str, Any]) -> int:
 def _eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
     """The end tokens of the first config that names any.
 
-    generation_config comes first, because config often lacks the token that ends a chat. The caller
-    adds the tokenizer's own end token, so neither config needs to name it.
+    The caller passes generation_config first, because config often lacks the token that ends a
+    chat. The caller also adds the tokenizer's end token, which neither config needs to name.
     """
     for config in configs:
         value = config.get("eos_token_id")

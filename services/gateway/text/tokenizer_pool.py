@@ -1,13 +1,15 @@
-"""The tokenizers of all models that clients ask this gateway for, within a memory bound.
+"""Loads the tokenizers of all models that clients ask this gateway for, within a memory bound.
 
-A model's files come from the gateway's own folder if it has the same files, else from an instance
-of the model. Models are fetched independently. If an instance stays silent, another one is asked,
-too. Only one tokenizer is parsed at a time: the library holds the interpreter's lock while it
-parses (30 ms for each MB), so streams pause. For the sake of streams, the next tokenizer is parsed
-after a rest of four times the parsing time, at most 2 s. If a tokenizer cannot be loaded, requests
-for its model are refused until the next attempt. Other models are not affected.
+A model's files come from the gateway's own folder if the folder has the same files. Otherwise they
+are fetched from an instance of the model. If an instance does not answer soon, another instance is
+asked as well. If a tokenizer cannot be loaded, requests for its model are refused until the next
+attempt. Other models are not affected.
 
-A call keeps its tokenizer until it ends, even after the tokenizer has left the pool.
+Only one tokenizer is parsed at a time. While the library parses, it holds the interpreter's lock
+(30 ms for each MB), so all streams stop. The next tokenizer is parsed after a rest of four times
+the parsing time, at most 2 s, so that streams can continue.
+
+A call keeps its tokenizer until the call ends, even if the pool has dropped the tokenizer.
 """
 
 from __future__ import annotations
@@ -48,31 +50,34 @@ _FAILED: Final = {names.ATTR_OUTCOME: "failed"}
 _WAIT_S: Final = 30.0  # how long a request waits for its model to be loaded
 _FETCH_S: Final = 60.0  # how long one fetch of a model's files may take
 _PARSE_S: Final = 60.0  # how long one parsing may take
-_SILENT_S: Final = 2.0  # after this silence of an instance, another one is asked, too
-_MAX_SOURCES: Final = 3  # instances to ask for files in one attempt
-_MAX_FETCHES: Final = 64  # at a time, since each takes room on the disk
-_MAX_WAITING: Final = 1024  # requests that wait for tokenizers
+_SILENT_S: Final = 2.0  # if an instance does not answer within this time, another one is asked
+_MAX_SOURCES: Final = 3  # how many instances are asked for files in one attempt
+_MAX_FETCHES: Final = 64  # how many fetches run at a time, since each needs space on the disk
+_MAX_WAITING: Final = 1024  # how many requests may wait for tokenizers
 _REST_RATIO: Final = 4.0  # the rest between two loads, as a multiple of the parsing time
 _MOST_REST_S: Final = 2.0
-# The memory of a tokenizer per byte of its files (measured), and its fixed part.
+# The memory of a tokenizer: for each byte of its files (measured), and a fixed part.
 _BYTES_PER_FILE_BYTE: Final = 5
 _BYTES_EACH: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerRules:
-    """How tokenizers are loaded. `max_chars`: the most characters of a rendered conversation."""
+    """Settings of the pool. `max_chars` is the most characters that a rendered chat may have."""
 
     max_chars: int
     has_defaults: bool = True
     num_threads: int = 1
-    num_long_threads: int = 0  # for long texts; 0: by the number of processors
+    num_long_threads: int = 0  # threads for long texts; 0 means two fewer than processors
     max_bytes: int = 512 << 20
-    max_section_bytes: int = 64 << 20  # of tokens that are kept for the next turns of chats
+    max_section_bytes: int = 64 << 20  # for the cached tokens of chats; 0 means no cache
 
 
 class TokenizerPool:
-    """Models whose instances have no tokenizer files use those of the gateway's own folder."""
+    """The tokenizers in memory, by the digest of their files.
+
+    A model whose instances have no tokenizer files uses the files of the gateway's own folder.
+    """
 
     def __init__(self, rules: TokenizerRules, clock: Callable[[], float] = time.monotonic) -> None:
         self._rules, self._clock = rules, clock
@@ -83,7 +88,7 @@ class TokenizerPool:
         self._resident: dict[str, Tokenizer] = {}  # by digest
         self._loads: dict[str, asyncio.Task[Tokenizer]] = {}
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
-        self._turn = asyncio.Lock()  # to parse
+        self._turn = asyncio.Lock()  # held while a tokenizer is parsed
         self._rests_until = 0.0
         self._num_waiting = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-load")
@@ -105,8 +110,8 @@ class TokenizerPool:
     async def get(self, model: str, text: ModelText | None, sources: TextSources) -> Tokenizer:
         """The tokenizer of a model.
 
-        `text`: the model's files, as its instances report them. `sources` returns the records of
-        the instances that have these files.
+        `text` describes the model's files, as the model's instances report them. `sources` returns
+        the records of the instances that have these files.
 
         Raises TokenizerUnavailable, Overloaded.
         """
@@ -141,7 +146,7 @@ class TokenizerPool:
             raise Overloaded("too many requests wait for tokenizers")
         self._num_waiting += 1
         try:
-            # If this call is cancelled, the load goes on.
+            # If this request is cancelled, the load continues for other requests.
             await asyncio.wait({load}, timeout=_WAIT_S)
         finally:
             self._num_waiting -= 1
@@ -152,7 +157,7 @@ class TokenizerPool:
     def _on_loaded(self, digest: str, load: asyncio.Task[Tokenizer]) -> None:
         del self._loads[digest]
         if not load.cancelled():
-            load.exception()  # all its waiters may have left
+            load.exception()  # marks it as read, because all waiting requests may have left
 
     async def _load(self, model: str, digest: str, sources: TextSources) -> Tokenizer:
         async with self._fetches:
@@ -162,7 +167,7 @@ class TokenizerPool:
                 _loads.add(1, _FAILED)
                 cause = exc.message if isinstance(exc, MeshError) else repr(exc)
                 log.warning("tokenizer.failed", model=model, reason=cause)
-                # Overloaded instances have the files, and say when to ask again.
+                # An overloaded instance has the files, and its answer says when to ask again.
                 if isinstance(exc, Overloaded):
                     raise _unavailable(_retry_s(exc)) from None
                 now = self._clock()
@@ -253,7 +258,7 @@ class TokenizerPool:
 
 
 def _unchanged(own: TextFiles | None, digest: str) -> TextFiles | None:
-    """The gateway's own files, if they have this digest and have not changed. Blocks."""
+    """The gateway's own files, if they have this digest and have not changed. Reads the disk."""
     if own is None or own.digest != digest:
         return None
     try:
@@ -263,9 +268,9 @@ def _unchanged(own: TextFiles | None, digest: str) -> TextFiles | None:
     return found if found.digest == digest else None
 
 
-# Any: the arguments of `Tokenizer.load`.
+# The type is Any because the arguments are passed on to `Tokenizer.load`.
 def _load_guarded(folder: Path, **rules: Any) -> Tokenizer:
-    """Raises BadModelDir for any failure: the files may hold anything."""
+    """Raises BadModelDir for any failure, because the files may contain anything."""
     try:
         return Tokenizer.load(folder, **rules)
     except MeshError:
@@ -277,8 +282,8 @@ def _load_guarded(folder: Path, **rules: Any) -> Tokenizer:
 async def _fetched(digest: str, sources: TextSources, folder: Path) -> TextFiles:
     """Fetch the files from an instance.
 
-    If an instance that has the files is Overloaded, instances are asked again after the time that
-    it names. Raises Overloaded if that is too late, MeshError, OSError, TimeoutError.
+    If an instance answers that it is overloaded, all are asked again after the time that its answer
+    gives. Raises Overloaded if this time is too long. Also raises MeshError, OSError, TimeoutError.
     """
     folders = (folder / str(number) for number in itertools.count())
     time_left = asyncio.timeout(_FETCH_S)
@@ -299,8 +304,9 @@ async def _fetched_once(
 ) -> TextFiles:
     """Ask some instances in random order, and return the first files that arrive.
 
-    A silent instance may only be slow, so its fetch continues while the next one is asked. If all
-    fail, Overloaded is raised rather than another error. Raises MeshError, OSError.
+    An instance that does not answer may only be slow, so its fetch continues while the next
+    instance is asked. If all fail, raises Overloaded if any instance did, otherwise MeshError or
+    OSError.
     """
     waiting = random.sample(sources, min(_MAX_SOURCES, len(sources)))
     asked: set[asyncio.Task[TextFiles]] = set()

@@ -1,1 +1,1 @@
-"""AdminService and the operators' page."""
+"""AdminService, the gRPC API for operators, and the operators' web page."""

@@ -1,7 +1,8 @@
 """Registers LoRA adapters at the leading master, after instances have inspected their files.
 
-Gateways and instances follow the board themselves. So an adapter is served whichever master leads.
-After its removal, gateways refuse it and instances unload it.
+The registered adapters are stored on a board, a key-value bucket in NATS. Gateways and instances
+read this board directly, so an adapter does not depend on any master. When an adapter was removed,
+gateways refuse requests for it, and instances unload it.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 
 log = structlog.get_logger(__name__)
 
-MAX_ADAPTERS: Final = 1000  # each is a label of metrics, and known to every gateway
+MAX_ADAPTERS: Final = 1000  # bounded because each adapter becomes a label of metrics
 _TICK_S: Final = 1.0
-_INSPECT_S: Final = 60.0  # an adapter's files may be large, and on a slow store
-_MAX_ASKED: Final = 8  # instances that inspect an adapter's files at once
+_INSPECT_S: Final = 60.0  # an adapter's files may be large, and their storage slow
+_MAX_ASKED: Final = 8  # how many instances inspect the files of a new adapter
 
 
 class Adapters:
-    """`leadership` returns (whether this process leads, its epoch) now."""
+    """The registered adapters, as the leader changes them.
+
+    `leadership` returns whether this process leads now, and its epoch.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,10 @@ class Adapters:
             await self._adapters.close()
 
     async def round(self) -> None:
-        """If this master leads, write adapters again that were wiped (F21). Raises MeshError."""
+        """If this master leads, rewrite adapters that the bucket has lost (F21).
+
+        Raises MeshError.
+        """
         is_leader, epoch = self._leadership()
         if not is_leader or self._adapters is None or not self._adapters.is_current:
             return
@@ -82,10 +89,13 @@ class Adapters:
             log.warning("adapters.restored", adapter=name)
 
     async def add(self, request: pb.AddAdapterRequest, epoch: int) -> pb.AddAdapterResponse:
-        """Raises MeshError; then nothing was changed."""
+        """Register an adapter, or replace the adapter of this name.
+
+        Raises MeshError. After an error nothing has changed.
+        """
         adapters = self._opened()
         check_name(request.name)
-        if request.name == DEFAULT_MODEL:  # clients would silently get the model
+        if request.name == DEFAULT_MODEL:  # clients of this name get a model, never the adapter
             message = f"{request.name} means whichever model serves: no adapter has this name"
             raise InvalidRequest(message, field="name")
         check_path(request.path)
@@ -110,7 +120,11 @@ class Adapters:
         return pb.AddAdapterResponse(adapter=entry, instance_ids=asked)
 
     async def remove(self, name: str, epoch: int) -> None:
-        """Raises InvalidRequest if there is no such adapter; otherwise the errors of `add`."""
+        """Remove an adapter.
+
+        Raises InvalidRequest if there is no adapter of this name, Unavailable, NotLeader, or
+        VersionConflict.
+        """
         adapters = self._opened()
         if name not in adapters.known:
             raise InvalidRequest(f"there is no adapter {shortened(name)}", field="name")
@@ -120,7 +134,10 @@ class Adapters:
         log.info("adapters.removed", adapter=name)
 
     def states(self) -> list[pb.AdapterState]:
-        """Raises Unavailable while the adapters are not known."""
+        """The adapters by name, with the instances that have loaded each.
+
+        Raises Unavailable while the adapters are not known.
+        """
         known, records = self._opened().known, self._registry.records
         return [
             pb.AdapterState(
@@ -132,10 +149,13 @@ class Adapters:
             for name in sorted(known)
         ]
 
-    # -- what instances say -----------------------------------------------------------------------
+    # -- instances --------------------------------------------------------------------------------
 
     def _able(self, model: str) -> Sequence[InstanceRecord]:
-        """The instances of the model that take adapters, one of each role and group first."""
+        """The instances of the model that take adapters.
+
+        One instance of each group and role comes first, so that every kind of instance is asked.
+        """
         serving = [r for _, r in sorted(self._registry.records.items()) if takes_requests(r)]
         models = sorted({r.model for r in serving if r.model})
         if not model and len(models) > 1:
@@ -155,7 +175,7 @@ class Adapters:
     async def _inspected(
         self, records: Sequence[InstanceRecord], path: str
     ) -> InspectAdapterResponse:
-        """What the instances find in the folder. Raises InvalidRequest if one cannot load it."""
+        """Let the instances inspect the folder. Raises InvalidRequest if one cannot load it."""
         found = await asyncio.gather(*(_inspect(record, path) for record in records))
         if len({each.digest for each in found}) > 1:
             names = ", ".join(r.instance_id for r in records)

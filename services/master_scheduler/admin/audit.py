@@ -1,7 +1,7 @@
-"""Reports each change by an operator, in the log and on NATS: who made it, and the state before and
-after it.
+"""Reports each change by an operator, as a line of the log and as an event on NATS.
 
-The line in the log is written first, because an event may be lost.
+The report says who made the change, and has the state before and after the change. The line is
+written first, because an event may be lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdmesh.v1 import admin_service_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-_MAX_VALUES: Final = 100  # changed values in one report; the stored versions have all
+_MAX_VALUES: Final = 100  # the most changed values in one report
 _MAX_VALUE_BYTES: Final = 512
 
 State = Mapping[str, Any]
@@ -32,10 +32,10 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """The answer to a call that changed something, and what it changed.
+    """The answer to a call that changed something, with the facts about the change.
 
-    `about`: the changed instance, pin, adapter or scenarios; or `desired`, or `key-file`. An empty
-    state means that it did not exist before, or does not exist now.
+    `about` names the changed instance, pin, adapter or scenarios, or is `desired` or `key-file`. If
+    `before` or `after` is empty, the changed thing did not exist before, or does not exist now.
     """
 
     answer: Message
@@ -47,13 +47,13 @@ class Changed:
 
 
 class AuditTrail:
-    """`master_id`: this master, which reports the changes made through it."""
+    """Reports the changes that are made through one master, `master_id`."""
 
     def __init__(self, publisher: EventPublisher, master_id: str) -> None:
         self._publisher, self._master_id = publisher, master_id
 
     async def tell(self, caller: AdminCaller, action: str, changed: Changed) -> None:
-        """`action`: the called method, or `KeyFile`."""
+        """Report a change. `action` is the name of the called method, or `KeyFile`."""
         facts: dict[str, Any] = {
             "who": caller.who,
             "shown_by": caller.shown_by,
@@ -73,7 +73,7 @@ class AuditTrail:
 
 
 def state_of(message: Message | None, *left_out: str) -> State:
-    """A message as a state, without some of its fields; None: nothing."""
+    """Convert a message to a state, without the fields `left_out`. None becomes an empty state."""
     if message is None:
         return {}
     found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
@@ -83,7 +83,7 @@ def state_of(message: Message | None, *left_out: str) -> State:
 def of_versions(
     numbers: tuple[int, int], changes: Sequence[pb.DesiredChange]
 ) -> tuple[State, State]:
-    """The states before and after a new version: only what differs, at most a hundred values."""
+    """The states before and after a new version. They have at most a hundred changed values."""
     told = changes[:_MAX_VALUES]
     more = {"num_not_told": len(changes) - len(told)} if len(changes) > len(told) else {}
     before = {c.path: shortened(c.before, _MAX_VALUE_BYTES) for c in told if c.before}

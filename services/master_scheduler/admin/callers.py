@@ -1,7 +1,7 @@
-"""Finds out who a caller of the admin API is, and which role it has.
+"""Finds out who a caller of the admin API is, and which role the caller has.
 
-A caller shows the admin token, an API key of an operator, or a token of the OpenID provider. If it
-shows none of them, `core.access.operator_roles` decides.
+A caller sends the admin token, an operator's API key, or a token of the OpenID provider. If a
+caller sends none of these, `core.access.operator_roles` decides by certificate and address.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class AdminCaller:
-    """`shown_by`: what identified the caller: admin_token, api_key, token, certificate, or local
-    for its address alone; key_file for a change of the key file. `role`: None if it has none.
-    `address`: in gRPC's notation.
+    """The caller of an admin method, or the cause of a change.
+
+    `shown_by` tells how the caller was identified: admin_token, api_key, token, certificate, or
+    local if only the address was used. For a change of the key file it is key_file. `role` is None
+    if the caller has no role. `address` is in gRPC's notation.
     """
 
     who: str
@@ -48,13 +50,13 @@ class AdminCaller:
 
     @property
     def name(self) -> str:
-        """The caller's own name; empty if many callers share what identified it."""
+        """The caller's own name. Empty if only the shared admin token or the address is known."""
         return "" if self.shown_by in ("admin_token", "local") else self.who
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorSources:
-    """The credentials accepted beside the admin token; None: not accepted."""
+    """The credentials that are accepted beside the admin token. None means not accepted."""
 
     keys: FollowedKeys | None = None
     tokens: TokenVerifier | None = None
@@ -62,7 +64,11 @@ class OperatorSources:
 
 
 class AdminAccess:
-    """An empty `token` means that none is set. `page_url`: where operators find the page."""
+    """Identifies callers.
+
+    `token` is the admin token, or empty if none is set. `page_url` returns the URL of the
+    operators' page.
+    """
 
     def __init__(
         self,
@@ -87,8 +93,8 @@ class AdminAccess:
         await (together(*works) if works else asyncio.Event().wait())
 
     async def caller(self, context: Context) -> AdminCaller:
-        """Raises NotAllowed, InvalidToken or Unavailable."""
-        metadata: Any = context.invocation_metadata() or ()  # pairs; its stubs say otherwise
+        """Identify the caller. Raises NotAllowed, InvalidToken or Unavailable."""
+        metadata: Any = context.invocation_metadata() or ()  # pairs, unlike in the type stubs
         peer = context.peer()
         bearer = _bearer(metadata)
         if bearer and (shown := await self._of_bearer(bearer, peer)) is not None:
@@ -105,9 +111,10 @@ class AdminAccess:
         return AdminCaller(who, found.by, found.role, peer)
 
     async def _of_bearer(self, bearer: str, peer: str) -> AdminCaller | None:
-        """None: it is not the admin token, and nothing else is accepted here.
+        """The caller who sends this bearer token.
 
-        Raises NotAllowed, InvalidToken, Unavailable.
+        None if it is not the admin token and no other credentials are accepted. Raises NotAllowed,
+        InvalidToken, Unavailable.
         """
         if self._token and hmac.compare_digest(bearer.encode(), self._token):
             return AdminCaller("admin-token", "admin_token", AdminRole.ADMIN, peer)
@@ -129,7 +136,8 @@ class AdminAccess:
 def is_local(peer: str) -> bool:
     """Whether a peer is on this machine.
 
-    gRPC writes `ipv4:127.0.0.1:4711`, `ipv6:[::1]:4711` (percent-encoded or not), `unix:...`.
+    In gRPC's notation, an address is `ipv4:127.0.0.1:4711`, `ipv6:[::1]:4711` (percent-encoded or
+    not), or `unix:...`.
     """
     kind, _, rest = peer.partition(":")
     if kind == "unix":

@@ -1,5 +1,7 @@
-"""AdminService as callers reach it, over gRPC and from the page: first the caller and its role are
-checked, then the method runs, then its change is reported.
+"""Wraps each method of AdminService in the steps that gRPC and the operators' page both need.
+
+The caller and the caller's role are checked before the method runs. If the method changed
+something, the change is reported afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CheckedCalls:
-    """Has all methods of the service, by their names; each takes (request, context)."""
+    """Has all methods of the service under their names. Each takes (request, context)."""
 
     def __init__(self, servicer: AdminServicer, access: AdminAccess, audit: AuditTrail) -> None:
         self._servicer, self._access, self._audit = servicer, access, audit
@@ -33,7 +35,10 @@ class CheckedCalls:
             setattr(self, method.name, partial(self._call, method.name))
 
     async def check_access(self, method: str, context: Context) -> AdminCaller:
-        """Raises NotAllowed, InvalidToken or Unavailable before the caller learns anything."""
+        """Identify the caller and check the role.
+
+        Raises NotAllowed, InvalidToken or Unavailable.
+        """
         caller = await self._access.caller(context)
         if why := refusal(method, caller.role, caller.who):
             log.warning(

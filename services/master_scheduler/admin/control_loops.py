@@ -1,4 +1,4 @@
-"""The loops of the control plane: they run at every master, and act only at the leader."""
+"""The loops of the control plane. They run at every master, but act only at the leader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdmesh.services.master_scheduler.usage_loop import UsageLoop
 
 @dataclass(frozen=True, slots=True)
 class ControlLoops:
-    """Operators see and change the mesh through these loops."""
+    """The loops through which operators see and change the mesh."""
 
     groups: GroupReconciler
     plans: MoveLoop
@@ -28,7 +28,7 @@ class ControlLoops:
     overview: Overview
 
     def run(self) -> list[Coroutine[Any, Any, None]]:
-        """The loops, which never end; if one fails, the master fails."""
+        """The loops as coroutines. They never end, and if one fails, the master fails."""
         return [
             self.groups.run(),
             self.plans.run(),

@@ -1,11 +1,12 @@
-"""The operators' page, and AdminService as JSON over HTTP: the same methods, checks and refusals.
+"""Serves the operators' page, and AdminService as JSON over HTTP, with the same checks as gRPC.
 
-A call is POST /admin/<method> with a JSON request. A browser asks for permission before a page of
-another site sends such a request here, and never gets it. Without a token, the request's host must
-also be localhost or a loopback address, so that no foreign name leads here (DNS rebinding).
+A call is POST /admin/<method> with a JSON request. Before a page of another site can send such a
+request, the browser asks this server for permission (CORS), which the server never gives. If no
+admin token is set, the request's host must be localhost or a loopback address, so that a foreign
+host name cannot lead here (DNS rebinding).
 
-The port is not encrypted and asks for no certificate. So where gRPC asks for an operator's
-certificate, calls here are served only from this machine.
+The port has no TLS and asks for no certificate. So if gRPC asks for an operator's certificate, this
+port serves only calls from this machine.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _TYPES: Final = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-_MAX_BODY: Final = 2 * MAX_BYTES  # a text in which every byte is escaped
-_MAX_READING: Final = 8  # bodies that are read at once; further ones wait
+_MAX_BODY: Final = 2 * MAX_BYTES  # enough for a text in which every byte is escaped
+_MAX_READING: Final = 8  # how many bodies are read at once; further requests wait
 _SERVICE: Final = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -69,7 +70,7 @@ class _Caller:
         return tuple(self._request.headers.items())
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        """Browsers show no certificate of the mesh."""
+        """Empty, because browsers send no certificate of the mesh."""
         return {}
 
     def host(self) -> str:
@@ -86,8 +87,10 @@ class _Caller:
 def page_routes(
     calls: CheckedCalls, *, has_token: bool, only_host: str | None = None
 ) -> list[Route]:
-    """`only_host`: serve only callers on this machine, whose address is this one or a loopback one;
-    None: serve all.
+    """The routes of the page and of the calls.
+
+    If `only_host` is set, only callers on this machine are served. Their address must be
+    `only_host` or a loopback address.
     """
     reading = asyncio.Semaphore(_MAX_READING)
 
@@ -100,10 +103,10 @@ def page_routes(
             caller: Any = _Caller(request)
             if only_host is not None and not _is_here(caller, only_host):
                 raise NotAllowed(_LOCAL_ONLY)
-            await calls.check_access(method.name, caller)  # before anything is read
+            await calls.check_access(method.name, caller)  # before the body is read
             empty = GetMessageClass(method.input_type)()
             async with reading:
-                # Off the loop, both ways: protobuf's JSON takes seconds for the longest request.
+                # Parse in a thread, because protobuf needs seconds for the longest JSON.
                 message = await asyncio.to_thread(Parse, await _body(request), empty)
             answer = await getattr(calls, method.name)(message, caller)
             return await asyncio.to_thread(_answer, answer)
@@ -113,7 +116,7 @@ def page_routes(
             return _error(exc)
         except ClientDisconnect:
             return Response(status_code=499)
-        except Exception:  # at the edge: the log gets the error, the caller does not
+        except Exception:  # the log gets the cause, but the caller does not
             log.exception("page.bug")
             return _error(MeshError("internal error; the server's log has the cause"))
 
@@ -135,7 +138,7 @@ def _is_here(caller: _Caller, own_host: str) -> bool:
 
 
 async def _body(request: Request) -> bytes:
-    """Raises InvalidRequest beyond the bound."""
+    """Read the body. Raises InvalidRequest if it has more than `_MAX_BODY` bytes."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -145,7 +148,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _answer(message: Any) -> Response:
-    """The answer with its default values, so that the page need not know them."""
+    """The message as JSON. It includes default values, so that the page need not know them."""
     found: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

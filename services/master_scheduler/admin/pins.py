@@ -1,8 +1,9 @@
-"""Keeps pinned prefixes at the leading master: checks them, names their blocks, ends them in time.
+"""Manages pins at the leading master: adds, removes and ends them.
 
-Blocks are named under each fingerprint in use. A pin's tokens are turned into names of blocks here
-and then forgotten: the bucket holds only names. Instances follow the bucket themselves, so a pin
-stays in force whichever master leads. Every master keeps the pinned names in its copy of the index.
+A pin is an operator's order to keep the KV of a prefix, the beginning of a prompt. The prefix is
+given as tokens. They are turned into names of KV blocks here, once for each fingerprint (kind of
+model and KV layout) in use. The bucket in NATS stores only these names. Instances read the bucket
+directly, so a pin does not depend on any master. Every master keeps the pinned names in its index.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ _TICK_S: Final = 1.0
 
 
 class Pins:
-    """`leadership` returns (whether this process leads, its epoch) now.
+    """The pins, as the leader changes them.
 
-    `secret` keys the names, as at the gateways.
+    `leadership` returns whether this process leads now, and its epoch. `secret` is the key of the
+    block names, which all gateways use as well.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Pins:
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` is the wall clock: every master must agree on the time at which a pin ends."""
+        """`clock` is the wall clock, so that all masters agree when a pin ends."""
         self._board, self._index = board, index
         self._view, self._publisher, self._secret = link.view, link.publisher, secret
         self._leadership, self._clock = leadership, clock
@@ -55,7 +57,7 @@ class Pins:
 
     @property
     def known(self) -> Mapping[str, pb.Pin]:
-        """Pins by id."""
+        """The pins by id."""
         return self._pins.known if self._pins is not None else {}
 
     async def run(self) -> None:
@@ -74,9 +76,9 @@ class Pins:
             await self._pins.close()
 
     async def round(self) -> None:
-        """If this master leads, write pins again that were wiped (F21), and end expired ones.
+        """If this master leads, rewrite pins that the bucket has lost (F21), and end expired pins.
 
-        Raises MeshError; the next round continues.
+        Raises MeshError. The next round then does the rest.
         """
         is_leader, epoch = self._leadership()
         if not is_leader or self._pins is None or not self._pins.is_current:
@@ -89,9 +91,10 @@ class Pins:
             await self._forget(pin, epoch, "expired")
 
     async def add(self, request: pb.AddPinRequest, epoch: int) -> pb.PinState:
-        """Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict.
+        """Add a pin, or replace the pin with this id.
 
-        After an error nothing is pinned.
+        Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict. After an
+        error nothing is pinned.
         """
         pins = self._opened()
         wanted = _wanted(request)
@@ -119,21 +122,28 @@ class Pins:
         return self._state(pin)
 
     async def remove(self, pin_id: str, epoch: int) -> None:
-        """Raises InvalidRequest if there is no such pin, and otherwise the errors of `add`."""
+        """Remove a pin.
+
+        Raises InvalidRequest if there is no pin with this id, Unavailable, NotLeader, or
+        VersionConflict.
+        """
         pin = self._opened().known.get(pin_id)
         if pin is None:
             raise InvalidRequest(f"there is no pin {pin_id}", field="pin_id")
         await self._forget(pin, epoch, "removed")
 
     def states(self) -> list[pb.PinState]:
-        """Raises Unavailable while the pins are not known."""
+        """All pins, with the instances that hold their blocks.
+
+        Raises Unavailable while the pins are not known.
+        """
         known = self._opened().known
         return [self._state(known[pin_id]) for pin_id in sorted(known)]
 
-    # -- what is pinned ---------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------
 
     def _cuts(self, model: str, scenario: str) -> tuple[str, list[Cut]]:
-        """The requested model, and how its instances name blocks."""
+        """The requested model, and the ways in which its instances cut a prompt into blocks."""
         records = [r for r in self._view.records.values() if r.model_fingerprint and r.block_size]
         models = sorted({r.model for r in records})
         if not model and len(models) > 1:
@@ -174,7 +184,7 @@ class Pins:
         return state
 
     def _fingerprints(self, pin: pb.Pin) -> set[str]:
-        """The fingerprints of the instances that the pin is for."""
+        """The fingerprints of the instances to which the pin applies."""
         return {
             record.model_fingerprint
             for record in self._view.records.values()

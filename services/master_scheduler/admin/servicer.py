@@ -1,4 +1,8 @@
-"""AdminService: the desired state, cordons and pins, changed by operators at the leading master."""
+"""AdminService: lets operators see and change the mesh at the leading master.
+
+Operators change the desired state, cordons, pins, adapters and more. The desired state is the YAML
+file of the groups that the mesh should have.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +43,15 @@ from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
 
 log = structlog.get_logger(__name__)
 
-_MAX_WORDS: Final = 1024  # characters of an author, a reason or a name
+_MAX_WORDS: Final = 1024  # the most characters of an author, a reason or a name
 A = TypeVar("A", bound=Message)
 
 
 class AdminServicer:
-    """Its callers are checked by `CheckedCalls`. A method that changes something returns Changed.
+    """The methods of the service. `CheckedCalls` has checked the caller.
 
-    `page_url`: where operators find the page. `leadership` returns (whether this process leads, its
-    epoch) now.
+    A method that changed something returns Changed, otherwise the answer. `page_url` returns the
+    URL of the operators' page. `leadership` returns whether this process leads now, and its epoch.
     """
 
     def __init__(
@@ -290,7 +294,7 @@ class AdminServicer:
         return Changed(pb.RemoveAdapterResponse(), request.name, before, {})
 
     def _enter(self) -> int:
-        """The epoch of our leadership. Raises NotLeader."""
+        """Check that this master leads, and return its epoch. Raises NotLeader."""
         is_leader, epoch = self._leadership()
         if not is_leader:
             leader = next((r for r in self._view.registry.records.values() if r.is_leader), None)
@@ -304,8 +308,8 @@ class AdminServicer:
         return epoch
 
     def _check_can_leave(self, instance_id: str, mode: int) -> None:
-        """Raises InvalidRequest."""
-        is_assigned = self._view.is_assigned(instance_id)  # even between two incarnations
+        """Raises InvalidRequest if the instance cannot be taken out of service in this mode."""
+        is_assigned = self._view.is_assigned(instance_id)  # true even while it is restarted
         record = self._view.registry.records.get(instance_id)
         if record is None and not is_assigned:
             hint = suggestion(instance_id, self._view.registry.records)
@@ -326,7 +330,7 @@ class AdminServicer:
             )
 
     def _check_canary(self, share: float, after: Desired) -> None:
-        """Raises InvalidRequest if the canary would not do what the caller expects."""
+        """Raises InvalidRequest if the new desired state cannot begin with a canary."""
         if not 0 < share < 1:
             raise InvalidRequest(
                 "a canary's share must be more than 0 and less than 1", field="canary_share"
@@ -398,7 +402,7 @@ def _runs(desired: Desired) -> dict[str, Service]:
 
 @dataclass(frozen=True, slots=True)
 class _Applied:
-    """The version before, the version now, and what differs."""
+    """A new version of the desired state, with its changes against the version before."""
 
     version_before: int
     version: int
@@ -406,7 +410,7 @@ class _Applied:
     canary_share: float = 0.0
 
     def told(self, answer: A, author: str, reason: str) -> A | Changed:
-        """The answer with the change; if nothing has changed, the answer alone."""
+        """The answer with the change, or only the answer if nothing has changed."""
         if self.version == self.version_before:
             return answer
         before, after = of_versions((self.version_before, self.version), self.changes)
@@ -422,10 +426,10 @@ class _Compared:
 
 
 def _compared(current: pb.DesiredVersion | None, after: Desired) -> _Compared:
-    """The changes from one version to another.
+    """Compare the current version with a new one.
 
-    A stored version that this release cannot read may have had groups; then all of the new version
-    counts as a change.
+    If this release cannot read the current version, the whole new version counts as a change. The
+    current version is then taken to have groups.
     """
     before, had_groups = Desired(), False
     if current is not None:
@@ -448,7 +452,7 @@ def _check_mode(mode: int) -> None:
 
 
 def _author(said: str, caller: AdminCaller) -> str:
-    """Who makes a change: as the caller says, and as its token, key or certificate shows."""
+    """The author of a change: the name in the request, and the caller's identified name."""
     return f"{said} ({caller.name})".strip() if caller.name else said
 
 

@@ -1,1 +1,1 @@
-"""Groups: the loop that reconciles them with the desired state, and its input and output."""
+"""Groups of instances: the loop that reconciles them with the desired state, and its data."""

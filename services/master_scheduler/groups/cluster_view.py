@@ -1,7 +1,8 @@
-"""The cluster as this master knows it: instances, assignments, desired state, out-of-service list.
+"""A master's view of the cluster: instances, assignments, desired state, out-of-service list.
 
-It only reads. Every master keeps this view, not only the leader, because any master may become the
-leader at any time.
+An assignment is the leader's order to one instance, with its role and group. The desired state has
+the groups that operators want. Nothing is written here. Every master keeps this view, because any
+master may become the leader at any time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ KV_TRANSPORT: Final = f"ucx/{wire.VERSION}"
 
 
 class ClusterView:
-    """Opened with `open`. `changed` is set whenever a part of the view may have changed."""
+    """Call `open` first. `changed` is set whenever a part of the view may have changed."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class ClusterView:
         self._reader = DesiredReader()
 
     async def open(self) -> None:
-        """Returns when the whole view is known."""
+        """Follow all parts of the view. Returns when all have been read once."""
         self.registry.on_change(self._on_record)
         self.desired.follow(self.changed.set)
         await self.out_of_service.watch(self._on_out_of_service)
@@ -82,17 +83,20 @@ class ClusterView:
 
     @property
     def upgrades(self) -> Upgrades:
-        """The registry's records of upgrades, even while another master leads."""
+        """The stored records of upgrades, which every master follows."""
         return upgrades_from(self.desired.upgrades)
 
     @property
     def fired(self) -> Mapping[str, float]:
-        """When each schedule fired last, according to the registry."""
+        """When each schedule fired last, according to the stored adjustments."""
         return dict(self.desired.adjustments.fired)
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """The operator's desired state and the plans' adjustments; None until a version is read."""
+        """The operators' desired state, and the adjustments that plans of moves made to it.
+
+        None until a version has been read.
+        """
         if self.version is None or (desired := self._reader.known(self.version)) is None:
             return None
         return desired, adjustments_from(self.desired.adjustments)
@@ -103,17 +107,20 @@ class ClusterView:
             await self._reader.read(self.version)
 
     def why_unreadable(self) -> str | None:
-        """Why no version is readable; empty: one is; None: the current one was not read yet."""
+        """Why the current version cannot be read.
+
+        Empty if it can be read. None if `read` has not tried it yet.
+        """
         if self.version is None or not self._reader.has_read(self.version):
             return None
         return "" if self._reader.known(self.version) is not None else self._reader.problem
 
     def is_assigned(self, instance_id: str) -> bool:
-        """Whether the instance has an assignment, even between two incarnations."""
+        """Whether the instance has an assignment. This is true even while it is restarted."""
         return self._book is not None and instance_id in self._book.known
 
     def stale(self) -> str:
-        """The name of the first view that may be older than the registry; empty if none may be."""
+        """The name of the first part that may be outdated. Empty if all parts are current."""
         are_current = {
             "instances": self.registry.is_connected,
             "assignments": self.assignments.is_current,
@@ -125,7 +132,7 @@ class ClusterView:
         )
 
     def observe(self, epoch: int, version: int, desired: Desired) -> Observed:
-        """The group controller's input. `desired`: the current or the last readable version."""
+        """The input of the group controller, from the desired state `desired`."""
         seen: dict[str, InstanceStatus] = {}
         for instance_id, record in self.registry.records.items():
             instance = self.fleet.instances.get(instance_id)

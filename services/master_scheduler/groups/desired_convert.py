@@ -1,4 +1,8 @@
-"""Converts adjustments of the desired state between their stored form and the core's."""
+"""Converts adjustments of the desired state between the stored form and the core's types.
+
+An adjustment is a change to the desired state that a plan of moves made, for example one prefill
+more in a group.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +65,9 @@ def adjustments_to(
 
 
 def pending_from(message: pb.Adjustments) -> list[PendingPlan]:
-    """The stored plans, which are all of schedules. Plans with a move unknown to this release are
-    left out.
+    """The stored plans of schedules that have not ended.
+
+    Plans with a move that this release does not know are left out.
     """
     plans: list[PendingPlan] = []
     for each in message.pending:
@@ -103,9 +108,10 @@ def move_from(each: pb.PendingMove) -> Move:
 
 
 def entries_from(lines: Iterable[ScheduleLine]) -> list[ScheduleEntry]:
-    """Entries are named by their content, so that a line keeps its name when it moves.
+    """Turn the schedule's lines of the file into entries.
 
-    If two lines are equal, the second gets another name.
+    An entry is named by the line's content, so that its name stays when an operator moves the line
+    within the file. If two lines are equal, the second gets another name.
     """
     entries: list[ScheduleEntry] = []
     seen: Counter[str] = Counter()

@@ -1,6 +1,7 @@
-"""Parses the texts of the desired state in a thread beside the event loop.
+"""Parses texts of the desired state in a thread.
 
-The longest text takes a second, and this master's lease must be renewed meanwhile.
+The longest text takes a second. On the event loop, this would keep the master from renewing its
+lease in time.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from pdmesh.v1.admin_service_pb2 import DesiredVersion
 
 log = structlog.get_logger(__name__)
 
-MAX_WAITING: Final = 8  # texts that callers have sent
+MAX_WAITING: Final = 8  # how many texts of callers may wait or be parsed
 
 T = TypeVar("T")
 
 
 class DesiredReader:
-    """The desired state of the current version, read once.
+    """Parses the current version of the desired state, and keeps the result.
 
-    Until a version could be read there is no desired state, which differs from an empty one.
-    `problem`: why the last requested version could not be read.
+    Until a version could be read, the desired state is None, which differs from an empty desired
+    state. `problem` says why the last version could not be read.
     """
 
     def __init__(self) -> None:
@@ -37,9 +38,10 @@ class DesiredReader:
         self.problem = ""
 
     async def read(self, version: DesiredVersion) -> None:
-        """Read a stored version, which was valid when it was stored.
+        """Read a stored version.
 
-        If this release refuses it, the last readable version stays.
+        If this release cannot read it, for example because a newer release stored it, the last
+        readable version stays in force.
         """
         if version.text == self._text:
             return
@@ -55,12 +57,18 @@ class DesiredReader:
         return version.text == self._text
 
     def known(self, version: DesiredVersion) -> Desired | None:
-        """None until the version has been read; if it was refused, the last readable one."""
+        """The desired state of this version, after `read` has tried it.
+
+        If the version cannot be read, this is the last readable desired state. None before `read`.
+        """
         return self._desired if self.has_read(version) else None
 
 
 class TextWorker:
-    """Works on callers' texts off the loop, one at a time; raises Overloaded if too many wait."""
+    """Runs work on callers' texts in a thread, one text at a time.
+
+    `run` raises Overloaded if too many texts wait.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="desired-text")

@@ -1,4 +1,4 @@
-"""Converts records and assignments between their messages and the group controller's types."""
+"""Converts instance records and assignments between messages and the group controller's types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PHASES: Final = {int(phase): phase for phase in Phase}
 
 
 def seen_from(record: InstanceRecord, num_slots_used: int) -> InstanceStatus | None:
-    """None for a process that is not an instance, or whose phase is unknown."""
+    """The instance's status. None if the process is not an instance, or its phase is unknown."""
     phase = _PHASES.get(record.phase)
     if phase is None:
         return None
@@ -73,7 +73,7 @@ def assignment_to(instance_id: str, assignment: Assignment) -> groups_pb2.Assign
 
 
 def _domain(record: InstanceRecord) -> DomainRank | None:
-    """The record's domain; None if it names none, or an impossible rank."""
+    """The domain (data-parallel group) in the record. None if it has none or an impossible rank."""
     try:
         return domain_from(record.domain) if record.HasField("domain") else None
     except InvalidRequest:

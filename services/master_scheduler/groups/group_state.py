@@ -1,4 +1,4 @@
-"""A group as operators see it: its desired state, its members, and how far they are."""
+"""Describes each group for operators: the desired numbers, the members, and how far each is."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _group_state(
 
 
 def _wanted(group: WantedGroup | None) -> dict[str, Any]:
-    """Fields of GroupState."""
+    """The fields of GroupState that the desired state determines."""
     if group is None:
         return {}
     return {

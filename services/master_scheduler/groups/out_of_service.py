@@ -1,9 +1,9 @@
-"""The instances out of service, cordoned or ejected. All masters read them; the leader writes them.
+"""The list of instances out of service: cordoned by an operator, or ejected for a fault.
 
-Each write is compared with what was last seen: if two operators change an entry at the same time,
-the second write is refused. `core.health.ejection_cap` decides which faulty instances are ejected.
-An operator who puts an instance back overrules the fault: the health-monitor learns of it and
-judges the instance again, which may lead to another ejection.
+The list is stored in NATS. All masters read it, and the leader writes it. If two operators change
+an entry at the same time, the second write is refused. `core.health.ejection_cap` decides which
+faulty instances are ejected. If an operator puts an instance back, its present fault no longer
+counts. The health-monitor then judges the instance again, and may find another fault.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 
 class OutOfServiceBook:
-    """Opened with `watch`. `leadership` returns whether this process leads now, and its epoch."""
+    """Call `watch` first. `leadership` returns whether this process leads now, and its epoch."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class OutOfServiceBook:
         self._cap = FleetEjectionCap()
 
     async def watch(self, on_change: Callable[[], None]) -> None:
-        """Returns when all entries are known."""
+        """Follow the list. Returns when all entries have been read."""
         self._view = self._board.watch(lambda _: on_change(), lambda _: on_change())
         await self._view.loaded.wait()
 
@@ -61,14 +61,14 @@ class OutOfServiceBook:
         return [known[instance_id] for instance_id in sorted(known)]
 
     def left(self, mode: LeaveMode.ValueType) -> frozenset[str]:
-        """The instances that have left, or must leave, in this mode."""
+        """The instances that were taken out of service in this mode."""
         return frozenset(entry.instance_id for entry in self.known if entry.mode == mode)
 
     def of(self, instance_id: str) -> OutOfService | None:
         return self._view.known.get(instance_id) if self._view is not None else None
 
     async def take_out(self, entry: OutOfService, epoch: int) -> None:
-        """Write the entry. `epoch`: of the leadership in which this was decided.
+        """Write the entry. `epoch` is the epoch in which this was decided.
 
         Raises VersionConflict, NotLeader or Unavailable. Raises InvalidRequest if the entry would
         drain an instance that was taken out in the mode AT_ONCE.
@@ -84,10 +84,11 @@ class OutOfServiceBook:
         await self._write(entry, epoch)
 
     async def put_back(self, instance_id: str, mode: LeaveMode.ValueType, epoch: int) -> str:
-        """Returns the instance's fault if it is serious enough for ejection; else empty.
+        """Put an instance back into service.
 
-        `mode` may be unspecified. Raises InvalidRequest if the instance is not out of service in
-        this mode, and otherwise the errors of `take_out`.
+        Returns the instance's fault if it is serious enough for ejection, otherwise "". Raises
+        InvalidRequest if the instance is not out of service in `mode`, which may be unspecified.
+        Also raises VersionConflict, NotLeader or Unavailable.
         """
         entry = self.of(instance_id)
         if entry is None or mode not in (LEAVE_MODE_UNSPECIFIED, entry.mode):
@@ -105,14 +106,20 @@ class OutOfServiceBook:
         return str(fault) if fault is not None and fault.level >= EJECTS_FROM else ""
 
     async def restore(self, epoch: int) -> None:
-        """Rewrite the entries that were wiped from the bucket (F21). Raises like `take_out`."""
+        """Rewrite the entries that the bucket has lost (F21).
+
+        Raises VersionConflict, NotLeader or Unavailable.
+        """
         view = self._opened()
         for instance_id in sorted(view.missing):
             await self._write(view.known[instance_id], epoch)
             log.warning("out_of_service.restored", instance_id=instance_id)
 
     async def eject_faulty(self, epoch: int) -> None:
-        """Eject instances that must be replaced for a fault, until an operator puts them back."""
+        """Eject instances that must be replaced because of a fault.
+
+        They stay ejected until an operator puts them back.
+        """
         out = {
             e.instance_id: TakenOut(e.mode == LEAVE_MODE_DRAIN, e.is_ejected) for e in self.known
         }

@@ -1,9 +1,9 @@
-"""Runs the group controller while this master leads.
+"""Brings the groups of instances to the desired state, while this master leads.
 
-Input is the view of the cluster; output is assignments, ejections and step events. A round decides
-from one look and writes at once. A write that fails ends the round; the next round looks again.
-Without a current view and a readable desired state, nothing is decided: a wrong guess could drain a
-fleet.
+Each round reads the view of the cluster, lets the group controller decide, and writes the decisions
+at once: assignments and ejections. It also publishes an event for each step of a group. If a write
+fails, the round ends, and the next round begins with a new look. Without a current view and a
+readable desired state, nothing is decided, because a wrong guess could drain all instances.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
 
-_TICK_S: Final = 0.5  # the longest wait between two rounds, to notice what is overdue
-_GAP_S: Final = 0.02  # changes that come together make one round
+_TICK_S: Final = 0.5  # the longest time between two rounds, to notice expired time limits
+_GAP_S: Final = 0.02  # a round begins this much later, to include changes that come together
 
 
 class GroupReconciler:
-    """`leadership` returns (whether this process leads, its epoch) now."""
+    """Runs the rounds. `leadership` returns whether this process leads now, and its epoch."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class GroupReconciler:
         self.view, self._publisher = view, publisher
         self._leadership, self._clock = leadership, clock
         self.controller = GroupController()
-        self.observed: Observed | None = None  # in the last round
-        self._observed_round: Round | None = None  # the working set made from `observed`
-        self.paused = ""  # why the leader decides nothing now
+        self.observed: Observed | None = None  # the controller's input in the last round
+        self._observed_round: Round | None = None  # made from `observed` when it is needed
+        self.paused = ""  # the reason why the leader decides nothing now, if so
         self.on_step: Callable[[AnnounceStep], None] = lambda step: None
         self._epoch = 0
 
@@ -81,16 +81,19 @@ class GroupReconciler:
             await self.view.close()
 
     def wake(self) -> None:
-        """Call it when our leadership changes."""
+        """Begin a round soon. Call this when this process gains or loses the leadership."""
         self.view.changed.set()
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """Like `ClusterView.current`, but None while this leader cannot act."""
+        """The same as `ClusterView.current`, but None while this leader cannot act."""
         return None if self.paused else self.view.current
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
-        """Blank instances that may get a role, by region; only in `racks` if any are named."""
+        """The number of blank instances, which have no role yet, by region.
+
+        If `racks` is not empty, only instances in these racks are counted.
+        """
         if self.observed is None:
             return Counter()
         if self._observed_round is None or self._observed_round.observed is not self.observed:
@@ -105,7 +108,7 @@ class GroupReconciler:
         self.view.changed.clear()
 
     async def round(self) -> None:
-        """Look, decide and write, if this master leads and its whole view is current."""
+        """Read, decide and write, if this master leads and its whole view is current."""
         is_leader, epoch = self._leadership()
         if not is_leader:
             self._forget()
@@ -114,7 +117,7 @@ class GroupReconciler:
         if stale := self.view.stale():
             self._pause("stale", f"the view of {stale} is not current")
             return
-        if epoch != self._epoch:  # times of an earlier leadership have no meaning now
+        if epoch != self._epoch:  # the controller's times from an earlier leadership are too old
             self._epoch, self.controller = epoch, GroupController()
         try:
             self._check_leadership(epoch)
@@ -128,14 +131,14 @@ class GroupReconciler:
             log.info("groups.unavailable", error=exc.message)
 
     def _forget(self) -> None:
-        """Another master leads now, so stop reporting what was observed of the groups."""
+        """Drop the state of the groups, because another master leads now."""
         self._pause("", "")
         self._epoch, self.observed, self.controller = 0, None, GroupController()
 
     async def _reconcile(self, version: int, epoch: int) -> None:
         problem, current = self.view.why_unreadable(), self.view.current
         if problem is None:
-            return  # this version has just come: the next round reads it
+            return  # this version has arrived since `read`, and the next round reads it
         self._pause("unreadable" if problem else "", problem)
         if current is None:
             return
@@ -145,7 +148,7 @@ class GroupReconciler:
         await self._carry_out(effects, self.view.assignments, epoch)
 
     def _pause(self, reason: str, why: str) -> None:
-        """Count each skipped round, and log each change of the reason."""
+        """Count each skipped round, and log when the reason changes."""
         if reason:
             _skipped.add(1, {names.ATTR_REASON: reason})
         if why != self.paused:
@@ -157,7 +160,10 @@ class GroupReconciler:
             raise NotLeader(f"this master no longer leads in epoch {epoch}")
 
     async def _carry_out(self, effects: Sequence[Effect], book: AssignmentBook, epoch: int) -> None:
-        """Write the effects, and report both the written and the observed steps."""
+        """Write the effects, and publish the steps.
+
+        A step that needs a write is published only if the write succeeded.
+        """
         writes = (e for e in effects if isinstance(e, GiveAssignment | ForgetAssignment))
         unwritten = {each.instance_id for each in writes}
         try:
@@ -228,7 +234,11 @@ class GroupReconciler:
 
 
 def _instances_of(member_id: str, effects: Sequence[Effect]) -> list[str]:
-    """The ranks that the effects assign to the domain of this id, or the instance of this id."""
+    """The instances that a group member consists of.
+
+    A member is one instance, or a domain (data-parallel group) of several instances. For a domain,
+    these are the instances to which `effects` assign its ranks.
+    """
     ranks = [
         effect.instance_id
         for effect in effects

@@ -1,4 +1,4 @@
-"""Converts the upgrades of scenarios between their stored or shown form and the core's."""
+"""Converts the upgrades of scenarios between protobuf messages and the core's types."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def state_to(report: UpgradeReport) -> pb.UpgradeState:
 
 
 def _service_from(message: pb.ServiceSettings) -> Service:
-    """Roles unknown to this release are left out."""
+    """Convert a service's settings. Roles that this release does not know are left out."""
     options = {role: dict(each.values) for role, each in message.role_options.items()}
     return Service(
         model=message.model,

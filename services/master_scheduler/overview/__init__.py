@@ -1,1 +1,1 @@
-"""What a master shows operators: the mesh now, and what it received in the last hour."""
+"""What a master shows operators: the present state of the mesh, and events of the last hour."""

@@ -1,5 +1,6 @@
-"""Collects what operators see of the last hour. Every master does so, not only the leader, so a new
-leader can show what it received before.
+"""Collects the events of the last hour that operators can see.
+
+Every master collects them, so that a new leader can show events from before its leadership.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pdmesh.net.events import decode_event
 
 log = structlog.get_logger(__name__)
 
-_MAX_WORDS: Final = 300  # bytes of an error's or an operator's text
+_MAX_WORDS: Final = 300  # the most bytes of a text that are kept
 _ORDERS: Final[Mapping[str, str]] = {
     "CordonInstance": "taken out of service",
     "UncordonInstance": "put back into service",
@@ -43,7 +44,7 @@ _ORDERS: Final[Mapping[str, str]] = {
 
 @dataclass(slots=True)
 class Books:
-    """What is kept of the last hour."""
+    """The collected events, in one book for each view of the operators' page."""
 
     answers: AnswerHistory = field(default_factory=AnswerHistory)
     flows: KvFlows = field(default_factory=KvFlows)
@@ -53,7 +54,10 @@ class Books:
 
 
 class HistoryFeed:
-    """`wall` is unix time, for display only. `on_ended` takes ended requests."""
+    """Fills the books with events from NATS.
+
+    The caller passes ended requests to `on_ended`. `wall` is unix time, for display only.
+    """
 
     def __init__(
         self,
@@ -156,9 +160,10 @@ class HistoryFeed:
         self.books.happenings.add(kind, about, shortened(what, _MAX_WORDS), self._wall())
 
     def _is_served(self, request: EndedRequest) -> bool:
-        """Whether an instance serves the request's scenario; clients may invent names of scenarios.
+        """Whether an instance serves the request's scenario.
 
-        If the request was answered, an instance served it.
+        If not, the client may have invented the scenario's name. An answered request was served by
+        an instance, which may be gone now.
         """
         if request.outcome == "completed":
             return True
@@ -167,7 +172,7 @@ class HistoryFeed:
 
 
 def _taker(kind: type[ProtoMessage], take: Callable[[Any], None]) -> Any:
-    """Any: the handler that the bus wants."""
+    """Make a handler for the bus that decodes messages of this kind and passes them to `take`."""
 
     async def on_message(message: Message) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The answers to operators who look at the mesh, from what this master knows and has received."""
+"""Makes the answers for operators who look at the mesh: the state now, the history, a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_ID: Final = 128
 
 
 class Overview:
-    """`wall` is unix time, `clock` that of the feed."""
+    """Makes the answers. `wall` is unix time. `clock` is the clock that the feed uses as well."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Overview:
     ) -> None:
         self.feed, self._view, self._backpressure = feed, view, backpressure
         self._clock, self._wall = clock, wall
-        self._history: pb.GetHistoryResponse | None = None  # valid until its step ends
+        self._history: pb.GetHistoryResponse | None = None  # kept until `_history_until`
         self._history_until = 0.0
 
     def now(self, caller: pb.Caller, epoch: int) -> pb.GetOverviewResponse:
@@ -75,7 +75,10 @@ class Overview:
         return response
 
     def history(self) -> pb.GetHistoryResponse:
-        """Whole steps do not change, so all callers within one step get one answer."""
+        """The history in steps of `STEP_S`.
+
+        Ended steps do not change. So the answer is made once and returned until the next step.
+        """
         now = self._clock()
         if self._history is None or now >= self._history_until:
             self._history, self._history_until = (
@@ -92,7 +95,7 @@ class Overview:
         return response
 
     def story(self, request_id: str) -> pb.GetRequestStoryResponse:
-        """Raises InvalidRequest if nothing is known of the request."""
+        """The steps of one request. Raises InvalidRequest if the request is unknown."""
         if not 0 < len(request_id) <= _MAX_ID:
             raise InvalidRequest(f"must have 1 to {_MAX_ID} characters", field="request_id")
         requests = self.feed.books.requests

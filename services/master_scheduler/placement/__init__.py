@@ -1,1 +1,1 @@
-"""Plans of requests: the servicer, and the feeds that keep its view of the fleet current."""
+"""Plans where requests go: the gRPC service, and the feeds that keep its data current."""

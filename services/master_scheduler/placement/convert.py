@@ -1,4 +1,4 @@
-"""Converts between the contract's messages and the core's objects."""
+"""Converts between the messages of SchedulerService and the core's types."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _MAX_UINT32: Final = 2**32 - 1
 
 
 def identity_from(record: InstanceRecord) -> Identity | None:
-    """None for a process that is not an instance, or has no engine."""
+    """The instance's identity. None if the process is not an instance or has no engine yet."""
     role = _ROLES.get(record.role)
     if role is None or record.phase not in _LOADED:
         return None
@@ -88,7 +88,7 @@ def identity_from(record: InstanceRecord) -> Identity | None:
 
 
 def query_from(query: pb.PlanQuery, region: str = "") -> Query:
-    """`region`: that of the gateway that asks. Raises InvalidRequest."""
+    """Convert a query. `region` is the region of the asking gateway. Raises InvalidRequest."""
     return Query(
         model=query.model,
         scenario=query.scenario,
@@ -105,7 +105,7 @@ def query_from(query: pb.PlanQuery, region: str = "") -> Query:
 
 
 def hashes_from(block_hashes: Iterable[bytes], field: str) -> list[bytes]:
-    """Raises InvalidRequest that names `field`."""
+    """Check number and size of the hashes. Raises InvalidRequest that names `field`."""
     hashes = list(block_hashes)
     if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
         message = f"must have at most {_MAX_HASHES} hashes of {HASH_BYTES} bytes each"

@@ -1,6 +1,7 @@
-"""Feeds the fleet core: records, load reports, and the health-monitor's verdicts and fault reports.
+"""Passes news about instances to the core `Fleet`, from which the master ranks instances.
 
-Everything is delivered again after an outage, so this feed need not remember what it missed.
+The news are records of the registry, load reports, and the health-monitor's verdicts and fault
+reports. After an outage of NATS everything is delivered again, so a missed message does no harm.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ _MONITOR_AWAY_S: Final = 10.0  # longer than the health-monitor's restart takes
 
 @dataclass(frozen=True, slots=True)
 class MonitorBoards:
-    """The health-monitor's boards: which instances are alive, and which are faulty."""
+    """The two lists that the health-monitor keeps in NATS: health of instances, and faults."""
 
     health: Board[HealthChanged]
     faults: Board[FaultReport]
 
 
 class FleetFeed:
-    """`on_change` is called when the set of instances, or of healthy ones, may have changed."""
+    """`on_change` is called when an instance may have come, gone, or changed its health."""
 
     def __init__(
         self,
@@ -125,11 +126,14 @@ class FleetFeed:
             log.warning("fleet.bad_event", error=exc.message)
             return
         if self._gate.admit(event.header) is EventOrder.STALE:
-            return  # a gap does no harm: each report has the whole load
+            return  # a lost report does no harm, because the next one has the whole load
         self._fleet.handle(load_from(event), self._clock())
 
     async def _watch_the_monitor(self) -> None:
-        """Notice a lost health-monitor: without one, no suspicion would ever be cleared."""
+        """Notice when the health-monitor is lost.
+
+        Without a health-monitor, no suspicion of an instance would ever be cleared.
+        """
         while True:
             now = self._clock()
             is_there = any(r.service == _MONITOR for r in self._view.records.values())

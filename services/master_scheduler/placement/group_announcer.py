@@ -1,4 +1,4 @@
-"""Announces groups whose members changed, while this master leads."""
+"""Publishes an event for each group whose members changed, while this master leads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.net.events import EventPublisher
 
 
 class GroupAnnouncer:
-    """Call `wake` after each change. `is_leader` says whether this process may announce."""
+    """Call `wake` after each change. `is_leader` returns whether this process may publish."""
 
     def __init__(
         self,
@@ -27,7 +27,10 @@ class GroupAnnouncer:
         self._has_changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Call it also when this master begins to lead, so that it announces the present groups."""
+        """Look for changed groups soon.
+
+        Call this also when this master begins to lead, so that it announces the present groups.
+        """
         self._has_changed.set()
 
     async def run(self) -> None:

@@ -1,4 +1,8 @@
-"""Keeps and exports the scenarios' figures, from the gateways' reports on ended requests (S138)."""
+"""Computes and exports figures of each scenario, such as waiting times and throughput (S138).
+
+A scenario is a kind of requests with its own groups and SLOs. The figures come from the reports
+that gateways publish on ended requests.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +55,10 @@ class _Loss(msgspec.Struct, rename="camel"):
 
 
 class RequestFinishedJson(msgspec.Struct, rename="camel"):
-    """A RequestFinished, in protobuf's JSON.
+    """The event RequestFinished, in protobuf's JSON format.
 
-    protobuf's own parser would take a quarter of a millisecond, for every request.
+    msgspec parses it, because protobuf's parser would need a quarter of a millisecond for every
+    request.
     """
 
     header: _Header = msgspec.field(default_factory=_Header)
@@ -85,7 +90,7 @@ OnRequest = Callable[[RequestFinishedJson], None]
 
 
 class ScenarioFeed:
-    """`on_completed` is called for each request that was answered, `on_ended` for each one."""
+    """`on_completed` is called for each answered request, and `on_ended` for every request."""
 
     def __init__(
         self,
@@ -110,14 +115,14 @@ class ScenarioFeed:
             await subscription.unsubscribe()
 
     async def _on_finished(self, message: Message) -> None:
-        """Reports may be lost or repeated: one more or less moves a mean only a little."""
+        """Count one request. A lost or repeated report changes the means only a little."""
         try:
             event = _decoder.decode(message.data)
         except msgspec.MsgspecError as exc:
             log.warning("scenario.bad_event", error=str(exc))
             return
         self._on_ended(event)
-        if event.operation in _POOLING:  # such a call has no phases, and no first token
+        if event.operation in _POOLING:  # a call for vectors or scores has no first token
             if event.outcome == "completed":
                 self._on_completed(event)
             return

@@ -1,4 +1,7 @@
-"""SchedulerService: the leading master answers queries with plans, from memory."""
+"""SchedulerService: the leading master answers queries of gateways with plans, from memory.
+
+A plan names the instances that may serve a request, best first.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ _duration = metrics.histogram(
     buckets=(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05),
 )
 
-_Step = Callable[[str], AbstractContextManager[Span]]  # a span by its name
+_Step = Callable[[str], AbstractContextManager[Span]]  # makes a span with the given name
 _UNTRACED: Final = nullcontext(INVALID_SPAN)
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -45,8 +48,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class PlanningCores:
-    """The cores that answer a query: which instances may serve it, which hold its prefix, how many
-    wait.
+    """The objects from which a query is answered.
+
+    `placement` ranks instances, `index` knows which instances have which blocks in a cache, and
+    `backpressure` counts waiting requests.
     """
 
     placement: Placement
@@ -55,7 +60,10 @@ class PlanningCores:
 
 
 class SchedulerServicer:
-    """`leadership` returns (whether this process leads, its epoch) now."""
+    """The methods of the service.
+
+    `leadership` returns whether this process leads now, and its epoch.
+    """
 
     def __init__(
         self,
@@ -118,7 +126,7 @@ class SchedulerServicer:
 
     def _plan(self, query: pb.PlanQuery, request: pb.PlanRequest) -> pb.PlanResult:
         parent = traces.sampled_context(query.traceparent)
-        if parent is None:  # make no spans: even unrecorded ones cost as much as the plan
+        if parent is None:  # no spans are made, because they would cost as much as the plan
             return self._plan_stepwise(query, request.region, lambda name: _UNTRACED)
         with traces.tracer().start_as_current_span(
             names.SPAN_PLAN, parent, SpanKind.SERVER
@@ -132,7 +140,7 @@ class SchedulerServicer:
             return result
 
     def _plan_stepwise(self, message: pb.PlanQuery, region: str, step: _Step) -> pb.PlanResult:
-        """Match, then decide (S81)."""
+        """Look up the prompt's blocks in the index, then rank the instances (S81)."""
         began = time.perf_counter()
         query = convert.query_from(message, region)
         with step(names.SPAN_PLAN_MATCH) as span:
@@ -195,7 +203,7 @@ class SchedulerServicer:
 
 
 def _fault(instance: Instance) -> dict[str, Any]:
-    """Fields of InstanceState: the instance's fault, for a person."""
+    """The fields of InstanceState that describe the instance's fault, for operators."""
     fault = instance.fault
     if fault is None:
         return {}

@@ -1,7 +1,9 @@
-"""Carries plans out while this master leads, one move of a scenario at a time (S21, S28, S29).
+"""Carries out plans of moves while this master leads (S21, S28, S29).
 
-Schedules, ratios and operators ask for plans. A move is made by writing an adjustment of the
-desired state. It has ended when its groups match the adjusted desired state.
+A plan is a list of moves. A move lets an instance join or leave a group or change its role, or
+lends a group. Plans come from schedules, operators, and the controller of the ratio of prefills to
+decodes. Each scenario makes one move at a time. A move begins with the writing of an adjustment to
+the desired state. It has ended when the groups match the adjusted desired state.
 """
 
 from __future__ import annotations
@@ -76,12 +78,15 @@ from pdmesh.v1 import admin_service_pb2 as pb
 log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
-_NUM_SHOWN: Final = 50  # decisions
-WINDOW_S: Final = 30.0  # the window of requests that steer a ratio, unless the settings differ
+_NUM_SHOWN: Final = 50  # how many decisions operators see
+WINDOW_S: Final = 30.0  # default for the time over which requests are measured for the ratio
 
 
 class MoveLoop:
-    """`leadership` returns (whether this process leads, its epoch) now; `wall` is unix time."""
+    """Runs the plans.
+
+    `leadership` returns whether this process leads now, and its epoch. `wall` is unix time.
+    """
 
     def __init__(
         self,
@@ -102,8 +107,8 @@ class MoveLoop:
         self._schedule = Schedule(())
         self._lines: tuple[ScheduleLine, ...] | None = None  # the lines of `_schedule`
         self._disturbed = DisturbedWindows()
-        self._states: Groups = {}  # the groups with a ratio, as of the last round
-        self.decisions: deque[pb.RatioDecision] = deque(maxlen=_NUM_SHOWN)  # of this leadership
+        self._states: Groups = {}  # the groups with prefills and decodes, as of the last round
+        self.decisions: deque[pb.RatioDecision] = deque(maxlen=_NUM_SHOWN)  # since this epoch began
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -123,9 +128,10 @@ class MoveLoop:
             return
         if self._groups.observed.epoch != epoch:
             return  # the reconciler has not run yet
-        desired, known = current[0], adjustments.valid(*current)  # `_make` erases the others
+        # `_make` erases the adjustments that are not valid.
+        desired, known = current[0], adjustments.valid(*current)
         is_new = epoch != self._epoch
-        if is_new:  # an earlier leader's ratio plans are gone, so measure again
+        if is_new:  # ratio plans of earlier leaders are not stored, so measure from the beginning
             self._epoch = epoch
             self._runner = PlanRunner(gather_s=self._groups.controller.clock.limits.gather_s)
             self._ratio, self._loads = RatioController(_limits(self._window_s)), RoleLoads()
@@ -150,9 +156,9 @@ class MoveLoop:
         await self._make(self._feed(seen), desired, known)
 
     def ask(self, plan: MovePlan, epoch: int) -> list[pb.RatioDecision]:
-        """Plan an operator's moves.
+        """Accept an operator's plan. Returns the resulting decisions.
 
-        Raises CannotMove with the reason for the first invalid move, before any move begins.
+        If a move is invalid, no move begins. Raises CannotMove with the reason.
         """
         groups = self._own(plan.scenario, epoch)
         for move in plan.moves:
@@ -169,14 +175,20 @@ class MoveLoop:
         return self._decide(self._ratio.handle(OperatorAsked(plan), self._clock()))
 
     def profiled(self, scenario: str, profile: Profile, epoch: int) -> list[pb.RatioDecision]:
-        """Decide by a measured profile of the scenario's requests. Raises CannotMove."""
+        """Decide the ratio by a measured profile of the scenario's requests.
+
+        Returns the decisions. Raises CannotMove.
+        """
         groups = self._own(scenario, epoch)
         return self._decide(
             self._ratio.handle(ScenarioProfiled(scenario, profile, groups), self._clock())
         )
 
     def _own(self, scenario: str, epoch: int) -> Groups:
-        """All groups with a ratio. Raises CannotMove unless one of the scenario serves."""
+        """The groups with prefills and decodes, of all scenarios.
+
+        Raises CannotMove if no group serves `scenario`.
+        """
         if self._groups.current is None or epoch != self._epoch:
             raise CannotMove(self._groups.paused or "this master has not examined the groups yet")
         if not serving(self._states, scenario):
@@ -184,23 +196,23 @@ class MoveLoop:
         return self._states
 
     def busy(self, group_id: str, role: Role) -> float | None:
-        """The share of the role's slots that was in use recently; None: not known."""
+        """The recently used share of the slots of this role in the group. None if it is unknown."""
         return self._loads.busy([group_id], role)
 
     def planning(self) -> frozenset[str]:
-        """Scenarios in which plans move something, or are about to."""
+        """The scenarios that have a plan, running or waiting."""
         current = self._groups.current
         scenarios = {g.scenario for g in current[0].groups.values()} if current else set()
         return frozenset(s for s in scenarios if self._runner.is_busy(s))
 
     def gathering(self) -> frozenset[str]:
-        """The scenarios of `planning` whose plan only waits for instances."""
+        """The scenarios of `planning` whose plan still waits for instances to become available."""
         return self._runner.gathering
 
     def _being_upgraded(self, *, is_out: bool) -> frozenset[str]:
-        """Scenarios with a group that gets another revision now.
+        """The scenarios with a group that gets another revision now.
 
-        With `is_out`, only those whose group does not fully serve.
+        With `is_out`, a scenario is included only if this group does not fully serve.
         """
         return frozenset(
             scenario
@@ -209,7 +221,7 @@ class MoveLoop:
         )
 
     def _in_its_place(self, group: GroupShape, racks: tuple[str, ...]) -> GroupShape:
-        """The group with its region, and how many members could join it there."""
+        """Add the group's region to its shape, and the number of members that could join there."""
         region, blanks = (
             self._groups.controller.regions.get(group.group_id),
             self._groups.blanks(racks),
@@ -218,13 +230,16 @@ class MoveLoop:
         return replace(group, region=region, num_blank=num_blank // self._ranks_of(group.group_id))
 
     def _ranks_of(self, group_id: str) -> int:
-        """How many blank instances a new member needs, in the role whose members need the most."""
+        """How many instances a new prefill or decode consists of, whichever needs more.
+
+        A member with data parallelism consists of several instances.
+        """
         observed = self._groups.observed
         wanted = observed.wanted.groups.get(group_id) if observed is not None else None
         return max(map(wanted.dp_size, (Role.PREFILL, Role.DECODE))) if wanted is not None else 1
 
     def _resume(self, states: Groups) -> None:
-        """Resume the plans of an earlier leader's schedules, because a schedule fires only once."""
+        """Resume plans from schedules of an earlier leader, because a schedule fires only once."""
         for left in pending_from(self._groups.view.desired.adjustments):
             age_s = self._wall() - left.plan.asked_at
             plan = resumable(left, age_s)
@@ -241,7 +256,7 @@ class MoveLoop:
                 self._feed(PlanAsked(due.plan))
 
     def _steer(self, desired: Desired, states: Groups, num_blank: int) -> None:
-        """Adjust the ratio of scenarios with an automatic one, once per window."""
+        """Once per window, adjust the ratio of each scenario that has an automatic ratio."""
         scenarios = dict(sorted(serving_by_scenario(states).items()))
         self._windows.serve(scenarios)
         self._ratio.keep_only(scenarios)
@@ -324,7 +339,7 @@ class MoveLoop:
     async def _make(
         self, starts: Sequence[StartMove], desired: Desired, known: adjustments.Adjustments
     ) -> None:
-        """Begin the moves with one write. If it fails, try again in the next round."""
+        """Begin all moves with one write. If the write fails, the next round tries again."""
         begun: list[StartMove] = []
         for start in starts:
             try:
@@ -350,7 +365,7 @@ class MoveLoop:
             )
 
     def _feed(self, event: Event) -> list[StartMove]:
-        """Returns the moves to begin, and logs how plans ended."""
+        """Pass an event to the plan runner. Returns the moves to begin, and logs ended plans."""
         starts: list[StartMove] = []
         for effect in self._runner.handle(event, self._clock()):
             match effect:
@@ -376,9 +391,9 @@ class MoveLoop:
         return starts
 
     async def _write(self, known: adjustments.Adjustments) -> None:
-        """Write the adjustments, the fired schedules and their open plans.
+        """Write the adjustments, the fired schedules, and the schedules' plans that have not ended.
 
-        So the next leader repeats no schedule and forgets none.
+        So the next leader repeats no schedule, and finishes these plans.
         """
         left = self._runner.outstanding()
         pending = [each for each in left if each.plan.trigger is Trigger.SCHEDULE]
@@ -388,9 +403,10 @@ class MoveLoop:
         if message == stored:
             return
         message.epoch = self._epoch
-        await book.adjust(message)  # nothing was awaited since the adjustments were read
+        # `stored` is still current, because nothing was awaited since it was read.
+        await book.adjust(message)
 
 
 def _limits(window_s: float) -> RatioLimits:
-    """Limits whose waiting times are multiples of the window."""
+    """The limits of the ratio controller, with waiting times that are multiples of the window."""
     return RatioLimits(settle_s=window_s, hold_s=10 * window_s, max_hold_s=120 * window_s)

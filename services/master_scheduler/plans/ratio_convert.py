@@ -1,4 +1,7 @@
-"""Converts ratio decisions between the core's types and the operators' messages."""
+"""Converts moves and decisions about ratios between the core's types and protobuf messages.
+
+A ratio is the ratio of prefills to decodes in a group.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.services.master_scheduler.groups.desired_convert import move_from, move_to
 from pdmesh.v1 import admin_service_pb2 as pb
 
-MAX_MOVES: Final = 256  # per plan of an operator
+MAX_MOVES: Final = 256  # the most moves in a plan of an operator
 
 
 def moves_from(request: pb.PlanMovesRequest, reason: str) -> tuple[Move, ...]:
-    """Raises InvalidRequest.
+    """The moves that an operator asks for. Raises InvalidRequest.
 
-    The number of moves is bounded, since each is checked against all groups.
+    Their number is bounded, because each move is checked against all groups.
     """
     if len(request.moves) > MAX_MOVES:
         raise InvalidRequest(f"more than {MAX_MOVES} moves", field="moves")
@@ -41,7 +44,7 @@ def moves_from(request: pb.PlanMovesRequest, reason: str) -> tuple[Move, ...]:
 
 
 def profile_from(message: pb.ScenarioProfile) -> Profile:
-    """Raises InvalidRequest."""
+    """Check and convert a profile. Raises InvalidRequest."""
     for name in ("t_p_s", "num_prefill_slots", "t_d_s", "num_decode_slots"):
         value = getattr(message, name)
         if not (math.isfinite(value) and value > 0):
@@ -52,7 +55,7 @@ def profile_from(message: pb.ScenarioProfile) -> Profile:
 
 
 def decision_to(decided: RatioDecided, at: float) -> pb.RatioDecision:
-    """`at` is in unix seconds."""
+    """Convert a decision that was made at the unix time `at`."""
     window = decided.window
     message = pb.RatioDecision(
         scenario=decided.scenario,

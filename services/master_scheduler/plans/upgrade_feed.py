@@ -1,4 +1,8 @@
-"""Feeds the upgrades: the gateways' reports on requests, the instances' reports on failed legs."""
+"""Tells the upgrade loop how well each revision of a group serves.
+
+Gateways report answered requests, and instances report failed legs. A leg is a request's stay on
+one instance. The upgrade loop compares the revisions by these reports.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ class _Header(msgspec.Struct, rename="camel"):
 
 
 class _ErrorJson(msgspec.Struct, rename="camel"):
-    """The needed fields of an ErrorReported."""
+    """The fields of the event ErrorReported that are needed here."""
 
     header: _Header = msgspec.field(default_factory=_Header)
     reason: str = ""
@@ -55,10 +59,10 @@ class UpgradeFeed:
             await subscription.unsubscribe()
 
     def answered(self, event: RequestFinishedJson) -> None:
-        """A completed request.
+        """Report a completed request.
 
-        It counts for the group and revision of its prefill, which its decode shares, or of its
-        pooling instance.
+        The request counts for the group and revision of its prefill or pooling instance. A decode
+        has the same group and revision as the prefill.
         """
         group_revision = self._group_revision(event.prefill_id or event.pooling_id)
         if group_revision is None:

@@ -1,6 +1,10 @@
-"""Runs upgrades while this master leads: looks at the groups, writes records and versions (S24).
+"""Runs upgrades while this master leads (S24).
 
-The registry's record says what each group should run, and the group reconciler acts on that record.
+In an upgrade, the groups of a scenario get a new revision of their service one after another.
+
+Each round looks at the groups, lets the upgrade controller decide, and writes a record of each
+upgrade to NATS. The record says which revision each group should run. The group reconciler acts on
+this record. To roll back, the loop also writes the earlier version of the desired state again.
 """
 
 from __future__ import annotations
@@ -45,12 +49,12 @@ log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
 _AUTHOR: Final = "master-scheduler"
-_FAULTY_STEPS: Final = frozenset({"lost", "failed"})  # for these, the revision may be to blame
+_FAULTY_STEPS: Final = frozenset({"lost", "failed"})  # steps that a bad revision may cause
 _OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # prefixes of faults that no revision causes
 
 
 class Plans(Protocol):
-    """What upgrades need of the move loop."""
+    """The part of the move loop that is used here."""
 
     def busy(self, group_id: str, role: Role) -> float | None: ...
     def planning(self) -> frozenset[str]: ...
@@ -58,9 +62,11 @@ class Plans(Protocol):
 
 
 class UpgradeLoop:
-    """`leadership` returns (whether this process leads, its epoch) now.
+    """Runs the upgrades.
 
-    `on_shares` is called with the canaries' shares of the requests.
+    A canary is an extra group that gets a new revision first. `on_shares` is called with the
+    canaries' shares of the requests. `leadership` returns whether this process leads now, and its
+    epoch.
     """
 
     def __init__(
@@ -76,15 +82,15 @@ class UpgradeLoop:
         self._publisher, self._leadership, self._clock = publisher, leadership, clock
         self._on_shares = on_shares
         self._epoch = 0
-        self.seen_version = 0  # the version of the desired state that the reports are about
+        self.seen_version = 0  # the version of the desired state that `reports` reflect
         self._controller = UpgradeController(KV_TRANSPORT)
         self._lost_versions: set[int] = set()
-        self._deciding = asyncio.Lock()  # held from a look at a record until the result is written
+        self._deciding = asyncio.Lock()  # held from reading a record until its change is written
         groups.on_step = self._on_step
 
     @property
     def reports(self) -> list[UpgradeReport]:
-        """Reports on upgrades under way or rolled back, by scenario."""
+        """Reports on upgrades that run or were rolled back, ordered by scenario."""
         return [report for _, report in sorted(self._controller.reports.items())]
 
     async def run(self) -> None:
@@ -99,8 +105,8 @@ class UpgradeLoop:
             await asyncio.sleep(_TICK_S)
 
     async def round(self) -> None:
-        """Look, decide and write, if this master leads and its reconciler acts."""
-        # Followers need the shares, too: every master plans requests.
+        """Read, decide and write, if this master leads and its reconciler acts."""
+        # Masters that do not lead need the shares as well, in case they become the leader.
         self._on_shares(shares(self._view.upgrades.values()))
         async with self._deciding:
             await self._look()
@@ -112,8 +118,8 @@ class UpgradeLoop:
         if not is_leader or current is None or version is None or observed is None:
             return
         if (observed.epoch, observed.version) != (epoch, version.version):
-            return  # the reconciler has not looked yet
-        if epoch != self._epoch:  # times of an earlier leadership have no meaning now
+            return  # the reconciler has not read this version yet
+        if epoch != self._epoch:  # the controller's times from an earlier leadership are too old
             self._epoch, self._controller = epoch, UpgradeController(KV_TRANSPORT)
             self.seen_version = 0
         asked, known = current
@@ -136,9 +142,10 @@ class UpgradeLoop:
         self.seen_version = observed.version
 
     async def promote(self, scenario: str) -> dict[str, float]:
-        """Give a canary's revision to all groups; returns the share of each scenario that had one.
+        """Give a canary's revision to all groups of its scenario.
 
-        An empty `scenario` means all scenarios.
+        An empty `scenario` means all scenarios with a canary. Returns the share that each canary
+        had, by scenario.
         """
         async with self._deciding:  # a canary that is being rolled back must not be promoted
             chosen: list[Upgrade] = [
@@ -153,7 +160,7 @@ class UpgradeLoop:
         return shares
 
     def tell(self, event: RequestAnswered | LegFailureReported) -> None:
-        """An instance of a revision answered a request, or failed a leg."""
+        """Note that an instance of a revision answered a request or failed a leg."""
         self._controller.handle(event, self._clock())
 
     def _on_step(self, step: AnnounceStep) -> None:
@@ -166,7 +173,10 @@ class UpgradeLoop:
             self._controller.handle(MemberLost(group_revision, step.instance_id), self._clock())
 
     def _faulty(self) -> Mapping[GroupRevision, Mapping[str, str]]:
-        """Instances with a fault, even a suspected one, that hardware does not explain."""
+        """Instances with a fault, even a suspected one, that hardware does not explain.
+
+        For each group and revision, the result has a reason by instance id.
+        """
         found: dict[GroupRevision, dict[str, str]] = {}
         for instance in self._view.fleet.instances.values():
             fault = instance.fault
@@ -177,7 +187,7 @@ class UpgradeLoop:
         return found
 
     async def _carry_out(self, effects: Sequence[Effect]) -> None:
-        """Write the records first: reports and restored versions follow from them."""
+        """Write the records, then restore versions and publish steps, which depend on them."""
         await self._keep(effects)
         for effect in effects:
             match effect:
@@ -200,12 +210,15 @@ class UpgradeLoop:
         if not is_leader:
             raise NotLeader("this master has just lost the lead")
         message = upgrades_to(upgrades, epoch)
-        await self._view.desired.keep_upgrades(message)  # nothing was awaited since the look
+        # The records are still current, because nothing was awaited since they were read.
+        await self._view.desired.keep_upgrades(message)
         self._on_shares(shares(upgrades.values()))
 
     async def _restore(self, effect: RestoreVersion) -> None:
-        """Restore a version. After a failure, the next look tries again. A lost version is given
-        up.
+        """Write an earlier version of the desired state as the newest one.
+
+        If a write fails, the next round tries again. A version that no longer exists or cannot be
+        read is not tried again.
         """
         before = await self._view.desired.version(effect.version)
         if before is None or not await asyncio.to_thread(_can_read, before.text):
@@ -246,7 +259,7 @@ class UpgradeLoop:
 
 
 def _can_read(text: str) -> bool:
-    """Whether a master could act on this text as the restored desired state."""
+    """Whether this text is a valid desired state for this release."""
     try:
         read(text)
     except InvalidRequest:
@@ -262,7 +275,7 @@ _steps = metrics.counter(
 
 
 def _first_rank(domain_id: str, observed: Observed) -> Assignment | None:
-    """The assignment of any rank of a data-parallel domain."""
+    """The assignment of the first instance of a domain (data-parallel group)."""
     return next(
         (
             given
