@@ -162,7 +162,7 @@ class ResponsesPaths:
                     spec = await chat_spec(translated.chat, self._frontend, permit)
                 keep = self._keep(exchange, request, previous, permit)
                 written = ResponsesFormat(request, exchange, keep)
-                request.input = ""  # frees images, which are long texts; `keep` has its own items
+                request.input = ""  # frees images, which are long texts, unless `keep` needs them
                 del previous, translated
                 if request.background:
                     body = await self._begin(exchange, spec, permit, written)
@@ -268,11 +268,12 @@ class ResponsesPaths:
         return bytes((await self._found(tenant, response_id)).response)
 
     async def _found(self, tenant: str, response_id: str, field: str | None = None) -> KeptResponse:
-        """A kept response. One that no gateway makes any more is returned as failed.
+        """A kept response. Raises ResponseNotFound, Unavailable.
 
-        An unmarked response may have ended between two requests to the store. After an outage of
-        Redis, its gateway may reconnect later than this one. So the store is asked again for as
-        long as a living gateway needs to mark the response. Raises ResponseNotFound, Unavailable.
+        If the response is unfinished and no gateway is making it any more, it is returned as
+        failed. A missing mark does not prove that: the response may have ended between the two
+        reads of the store, or its gateway may be slow to reconnect after an outage of Redis. So
+        the store is asked several times, for as long as a living gateway needs to set the mark.
         """
         for _ in range(_NUM_LOOKS):
             kept = await load_kept(self._store, tenant, response_id, field)
