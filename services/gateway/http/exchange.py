@@ -213,7 +213,7 @@ class HttpExchange:
         return _Watched(self.connection)
 
     def cut(self) -> None:
-        """Disconnect a client that does not read. The task in `write` then finds the client gone."""
+        """Disconnect a client that does not read. The task in `write` then finds it gone."""
         self.connection.abort()
 
 
