@@ -45,7 +45,7 @@ _QUOTABLE: Final = frozenset(map(chr, range(0x20, 0x7F))) - {'"', "\\"}  # RFC 6
 
 
 class Connection(Protocol):
-    """The client's connection. When it ends, it calls the function that `watch` got."""
+    """The client's connection. When the connection ends, it calls the function given to `watch`."""
 
     @property
     def is_gone(self) -> bool: ...
@@ -112,7 +112,7 @@ class HttpExchange:
         return str(self._headers.get(name, b""), "latin-1")
 
     def use(self, handed: HandedPlan | None) -> None:
-        """Use the plan that an endpoint picker got for this request, if there is one.
+        """Use the plan that an endpoint picker got from the master for this request, if any.
 
         The master has booked the plan under a request id. The exchange takes over this id.
         """
@@ -213,7 +213,7 @@ class HttpExchange:
         return _Watched(self.connection)
 
     def cut(self) -> None:
-        """Disconnect a client that does not read. The task in `write` then finds it gone."""
+        """Disconnect a client that does not read. The task that waits in `write` notices this."""
         self.connection.abort()
 
 

@@ -23,7 +23,7 @@ from pdmesh.services.gateway.text.choice_text import TextDelta, ToolCallDelta
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.encode
 
-# A JSON object to be encoded. Its values are Any because they may be any JSON.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 
@@ -89,7 +89,7 @@ class ChunkWriter:
             self._logprobs or counts_each or self._has_token_ids or call.spec.is_echo_alone
         )
         self._told_echoes: set[int] = set()
-        # The prompt's log probabilities come with the first token, so the echo waits for it.
+        # The prompt's log probabilities come with the first token. The echo waits for this token.
         self._is_echoed_late = bool(call.spec.echoed) and has_logprobs
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = _encode(
@@ -115,7 +115,7 @@ class ChunkWriter:
         """The chunks before the first token.
 
         For a chat, they give the role of each choice, as OpenAI's API does. For a completion, they
-        are the echoed prompts, unless the first token has to come with them.
+        are the echoed prompts, unless these are sent with the first token.
         """
         if not self._is_chat:
             return b"" if self._is_echoed_late else self._echoes()
@@ -221,7 +221,10 @@ class OpenAiFormat:
 
 
 def whole_body(call: Call, deltas: Sequence[TextDelta]) -> bytes:
-    """The body of an answer that is not streamed. `deltas` has one whole delta for each choice."""
+    """The body of an answer that is not streamed.
+
+    `deltas` has one delta for each choice, with all of its text.
+    """
     is_chat = call.spec.operation == "chat"
     has_logprobs = call.spec.sampling.num_logprobs is not None
     choices: list[Json] = []

@@ -14,7 +14,7 @@ from typing import Any, Final
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.v1.common_pb2 import PromptLogprobs, TokenLogprob
 
-# A JSON object to be encoded. Its values are Any because they may be any JSON.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 _LEAST: Final = -9999.0  # stands for a probability of 0, because JSON has no infinity
@@ -26,7 +26,7 @@ _Entry = tuple[int, float, Sequence[int], Sequence[float]]
 
 
 class LogprobWriter:
-    """Writes the log probabilities of one choice. The methods get them in pieces, in order.
+    """Writes the log probabilities of one choice, which are passed in pieces and in order.
 
     `prompt_ids` is the prompt that the choice's text continues. The prompt is not part of the text.
     With `spells_ids`, a token is written as `token_id:5`, as in vLLM, instead of its text.
@@ -65,7 +65,7 @@ class LogprobWriter:
     def completion(self, logprobs: Sequence[TokenLogprob]) -> Json:
         """The form of /v1/completions: parallel arrays.
 
-        `top_logprobs` always include the drawn token, so they may be one more than asked for.
+        `top_logprobs` always include the drawn token, so there may be one more than asked for.
         """
         return {
             "tokens": [self._spelt(lp.token_id) for lp in logprobs],

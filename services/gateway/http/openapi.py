@@ -17,7 +17,7 @@ from pdmesh.services.gateway.http.openapi_rules import RULES, without_nul
 from pdmesh.services.gateway.http.routes import HttpRoute, Operation, path_parameters, plain_path
 from pdmesh.services.gateway.openai.schema import unsupported_fields
 
-# A JSON object to be encoded. Its values are Any because they may be any JSON.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 _REFERENCE: Final = "#/components/schemas/{name}"

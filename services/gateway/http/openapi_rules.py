@@ -21,7 +21,7 @@ from pdmesh.services.gateway.openai.chat_messages import (
 from pdmesh.services.gateway.openai.schema import TokenizeRequest
 from pdmesh.services.gateway.openai.tools import FunctionDefinition, Tool
 
-# A JSON schema. Its values are Any because they may be any JSON.
+# A JSON schema, with values of any type.
 Json = dict[str, Any]
 
 _NO_NUL: Final = "^[^\\u0000]*$"

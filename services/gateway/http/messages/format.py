@@ -16,7 +16,7 @@ from pdmesh.services.gateway.text.choice_text import TextDelta, ToolCallDelta
 
 _encode: Final = msgspec.json.encode
 
-# A JSON object to be encoded. Its values are Any because they may be any JSON.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 

@@ -38,7 +38,7 @@ class ImageSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class MessageBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A piece of a message's content. Its type decides which fields it may have."""
+    """A piece of a message's content. `type` decides which fields the piece may have."""
 
     type: str
     text: str | None = None
@@ -107,7 +107,7 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
 
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
-    """Anthropic's fields, then vLLM's, then pdmesh's own."""
+    """The fields are Anthropic's, then vLLM's, then pdmesh's own."""
 
     # Unsupported fields, with the values that have no effect. None never has an effect.
     UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(

@@ -67,7 +67,7 @@ class RerankResult(msgspec.Struct, omit_defaults=True):
 
 
 class Reranked(msgspec.Struct):
-    """The documents with the highest scores first."""
+    """The documents, the highest scores first."""
 
     id: str
     model: str

@@ -1,7 +1,7 @@
 """The accepted requests for vectors and scores, as typed structs: OpenAI's fields, then vLLM's.
 
 A request gets a 400 if it sets a field that would change the answer but is not supported.
-`UNSUPPORTED` lists these fields. Each has values that would have no effect, which are accepted.
+`UNSUPPORTED` lists these fields, each with the values that have no effect and are accepted.
 """
 
 from __future__ import annotations

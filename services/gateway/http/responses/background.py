@@ -40,7 +40,11 @@ _Name = tuple[str, str]  # the tenant's name, and the id of the response
 
 @dataclass(frozen=True, slots=True)
 class BackgroundCall:
-    """A call in the background. When the call ends, `permit` is left, and `keep` is called."""
+    """A call in the background.
+
+    When the call ends, the right to the call (`permit`) is given back, and `keep` stores the
+    response.
+    """
 
     call: Call
     writer: ResponseWriter
@@ -125,7 +129,10 @@ class BackgroundResponses:
             log.warning("response.not_kept", response_id=name[1], reason=outcome.value)
 
     async def _tell(self) -> None:
-        """While responses are open, renew their marks, and cancel those with a mark to stop."""
+        """As long as responses are open, renew their marks.
+
+        Also cancel the responses that a gateway has marked to be stopped.
+        """
         while self._open:
             names = list(self._open)
             with contextlib.suppress(Unavailable):

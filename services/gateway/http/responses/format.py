@@ -23,7 +23,7 @@ from pdmesh.services.gateway.text.choice_text import TextDelta
 
 _encode: Final = msgspec.json.encode
 
-# A JSON object to be encoded. Its values are Any because they may be any JSON.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 Keep = Callable[[Json], Awaitable[KeepOutcome]]
 
@@ -108,7 +108,7 @@ class ResponseWriter:
         return response
 
     async def kept(self, response: Json) -> Json:
-        """Keep the response if that is wanted. Its field `store` says whether this succeeded."""
+        """Keep the response if that is wanted. The field `store` then says whether it is kept."""
         if self._keep is not None:
             response["store"] = await self._keep(response) is KeepOutcome.KEPT
         return response

@@ -14,7 +14,7 @@ _MAX_LIMIT: Final = 100
 _ORDERS: Final = ("asc", "desc")
 _item: Final = msgspec.json.Decoder(InputItem)
 
-# A JSON object to be encoded. Its values are Any because they may be any JSON.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 # The query's fields and their schemas.
 ITEM_QUERY: Final[Mapping[str, Json]] = {

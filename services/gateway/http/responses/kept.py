@@ -16,7 +16,7 @@ from pdmesh.services.gateway.http.responses.store import ResponseStore
 _ID: Final = re.compile(r"resp_[0-9a-f]{24}")
 _encode: Final = msgspec.json.encode
 
-# A JSON object to be encoded. Its values are Any because they may be any JSON.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 

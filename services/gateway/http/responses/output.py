@@ -13,7 +13,7 @@ import msgspec
 
 _encode: Final = msgspec.json.encode
 
-# A JSON object to be encoded. Its values are Any because they may be any JSON.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 _TEXT: Final = "output_text"
 _REASONING: Final = "reasoning_text"

@@ -200,9 +200,9 @@ class ResponsesPaths:
     async def _begin(
         self, exchange: HttpExchange, spec: CallSpec, permit: Permit, written: ResponsesFormat
     ) -> bytes:
-        """Begin a response that no client waits for.
+        """Begin a response that no client waits for. Raises MeshError.
 
-        When the response ends, the permit is left. Raises MeshError.
+        When the response ends, the permit is given back.
         """
         keep = written.keep
         if keep is None:
@@ -270,10 +270,11 @@ class ResponsesPaths:
     async def _found(self, tenant: str, response_id: str, field: str | None = None) -> KeptResponse:
         """A kept response. Raises ResponseNotFound, Unavailable.
 
-        If the response is unfinished and no gateway is making it any more, it is returned as
-        failed. A missing mark does not prove that: the response may have ended between the two
-        reads of the store, or its gateway may be slow to reconnect after an outage of Redis. So
-        the store is asked several times, for as long as a living gateway needs to set the mark.
+        An unfinished response that no gateway is making any more is returned as failed. But a
+        missing mark does not prove that no gateway is making the response. The response may have
+        ended between two reads of the store. After an outage of Redis, the gateway that makes it
+        may also reconnect later than this gateway. So the store is asked several times, for as long
+        as a living gateway needs to set the mark.
         """
         for _ in range(_NUM_LOOKS):
             kept = await load_kept(self._store, tenant, response_id, field)

@@ -30,7 +30,7 @@ _Anything = Any
 
 
 class ItemPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A piece of an item's content. Its type decides which fields it may have."""
+    """A piece of an item's content. `type` decides which fields the piece may have."""
 
     type: str
     text: str | None = None
@@ -100,7 +100,7 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """OpenAI's fields, then vLLM's, then pdmesh's own."""
+    """The fields are OpenAI's, then vLLM's, then pdmesh's own."""
 
     # Unsupported fields, with the values that have no effect. None never has an effect.
     UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(

@@ -16,7 +16,7 @@ from pdmesh.services.gateway.text.choice_text import TextDelta
 # begin a marker of the reasoning or of a tool call.
 _MAX_HELD: Final = 64
 
-# A JSON object to be encoded. Its values are Any because they may be any JSON.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 

@@ -49,7 +49,10 @@ class AnswerFormat(Protocol):
     def stream(self, call: Call) -> StreamWriter: ...
 
     async def whole(self, call: Call, deltas: Sequence[TextDelta]) -> bytes:
-        """The body of an answer that is not streamed. `deltas` has one whole delta per choice."""
+        """The body of an answer that is not streamed.
+
+        `deltas` has one delta for each choice, with all of its text.
+        """
         ...
 
 
