@@ -1,6 +1,7 @@
 """Turns OpenAI requests into call specs: validates the requests and tokenizes the prompts.
 
-A call is one request of a client, with one or more choices. Its spec says what to generate.
+A call is one request of a client, with one or more choices. A call spec has the call's prompts and
+parameters.
 """
 
 from __future__ import annotations

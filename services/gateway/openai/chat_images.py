@@ -58,9 +58,9 @@ def placed(
 
 
 def check_sent(images: Sequence[PromptImage], num_choices: int) -> None:
-    """Bound the bytes of images that all choices send, each to its instance.
+    """Bound the bytes of images that are sent to instances. Raises InvalidRequest.
 
-    Raises InvalidRequest.
+    Each choice of the call sends all images.
     """
     if num_choices * sum(len(image.data) for image in images) > MAX_SENT_BYTES:
         message = f"n times the images' bytes may be {MAX_SENT_BYTES} at most"

@@ -34,7 +34,7 @@ _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _GOT: Final = re.compile(r"got `(\w+)`")
 
 T = TypeVar("T", bound=msgspec.Struct)
-# A JSON object. Its values are Any because they may be any JSON.
+# A JSON object, with values of any type.
 Object = dict[str, Any]
 _object: Final = msgspec.json.Decoder(Object)
 
@@ -127,7 +127,8 @@ _find_duplicates: Final = json.JSONDecoder(object_pairs_hook=_refuse_duplicates)
 def _check_duplicates(outlined: bytes, body: bytes) -> None:
     """Refuse duplicate keys. msgspec would silently take the last value.
 
-    The standard library's parser has a hook that sees all keys. It takes 2 us for a usual body.
+    The standard library's parser has a hook that sees all keys. The check takes 2 us for a usual
+    body.
     """
     try:
         _find_duplicates(outlined.decode())
@@ -164,9 +165,9 @@ def _explain(text: str, body: bytes) -> InvalidRequest:
 def _with_key(where: str, what: str, body: bytes) -> str:
     """Replace the `[...]` in `where`, which msgspec writes instead of the key of a mapping.
 
-    msgspec does not report the key of a wrong value, but the kind of this value. The first key
-    whose value has this kind is taken. A key that is not UTF-8 raises an error only here, because
-    msgspec stops at the wrong value.
+    msgspec reports the kind of a wrong value, but not its key. So the first key whose value has
+    this kind is taken. A key that is not UTF-8 raises an error only here, because msgspec stops at
+    the wrong value.
     """
     field, _, below = where.partition(_ANY_KEY)
     got = _GOT.search(what)

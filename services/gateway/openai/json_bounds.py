@@ -28,15 +28,15 @@ SMALL_BYTES: Final = 65_536  # a body of this size costs at most a few milliseco
 _LONG: Final = 256
 _ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]*+\]")
 _LONG_ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]{256,}+\]")
-# These replace escaped characters, so that each remaining quote begins or ends a string. Names that
-# differ in escaped characters stay different.
+# These two replace escaped backslashes and quotes, so that each remaining quote begins or ends a
+# string. Names that differ in escaped characters stay different.
 _BACKSLASH: Final = "\x80".encode()
 _QUOTE: Final = "\x81".encode()
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def outline(body: bytes) -> bytes:
-    """The body without long parts that hold no names of fields.
+    """The body without the long parts that cannot hold names of fields.
 
     Long lists of token ids are emptied. In a large body, all lists of token ids and all long
     strings are emptied. Raises InvalidRequest. If one field alone exceeds a bound, the error names

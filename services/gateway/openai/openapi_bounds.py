@@ -1,7 +1,7 @@
 """The bounds of fields for `/openapi.json`, as annotations of their types.
 
 The bounds are checked elsewhere (`request.bounds`, `request.shaping`), because gRPC needs them too.
-`tests/integration/gateway/api/test_openapi.py` checks that both agree.
+`tests/integration/gateway/api/test_openapi.py` compares these bounds with the checked ones.
 """
 
 from __future__ import annotations

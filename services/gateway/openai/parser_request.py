@@ -3,8 +3,9 @@
 The parsers are vLLM's. They split an answer into reasoning, text and tool calls. The request that
 they read is small, however large the messages of the chat are.
 
-The parsers also decide whether tool calls must follow a grammar, and which (`adjust_request`,
-called in `parsing/vllm_parsers.py`). This module finds the field of the chat that requires it.
+The parsers also decide whether tool calls must follow a grammar, and which grammar
+(`adjust_request`, called in `parsing/vllm_parsers.py`). This module finds the field of the chat
+that requires the grammar.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def parser_request(request: ChatCompletionRequest) -> bytes:
 
 
 def _variables_of(request: ChatCompletionRequest) -> dict[str, bool | int | float | str | None]:
-    """The chat template's variables, in short. Parsers only look for switches and words in them.
+    """The chat template's variables in a short form. Parsers read only switches and words in them.
 
     A list or an object becomes true or false, as in an `if` of a template.
     """

@@ -1,8 +1,8 @@
 """The OpenAI requests that the gateway accepts, with vLLM's further fields, as typed structs.
 
 A request gets a 400 if it sets a field that would change the answer but is not supported.
-`_NEUTRAL` lists these fields. Each has values that would have no effect, which are accepted. A
-field that no known API has is ignored (`unknown_fields`) or refused, depending on a setting. Every
+`_NEUTRAL` lists these fields, each with the values that have no effect and are accepted. A field
+that no known API has is ignored (`unknown_fields`) or refused, depending on a setting. Every
 number, string and list has a bound.
 """
 
@@ -78,9 +78,9 @@ class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Session(msgspec.Struct, forbid_unknown_fields=True):
-    """A field of pdmesh's own. Its state says what follows the answer of this call.
+    """A field of pdmesh's own. `state` says how the conversation goes on.
 
-    So instances know how long to keep the KV of the conversation.
+    From the state, instances know how long to keep the KV of the conversation.
     """
 
     id: told.SessionId
