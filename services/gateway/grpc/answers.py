@@ -1,4 +1,7 @@
-"""Turns the deltas of a call into messages of the gRPC API."""
+"""Turns the deltas of a call into messages of the gRPC API.
+
+A call is one request of a client, with one or more choices. A delta is a new piece of one choice.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,10 @@ class ChatParts(_Parts):
 
 
 def generate_response(call: Call, deltas: Sequence[TextDelta]) -> pb.GenerateResponse:
-    """The answer to a call that is not streamed. `deltas` has one whole delta for each choice."""
+    """The answer to a call that is not streamed.
+
+    `deltas` has one delta for each choice, with all of its text.
+    """
     choices = [
         _choice(
             delta,
@@ -139,7 +145,10 @@ def generate_response(call: Call, deltas: Sequence[TextDelta]) -> pb.GenerateRes
 
 
 def chat_response(call: Call, deltas: Sequence[TextDelta]) -> pb.ChatResponse:
-    """The answer to a call that is not streamed. `deltas` has one whole delta for each choice."""
+    """The answer to a call that is not streamed.
+
+    `deltas` has one delta for each choice, with all of its text.
+    """
     choices = [
         _choice(
             delta,
