@@ -6,7 +6,7 @@ into one bucket in NATS.
 
 A call does not wait if this gateway holds a part of the limit. Otherwise the gateway asks the
 others for a part, and the call waits for at most half a second. While NATS is unreachable, each
-gateway continues with its parts and its leased tokens.
+gateway continues with its parts and with the tokens that it has leased from daily quotas.
 """
 
 from __future__ import annotations
