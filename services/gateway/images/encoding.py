@@ -53,7 +53,7 @@ class Encoder:
 def find_encoder(
     fleet: FleetView, sessions: SessionPool, record: InstanceRecord, digest: bytes
 ) -> Encoder | None:
-    """The encoder for the images of a prompt that `record` computes. None if none can take them.
+    """The encoder for the images of a prompt that `record` computes. None if all are full.
 
     `digest` is the digest of the prompt's first image.
     """

@@ -44,8 +44,8 @@ class FetchTime:
     """The time left for all images of one request.
 
     A place is permission for one of the fetches that may run at the same time. All waits for places
-    together have the full timeout. All fetches together have it too, because a wait is not the
-    host's fault.
+    together may take the full timeout. All fetches together may take the full timeout again,
+    because a wait is not the host's fault.
     """
 
     def __init__(self, timeout_s: float) -> None:

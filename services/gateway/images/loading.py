@@ -60,8 +60,8 @@ class LoadedImages:
 class Images:
     """`max_count` is for one request. `max_held_bytes` is for all open requests together.
 
-    Any number of requests may wait for the few threads that read large images. So images that wait
-    count too, by the size of their URL, base64 text or bytes.
+    Any number of requests may wait for the few threads that read large images. So waiting images
+    count too, with the size of their URL, base64 text or bytes.
     """
 
     def __init__(
