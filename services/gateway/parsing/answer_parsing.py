@@ -2,8 +2,8 @@
 
 vLLM's parsers do this in a separate process. A call has one or more answers, its choices. The state
 of a parser depends only on the tokens of its choice, not on the instance that drew them. If the
-parser process dies, a new process gets the same tokens again. Its findings in these tokens are not
-reported a second time.
+parser process dies, a new process gets the same tokens again. Findings that were already reported
+are not reported again.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from pdmesh.services.gateway.text.tokenizer import Tokenizer
 log = structlog.get_logger(__name__)
 
 # The number of tokens to feed at once. The time of some parsers grows with the square of an
-# answer's length. So a long answer is fed again in pieces. Other choices are served between the
-# pieces, and each piece has its own time limit.
+# answer's length. So a long answer is fed in pieces when a new process gets all of its tokens.
+# Other choices are served between the pieces, and each piece has its own time limit.
 _PIECE: Final = 64
 _MAX_DEATHS: Final = 2  # of the parser process, while it worked on one choice
 _choices: Final = itertools.count(1)

@@ -3,8 +3,8 @@
 The parser process takes ten seconds to start, or a minute on a busy machine. Every chat with a
 model that has a reasoning parser is parsed. So the process starts as soon as such a model is
 served, and again if it dies. Other models need the process for tool calls only. For these models,
-the process starts early only if a setting says so. Otherwise the first call that needs it starts
-it.
+the process starts early only if a setting says so. Otherwise it starts with the first call that
+needs it.
 """
 
 from __future__ import annotations

@@ -25,10 +25,11 @@ class LoadParsers(msgspec.Struct, tag=True):
 
 
 class PrepareAnswer(msgspec.Struct, tag=True):
-    """Asks what the parsers of an answer to `request` need from the engine and in the text.
+    """Asks what the parsers of an answer to `request` need.
 
-    `constrained_prompt` is the prompt if the answer has a constraint, else empty. The prompt
-    decides whether the constraint begins after the reasoning.
+    They may need a constraint in the engine, or special tokens in the text. `constrained_prompt` is
+    the prompt if the answer has a constraint, else empty. The prompt decides whether the constraint
+    begins after the reasoning.
     """
 
     model: str

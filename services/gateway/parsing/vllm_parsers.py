@@ -101,8 +101,8 @@ class ModelParsers:
     ) -> list[int] | None:
         """The token that ends the reasoning, or None if no single token ends it.
 
-        The list is empty if the answer has no reasoning. This is so if the prompt ends the
-        reasoning, or if the model has no reasoning parser.
+        The list is empty if the answer has no reasoning, because the prompt already ends the
+        reasoning or because the model has no reasoning parser.
         """
         parser = self._kind(
             self._tokenizer,
@@ -213,11 +213,11 @@ class ChoiceParser:
         return "" if self._text.is_stopped else self._text.finish()
 
     def _num_reasoning_tokens(self) -> int:
-        """The number of tokens between the marks of the reasoning, as vLLM counts a whole answer.
+        """The number of tokens between the marks of the reasoning.
 
-        In a stream, vLLM does not count tokens that add no text at once, such as a part of a
-        character. If the prompt begins the reasoning, vLLM's older parsers count no tokens. For
-        these parsers, the begin mark is added.
+        This is the number that vLLM reports for a whole answer. For a stream, vLLM leaves out
+        tokens that add no text at once, such as a part of a character. If the prompt begins the
+        reasoning, vLLM's older parsers count no tokens. For these parsers, the begin mark is added.
         """
         reasoner = self._parser.reasoning_parser
         if reasoner is None or reasoner.is_reasoning_end(self._prompt):
