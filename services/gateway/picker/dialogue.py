@@ -91,7 +91,10 @@ class PickDialogue:
         self._chunks.clear()
 
     def hear(self, message: pb.ProcessingRequest) -> Answers:
-        """The answers to send before the next message is read. Raises MeshError to refuse."""
+        """The answers to send before the next message is read.
+
+        Raises MeshError to refuse the request.
+        """
         part = message.WhichOneof("request")
         if part in _RESPONSE_PARTS:
             is_duplex = self._response_mode == pb.FULL_DUPLEX_STREAMED
