@@ -1,6 +1,6 @@
 -- The functions that both scripts for kept responses use. A response has the name `<tenant>:<id>`.
--- Sorted sets have the expiry times: one set for each tenant, with ids, and one set for all tenants,
--- with names. One hash has the sizes in bytes: of each response under its name, of each tenant under
+-- Sorted sets have the expiry times: one set of ids for each tenant, and one set of names for all
+-- tenants. One hash has the sizes in bytes: of each response under its name, of each tenant under
 -- the tenant, and of all responses together under the empty name.
 
 local function subtract(sizes, whose, size)

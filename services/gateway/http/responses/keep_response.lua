@@ -1,10 +1,10 @@
 -- Keeps one response. To make room, it forgets the oldest responses: first of the same tenant, and
 -- then of all tenants.
--- ARGV: the beginning of the keys, the response's name, its tenant, the response, the ttl in ms, the
--- most responses of a tenant, the most bytes of a tenant, the most bytes of all tenants.
+-- ARGV: the beginning of the keys, the response's name, its tenant, the response, the ttl in ms,
+-- the most responses of a tenant, the most bytes of a tenant, the most bytes of all tenants.
 -- KEYS: the response, the expiries of its tenant, the expiries of all tenants, the sizes.
--- Returns how many responses were forgotten to make room, and whether the response is kept. If it is
--- not kept, more room is needed, and the caller calls this script again.
+-- Returns how many responses were forgotten to make room, and whether the response is kept. If it
+-- is not kept, more room is needed, and the caller calls this script again.
 local name, tenant, response = ARGV[2], ARGV[3], ARGV[4]
 local ttl = tonumber(ARGV[5])
 local owned, expiries, sizes = KEYS[2], KEYS[3], KEYS[4]
