@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 
 
 class Gateway:
-    """`not_ready` returns what `/health/ready` still waits for."""
+    """`not_ready` returns the names of the conditions that `/health/ready` still waits for."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Gateway:
 
     async def _tell_health(self) -> None:
         while True:
-            self.fleet.staleness_s()  # must be called often, to notice when the view is connected
+            self.fleet.staleness_s()  # must be called often, to notice that the view is connected
             self.grpc.set_serving(not self._not_ready())
             await asyncio.sleep(_HEALTH_S)
 

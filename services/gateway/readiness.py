@@ -1,7 +1,8 @@
-"""Probes paths of a request until this gateway is proved to be ready.
+"""Sends probes through instances until this gateway is proved to be ready.
 
-`core.health.gateway_readiness` decides which path is next, and when the gateway is ready: after one
-passed probe, or after many that full instances refused.
+A path is the prefill and the decode that a request goes through. `core.health.gateway_readiness`
+decides which path is probed next, and when the gateway is ready: after one passed probe, or after
+many probes that full instances refused.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)
 
-Path = tuple[InstanceRecord, InstanceRecord | None]  # second None: the first does both phases
+Path = tuple[InstanceRecord, InstanceRecord | None]  # if the second is None, the first does both
 _LOOK_S: Final = 0.1
 _AGAIN_S: Final = 0.5
 _TIMEOUT_S: Final = 10.0
 
 
 class PathProof:
-    """`paths` returns the paths that a request may take now, the most different ones first."""
+    """`paths` returns the paths that a request may take now. Paths that differ most come first."""
 
     def __init__(self, paths: Callable[[], Sequence[Path]], gateway_id: str) -> None:
         self._paths, self._gateway_id = paths, gateway_id

@@ -318,7 +318,10 @@ class Settings(OidcSettings):
 
     @property
     def why_no_picker(self) -> str:
-        """Why no endpoint picker may start; empty if one may. Plans are signed with the secret."""
+        """Why no endpoint picker may start, or empty if one may start.
+
+        The picker signs plans with the secret.
+        """
         is_own = self.hash_secret.get_secret_value() != DEFAULT_SECRET
         if not lacks_secret(self.host, has_own_secret=is_own):
             return ""

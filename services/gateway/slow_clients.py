@@ -17,7 +17,7 @@ class AnswerWriter(Protocol):
     """The writer of one answer to its client."""
 
     request_id: str
-    blocked_since: float  # when it began to wait for its client, monotonic; inf: it does not wait
+    blocked_since: float  # the monotonic time at which a write began to wait, inf if none waits
 
     def cut(self) -> None:
         """Disconnect the client."""

@@ -1,1 +1,1 @@
-"""Which clients may call, and how much each tenant may use."""
+"""Decides which clients may call, and how much each tenant may use."""

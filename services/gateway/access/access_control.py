@@ -1,8 +1,9 @@
 """Decides which clients may call and how much they may use, for both HTTP and gRPC.
 
-It checks API keys, tokens and tenants' limits. Each call gets its permit before its body is read,
-so that a refusal costs next to nothing. The permit ends with the answer. Without a key file and an
-OpenID provider, all clients are one tenant, which has no limits.
+This module checks API keys, tokens of an OpenID provider, and the limits of tenants. A permit is
+permission for one call. A call gets its permit before its body is read, so that a refusal costs
+almost no time. The permit ends with the answer. Without a key file and an OpenID provider, all
+clients are one tenant without limits.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Permit(Protocol):
     async def has_more(self) -> bool:
         """Whether this gateway can now grant the tenant more than it could when `charge` refused.
 
-        Waits for other gateways to give up parts of the limits.
+        Waits for other gateways to hand over the parts of the tenant's limits that they hold.
         """
         ...
 
@@ -97,7 +98,7 @@ ANYONES_PERMIT: Final = _Anyone()
 
 class AccessControl(Protocol):
     async def check(self, authorization: str) -> Tenant:
-        """Check the key or token of a call before anything of the call is read. Return its tenant.
+        """Check the key or token of a call before the rest of the call is read. Return the tenant.
 
         This check does not count as a request. Raises the same errors as `enter`, except
         RateLimited.
@@ -107,19 +108,20 @@ class AccessControl(Protocol):
     async def enter(self, authorization: str) -> Permit:
         """Raises Unauthenticated, InvalidToken, Unavailable, PermissionDenied or RateLimited.
 
-        `authorization`: the value of the HTTP header or of the gRPC metadata.
+        `authorization` is the value of the HTTP header or of the gRPC metadata.
         """
         ...
 
     def join(self, bucket: LedgerBucket, me: str) -> None:
-        """Share the limits with all gateways that write this bucket; call it before the first call.
+        """Share tenants' limits with all gateways that write this bucket.
 
-        `me`: the name of this incarnation of the gateway.
+        `join` must run before the gateway serves. `me` is the name of this incarnation (this
+        process) of the gateway.
         """
         ...
 
     def share(self, gateways: Collection[str]) -> None:
-        """Take the names of the gateways that exist now."""
+        """Set the names of the gateways that exist now."""
         ...
 
     async def run(self) -> None: ...
@@ -145,10 +147,10 @@ class OpenAccess:
 
 
 class KeyedAccess:
-    """Admits callers with an API key of the file, or a token of the OpenID provider.
+    """Admits clients with an API key from the key file, or with a token of the OpenID provider.
 
-    A gateway on its own grants the whole of each limit. A gateway that has called `join` grants
-    only the parts that it holds.
+    Without `join`, the gateway grants the whole of each limit. After `join`, it grants only the
+    parts of limits that it holds.
     """
 
     def __init__(self, keys_file: Path | None, tokens: ClientTokens | None = None) -> None:
@@ -196,7 +198,7 @@ class KeyedAccess:
         return {} if self._keys is None else self._keys.keyring.tenants
 
     def _known(self) -> Mapping[str, Tenant]:
-        """All tenants. For a tenant of the key file, the limits in the file count."""
+        """All tenants. For a tenant of the key file, the limits in the file apply."""
         if self._client_tokens is None:
             return self._in_file
         return ChainMap(dict(self._in_file), dict(self._client_tokens.tenants))
@@ -327,9 +329,9 @@ def access_control(
     *,
     allow_anonymous: bool,
 ) -> AccessControl:
-    """How this gateway admits clients. `core.access.exposure` decides whether it may need no keys.
+    """How this gateway admits clients. Raises StartupError with a message of one line.
 
-    Raises StartupError with a message of one line.
+    `core.access.exposure` decides whether the gateway may run without keys.
     """
     if keys_file is not None or tokens is not None:
         try:

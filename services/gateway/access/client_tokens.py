@@ -13,7 +13,7 @@ from pdmesh.services.gateway.access.errors import PermissionDenied
 
 
 class ClientTokens:
-    """Finds the tenant of a token. `run` must be running meanwhile."""
+    """Finds the tenant of a token. `run` must run as long as tokens are checked."""
 
     def __init__(self, verifier: TokenVerifier, names: ClaimNames) -> None:
         self._verifier, self._names = verifier, names
@@ -25,7 +25,7 @@ class ClientTokens:
         return self._claimed.tenants
 
     async def tenant(self, token: str, in_file: Mapping[str, Tenant]) -> Tenant:
-        """The tenant of a token. If the key file has the tenant, its limits are those of the file.
+        """The tenant of a token. If the key file has this tenant, the limits in the file apply.
 
         Raises InvalidToken, Unavailable, or PermissionDenied if the claims name no tenant.
         """
@@ -43,6 +43,6 @@ class ClientTokens:
 
 
 def client_tokens(settings: OidcSettings) -> ClientTokens | None:
-    """None: no provider is set."""
+    """None means that no OpenID provider is set."""
     verifier = settings.token_verifier()
     return None if verifier is None else ClientTokens(verifier, settings.claim_names)

@@ -1,4 +1,4 @@
-"""The errors for callers that are not admitted."""
+"""The errors for clients that are not admitted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""Shares tenants' limits among all gateways of a mesh: the ledgers of `core.tenancy.limit_parts`.
+"""Shares tenants' limits among all gateways of a mesh.
 
-All gateways write one bucket. A call does not wait if this gateway holds a part of its limit.
-Otherwise the gateway asks the others for a part, and the call waits for at most half a second.
-While NATS is unreachable, each gateway continues with its parts and its leased tokens.
+A part is a piece of a tenant's limit, which one gateway holds and may grant. The tenant's ledger
+says which gateway holds which parts (`core.tenancy.limit_parts`). All gateways write the ledgers
+into one bucket in NATS.
+
+A call does not wait if this gateway holds a part of the limit. Otherwise the gateway asks the
+others for a part, and the call waits for at most half a second. While NATS is unreachable, each
+gateway continues with its parts and with the tokens that it has leased from daily quotas.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ log = structlog.get_logger(__name__)
 _DAY_S: Final = 86400
 _TICK_S: Final = 1.0
 _ASK_S: Final = 0.5  # how long a call waits for a part
-_ASK_AGAIN_S: Final = 0.25  # the pause after an ask that got nothing, or that NATS refused
+_ASK_AGAIN_S: Final = 0.25  # the pause after a request that got nothing, or that NATS refused
 _ATTEMPTS: Final = 5  # to write a ledger that other gateways write at the same time
 _CLOSE_S: Final = 2.0  # how long a stopping process waits for the last writes of all tenants
 _MAX_GONE: Final = 1024
@@ -50,7 +54,7 @@ _encode: Final = msgspec.json.encode
 
 
 class LedgerBucket(Protocol):
-    """`KvBucket`, or a test's double."""
+    """`KvBucket`, or a substitute in tests."""
 
     async def get(self, key: str) -> KvEntry | None: ...
 
@@ -71,16 +75,16 @@ def clock() -> Clock:
 
 
 class _Ask(NamedTuple):
-    """What this gateway asks for, and for which tenant."""
+    """What this gateway asks the other gateways for, and for which tenant."""
 
     name: str
     what: Literal["parts", "tokens"]
 
 
 class TenantLedgers:
-    """The ledgers as they are known to the gateway `me` (its id and incarnation).
+    """The ledgers as this gateway knows them. `me` is the gateway's id and incarnation.
 
-    `known` returns the tenants that the key file has now, and those that tokens have named.
+    `known` returns the tenants of the key file, and the tenants that tokens have named.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class TenantLedgers:
         self._bucket, self._me, self._known = bucket, me, known
         self._parts = TenantParts(me, tenants)
         self._tenants = tenants
-        self._names: dict[str, str] = {}  # by key
+        self._names: dict[str, str] = {}  # tenants' names by the bucket's keys
         self._gone_at: dict[str, float] = {}
         self._asking: dict[_Ask, asyncio.Task[None]] = {}
         self._ask_again_at: dict[_Ask, float] = {}
@@ -104,7 +108,7 @@ class TenantLedgers:
         self._living: Collection[str] = ()
 
     async def more(self, tenant: Tenant) -> bool:
-        """Wait for a further part of the tenant's limits. Return whether one came.
+        """Wait for a further part of the tenant's limits. Return whether this gateway got a part.
 
         Return False at once if this gateway holds all parts.
         """
@@ -113,20 +117,23 @@ class TenantLedgers:
         return await self._more(tenant, _Ask(tenant.name, "parts"))
 
     async def more_tokens(self, tenant: Tenant, num_tokens: int) -> bool:
-        """Wait for tokens of today's quota, for a call of `num_tokens`. Return whether any came."""
+        """Wait for tokens of today's quota, for a call of `num_tokens`.
+
+        Return whether this gateway got any tokens.
+        """
         with self._parts.waiting(tenant, num_tokens):
             has_more = await self._more(tenant, _Ask(tenant.name, "tokens"))
-        if not has_more:  # this call waits no longer, so no gateway needs to give tokens up
+        if not has_more:  # the call stops waiting, so no gateway needs to hand over tokens for it
             self._mark(tenant.name)
         return has_more
 
     def left(self, tenant: Tenant) -> None:
-        """A call has ended, so a part that it used can be handed over."""
+        """Note that a call has ended. A part that the call used can now be handed over."""
         if self._parts.is_leaving(tenant):
             self._mark(tenant.name)
 
     def share(self, gateways: Collection[str]) -> None:
-        """Tell which gateways have records now."""
+        """Set which gateways have records in the registry now."""
         self._living = gateways
 
     async def run(self) -> None:
@@ -148,7 +155,7 @@ class TenantLedgers:
                     await self._settle(name, tells_use=True)
 
     async def close(self) -> None:
-        """Return all parts and tokens. No call is open any more."""
+        """Return all parts and tokens. All calls must have ended before."""
         if self._watch is not None:
             await self._watch.close()
         await end(list(self._asking.values()))
@@ -197,7 +204,7 @@ class TenantLedgers:
             del self._changed[ask], self._asking[ask]
 
     def _num(self, ask: _Ask) -> int:
-        """How much this gateway now holds of what it asks for."""
+        """The number of parts or leased tokens, whichever `ask` is for, that this gateway holds."""
         if ask.what == "parts":
             return len(self._tenants.held(ask.name))
         _, num_leased, _ = self._tenants.today(ask.name, clock().day)
@@ -221,9 +228,9 @@ class TenantLedgers:
             log.debug("tenants.no_ledger", reason=exc.message)
 
     async def _write(self, tenant: Tenant, ledger: Ledger | None) -> bool:
-        """Return False if another gateway wrote first: then this gateway has read that ledger.
+        """Write a ledger. Return False if another gateway wrote first. Raises Unavailable.
 
-        Raises Unavailable.
+        In that case, the other gateway's ledger has been read.
         """
         if ledger is None:
             return True
@@ -271,8 +278,8 @@ class TenantLedgers:
     def _look_who_lives(self, tenant: Tenant) -> None:
         """Find out which gateways of the ledger are alive.
 
-        A gateway without a record may be alive and about to write it. But an earlier incarnation of
-        this gateway is gone.
+        A gateway without a record may be about to write its record, so it counts as alive for
+        `_GONE_S`. Earlier incarnations of this gateway are always gone.
         """
         now, own = time.monotonic(), self._me.partition("/")[0] + "/"
         named = {name for name in self._parts.named(tenant) if not name.startswith(own)}
@@ -287,7 +294,7 @@ class TenantLedgers:
             del self._gone_at[next(iter(self._gone_at))]
 
     def _key(self, name: str) -> str:
-        """The bucket's key for a name. A name may have characters that are not allowed in keys."""
+        """The bucket's key for a tenant. Names may have characters that keys may not have."""
         key = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         self._names[key] = name
         return key

@@ -1,4 +1,7 @@
-"""Turns the deltas of a call into messages of the gRPC API."""
+"""Turns the deltas of a call into messages of the gRPC API.
+
+A call is one request of a client, with one or more choices. A delta is a new piece of one choice.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
 
 
 class _Parts:
-    """The base of the two writers. `counts_each`: each message has the usage so far."""
+    """Makes the messages of one stream. With `counts_each`, each message has the usage so far."""
 
     def __init__(self, call: Call, *, counts_each: bool) -> None:
         self._call = call
@@ -60,7 +63,7 @@ class _Parts:
 
 class GenerateParts(_Parts):
     def part(self, delta: TextDelta, *, is_end: bool) -> pb.GenerateStreamResponse | None:
-        """None: there is nothing to tell yet."""
+        """The message, or None if there is nothing to send yet."""
         if not (delta.is_last or delta.text or delta.token_ids):
             return None
         call = self._call
@@ -83,7 +86,7 @@ class GenerateParts(_Parts):
 
 class ChatParts(_Parts):
     def part(self, delta: TextDelta, *, is_end: bool) -> pb.ChatStreamResponse | None:
-        """None: there is nothing to tell yet."""
+        """The message, or None if there is nothing to send yet."""
         call, has_token_ids = self._call, self._call.spec.has_token_ids
         is_counted = self._counts_each or has_token_ids or delta.logprobs or delta.prompt_logprobs
         is_said = delta.text or delta.reasoning or delta.calls
@@ -110,7 +113,10 @@ class ChatParts(_Parts):
 
 
 def generate_response(call: Call, deltas: Sequence[TextDelta]) -> pb.GenerateResponse:
-    """`deltas` holds all of each choice at its index."""
+    """The answer to a call that is not streamed.
+
+    `deltas` has one delta for each choice, with all of its text.
+    """
     choices = [
         _choice(
             delta,
@@ -139,7 +145,10 @@ def generate_response(call: Call, deltas: Sequence[TextDelta]) -> pb.GenerateRes
 
 
 def chat_response(call: Call, deltas: Sequence[TextDelta]) -> pb.ChatResponse:
-    """`deltas` holds all of each choice at its index."""
+    """The answer to a call that is not streamed.
+
+    `deltas` has one delta for each choice, with all of its text.
+    """
     choices = [
         _choice(
             delta,
@@ -172,7 +181,7 @@ def chat_response(call: Call, deltas: Sequence[TextDelta]) -> pb.ChatResponse:
     )
 
 
-def _choice(delta: TextDelta, **fields: Any) -> pb.Choice:  # Any: each field has its own type
+def _choice(delta: TextDelta, **fields: Any) -> pb.Choice:  # fields of various types
     return pb.Choice(
         index=delta.index,
         finish_reason=_REASONS[delta.finish_reason],
@@ -195,9 +204,9 @@ def _function(call: ToolCallDelta) -> pb.FunctionCall:
 
 
 def _shown(call: Call, delta: TextDelta) -> TextDelta:
-    """The delta. If the call asks for the echo alone, it is empty.
+    """The delta, or an empty one if the call asks only for an echo of the prompt.
 
-    The engine then drew one token only because it cannot draw none.
+    For such a call, the engine draws one token, because it cannot draw none.
     """
     if not call.spec.is_echo_alone:
         return delta
@@ -205,7 +214,7 @@ def _shown(call: Call, delta: TextDelta) -> TextDelta:
 
 
 def _echo(call: Call, index: int) -> str:
-    """The prompt's text, if a choice begins with it."""
+    """The prompt's text if the choice begins with the prompt, else empty."""
     return call.spec.echoed[index // call.spec.n] if call.spec.echoed else ""
 
 
@@ -226,7 +235,10 @@ def _stop_reason(delta: TextDelta) -> StopReason | None:
 
 
 def _of(choice: pb.Choice, field: str) -> Any:
-    """The submessage `field` of the choice. None: it is unset, and stays unset in the answer."""
+    """The submessage `field` of the choice, or None if it is unset.
+
+    A field of the answer that gets None stays unset.
+    """
     return getattr(choice, field) if choice.HasField(field) else None  # type: ignore[arg-type]
 
 

@@ -50,7 +50,10 @@ async def chat_spec(request: pb.ChatRequest, frontend: Frontend, permit: Permit)
 
 
 def _named(spec: CallSpec, names: FieldNames) -> CallSpec:
-    """The spec with the gRPC name of the constraint's field: a later error contains this name."""
+    """The spec with the gRPC name of the field that asks for the constraint, if any.
+
+    Later errors contain this name.
+    """
     sampling = spec.sampling
     if sampling.constraint is None:
         return spec

@@ -1,8 +1,10 @@
-"""grpc.health.v1: tells any client, without a key, whether this gateway serves.
+"""The service grpc.health.v1: tells any client, without a key, whether this gateway serves.
 
-Because no key is needed, the number of watches is bounded. At the bound, the address with the most
-watches loses its oldest. A client that does not read delays no other client. The servicer of
-grpcio's health package is not used: it writes under a lock, so such a client would block the next
+A watch is a stream that reports each change. Because a watch needs no key, the number of watches is
+bounded. At the bound, the address with the most watches loses its oldest watch.
+
+A client that does not read delays no other client. For this reason, the servicer of grpcio's health
+package is not used. It writes under a lock, so a client that does not read would block the next
 change and the server's shutdown.
 """
 
@@ -22,7 +24,7 @@ from grpc_health.v1.health_pb2 import (
 
 from pdmesh.errors import InvalidRequest
 
-Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at run time
+Context = Any  # grpc.aio.ServicerContext, which is generic in grpc-stubs but not at run time
 _MAX_WATCHES: Final = 1024
 _MAX_NAME_CHARS: Final = 256
 
@@ -32,9 +34,9 @@ class UnknownService(InvalidRequest):
 
 
 class HealthServicer:
-    """Gives one answer for all `services` and for the server as a whole, whose name is empty.
+    """Gives the same answer for all `services` and for the whole server, whose name is empty.
 
-    `living`: further names, which are SERVING for as long as the process answers.
+    `living` has further names. They are SERVING as long as the process answers.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class HealthServicer:
         self._living = frozenset(living)
         self._max_watches = max_watches
         self._is_serving = self._is_closing = False
-        self._changed = asyncio.Event()  # set when the status changes; then replaced by a new one
+        self._changed = asyncio.Event()  # set and replaced by a new event when the status changes
         self._watches: dict[_Watch, None] = {}  # oldest first
 
     @property
@@ -60,7 +62,7 @@ class HealthServicer:
             self._tell()
 
     def close(self) -> None:
-        """Answer NOT_SERVING from now on. Each watch ends after it has got its last answer."""
+        """Answer NOT_SERVING from now on. Each watch sends this answer and ends."""
         self._is_serving, self._is_closing = False, True
         self._tell()
 
@@ -107,7 +109,10 @@ class HealthServicer:
                 await changed.wait()
 
     def _knows(self, request: HealthCheckRequest) -> bool:
-        """Raises InvalidRequest if the name is too long: a watch keeps its request in memory."""
+        """Whether the service is known. Raises InvalidRequest if the name is too long.
+
+        Names are bounded because a watch keeps its request in memory.
+        """
         if len(request.service) > _MAX_NAME_CHARS:
             message = f"service has at most {_MAX_NAME_CHARS} characters"
             raise InvalidRequest(message, field="service")
@@ -127,7 +132,7 @@ class HealthServicer:
     def _make_room(self) -> None:
         """At the bound, end the oldest watch of the address that has the most watches.
 
-        So a client that opens too many watches loses its own.
+        So a client that opens too many watches loses its own watches.
         """
         if len(self._watches) < self._max_watches:
             return

@@ -1,7 +1,8 @@
 """The mesh's own client API: pdmesh.v1.InferenceService, with health and reflection.
 
-Calls take the same path as over HTTP: a generating method makes a CallSpec, opens a call, and
-returns the call's deltas.
+A call is one request of a client, with one or more choices. Calls are handled as over HTTP. A
+method that generates text makes a CallSpec, opens a call, and returns the call's deltas, which are
+pieces of the answer.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from pdmesh.v1 import inference_service_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at run time
+Context = Any  # grpc.aio.ServicerContext, which is generic in grpc-stubs but not at run time
 SERVICE: Final = "pdmesh.v1.InferenceService"
 _HEALTH_SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _HEALTH: Final = f"/{_HEALTH_SERVICE.full_name}/"
 _MAX_STREAMS: Final = 1024  # open at once on one connection
 _MAX_METADATA_BYTES: Final = 16384
-_MAX_FIELDS: Final = 32_768  # of a request; a list of token ids counts as one field
+_MAX_FIELDS: Final = 32_768  # of a request. A list of token ids counts as one field.
 Part_co = TypeVar("Part_co", covariant=True)
 
 
@@ -215,7 +216,7 @@ class GrpcBounds:
 
 
 class GrpcServer:
-    """The server of the service, of grpc.health.v1 and of reflection.
+    """The server of the inference service, of grpc.health.v1 and of reflection.
 
     The health service answers SERVING while the gateway is ready.
     """
@@ -287,7 +288,7 @@ class GrpcServer:
 
 
 class _Writer:
-    """The handler of one stream: how to end it, and since when its client has read nothing."""
+    """The handler of one stream. `blocked_since` is the time at which its current write began."""
 
     __slots__ = ("_task", "blocked_since", "request_id")
 
@@ -302,7 +303,7 @@ class _Writer:
 
 
 def _metadata(context: Context, name: str) -> str:
-    """The value of a metadata key; empty if absent."""
+    """The value of a metadata key, or empty if it is absent."""
     pairs: Sequence[tuple[str, str | bytes]] = tuple(context.invocation_metadata() or ())
     for key, value in pairs:
         if key == name and isinstance(value, str):

@@ -1,7 +1,7 @@
 """Translates requests of the gRPC API into OpenAI requests, whose fields have the same meaning.
 
-`NAMES` lists the fields whose names differ, so that errors name the field that the client sent.
-A field that holds JSON arrives as text. The bounds for JSON in an HTTP body apply to it.
+`NAMES` lists the fields whose names differ, so that errors name the field that the client sent. In
+gRPC, a field that holds JSON is a text. It has the same bounds as JSON in an HTTP body.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ NAMES_OF_TOKENIZE: Final[FieldNames] = {"prompt": "text"}
 NAMES_OF_DETOKENIZE: Final[FieldNames] = {"tokens": "token_ids"}
 _NAMES_OF_IDS: Final[FieldNames] = {**NAMES, "prompt": "token_ids"}
 
-# The names in the OpenAI request of those fields of GenerationParams that are copied as they are.
+# The fields of GenerationParams that are copied unchanged, and their names in the OpenAI request.
 _PLAIN: Final[FieldNames] = {
     **{
         name: name

@@ -1,1 +1,1 @@
-"""The HTTP endpoint: its paths with their descriptions, its requests and its answers."""
+"""The gateway's HTTP endpoint: paths, requests, answers, and the OpenAPI document."""

@@ -17,7 +17,7 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ErrorDetail(Answer):
-    """`message` is for people, `code` is stable, and `param` names the invalid field."""
+    """`message` is for people. `code` is stable. `param` names the invalid field."""
 
     message: str
     type: Literal[
@@ -36,7 +36,7 @@ class ErrorAnswer(Answer):
 
 
 class PromptTokensDetails(Answer):
-    cached_tokens: int  # tokens of the prompt that prefill did not compute
+    cached_tokens: int  # prompt tokens that prefill did not compute, as their KV was cached
 
 
 class CompletionTokensDetails(Answer):
@@ -44,7 +44,7 @@ class CompletionTokensDetails(Answer):
 
 
 class UsageAnswer(Answer):
-    """`completion_tokens_details` is absent if nothing looks for reasoning in the answer."""
+    """`completion_tokens_details` is absent unless the answer is parsed for reasoning or calls."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -69,7 +69,10 @@ class ChatLogprobs(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """With `echo`, they include the prompt's tokens, of which the first has no log probability."""
+    """With `echo`, the lists begin with the prompt's tokens.
+
+    The first token of a prompt has no log probability.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -79,14 +82,15 @@ class CompletionLogprobs(Answer):
 
 class PromptTokenLogprob(Answer):
     logprob: float
-    rank: int  # its rank among all tokens; the likeliest has rank 1
+    rank: int  # the place among all tokens by probability; 1 is the likeliest
     decoded_token: str
 
 
-# One item for each token of the prompt, by token id. The first item is None.
+# One item for each token of the prompt. An item maps token ids to log probabilities. The first item
+# is None.
 PromptLogprobsAnswer = list[dict[str, PromptTokenLogprob] | None]
-# Why the choice ended: a stop token, a stop string, or `repetition_detected`. None for any other
-# reason, such as the model's own end token.
+# The stop token, the stop string or `repetition_detected` that ended the choice. None if the choice
+# ended for another reason, such as the model's own end token.
 StopReasonAnswer = int | str | None
 
 
@@ -105,9 +109,9 @@ class ToolCallAnswer(Answer):
 
 
 class ChatAnswerMessage(Answer):
-    """`content` is None if the answer is all reasoning or calls.
+    """`content` is None if the answer has only reasoning or tool calls.
 
-    `reasoning` and `reasoning_content` are two names of one text.
+    `reasoning` and `reasoning_content` hold the same text.
     """
 
     role: Literal["assistant"]
@@ -144,7 +148,7 @@ class CalledFunctionDelta(Answer):
 
 
 class ToolCallDeltaAnswer(Answer):
-    """A part of the call at `index`. Only the first part has an id, a type, and a name."""
+    """A piece of the tool call at `index`. Only the first piece has an id, a type and a name."""
 
     index: int
     function: CalledFunctionDelta
@@ -165,7 +169,7 @@ class ChatChunkChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName | None
-    stop_reason: int | str | UnsetType | None = UNSET  # in the last chunk of a choice
+    stop_reason: int | str | UnsetType | None = UNSET  # only in the last chunk of a choice
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -197,7 +201,7 @@ class CompletionChunkChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName | None
-    stop_reason: int | str | UnsetType | None = UNSET  # in the last chunk of a choice
+    stop_reason: int | str | UnsetType | None = UNSET  # only in the last chunk of a choice
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -223,7 +227,11 @@ class CompletionChunk(Answer):
 
 
 class ModelEntry(Answer):
-    """`created`: when this gateway first saw the model. `max_model_len`: its context length."""
+    """A served model.
+
+    `created` is the time at which this gateway first saw the model. `max_model_len` is the model's
+    context length.
+    """
 
     id: str
     object: Literal["model"]

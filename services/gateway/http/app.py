@@ -1,6 +1,7 @@
-"""The public endpoint.
+"""The gateway's public HTTP endpoint: all its routes, and the handlers of OpenAI's paths.
 
-It is a raw ASGI application, because a framework would cost more time than all the other work.
+The endpoint is a raw ASGI application. A web framework would take more time for a request than all
+other work in the gateway.
 """
 
 from __future__ import annotations
@@ -214,10 +215,11 @@ class HttpApp:
             await self._fail(exchange, MeshError("internal error; the server's log has the cause"))
         finally:
             self.writing.remove(exchange)
-            exchange.errors = OPENAI_ERRORS  # a stream's own format would keep its call in memory
+            # The error format of a stream refers to the call, and would keep it in memory.
+            exchange.errors = OPENAI_ERRORS
 
     async def _fail(self, exchange: HttpExchange, error: MeshError) -> None:
-        """Send an error response; if the stream has begun, one error event and no [DONE]."""
+        """Send an error response. If a stream has begun, send one error event and no [DONE]."""
         if exchange.has_started:
             await exchange.write(exchange.errors.event(error), is_last=True)
             return
@@ -242,7 +244,7 @@ class HttpApp:
             with exchange.watched():
                 spec = await chat_spec(request, self._frontend, permit)
             is_streamed, written = bool(request.stream), _format_of(request)
-            del request  # its images, as base64, take much memory
+            del request  # base64 images in the request take much memory
             await answer(exchange, spec, permit, self._frontend, written, is_streamed=is_streamed)
         finally:
             permit.leave()

@@ -1,4 +1,4 @@
-"""The formats of errors of each API: the body of a response, and the last event of a stream."""
+"""The error format of each API: the body of an error response, and the event of a failed stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorFormat:
-    """`request_id_headers`: names of the headers that carry the request's id in all responses."""
+    """`request_id_headers` are the headers that carry the request's id in every response."""
 
     body: Callable[[MeshError, str], bytes]
     event: Callable[[MeshError], bytes]

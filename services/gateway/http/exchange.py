@@ -1,10 +1,12 @@
-"""One HTTP request and its answer on raw ASGI: bounds the body, writes, and detects a lost client.
+"""One HTTP request and its answer, on raw ASGI.
 
-A client that does not read blocks only its own writer; `gateway/slow_clients.py` disconnects it.
+An exchange bounds the request's body, writes the answer, and detects that the client has left. A
+client that does not read blocks only the task that writes to this client.
+`gateway/slow_clients.py` disconnects such clients.
 
-An error answer is sent after the rest of the request was read, within bounds. The connection can
-then be kept. Also, a proxy may reset its client's HTTP/2 stream if the answer comes before the end
-of the request. The client of such a stream would see no status.
+Before an error answer, the gateway reads the rest of the request, within bounds. The connection can
+then be used again. Without this reading, a proxy might reset its client's HTTP/2 stream, because
+the answer came before the end of the request. The client would then see no status.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pdmesh.services.gateway.request.deltas import ClientDisconnected
 from pdmesh.services.gateway.request.frontend import new_request_id
 from pdmesh.v1.scheduler_service_pb2 import HandedPlan
 
-# Any: ASGI's messages and scopes are plain dicts.
+# The values are Any because ASGI's messages and scopes are plain dicts.
 Scope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
@@ -36,14 +38,14 @@ Headers = list[tuple[bytes, bytes]]
 
 _NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 _JSON = (b"content-type", b"application/json")
-# How much of the rest of a refused request is read, and for how long.
+# The bounds for reading the rest of a refused request.
 _MAX_REST_BYTES: Final = 1 << 20
 _MAX_REST_S: Final = 2.0
 _QUOTABLE: Final = frozenset(map(chr, range(0x20, 0x7F))) - {'"', "\\"}  # RFC 6750, 3
 
 
 class Connection(Protocol):
-    """The client's connection, which reports its end."""
+    """The client's connection. When the connection ends, it calls the function given to `watch`."""
 
     @property
     def is_gone(self) -> bool: ...
@@ -68,10 +70,10 @@ class WrongMethod(InvalidRequest):
 
 
 class BodyRoom:
-    """Bounds the bytes of the bodies that all clients are sending now, in sum (F31).
+    """Bounds the total size of all request bodies that are being received (F31).
 
     Thousands of connections may each send a large body at the same time. A body that arrives as one
-    message does not count.
+    message is not counted.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -93,13 +95,13 @@ class HttpExchange:
         self.request_id = new_request_id()
         self.has_started = False
         self._is_received = False  # whether the whole request was received
-        self.ignored_fields: list[str] = []  # of the request; the response names them
+        self.ignored_fields: list[str] = []  # unknown fields, which a header of the response names
         self.path_parameters: Mapping[str, str] = _NO_PARAMETERS
         self._query: bytes = scope.get("query_string", b"")
         self.errors: ErrorFormat = OPENAI_ERRORS
         self.handed: HandedPlan | None = None
         self.blocked_since = math.inf
-        # ASGI has a list of pairs. If several have the same name, the first counts.
+        # ASGI passes a list of pairs. Of several headers with one name, the first is used.
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self._receive = receive
         self._send = send
@@ -110,27 +112,30 @@ class HttpExchange:
         return str(self._headers.get(name, b""), "latin-1")
 
     def use(self, handed: HandedPlan | None) -> None:
-        """Take over a picker's plan and its request id, under which the master has booked it."""
+        """Use the plan that an endpoint picker got from the master for this request, if any.
+
+        The master has booked the plan under a request id. The exchange takes over this id.
+        """
         if handed is not None:
             self.handed, self.request_id = handed, handed.result.request_id
 
     @property
     def query(self) -> Mapping[str, str]:
-        """The fields after `?`. If several have the same name, the last counts."""
+        """The fields after `?`. Of several fields with one name, the last is used."""
         return dict(parse_qsl(self._query.decode("latin-1"), keep_blank_values=True))
 
     @property
     def authorization(self) -> str:
         """The API key as a bearer token.
 
-        Clients of Anthropic's API send it in a different header.
+        Clients of Anthropic's API send the key in `x-api-key` instead of `authorization`.
         """
         return authorization_of(self.header(b"authorization"), self.header(b"x-api-key"))
 
     async def body(self, max_bytes: int, room: BodyRoom) -> bytes:
         """Read the body.
 
-        Raises BodyTooLarge without reading the rest, Overloaded if `room` is full, and
+        Raises BodyTooLarge (without reading the rest), Overloaded if `room` is full, and
         ClientDisconnected.
         """
         announced = self.header(b"content-length")
@@ -160,10 +165,10 @@ class HttpExchange:
         return message
 
     async def _drop_rest(self) -> None:
-        """Read and drop what is left of the request, within bounds. Raises ClientDisconnected.
+        """Read and drop the rest of the request, within bounds. Raises ClientDisconnected.
 
-        Reads nothing if the request announces a body over the bound. Reads nothing either if the
-        client waits for `100 Continue`: reading would ask it to send an unwanted body.
+        Nothing is read if `content-length` is over the bound. Nothing is read either if the client
+        waits for `100 Continue`, because reading would make the server ask for the body.
         """
         announced = self.header(b"content-length")
         is_long = announced.isdigit() and int(announced) > _MAX_REST_BYTES
@@ -201,11 +206,14 @@ class HttpExchange:
             await self.json(body, error.http_status, error_headers(error))
 
     def watched(self) -> AbstractContextManager[None]:
-        """A context that cancels its work and raises ClientDisconnected if the client leaves."""
+        """A context for work that is useless without the client.
+
+        If the client disconnects, the work is cancelled, and the context raises ClientDisconnected.
+        """
         return _Watched(self.connection)
 
     def cut(self) -> None:
-        """Disconnect a client that does not read. The blocked writer then finds the client gone."""
+        """Disconnect a client that does not read. The task that waits in `write` notices this."""
         self.connection.abort()
 
 
@@ -238,7 +246,7 @@ class _Watched:
 
 
 def authorization_of(authorization: str, api_key: str) -> str:
-    """The argument for `AccessControl`, from the values of `authorization` and `x-api-key`."""
+    """The argument for `AccessControl`, from the headers `authorization` and `x-api-key`."""
     return authorization or (f"Bearer {api_key}" if api_key else "")
 
 
@@ -256,7 +264,7 @@ def error_headers(error: MeshError) -> Headers:
 
 
 def _challenge(error: MeshError) -> bytes:
-    """How to authenticate, and what is wrong with the token that was sent (RFC 6750, 3)."""
+    """The value of `www-authenticate`: the scheme, and the error of a bad token (RFC 6750, 3)."""
     if not isinstance(error, InvalidToken):
         return b"Bearer"
     text = "".join(c if c in _QUOTABLE else "?" for c in error.message)

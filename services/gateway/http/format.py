@@ -1,7 +1,8 @@
-"""Writes OpenAI's answers as bytes: whole bodies with msgspec, stream chunks from templates.
+"""Writes answers in OpenAI's format: whole bodies with msgspec, stream chunks from templates.
 
-Templates are made once for each call. Only the text of a chunk is encoded, because the rest of the
-chunk is the same for the whole call (117 ns instead of 2.5 us).
+A call is one request of a client. Its answer has one or more choices. The templates are made once
+for each call, because all chunks of a call are the same except for their text. Encoding only the
+text takes 117 ns instead of 2.5 us.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pdmesh.services.gateway.text.choice_text import TextDelta, ToolCallDelta
 DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.encode
 
-# Any: JSON objects on their way out.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 
@@ -40,7 +41,7 @@ def usage(call: Call) -> Json:
 
 
 def message_parts(delta: TextDelta, *, is_delta: bool) -> Json:
-    """The fields of a message except its role. Reasoning has both of its usual names."""
+    """The fields of a message except its role. Reasoning appears under both usual names."""
     parts: Json = {}
     if delta.text or not is_delta:
         is_none = not delta.text and (delta.calls or delta.reasoning)
@@ -62,9 +63,10 @@ def _call_part(call: ToolCallDelta, *, is_delta: bool) -> Json:
 
 
 class ChunkWriter:
-    """The chunks of one streamed call.
+    """Writes the chunks of one streamed call.
 
-    The call's operation selects the form; `include_usage` adds a last chunk.
+    The call's operation decides whether they are chunks of a chat or of a completion. With
+    `include_usage`, the usage follows in a last chunk.
     """
 
     def __init__(
@@ -75,11 +77,11 @@ class ChunkWriter:
         has_logprobs: bool,
         counts_each: bool = False,
     ) -> None:
-        """With `counts_each`, each chunk has the usage so far."""
+        """With `counts_each`, each chunk reports the usage so far."""
         self._call = call
         self._counts_each = counts_each
         self._has_token_ids = call.spec.has_token_ids
-        self._told_prompts: set[int] = set()  # choices whose prompt was reported
+        self._told_prompts: set[int] = set()  # choices whose prompt's token ids were sent
         self._is_chat = call.spec.operation == "chat"
         self._include_usage = include_usage
         self._logprobs = [_logprob_writer(call, g) for g in call.generations if has_logprobs]
@@ -87,7 +89,7 @@ class ChunkWriter:
             self._logprobs or counts_each or self._has_token_ids or call.spec.is_echo_alone
         )
         self._told_echoes: set[int] = set()
-        # The echo has log probabilities, which come with the first token.
+        # The prompt's log probabilities come with the first token. The echo waits for this token.
         self._is_echoed_late = bool(call.spec.echoed) and has_logprobs
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = _encode(
@@ -110,9 +112,10 @@ class ChunkWriter:
         self._after = close + tail % self._usage
 
     def opening(self) -> bytes:
-        """The role of each choice, which OpenAI sends before any content.
+        """The chunks before the first token.
 
-        For a completion, the echoed prompts, unless they are sent with the first token.
+        For a chat, they give the role of each choice, as OpenAI's API does. For a completion, they
+        are the echoed prompts, unless these are sent with the first token.
         """
         if not self._is_chat:
             return b"" if self._is_echoed_late else self._echoes()
@@ -197,7 +200,7 @@ class ChunkWriter:
 
 
 class OpenAiFormat:
-    """Chat completions and completions. For the options see `ChunkWriter`."""
+    """The format of chat completions and completions. `ChunkWriter` explains the options."""
 
     def __init__(self, *, include_usage: bool, counts_each: bool) -> None:
         self._include_usage = include_usage
@@ -218,7 +221,10 @@ class OpenAiFormat:
 
 
 def whole_body(call: Call, deltas: Sequence[TextDelta]) -> bytes:
-    """The answer of a call that is not streamed. `deltas` has the whole of each choice."""
+    """The body of an answer that is not streamed.
+
+    `deltas` has one delta for each choice, with all of its text.
+    """
     is_chat = call.spec.operation == "chat"
     has_logprobs = call.spec.sampling.num_logprobs is not None
     choices: list[Json] = []
@@ -266,12 +272,12 @@ def whole_body(call: Call, deltas: Sequence[TextDelta]) -> bytes:
 
 
 def _echo(call: Call, index: int) -> str:
-    """The prompt's text if the choice begins with it, else empty."""
+    """The prompt's text if the choice begins with the prompt, else empty."""
     return call.spec.echoed[index // call.spec.n] if call.spec.echoed else ""
 
 
 def _logprob_writer(call: Call, generation: Generation) -> LogprobWriter:
-    """The writer of a choice's log probabilities. The text begins with an echoed prompt, if any."""
+    """A writer for a choice's log probabilities. An echoed prompt is part of the choice's text."""
     before = () if call.spec.echoed else generation.prompt.tokens
     return LogprobWriter(call.spec.tokenizer, before, spells_ids=call.spec.spells_ids)
 

@@ -1,8 +1,8 @@
-"""Writes log probabilities as OpenAI does: each token as text, with its bytes and its offset.
+"""Writes log probabilities in OpenAI's format: each token as text, with its bytes and its offset.
 
-A token may be only part of a character. Then its `bytes` are its own, never those of a replacement
-character. As OpenAI does, its text is written `bytes:\\xf0\\x9f`, so that no two such tokens look
-the same.
+A token may be only a part of a character. In this case, `bytes` has the token's real bytes, not the
+bytes of a replacement character. The text is written as `bytes:\\xf0\\x9f`, as in OpenAI's API, so
+that two such tokens never look the same.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any, Final
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 from pdmesh.v1.common_pb2 import PromptLogprobs, TokenLogprob
 
-# Any: JSON objects on their way out.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 _LEAST: Final = -9999.0  # stands for a probability of 0, because JSON has no infinity
 _utf8: Final = getincrementaldecoder("utf-8")
 _INCOMPLETE: Final = "\ufffd"
-_MAX_BYTES: Final = 4  # of a character
+_MAX_BYTES: Final = 4  # of one character in UTF-8
 # A drawn token with its log probability, and the likeliest tokens at its position.
 _Entry = tuple[int, float, Sequence[int], Sequence[float]]
 
 
 class LogprobWriter:
-    """Writes one choice's log probabilities, which come in pieces and in order.
+    """Writes the log probabilities of one choice, which are passed in pieces and in order.
 
-    `prompt_ids`: the prompt that the choice's text continues. The prompt is not part of the text.
-    `spells_ids`: a token is spelt `token_id:5`, as in vLLM, and not as its text.
+    `prompt_ids` is the prompt that the choice's text continues. The prompt is not part of the text.
+    With `spells_ids`, a token is written as `token_id:5`, as in vLLM, instead of its text.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LogprobWriter:
     def completion(self, logprobs: Sequence[TokenLogprob]) -> Json:
         """The form of /v1/completions: parallel arrays.
 
-        `top_logprobs` always include the drawn token, so they may be one more than asked for.
+        `top_logprobs` always include the drawn token, so there may be one more than asked for.
         """
         return {
             "tokens": [self._spelt(lp.token_id) for lp in logprobs],
@@ -78,9 +78,10 @@ class LogprobWriter:
         }
 
     def echoed(self, prompt_ids: Sequence[int], echo: str, found: PromptLogprobs | None) -> Json:
-        """As `completion`, but for the prompt. The answer begins with `echo`, the prompt's text.
+        """The form of `completion` for the tokens of an echoed prompt.
 
-        The first token has no log probability. `echo` may lack special tokens of the prompt.
+        `echo` is the prompt's text, with which the answer begins. It may lack special tokens of the
+        prompt. The first token has no log probability.
         """
         entries = list(_entries(found)) if found is not None else []
         none = [None] * (len(prompt_ids) - len(entries))
@@ -96,9 +97,9 @@ class LogprobWriter:
         return {"token": self._spelt(token_id), "logprob": max(logprob, _LEAST), "bytes": list(own)}
 
     def _top(self, entry: _Entry) -> dict[str, float]:
-        """The likeliest tokens by text.
+        """The log probabilities of the drawn token and of the likeliest tokens, by text.
 
-        If several tokens have the same text, the drawn token counts, or else the likeliest.
+        If several tokens have the same text, the drawn token is used, or else the likeliest.
         """
         token_id, logprob, top_ids, top_logprobs = entry
         found = {self._spelt(token_id): max(logprob, _LEAST)}
@@ -138,7 +139,10 @@ class LogprobWriter:
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], found: PromptLogprobs
 ) -> list[Json | None]:
-    """vLLM's form: for each token except the first, log probabilities and ranks by token id."""
+    """The prompt's log probabilities in vLLM's form.
+
+    The item of a token maps token ids to log probabilities and ranks. The first item is None.
+    """
     written: list[Json | None] = [None]
     entries = zip(_entries(found), found.ranks, strict=True)
     for at, ((token_id, logprob, top_ids, top_logprobs), rank) in enumerate(entries, start=1):
@@ -174,8 +178,8 @@ def _entries(found: PromptLogprobs) -> Iterator[_Entry]:
 def _decoded(tokenizer: Tokenizer, token_id: int, before: Sequence[int]) -> str:
     """The token's text as in vLLM.
 
-    If a character is spread over several tokens, the last of them has the character as its text,
-    and the others have no text.
+    If a character is spread over several tokens, the text of the last token is the character, and
+    the other tokens have no text.
     """
     own = tokenizer.token_bytes(token_id)
     text = own.decode(errors="replace")

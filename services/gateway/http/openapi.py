@@ -1,7 +1,7 @@
 """Makes `/openapi.json` from the routes: OpenAPI 3.1 with the schemas that validate requests.
 
-Names and types come from the structs, and bounds from their `Meta`. `unsupported_fields` gives the
-accepted values of unsupported fields.
+The structs of requests and answers define the names and types of fields. Their `Meta` defines the
+bounds. `unsupported_fields` lists the values that are accepted for unsupported fields.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdmesh.services.gateway.http.openapi_rules import RULES, without_nul
 from pdmesh.services.gateway.http.routes import HttpRoute, Operation, path_parameters, plain_path
 from pdmesh.services.gateway.openai.schema import unsupported_fields
 
-# Any: a JSON document on its way out.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 _REFERENCE: Final = "#/components/schemas/{name}"
@@ -40,7 +40,7 @@ _WITH_RETRY_AFTER: Final = (429, 503)
 
 
 def document(routes: Sequence[HttpRoute], *, is_strict: bool) -> Json:
-    """With `is_strict`, unknown fields of requests are refused and not ignored."""
+    """The document. With `is_strict`, it says that unknown fields of requests are refused."""
     shapes: list[Any] = []
     for route in routes:
         operation = route.operation
@@ -88,7 +88,7 @@ def _operation(route: HttpRoute, references: Mapping[int, Json]) -> Json:
         "operationId": operation_id(route),
         "summary": operation.summary,
         "responses": responses,
-        # The empty requirement means no key, because the gateway may run without keys.
+        # `{}` means that no key is needed, because the gateway may run without keys.
         "security": [] if operation.is_open else [{}, {"key": []}],
     }
     if parameters := _parameters(route):

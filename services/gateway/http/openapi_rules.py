@@ -1,7 +1,7 @@
-"""The rules of requests that `/openapi.json` shows besides the types and bounds of fields.
+"""Rules for requests that `/openapi.json` states in addition to the types and bounds of fields.
 
-Each rule describes checks of a struct that its types do not express. Most are of fields that depend
-on each other.
+Each rule describes the checks of one struct that the types of its fields cannot express. Most of
+these checks concern fields that depend on each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdmesh.services.gateway.openai.chat_messages import (
 from pdmesh.services.gateway.openai.schema import TokenizeRequest
 from pdmesh.services.gateway.openai.tools import FunctionDefinition, Tool
 
-# Any: JSON schemas.
+# A JSON schema, with values of any type.
 Json = dict[str, Any]
 
 _NO_NUL: Final = "^[^\\u0000]*$"

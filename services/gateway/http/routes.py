@@ -1,6 +1,6 @@
-"""The paths of the public port: the handler of each, and its description for `/openapi.json`.
+"""The routes of the public port: paths, their handlers, and descriptions for `/openapi.json`.
 
-A route cannot be made without an `Operation`, so the document has every served path.
+A route cannot be made without its description, an `Operation`. So the document lists every path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ASKING_ERRORS: Final = (400, 401, 403, 404, 413, 429, 500, 503, 504)
 TELLING_ERRORS: Final = (401, 403, 404, 429, 500, 503)
 
 
-# Any: a type that msgspec can describe, which is a struct or a union of structs.
+# A type that msgspec can describe: a struct or a union of structs.
 Shape = Any
 
 
@@ -53,7 +53,7 @@ class Operation:
     errors: Sequence[int] = ()
     fails: Shape = ErrorAnswer  # the type of an error's body
     other: Mapping[int, Shape] = field(default_factory=dict)  # further statuses
-    ends_in_done: bool = True  # its stream ends with `data: [DONE]`
+    ends_in_done: bool = True  # whether the stream ends with `data: [DONE]`
     is_open: bool = False  # needs no API key
     makes: Mapping[str, str] = field(default_factory=dict)
     query: Mapping[str, Shape] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class HttpRoute:
-    """`path` may have parameters: `{name}` is one segment, `{name:path}` is any number of them."""
+    """`path` may have parameters: `{name}` for one segment, `{name:path}` for several segments."""
 
     method: str
     path: str

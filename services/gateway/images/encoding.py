@@ -1,8 +1,8 @@
-"""Has an encoder make the embeddings of a prompt's images while its prefill waits (S130).
+"""Lets an encoder make the embeddings of a prompt's images while the prefill waits (S130).
 
-The encoder holds the embeddings, and the prefill fetches them. The gateway tells the prefill
-whether the encoder succeeded. The prefill has the images, too, and encodes them itself if the
-encoder did not. So no failure here fails the request.
+An encoder is an instance that only encodes images. It holds the embeddings, and the prefill fetches
+them. The gateway tells the prefill whether the encoder succeeded. The prefill has the images too,
+and encodes them itself if the encoder failed. So no failure in this module fails the request.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class Encoder:
 def find_encoder(
     fleet: FleetView, sessions: SessionPool, record: InstanceRecord, digest: bytes
 ) -> Encoder | None:
-    """The encoder for an image of a prompt that `record` computes; None if none can take it."""
+    """The encoder for the images of a prompt that `record` computes. None if all are full.
+
+    `digest` is the digest of the prompt's first image.
+    """
     found: dict[PeerId, Encoder] = {}
     for encoder in fleet.encoders(record):
         session = sessions.session(encoder)
@@ -64,9 +67,10 @@ def find_encoder(
 
 
 class EncodeLeg:
-    """One prompt's images at an encoder, under `key`.
+    """The stay of one prompt's images at an encoder, under `key`.
 
-    `prefill_key` names the leg that waits for the embeddings, on the instance of session `prefill`.
+    A leg is a request's stay on one instance. `prefill_key` is the key of the leg that waits for
+    the embeddings, on the instance of the session `prefill`.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class EncodeLeg:
             self._tell("lost")
 
     def end(self) -> None:
-        """The prefill has ended, so nothing waits for the embeddings any more."""
+        """Abort the leg, because the prefill has ended and waits for no embeddings any more."""
         if not self._is_over:
             self._is_over = True
             self._encoder.session.forget(self._key)

@@ -1,8 +1,8 @@
 """Fetches an image from an allowed host, with one request that reaches no other host.
 
-The name is resolved once, and all of its addresses must be public. The connection goes to one of
-these addresses, so a later answer of DNS has no effect. Redirects are not followed. Proxies are
-not used, even if the environment names one.
+The host's name is resolved once, and all of its addresses must be public. The connection goes to
+one of these addresses, so a later answer of DNS has no effect. Redirects are not followed. Proxies
+are not used, even if the environment names one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INTERIM: Final = (100, 102, 103)  # statuses that come before the answer
 _MAX_FRAMING_BYTES: Final = 65_536  # of an answer: its head, and the sizes of its chunks
 
 
-# Any: the families and addresses of `socket.getaddrinfo`.
+# The list has the tuples of `socket.getaddrinfo`, whose items have various types.
 Resolve = Callable[[str, int], list[Any]]
 
 
@@ -41,9 +41,11 @@ def resolve(host: str, port: int) -> list[Any]:
 
 
 class FetchTime:
-    """The time left for all fetches of a request together, and for all their waits for places.
+    """The time left for all images of one request.
 
-    Waits and fetches each have the full timeout, because a wait is not the host's fault.
+    A place is permission for one of the fetches that may run at the same time. All waits for places
+    together may take the full timeout. All fetches together may take the full timeout again,
+    because a wait is not the host's fault.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -52,7 +54,7 @@ class FetchTime:
 
     @contextlib.asynccontextmanager
     async def spent(self, kind: Literal["wait", "fetch"]) -> AsyncIterator[None]:
-        """Count the time spent within. Raises TimeoutError when no time is left."""
+        """Count the time spent in this context. Raises TimeoutError when no time is left."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         try:
@@ -66,7 +68,8 @@ class FetchTime:
 class FetchBounds:
     """`timeout_s` is for all images of a request together.
 
-    `max_per_host` is below `max_at_once`, so that one slow host cannot take all places.
+    `max_at_once` bounds the fetches that run at the same time. `max_per_host` is smaller, so that
+    one slow host cannot take all places.
     """
 
     timeout_s: float
@@ -75,7 +78,7 @@ class FetchBounds:
 
 
 class Fetcher:
-    """`may_reach` decides about an address that DNS gave. `resolve` runs in a thread.
+    """`may_reach` says whether an address from DNS is allowed. `resolve` runs in a thread.
 
     A hanging DNS look-up occupies its thread even after the timeout. So look-ups have their own
     threads, which do no other work.
@@ -103,7 +106,7 @@ class Fetcher:
         return FetchTime(self._bounds.timeout_s)
 
     async def fetch(self, url: str, time: FetchTime) -> bytes:
-        """`time`: the time left for all images of the request.
+        """Fetch an image. `time` is the time left for all images of the request.
 
         Raises ImageRefused, or Overloaded if no place becomes free in that time.
         """
@@ -113,7 +116,7 @@ class Fetcher:
 
     @contextlib.asynccontextmanager
     async def _place(self, address: ImageAddress, time: FetchTime) -> AsyncIterator[None]:
-        """Wait first for a place of the host: this wait takes no place from other hosts."""
+        """Wait for the host's place first, because this wait takes no place from other hosts."""
         async with contextlib.AsyncExitStack() as places:
             try:
                 async with time.spent("wait"):
@@ -144,7 +147,7 @@ class Fetcher:
             writer.write(_request(address))
             return await self._read(reader)
         finally:
-            # Nothing waits for the close: a wait would swallow this task's own cancellation.
+            # The close is not awaited, because the wait would swallow a cancellation of this task.
             writer.transport.abort()
 
     async def _resolved(self, address: ImageAddress) -> str:
@@ -172,9 +175,9 @@ class Fetcher:
                     break
                 parser.feed_data(data)
                 answer.count(len(data))
-                await asyncio.sleep(0)  # a read that finds bytes does not yield
+                await asyncio.sleep(0)  # `read` does not yield if bytes are there
         except httptools.HttpParserError as exc:
-            # If a callback raised, its error is the context of the parser's error.
+            # If a callback raised an error, that error is the context of the parser's error.
             refused = exc.__context__
             if isinstance(refused, ImageRefused):
                 raise refused from None
@@ -200,7 +203,7 @@ class _Answer:
         self.ends_with_connection = False
 
     def count(self, num_bytes: int) -> None:
-        """Count a parsed read. It counts towards the head only if the head is still incomplete."""
+        """Count the bytes of a parsed read. They count as head if the head is still incomplete."""
         if not self._has_head:
             self._num_head_left -= min(num_bytes, _MAX_HEAD_BYTES)
             if self._num_head_left < 0:

@@ -1,7 +1,7 @@
 """Turns the images of a request into checked and hashed bytes, within bounds.
 
-No pixels are decoded here: the header of an image tells its size. Large images are read in threads,
-a few at a time.
+No pixels are decoded, because the header of an image has its size. Large images are read in
+threads, a few at a time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ MAX_SENT_BYTES: Final = 64 << 20  # of images, over all choices of a call
 
 @dataclass(frozen=True, slots=True)
 class AskedImage:
-    """An image as a request gives it: by its address, as base64, or as its bytes.
+    """An image in a request: its URL, its base64 text, or its bytes.
 
-    `format` is the format that the image must have, as in `ImageHeader`. Empty: any.
+    `format` is the format that the image must have, as in `ImageHeader`. If it is empty, every
+    format is allowed.
     """
 
     field: str
@@ -41,14 +42,14 @@ class AskedImage:
 
 
 class Held:
-    """The bytes of images count as held for as long as anything refers to this object."""
+    """Images' bytes count toward `max_held_bytes` as long as anything refers to this object."""
 
     __slots__ = ("__weakref__",)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedImages:
-    """`sizes`: width and height in pixels, as the images are shown."""
+    """`sizes` has the width and height of each image in pixels, as the image is shown."""
 
     data: tuple[bytes, ...]
     digests: tuple[bytes, ...]
@@ -59,8 +60,8 @@ class LoadedImages:
 class Images:
     """`max_count` is for one request. `max_held_bytes` is for all open requests together.
 
-    Images that wait to be read count with the size of their URL or base64 text: only a few threads
-    read large images, and any number of requests may wait for a thread.
+    Any number of requests may wait for the few threads that read large images. So waiting images
+    count too, with the size of their URL, base64 text or bytes.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Images:
         return self.num_held_bytes + self.num_given_bytes
 
     def check_count(self, asked: Sequence[AskedImage], max_images: int) -> None:
-        """`max_images`: the model's own bound. Raises InvalidRequest."""
+        """`max_images` is the model's own bound. Raises InvalidRequest."""
         most = min(self._max_count, max_images)
         if len(asked) > most:
             message = f"at most {most} images are allowed in a request"

@@ -1,4 +1,8 @@
-"""Turns OpenAI requests into call specs: validates them and tokenizes their prompts."""
+"""Turns OpenAI requests into call specs: validates the requests and tokenizes the prompts.
+
+A call is one request of a client, with one or more choices. A call spec has the call's prompts and
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -114,9 +118,9 @@ async def chat_prompt(
 ) -> tuple[array[int], tuple[PromptImage, ...], Held | None]:
     """The tokens of a conversation, and its images. Raises MeshError.
 
-    The prompt is charged while its images are read, so that no work on images is done for a tenant
-    that has no tokens left. Where an image's tokens depend on its size, only the text is charged.
-    Nothing remains charged.
+    While the images are read, the tenant is charged for the prompt. So no image is read for a
+    tenant that has no tokens left. If the number of an image's tokens depends on the size of the
+    image, only the text is charged. The whole charge is refunded at the end.
     """
     messages = request.messages or []
     facts = frontend.shared.fleet.images_of(model.name) if has_images(messages) else None
@@ -157,9 +161,9 @@ async def _parsed_sampling(
     frontend: Frontend,
     tenant: Tenant,
 ) -> SamplingSpec:
-    """`sampling`, changed as the parsers need it. Constrained tool calls exclude another form.
+    """`sampling` with the changes that the parsers need. Raises InvalidRequest.
 
-    Raises InvalidRequest.
+    If tool calls must have a form, the request may not ask for another form of the answer.
     """
     constraint = sampling.constraint
     if parsing.calls is not None:
@@ -179,7 +183,7 @@ async def completion_spec(
     tenant: Tenant,
     default_max_tokens: int | None = _COMPLETION_DEFAULT_TOKENS,
 ) -> CallSpec:
-    """`default_max_tokens` counts if the model has no default of its own. Raises MeshError."""
+    """`default_max_tokens` is used if the model has no default. Raises MeshError."""
     model = await frontend.served_model(request.model, tenant, request.scenario)
     check_logprobs(frontend, model.name, request.logprobs)
     check_logprobs(frontend, model.name, request.prompt_logprobs, "prompt_logprobs")
@@ -280,9 +284,10 @@ async def text_tokens(
     add_special_tokens: bool = True,
     owner: str | None = None,
 ) -> array[int]:
-    """Encode a text. `owner`: the tenant whose chat this is.
+    """Encode a text. Raises MeshError.
 
-    A text that cannot fit the context is refused before it is encoded. Raises MeshError.
+    A text that is too long for the context is refused before it is encoded. `owner` is a tenant.
+    The tokens of the text's sections are kept for later texts of this tenant.
     """
     context = model.context_length
     if len(text) > context * model.tokenizer.max_token_chars:
@@ -320,7 +325,7 @@ MAX_VARIABLES: Final = 256
 def template_variables(
     given: Mapping[str, object] | None, reasoning_effort: str | None = None
 ) -> dict[str, object]:
-    """The variables of the template that the client sets. Raises InvalidRequest."""
+    """The variables of the chat template that the client sets. Raises InvalidRequest."""
     if not given and reasoning_effort is None:
         return {}
     variables = dict(given or {})
@@ -339,7 +344,10 @@ def template_variables(
 def conversation_of(
     request: ChatCompletionRequest | TokenizeRequest, image_mark: str = ""
 ) -> Conversation:
-    """`image_mark`: the text that stands for an image. Raises InvalidRequest."""
+    """The conversation in the form for chat templates. Raises InvalidRequest.
+
+    `image_mark` is the text that stands for an image.
+    """
     effort = request.reasoning_effort if isinstance(request, ChatCompletionRequest) else None
     return Conversation(
         messages_of(request.messages or [], image_mark),

@@ -1,4 +1,4 @@
-"""The images of a chat: where its messages have them, and the prompt with them in their places."""
+"""The images of a chat: finds them in the messages, and puts their tokens into the prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pdmesh.services.gateway.openai.chat_messages import (
 
 
 def asked_images(messages: Sequence[ChatMessage]) -> list[AskedImage]:
-    """In the order of the messages and their parts. Raises InvalidRequest."""
+    """The images in the order of the messages and their parts. Raises InvalidRequest."""
     return [_asked(part, field) for part, field in _image_parts(messages)]
 
 
@@ -48,7 +48,7 @@ def check_places(tokens: array[int], facts: ImageFacts, num_images: int) -> None
 def placed(
     tokens: array[int], facts: ImageFacts, loaded: LoadedImages
 ) -> tuple[array[int], tuple[PromptImage, ...]]:
-    """The prompt with each image's tokens, and the images. The places were checked."""
+    """The prompt with each image's tokens, and the images. Call `check_places` before."""
     prompt, places = expanded(tokens, facts, loaded.sizes)
     found = zip(places, loaded.digests, loaded.data, strict=True)
     return prompt, tuple(
@@ -58,7 +58,10 @@ def placed(
 
 
 def check_sent(images: Sequence[PromptImage], num_choices: int) -> None:
-    """Each choice sends the images to an instance. Raises InvalidRequest."""
+    """Bound the bytes of images that are sent to instances. Raises InvalidRequest.
+
+    Each choice of the call sends all images.
+    """
     if num_choices * sum(len(image.data) for image in images) > MAX_SENT_BYTES:
         message = f"n times the images' bytes may be {MAX_SENT_BYTES} at most"
         raise InvalidRequest(message, field="n")

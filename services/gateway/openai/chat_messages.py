@@ -1,7 +1,8 @@
 """The messages of a conversation: their structs, their checks, and their form for chat templates.
 
-Templates get the same values as from plain vLLM. The arguments of a tool call are an object, not
-its JSON. The result of a tool is text. An assistant's reasoning has both of its names.
+Chat templates get the same values as from plain vLLM. The arguments of a tool call are an object,
+not JSON text. The result of a tool is text. An assistant's reasoning is passed under two names,
+`reasoning` and `reasoning_content`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ MAX_CALLS: Final = 128  # tool calls in one message
 _MAX_PARTS: Final = 256
 _MAX_ID_CHARS: Final = 256
 _STRING: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, as JSON writes it
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape for half of a character
 _BEGINS_A_VALUE: Final = re.compile(r"[\[{,:]")
-# A line that a coding agent puts before its system prompt; it differs in each request, so that no
-# two prompts would share a prefix. Plain vLLM leaves it out too.
+# A coding agent puts a line that begins with this before its system prompt. The line differs in
+# each request, so no two prompts would share a prefix (and its cached KV). Plain vLLM drops this
+# line, and so does the gateway.
 _BILLING_LINE: Final = "x-anthropic-billing-header"
 
-# Any: a client may send anything here, and it only matters whether it is empty.
+# The type is Any because a client may send anything here. Only whether it is empty matters.
 _Anything = Any
 
 
@@ -39,16 +41,16 @@ ImageDetail = Literal["auto", "low", "high", "original"]
 
 
 class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
-    """`detail` has no effect: the model decides how an image is read."""
+    """`detail` has no effect, because the model decides how an image is read."""
 
     url: str
     detail: ImageDetail | None = None
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """Parts of the types `text` and `image_url` are served.
+    """A part of a message's content. Only the types `text` and `image_url` are supported.
 
-    The fields of other types are known here so that the error names the part and not its fields.
+    The struct has the fields of other types so that an error names the part, not one of its fields.
     """
 
     type: str
@@ -60,9 +62,10 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ImageFile(ContentPart):
-    """An image that another API gives without an address. No JSON becomes such a part.
+    """An image that a request of another API contains as data. A JSON chat never has such a part.
 
-    `format` is the format that the image must have, as in `ImageHeader`. Empty: any.
+    `format` is the format that the image must have, as in `ImageHeader`. If it is empty, every
+    format is allowed.
     """
 
     base64: str = ""
@@ -88,7 +91,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """`developer` is what newer clients call `system`; the chat template may know it.
+    """The role `developer` is the newer name of `system`. Some chat templates support it.
 
     `reasoning_content` is another name for `reasoning`.
     """
@@ -144,7 +147,7 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
 def messages_of(messages: Sequence[ChatMessage], image_mark: str = "") -> list[Message]:
     """The messages in the form for chat templates. Content parts become a list of their texts.
 
-    `image_mark`: the text that stands for an image. Raises InvalidRequest.
+    `image_mark` is the text that stands for an image. Raises InvalidRequest.
     """
     plain: list[Message] = []
     for index, message in enumerate(messages):
@@ -202,7 +205,7 @@ def _arguments_of(text: str, field: str) -> dict[str, Any]:
 
 
 def _in_characters(text: str) -> str:
-    """The text without halves of characters, which no tokenizer takes."""
+    """The text with replacements for halves of characters, which no tokenizer accepts."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -246,7 +249,10 @@ def _check_name(name: str, field: str) -> None:
 
 
 def _check_work(messages: Sequence[ChatMessage]) -> None:
-    """Bound the number of values in all arguments, because these are parsed on the event loop."""
+    """Bound the number of values in the arguments of all tool calls.
+
+    The arguments are parsed on the event loop.
+    """
     calls = [call for message in messages for call in message.tool_calls or ()]
     texts = [call.function.arguments for call in calls if call.function]
     if sum(map(len, texts)) <= SMALL_BYTES:
@@ -276,9 +282,10 @@ def _check_parts(parts: Sequence[ContentPart], where: str, *, takes_images: bool
 
 
 def check_alone(part: msgspec.Struct, own: str, fields: Sequence[str], where: str) -> None:
-    """Refuse content of another type, which would be left out. Raises InvalidRequest.
+    """Refuse a part that also has content of another type, because that would be left out.
 
-    `fields`: those that have the content of parts of each type; `own`: that of this part.
+    `fields` are the fields that hold the content of all types of parts. `own` is the field for the
+    type of this part. Raises InvalidRequest.
     """
     for name in fields:
         if name != own and getattr(part, name):

@@ -1,7 +1,7 @@
-"""Parses the JSON body of a request into its struct, within bounds, and names an invalid field.
+"""Parses the JSON body of a request into a struct, within bounds. Errors name the invalid field.
 
-A duplicate field, or a string with U+0000, is refused. An unknown field is refused, or it is left
-out and reported by name.
+A body with a duplicate field, or with a string that contains U+0000, is refused. An unknown field
+is refused, or left out and reported by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _GOT: Final = re.compile(r"got `(\w+)`")
 
 T = TypeVar("T", bound=msgspec.Struct)
-# Any: JSON.
+# A JSON object, with values of any type.
 Object = dict[str, Any]
 _object: Final = msgspec.json.Decoder(Object)
 
@@ -44,8 +44,8 @@ def decoded(
 ) -> T:
     """Raises InvalidRequest with the field.
 
-    `nested` has the structs within structs. Unknown fields are refused, or their paths are added to
-    `ignored` if it is given.
+    `nested` maps each struct to the structs in its fields. If `ignored` is None, an unknown field
+    is refused. Otherwise its path is added to `ignored`.
     """
     outlined = outline(body)
     try:
@@ -65,9 +65,9 @@ def decoded(
 
 
 def objects_of(texts: Mapping[str, str]) -> dict[str, Object]:
-    """Parse fields that hold JSON objects as text. All texts together have the bounds of a body.
+    """Parse fields that hold JSON objects as text. Raises InvalidRequest with the field.
 
-    Raises InvalidRequest with the field.
+    The bounds of a body apply to all texts together.
     """
     bodies = {field: text.encode() for field, text in texts.items()}
     try:
@@ -110,7 +110,7 @@ def _parsed(
 
 
 def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
-    """Refuse duplicates: a filter in front of the gateway could read a different value."""
+    """Refuse duplicates, because a filter in front of the gateway could read a different value."""
     if len(dict(pairs)) == len(pairs):
         return
     seen: set[str] = set()
@@ -125,9 +125,10 @@ _find_duplicates: Final = json.JSONDecoder(object_pairs_hook=_refuse_duplicates)
 
 
 def _check_duplicates(outlined: bytes, body: bytes) -> None:
-    """Find duplicate keys, of which msgspec silently takes the last.
+    """Refuse duplicate keys. msgspec would silently take the last value.
 
-    The standard library's parser has a hook that sees all keys. It takes 2 us for a usual body.
+    The standard library's parser has a hook that sees all keys. The check takes 2 us for a usual
+    body.
     """
     try:
         _find_duplicates(outlined.decode())
@@ -138,9 +139,9 @@ def _check_duplicates(outlined: bytes, body: bytes) -> None:
 
 
 def _explain(text: str, body: bytes) -> InvalidRequest:
-    """Turn msgspec's message into ours, with the path of the field.
+    """Turn msgspec's message into an error with the path of the field.
 
-    msgspec's message may contain what the client sent, at any length.
+    msgspec's message may contain a piece of the body, of any length.
     """
     if len(text) > _MAX_EXPLAINED:
         text = f"{text[:_MAX_EXPLAINED]}\u2026{text[-_MAX_EXPLAINED:]}"
@@ -162,10 +163,11 @@ def _explain(text: str, body: bytes) -> InvalidRequest:
 
 
 def _with_key(where: str, what: str, body: bytes) -> str:
-    """Add the key of a wrong value in a mapping, which msgspec does not tell.
+    """Replace the `[...]` in `where`, which msgspec writes instead of the key of a mapping.
 
-    The key is the first one whose value has the kind that msgspec names. A key that is not UTF-8
-    raises an error only here, because msgspec stops at the wrong value.
+    msgspec reports the kind of a wrong value, but not its key. So the first key whose value has
+    this kind is taken. A key that is not UTF-8 raises an error only here, because msgspec stops at
+    the wrong value.
     """
     field, _, below = where.partition(_ANY_KEY)
     got = _GOT.search(what)

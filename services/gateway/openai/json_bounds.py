@@ -1,12 +1,12 @@
-"""Decides, before a JSON body is parsed, whether it would cost its parsers too much (F31).
+"""Decides, before a JSON body is parsed, whether parsing it would take too long (F31).
 
-A parser makes an object of each value, which takes at least a tenth of a microsecond, and blocks
-the event loop: 8 MiB of `{},` cost 1.5 s. Text of any length costs next to nothing, and so do token
-ids. So all other values are counted over the whole body, including duplicate fields. All bytes that
-are neither text nor token ids have a bound too, because parsers read white space and digits one by
+A parser makes an object for each value. This takes at least 0.1 us and blocks the event loop: 8 MiB
+of `{},` take 1.5 s. Token ids take almost no time, and neither does the length of a string. So all
+values except token ids are counted, in the whole body, including duplicate fields. The bytes
+outside strings and token ids have a bound too, because parsers read white space and digits one by
 one.
 
-The search uses the string methods of Python on large pieces, and never loops over bytes.
+The code uses Python's string methods on large pieces, and never loops over bytes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ import msgspec
 from pdmesh.errors import InvalidRequest, shortened
 
 MAX_VALUES: Final = 32_768
-MAX_IDS: Final = 1 << 20  # token ids, over all lists of them
+MAX_IDS: Final = 1 << 20  # token ids in all lists together
 MAX_OUTSIDE_BYTES: Final = 1 << 20  # bytes of a large body outside strings and lists of token ids
 MAX_NAME_BYTES: Final = 256  # of a field in a large body
 SMALL_BYTES: Final = 65_536  # a body of this size costs at most a few milliseconds
 _LONG: Final = 256
 _ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]*+\]")
 _LONG_ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]{256,}+\]")
-# These replace escaped characters, so that each remaining quote begins or ends a string. Names that
-# differ in escaped characters stay different.
+# These two replace escaped backslashes and quotes, so that each remaining quote begins or ends a
+# string. Names that differ in escaped characters stay different.
 _BACKSLASH: Final = "\x80".encode()
 _QUOTE: Final = "\x81".encode()
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def outline(body: bytes) -> bytes:
-    """The body without the parts that cannot hold names of fields.
+    """The body without the long parts that cannot hold names of fields.
 
-    Long lists of token ids are emptied. In a large body all such lists are emptied, and long
-    strings too. Raises InvalidRequest, with the field if one alone holds too much.
+    Long lists of token ids are emptied. In a large body, all lists of token ids and all long
+    strings are emptied. Raises InvalidRequest. If one field alone exceeds a bound, the error names
+    this field.
     """
     if len(body) <= SMALL_BYTES:
         return _LONG_ID_LIST.sub(b"[]", body)
@@ -99,7 +100,7 @@ def _too_many_values(body: bytes) -> InvalidRequest:
 
 
 def _refusal(what: str, body: bytes, count: Callable[[bytes], int], most: int) -> InvalidRequest:
-    """With the field that holds more than `most` by itself, if one does."""
+    """The error. It names a field that holds more than `most` by itself, if there is one."""
     field = None
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         for name, raw in _fields.decode(body).items():
@@ -110,7 +111,7 @@ def _refusal(what: str, body: bytes, count: Callable[[bytes], int], most: int) -
 
 
 def _num_values(value: bytes) -> int:
-    """Strings, lists, objects and what commas separate, without token ids."""
+    """The number of values: strings, lists, objects, and one for each comma, without token ids."""
     plain = _without_escapes(value)
     if (num_quotes := plain.count(b'"')) > 2 * MAX_VALUES:
         return num_quotes // 2

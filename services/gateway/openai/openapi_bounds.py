@@ -1,7 +1,7 @@
 """The bounds of fields for `/openapi.json`, as annotations of their types.
 
 The bounds are checked elsewhere (`request.bounds`, `request.shaping`), because gRPC needs them too.
-`tests/integration/gateway/api/test_openapi.py` checks that both agree.
+`tests/integration/gateway/api/test_openapi.py` compares these bounds with the checked ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TokenId = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 Name = Annotated[str, chars(0, MAX_NAME_CHARS)]
 SessionId = Annotated[str, chars(1, MAX_NAME_CHARS)]
 NumTokens = Annotated[int, between(1, MAX_TOKENS)]
-NumTokensOrNone = Annotated[int, between(0, MAX_TOKENS)]  # 0 with an echo
+NumTokensOrNone = Annotated[int, between(0, MAX_TOKENS)]  # 0 is allowed with an echo
 NumChoices = Annotated[int, between(1, MAX_N)]
 Seed = Annotated[int, between(-(1 << 63), (1 << 63) - 1 - MAX_N)]
 Temperature = Annotated[float, between(0, 2)]

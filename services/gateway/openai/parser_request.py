@@ -1,8 +1,11 @@
-"""Decides whether the answers to a chat are parsed, and which part of it the parsers read.
+"""Decides whether the answers to a chat are parsed, and makes the request that the parsers read.
 
-That part is small, however large the messages are. When tool calls must keep to a grammar, and to
-which one, is decided by the parsers themselves, which are vLLM's (`adjust_request`, called in
-`parsing/vllm_parsers.py`). This module names the field of the request to which that is due.
+The parsers are vLLM's. They split an answer into reasoning, text and tool calls. The request that
+they read is small, however large the messages of the chat are.
+
+The parsers also decide whether tool calls must follow a grammar, and which grammar
+(`adjust_request`, called in `parsing/vllm_parsers.py`). This module finds the field of the chat
+that requires the grammar.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pdmesh.services.gateway.openai.tools import NamedTool
 from pdmesh.services.gateway.parsing.answer_parsing import AnswerParsers, Parsing, UnusableParsers
 from pdmesh.services.gateway.request.spec import ServedModel
 
-_MAX_WORD: Final = 64  # characters; no parser knows a longer name or value
+_MAX_WORD: Final = 64  # characters. No parser knows a longer name or value.
 _USER: Final[dict[str, Any]] = {"role": "user", "content": ""}
 _CALL: Final = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
 
@@ -33,8 +36,8 @@ async def parsing_of(
 ) -> Parsing | None:
     """How to parse the answers, or None if they are plain text. Raises MeshError.
 
-    `constrained_prompt`: the prompt's tokens, if the answers may have a constraint. `form_field`:
-    the field that asks for a form of the answers, if one does.
+    `constrained_prompt` has the prompt's tokens if the answers may have a constraint. `form_field`
+    is the field that asks for a form of the answers, or empty.
     """
     found = parsers.model(model.tokenizer)
     calls_tools = may_call(request)
@@ -71,7 +74,7 @@ def may_call(request: ChatCompletionRequest) -> bool:
 
 
 def asked_calls(constraint: str, request: ChatCompletionRequest) -> AskedGrammar:
-    """The form in which vLLM has the model write its tool calls."""
+    """The grammar that vLLM's parser demands for the tool calls."""
     field = _constraining_field(request)
     found = msgspec.json.decode(constraint)
     if (schema := found.get("json")) is not None:
@@ -83,7 +86,8 @@ def asked_calls(constraint: str, request: ChatCompletionRequest) -> AskedGrammar
 def parser_request(request: ChatCompletionRequest) -> bytes:
     """The request for the parsers.
 
-    Of the messages it has only the number of tool calls, by which some models number theirs.
+    It has as many tool calls as the chat's messages, because some models number calls through the
+    whole chat. The rest of the messages is left out.
     """
     return msgspec.json.encode(
         {
@@ -100,7 +104,7 @@ def parser_request(request: ChatCompletionRequest) -> bytes:
 
 
 def _variables_of(request: ChatCompletionRequest) -> dict[str, bool | int | float | str | None]:
-    """The template's variables for parsers, which look for switches and words.
+    """The chat template's variables in a short form. Parsers read only switches and words in them.
 
     A list or an object becomes true or false, as in an `if` of a template.
     """

@@ -1,6 +1,7 @@
 """Turns the sampling fields of an OpenAI request into a SamplingSpec.
 
-Most requests set only a temperature and a length. For them, the further fields cost almost nothing.
+Most requests set only a temperature and a length. For these requests, all other fields together
+take almost no time.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from pdmesh.services.gateway.request.shaping import (
 from pdmesh.services.gateway.request.spec import SamplingSpec, ServedModel
 from pdmesh.services.gateway.request.thinking import thinking_budget_of
 
-# The fields that `_with_further` reads. It is not called for a request that sets none of them,
-# unless the model's defaults shape logits.
+# The fields that `_with_further` reads. If a request sets none of these fields, `_with_further` is
+# called only for a model whose defaults shape logits.
 _FURTHER: Final = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "top_k", "min_p", "min_tokens",
     "logit_bias", "bad_words", "allowed_token_ids", "thinking_token_budget", "logprob_token_ids",
@@ -118,7 +119,7 @@ def _repetition(asked: RepetitionDetection | None) -> RepetitionRule | None:
 
 
 def _check_shaping(frontend: Frontend, model: str, shaping: LogitShaping) -> None:
-    """Refuse shaping that the model's engine does not support as it is set up (speculation)."""
+    """Refuse shaping that the engine does not support with its settings, such as speculation."""
     if shaping is UNSHAPED:
         return
     for field in sorted(frontend.shared.fleet.unsupported_shaping(model)):
@@ -129,7 +130,7 @@ def _check_shaping(frontend: Frontend, model: str, shaping: LogitShaping) -> Non
 
 
 def _check_logprob_ids(frontend: Frontend, model: str, ids: Sequence[int]) -> None:
-    """Raises InvalidRequest if the model's engine cannot give these logprobs as it is set up."""
+    """Raises InvalidRequest if the engine cannot give these logprobs with its settings."""
     field = "logprob_token_ids"
     if ids and field in frontend.shared.fleet.unsupported_shaping(model):
         message = f"{field} is not supported by this model's engine as it is set up"

@@ -1,8 +1,9 @@
 """The OpenAI requests that the gateway accepts, with vLLM's further fields, as typed structs.
 
-A field that would change the answer and is not supported gets a 400 that names it. `_NEUTRAL` lists
-these fields with their values that have no effect. A field that no known API has is ignored
-(`unknown_fields`) or refused, depending on a setting. Every number, string and list has a bound.
+A request gets a 400 if it sets a field that would change the answer but is not supported.
+`_NEUTRAL` lists these fields, each with the values that have no effect and are accepted. A field
+that no known API has is ignored (`unknown_fields`) or refused, depending on a setting. Every
+number, string and list has a bound.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from pdmesh.services.gateway.request.spec import ToldSession
 MAX_CHOICES: Final = 64  # the number of prompts times n
 _MAX_PROMPTS: Final = 16
 
-# Any: a client may send anything here; `NeutralValues` compares it.
+# The type is Any because a client may send anything here. `NeutralValues` checks the value.
 _Anything = Any
 
 
@@ -62,11 +63,14 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # padding against traffic analysis; we add none
+    include_obfuscation: bool | None = None  # padding against traffic analysis, which is not sent
 
 
 class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True):
-    """As in vLLM. A `max_pattern_size` of 0 detects nothing, a `min_pattern_size` of 0 means 1."""
+    """As in vLLM. If `max_pattern_size` is 0, nothing is detected.
+
+    A `min_pattern_size` of 0 means 1.
+    """
 
     max_pattern_size: told.PatternSize = 0
     min_pattern_size: told.PatternSize = 0
@@ -74,14 +78,17 @@ class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Session(msgspec.Struct, forbid_unknown_fields=True):
-    """pdmesh's own: what follows the answer, so that instances know how long to keep its KV."""
+    """A field of pdmesh's own. `state` says how the conversation goes on.
+
+    From the state, instances know how long to keep the KV of the conversation.
+    """
 
     id: told.SessionId
     state: Literal["paused_for_tool", "resumed", "done"]
 
 
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints take: OpenAI's fields, then vLLM's, then four of pdmesh's own."""
+    """The fields of chats and completions: OpenAI's, then vLLM's, then four of pdmesh's own."""
 
     model: told.Name
     max_tokens: told.NumTokens | None = None
@@ -111,7 +118,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: told.Logprobs | None = None
-    request_id: str | None = None  # the gateway's own id names the request
+    request_id: str | None = None  # ignored, because the gateway chooses the ids of requests
     session_id: str | None = None
     priority: _Anything = None
     use_beam_search: _Anything = None
@@ -180,9 +187,9 @@ class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """As in vLLM's /tokenize: either `prompt` or `messages` is set.
+    """A request like those of vLLM's /tokenize. Either `prompt` or `messages` is set.
 
-    The fields after `messages` need messages.
+    The fields after `messages` are for requests with `messages`.
     """
 
     model: told.Name
@@ -200,13 +207,13 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """As in vLLM's /detokenize."""
+    """A request like those of vLLM's /detokenize."""
 
     model: str
     tokens: list[int]
 
 
-# The values of unsupported fields that have no effect. None never has one.
+# Unsupported fields, with the values that have no effect. None never has an effect.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "priority": (0,),
     "use_beam_search": (False,),
@@ -269,7 +276,7 @@ _NESTED: Final[Nested] = {
 
 
 def unsupported_fields(struct: type[msgspec.Struct]) -> Mapping[str, tuple[object, ...]]:
-    """The unsupported fields of a request, with their values that have no effect."""
+    """The unsupported fields of a request, each with the values that have no effect."""
     found: Mapping[type[msgspec.Struct], Mapping[str, tuple[object, ...]]] = {
         ChatCompletionRequest: _NEUTRAL_CHAT,
         CompletionRequest: _NEUTRAL_COMPLETION,
@@ -287,7 +294,7 @@ _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeRequest)
 def parse_chat(body: bytes, ignored: list[str] | None = None) -> ChatCompletionRequest:
     """Raises InvalidRequest with the field.
 
-    An unknown field is refused, or added to `ignored` by its path.
+    If `ignored` is None, an unknown field is refused. Otherwise its path is added to `ignored`.
     """
     request = decoded(_chat_decoder, _NESTED, body, ignored)
     check_chat(request)
@@ -353,7 +360,7 @@ def parse_detokenize(body: bytes, ignored: list[str] | None = None) -> Detokeniz
 
 
 def is_echo_alone(request: _Common) -> bool:
-    """Whether a completion asks only for its own prompt."""
+    """Whether a completion asks only for an echo of its prompt."""
     if not isinstance(request, CompletionRequest):
         return False
     return bool(request.echo) and request.max_tokens == 0
@@ -362,7 +369,7 @@ def is_echo_alone(request: _Common) -> bool:
 def prompts_of(
     prompt: str | list[_Anything], vocab_size: int, max_tokens: int
 ) -> list[str] | list[list[int]]:
-    """The prompts of a completion, one or several: text, or at most `max_tokens` token ids each.
+    """The prompts of a completion. Each is a text, or at most `max_tokens` token ids.
 
     Lengths are checked first, because a loop over a million ids would delay all other requests.
     """
@@ -419,7 +426,7 @@ def check_session(session: Session, chat_id: str) -> None:
 
 
 def chat_id_of(request: ChatCompletionRequest | CompletionRequest) -> str:
-    """The conversation's name: a session's id stands for a chat_id that is empty."""
+    """The conversation's name: the chat_id, or the session's id if the chat_id is empty."""
     return request.chat_id or (request.session.id if request.session is not None else "")
 
 

@@ -1,4 +1,7 @@
-"""The constraint under which tool calls are drawn; a refusal names the tool that is to blame."""
+"""Makes the constraint for tool calls: a grammar that limits which tokens the engine may draw.
+
+If the grammar is refused, the error names the tool at fault.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,11 @@ async def call_constraint(
     frontend: Frontend,
     tenant: Tenant,
 ) -> Constraint | None:
-    """`calls`: the form of all tool calls. Raises InvalidRequest with the field, or Overloaded.
+    """The constraint for `calls`, the grammar of all tool calls.
 
-    A schema of a tool may be to blame. So after a refusal each is compiled by itself, in order, and
-    the refusal of the first bad one names that tool.
+    If the grammar is refused, the schema of one tool may be the cause. So each tool's schema is
+    compiled by itself, in order. The error for the first bad schema names its tool. Raises
+    InvalidRequest with the field, or Overloaded.
     """
     try:
         return await constraint_of(calls, model, frontend, tenant)
@@ -41,7 +45,7 @@ async def call_constraint(
 
 
 def _schemas(calls: AskedGrammar, request: ChatCompletionRequest) -> Iterator[AskedGrammar]:
-    """The schemas of arguments that are part of `calls`."""
+    """The schemas of the tools' arguments that are part of the grammar `calls`."""
     chosen = request.tool_choice
     for index, tool in enumerate(request.tools or ()):
         if (function := tool.function) is None or function.parameters is None:

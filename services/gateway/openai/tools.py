@@ -11,7 +11,7 @@ import msgspec
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.unknown_fields import Nested
 
-MAX_TOOLS: Final = 128  # as OpenAI's
+MAX_TOOLS: Final = 128  # as in OpenAI's API
 MAX_DEPTH: Final = 64  # of a schema, or of any other value for a template
 _MAX_NAME_CHARS: Final = 256
 # Models write the names of functions into JSON or between angle brackets, without any escapes.
@@ -23,7 +23,7 @@ class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # Any: a JSON schema
+    parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None
 
 

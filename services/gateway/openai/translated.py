@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pdmesh.errors import InvalidRequest
 from pdmesh.services.gateway.openai.schema import ChatCompletionRequest
 
-# For each field of the chat, the name of the other request's field that it comes from.
+# Maps a field of the chat to the field of the other request from which it was made.
 FieldNames = Mapping[str, str]
 
 

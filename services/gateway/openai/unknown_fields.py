@@ -1,7 +1,8 @@
-"""Drops the fields of a request that no API that we know has, and reports their names.
+"""Drops the unknown fields of a request, and reports their names.
 
-Clients send fields that are meant for other servers. Known fields that would change the answer are
-refused. Unknown fields are ignored, and named in the response header `x-pdmesh-ignored`.
+A field is unknown if no API that pdmesh knows has it. Clients send such fields for other servers.
+The response names them in the header `x-pdmesh-ignored`. Known fields that would change the answer
+but are not supported are refused elsewhere (`unsupported_fields`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ Nested = Mapping[Struct, Mapping[str, Struct]]
 
 
 def without_unknown(body: bytes, kind: Struct, nested: Nested, ignored: list[str]) -> Any:
-    """The body's objects without unknown fields. Adds the paths of the first of these to `ignored`.
+    """The decoded body without unknown fields. Raises msgspec.DecodeError.
 
-    Raises msgspec.DecodeError.
+    The paths of the first 16 unknown fields are added to `ignored`.
     """
     value = msgspec.json.decode(body)
     _prune(value, kind, nested, "", ignored)

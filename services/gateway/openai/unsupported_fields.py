@@ -1,4 +1,4 @@
-"""Refuses fields that are not supported, unless their value asks for nothing."""
+"""Refuses fields that are not supported, unless their value has no effect."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pdmesh.errors import InvalidRequest
 
 
 class NeutralValues(dict[str, tuple[object, ...]]):
-    """The unsupported fields of a struct, each with its values that ask for nothing.
+    """The unsupported fields of a struct, each with the values that have no effect.
 
-    Null always asks for nothing. There are two fields at least.
+    Null never has an effect. There must be at least two fields.
     """
 
     __slots__ = ("_read",)
@@ -21,7 +21,7 @@ class NeutralValues(dict[str, tuple[object, ...]]):
     def __init__(self, values: Mapping[str, tuple[object, ...]]) -> None:
         super().__init__(values)
         assert len(self) > 1, "a single attribute would be read without a tuple around it"
-        self._read = attrgetter(*self)  # all of them at once: most requests give none
+        self._read = attrgetter(*self)  # reads all fields at once, as most requests set none
 
     def check(self, request: msgspec.Struct) -> None:
         """Raises InvalidRequest."""

@@ -1,8 +1,9 @@
-"""Turns the text of a call's choices into reasoning, text and tool calls, as the tokens come.
+"""Splits the answers to a call into reasoning, text and tool calls, while the tokens arrive.
 
-The parsers' state is a function of the tokens alone. So it does not matter which instance drew
-them. If the parser process is lost, a new one is fed the same tokens again, and its findings in
-them are not reported a second time.
+vLLM's parsers do this in a separate process. A call has one or more answers, its choices. The state
+of a parser depends only on the tokens of its choice, not on the instance that drew them. If the
+parser process dies, a new process gets the same tokens again. Findings that were already reported
+are not reported again.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
 log = structlog.get_logger(__name__)
 
-# Tokens to feed at once. The time of some parsers grows with the square of an answer's length. So a
-# long answer is fed again in pieces: other choices are served between them, and each has its own
-# time limit.
+# The number of tokens to feed at once. The time of some parsers grows with the square of an
+# answer's length. So a long answer is fed in pieces when a new process gets all of its tokens.
+# Other choices are served between the pieces, and each piece has its own time limit.
 _PIECE: Final = 64
 _MAX_DEATHS: Final = 2  # of the parser process, while it worked on one choice
 _choices: Final = itertools.count(1)
@@ -88,8 +89,9 @@ class ParsedModel(msgspec.Struct, frozen=True):
 class Parsing:
     """How a call's answers are parsed.
 
-    `request` is the part of the call's request that the parsers read. With `shows_special` they
-    also read the text of special tokens. With `is_named` the client named the one tool to call.
+    `request` is the part of the call's request that the parsers read. With `shows_special`, the
+    parsers also read the text of special tokens. With `is_named`, the client has named the one tool
+    to call.
     """
 
     parsers: AnswerParsers
@@ -123,7 +125,10 @@ class Parsing:
 
 
 class AnswerParsers:
-    """The parsers of all models. Each setting is a parser's name, auto or none."""
+    """The parsers of all models.
+
+    `tool_parser` and `reasoning_parser` are settings: a parser's name, auto or none.
+    """
 
     def __init__(self, tool_parser: str, reasoning_parser: str, process: ParserProcess) -> None:
         self._settings = (tool_parser, reasoning_parser)
@@ -185,7 +190,7 @@ class AnswerParsers:
     async def _asked_again(
         self, model: ParsedModel, request: PrepareAnswer | AskMarks
     ) -> ParserReply:
-        """Ask the process, and once more if the process is lost."""
+        """Ask the process. If the process dies, ask a new process once more."""
         for _ in range(_MAX_DEATHS):
             life = await self.life()
             try:
@@ -206,7 +211,7 @@ class AnswerParsers:
             reply = await life.loaded(await asyncio.to_thread(model.load))
             if isinstance(reply, ParsingFailed):
                 log.warning("parser.unusable", names=str(model.names), reason=reply.message)
-                # This takes effect with the next call.
+                # From the next call on, the model is treated as a model without parsers.
                 self._known[model.tokenizer] = model.key, ParserNames()
                 raise UnusableParsers("the model's parsers cannot be used", field="tools")
         reply = await life.ask(request)
@@ -256,11 +261,11 @@ class CallParser:
     async def _fed(
         self, choice: _Choice, token_ids: Sequence[int], *, is_end: bool
     ) -> ParsedTokens:
-        """What the parsers find in the new tokens. Raises ParserLost, ParserFailed."""
+        """The findings of the parsers in the new tokens. Raises ParserLost, ParserFailed."""
         parsers = self._parsing.parsers
         if choice.life is None:
-            # `life` is set before the choice is opened, so that `close` closes the choice even if
-            # the client leaves meanwhile.
+            # `life` is set before the choice is opened. So `close` closes the choice even if the
+            # client leaves while the choice is being opened.
             choice.life = await parsers.life()
             await parsers.ask(choice.life, self._parsing.model, choice.open)
             if choice.token_ids:
@@ -303,9 +308,9 @@ class CallParser:
 
 
 class _Choice:
-    """`life`: the life of the process in which the choice is open.
+    """`life` is the life of the process in which the choice is open.
 
-    `token_ids`: all tokens that were fed.
+    `token_ids` has all tokens that were fed.
     """
 
     __slots__ = ("has_calls", "life", "num_deaths", "open", "token_ids")

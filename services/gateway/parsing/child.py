@@ -21,7 +21,8 @@ from pdmesh.services.gateway.parsing.frames import (
     requests,
 )
 
-MAX_MODELS: Final = 4  # beyond it, the least recently used is dropped; open choices keep theirs
+# The models to keep. The least recently used is dropped, but its open choices keep their parsers.
+MAX_MODELS: Final = 4
 
 
 def main() -> None:

@@ -10,11 +10,11 @@ _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """The processor time of all threads of a process so far; 0 if it has ended."""
+    """The processor time of all threads of a process so far, or 0 if the process has ended."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0.0
-    # The name of the program comes second, in parentheses, and may contain anything.
+    # The second field is the name of the program, in parentheses. It may contain anything.
     fields = line.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S

@@ -2,8 +2,9 @@
 
 The parser process takes ten seconds to start, or a minute on a busy machine. Every chat with a
 model that has a reasoning parser is parsed. So the process starts as soon as such a model is
-served, and again if it dies. Other models need the process for tool calls only. For them, it starts
-early only if a setting says so. Otherwise it starts with the first call that needs it.
+served, and again if it dies. Other models need the process for tool calls only. For these models,
+the process starts early only if a setting says so. Otherwise it starts with the first call that
+needs it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ _Served = tuple[str, str]  # a model's name, and the digest of its text
 class EarlyStart:
     """`served` returns the models that instances serve.
 
-    `is_settled` becomes true, for good, once the parsers of the first served models are started or
-    have failed to start, or 120 s after a model is first served. The gateway is not ready before.
-    If the settings allow no parsers or vLLM is not installed, it is true from the beginning.
+    `is_settled` becomes true, and stays true, when the parsers of the first served models have
+    started or failed to start. It becomes true at the latest 120 s after a model is first served.
+    The gateway is not ready before. If the settings allow no parsers or vLLM is not installed,
+    `is_settled` is true from the beginning.
     """
 
     def __init__(
@@ -49,9 +51,7 @@ class EarlyStart:
         is_for_tools: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With `is_for_tools`, the parsers also start for models that need them for tool calls
-        only.
-        """
+        """With `is_for_tools`, the models that need parsers only for tool calls are included."""
         self._parsers, self._served, self._tokenizer_of = parsers, served, tokenizer_of
         self._is_for_tools = is_for_tools
         self._clock = clock

@@ -1,4 +1,4 @@
-"""The messages between a gateway and its parser process: MessagePack with a length before it.
+"""The messages between a gateway and its parser process: a length, then MessagePack.
 
 Each request except `CloseAnswer` has one reply, and replies come in the order of the requests.
 """
@@ -14,7 +14,7 @@ LENGTH: Final = struct.Struct("!I")
 
 
 class LoadParsers(msgspec.Struct, tag=True):
-    """A model's tokenizer.json, and the names of its parsers; an empty name means none."""
+    """A model's tokenizer.json, and the names of its parsers. An empty name means no parser."""
 
     model: str
     tokenizer: str
@@ -25,10 +25,11 @@ class LoadParsers(msgspec.Struct, tag=True):
 
 
 class PrepareAnswer(msgspec.Struct, tag=True):
-    """Asks what the parsers of an answer to `request` need from the engine and in the text.
+    """Asks what the parsers of an answer to `request` need.
 
-    `constrained_prompt` is the prompt if the answer has a constraint, else empty. It decides
-    whether the constraint begins after the reasoning.
+    They may need a constraint in the engine, or special tokens in the text. `constrained_prompt` is
+    the prompt if the answer has a constraint, else empty. The prompt decides whether the constraint
+    begins after the reasoning.
     """
 
     model: str
@@ -76,10 +77,11 @@ class ParserDone(msgspec.Struct, tag=True):
 
 
 class PreparedAnswer(msgspec.Struct, tag=True):
-    """`constraint`: vLLM's structured outputs as JSON, if the answer must have a form.
+    """`constraint` is vLLM's structured outputs as JSON, if the answer must have a form.
 
-    `begins_after`: the tokens after which a constraint begins; empty: it begins at once.
-    `lacks_end`: no single token ends the reasoning, so no constraint can follow it.
+    `begins_after` has the tokens after which a constraint begins. If it is empty, the constraint
+    begins at once. `lacks_end` means that no single token ends the reasoning, so that no constraint
+    can follow it.
     """
 
     are_special_shown: bool
@@ -89,7 +91,7 @@ class PreparedAnswer(msgspec.Struct, tag=True):
 
 
 class MarksFound(msgspec.Struct, tag=True):
-    """The token ids that begin the reasoning, and those that end it."""
+    """The token ids that begin the reasoning, and the token ids that end it."""
 
     begin: list[int]
     end: list[int]
@@ -107,8 +109,8 @@ class ParsedCall(msgspec.Struct, array_like=True):
 class ParsedPiece(msgspec.Struct, array_like=True):
     """Reasoning, text and calls that came together, in the order in which clients read them.
 
-    `num_tokens`: how many of the new tokens were read for it. Tokens that gave nothing count for
-    the piece before them, or for the first one.
+    `num_tokens` is the number of new tokens that were read for this piece. Tokens that gave nothing
+    count for the piece before them, or for the first piece.
     """
 
     reasoning: str = ""
@@ -123,7 +125,7 @@ class ParsedTokens(msgspec.Struct, tag=True):
 
 
 class ParsingFailed(msgspec.Struct, tag=True):
-    """`is_refusal`: the request itself cannot be served."""
+    """`is_refusal` means that the request itself cannot be served."""
 
     message: str
     is_refusal: bool = False

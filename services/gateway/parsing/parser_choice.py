@@ -1,4 +1,4 @@
-"""Decides by a model's chat template and type which of vLLM's parsers read its answers.
+"""Chooses which of vLLM's parsers read a model's answers, by its chat template and model type.
 
 The template shows the model how to write a tool call and where its reasoning ends. Each entry of a
 table lists marks in the templates of one model family, and the beginning of its model type. The
@@ -15,7 +15,8 @@ from pdmesh.services.gateway.text.tokenizer import AnswerMarks
 AUTO: Final = "auto"
 NONE: Final = "none"
 
-# An entry: marks that the template must all have, the beginning of the model's type, vLLM's parser.
+# Each entry has marks that must all be in the template, the beginning of the model type, and the
+# name of vLLM's parser.
 _TOOL_PARSERS: Final = (
     (("<\uff5cDSML\uff5c",), "", "deepseek_v32"),
     (("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```json"), "", "deepseek_v3"),
@@ -47,7 +48,7 @@ _REASONING_PARSERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ParserNames:
-    """The parsers by vLLM's names; empty: none."""
+    """The names of the parsers in vLLM. An empty name means no parser."""
 
     tool: str = ""
     reasoning: str = ""

@@ -2,8 +2,8 @@
 
 Importing vLLM takes seconds of CPU and half a gigabyte of memory, and the time of its parsers has
 no bound. Both would harm the process that serves all clients. The parser process starts when
-`early_start` or the first call needs it. If it dies, or hangs and is killed, it is started again
-when it is needed. Then the answers under way are parsed again from their first token.
+`early_start` or the first call needs it. If the process dies, or hangs and is killed, it is started
+again when it is needed. The answers under way are then parsed again from their first token.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ _STARTED: Final = {names.ATTR_OUTCOME: "started"}
 _FAILED: Final = {names.ATTR_OUTCOME: "failed"}
 
 _COMMAND: Final = (sys.executable, "-m", "pdmesh.services.gateway.parsing.child")
-# Limits of processor time, or of time without work (`core.control.hung_parser`).
+# Limits on the processor time of a request, or on its time without work
+# (`core.control.hung_parser`).
 _START_S: Final = 180.0  # vLLM's import
 _LOAD_S: Final = 120.0  # to load a model's parsers and import their modules
-_END_S: Final = 5.0  # the longest from the end of its output to the end of the process
+_END_S: Final = 5.0  # the longest time from the end of the process's output to its exit
 _ANSWER_S: Final = 30.0  # a parser that takes longer counts as hung
 _CHECKS: Final = 4  # how often a waiting request checks the process within its limit
 
 
 class ParserLost(Exception):
-    """The process ended. `is_guilty`: it ended while it worked on this request."""
+    """The process has ended. `is_guilty` means that it was working on this request."""
 
     def __init__(self, *, is_guilty: bool) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class ParserUnavailable(Unavailable):
 
 
 class ParserProcess:
-    """Starts the process when it is first needed, and again after it was lost."""
+    """Starts the process when it is first needed, and again when it is needed after its end."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class ParserProcess:
         answer_s: float = _ANSWER_S,
         needs: str = "vllm",
     ) -> None:
-        """`needs`: the package that the process cannot start without."""
+        """`needs` is the package without which the process cannot start."""
         self._needs = needs
         self._command = command
         self._answer_s = answer_s
@@ -89,7 +90,10 @@ class ParserProcess:
         return importlib.util.find_spec(self._needs) is not None
 
     async def life(self) -> ParserLife:
-        """Raises ParserUnavailable. A start goes on if this call is cancelled."""
+        """The running process, started if necessary. Raises ParserUnavailable.
+
+        If the caller is cancelled, the start continues.
+        """
         if self._life is not None and not self._life.is_over:
             return self._life
         if self._starting is None:
@@ -134,8 +138,8 @@ class ParserLife:
         self._answer_s = answer_s
         self._stdin, self._stdout = process.stdin, process.stdout
         self._waiting: deque[_Asked] = deque()
-        self._hung = HungParser()  # on the oldest request
-        # The models that the process keeps, in the same order: the least recently used one first.
+        self._hung = HungParser()  # watches the oldest request
+        # The models that the process keeps, the least recently used first, as in the process.
         self._models: OrderedDict[str, None] = OrderedDict()
         self._loading = asyncio.Lock()
         self.is_over = False
@@ -198,7 +202,7 @@ class ParserLife:
     def has(self, model: str) -> bool:
         """Whether the process has the model's parsers.
 
-        Call it before each use: it marks them as used.
+        Call `has` before each use, because it marks the parsers as used.
         """
         if model not in self._models:
             return False
@@ -245,7 +249,7 @@ class ParserLife:
             await self._gone()
 
     def _lose(self) -> None:
-        """Fail all requests. Only the oldest is guilty: the process worked on that one."""
+        """Fail all requests. Only the oldest is guilty, because the process was working on it."""
         self.is_over = True
         is_guilty = True
         while self._waiting:

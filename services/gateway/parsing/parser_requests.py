@@ -27,7 +27,10 @@ _MAX_MESSAGE: Final = 500
 
 
 class ParserRequests:
-    """Keeps `max_models` models. The least recently used is dropped; its open choices continue."""
+    """Keeps at most `max_models` models.
+
+    The least recently used model is dropped, but its open choices continue.
+    """
 
     def __init__(self, max_models: int) -> None:
         self._max_models = max_models

@@ -1,8 +1,8 @@
 """Runs vLLM's own parsers on the tokens of a choice. Only the parser process imports vLLM.
 
 The parsers of a stream are fed token by token, as in vLLM. So their findings do not depend on how
-many tokens arrive together. A hand-over, a migration or a restart of this process does not change
-them.
+many tokens arrive together. The findings stay the same if the request moves to another instance, or
+if this process starts again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _END_TOKENS: Final = ("end_token_id", "_reasoning_end_token_id", "_end_token_id"
 # An attribute of some parsers, true if they have counted the streamed tokens.
 _STREAMED: Final = "_streaming_count_valid"
 _MARKS: Final = ("start_token_id", "end_token_id")
-_MAX_REQUESTS: Final = 8  # the latest ones; each has a few kilobytes, or more with long tools
+_MAX_REQUESTS: Final = 8  # requests to keep, each of a few kilobytes, or more with long tools
 _BEYOND: Final = (KeyError, TypeError, ValueError, RuntimeError)
 
 
@@ -46,7 +46,7 @@ class BadParser(Exception):
     """The parser's name is unknown, or the parser cannot be used with the tokenizer."""
 
 
-# Any, in this module: vLLM has no types that a type checker could see.
+# Many types in this module are Any, because vLLM has no types that a type checker could see.
 class ModelParsers:
     """The parsers of one model. Raises BadParser."""
 
@@ -99,9 +99,10 @@ class ModelParsers:
     def _reasoning_end(
         self, request: Any, variables: dict[str, Any], prompt: list[int]
     ) -> list[int] | None:
-        """The token that ends the reasoning. None: no single token ends it.
+        """The token that ends the reasoning, or None if no single token ends it.
 
-        Empty: the answer has no reasoning, because the prompt ends it or there is no parser.
+        The list is empty if the answer has no reasoning, because the prompt already ends the
+        reasoning or because the model has no reasoning parser.
         """
         parser = self._kind(
             self._tokenizer,
@@ -170,7 +171,7 @@ class ModelParsers:
 
 
 class ChoiceParser:
-    """Parses one choice. With `is_whole` it reports nothing before the last token."""
+    """Parses one choice. With `is_whole`, it reports nothing before the last token."""
 
     def __init__(
         self,
@@ -212,11 +213,11 @@ class ChoiceParser:
         return "" if self._text.is_stopped else self._text.finish()
 
     def _num_reasoning_tokens(self) -> int:
-        """The tokens between the marks of the reasoning, as vLLM counts them in a whole answer.
+        """The number of tokens between the marks of the reasoning.
 
-        In a stream, vLLM leaves out tokens that add no text at once, such as a part of a character.
-        If the prompt begins the reasoning, vLLM's older parsers count no tokens, so the begin mark
-        is added for them.
+        This is the number that vLLM reports for a whole answer. For a stream, vLLM leaves out
+        tokens that add no text at once, such as a part of a character. If the prompt begins the
+        reasoning, vLLM's older parsers count no tokens. For these parsers, the begin mark is added.
         """
         reasoner = self._parser.reasoning_parser
         if reasoner is None or reasoner.is_reasoning_end(self._prompt):

@@ -23,12 +23,15 @@ _SUBSET: Final = "x-gateway-destination-endpoint-subset"
 # Headers that only the picker may send to gateways and proxies.
 _OWN_HEADERS: Final = (ENDPOINT, PLAN_HEADER)
 _OVERWRITE: Final = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-_PIECE_BYTES: Final = 62_000  # of a streamed body; Envoy's HTTP/2 has frames of 64 KiB
+_PIECE_BYTES: Final = 62_000  # of a streamed body, as Envoy's HTTP/2 frames have 64 KiB
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """`addresses`: the best first. `plan`: the value of the plan's header. Empty: no plan."""
+    """The gateways for a request. `addresses` begins with the best.
+
+    `plan` is the value of the plan's header, or empty if there is no plan.
+    """
 
     addresses: Sequence[str]
     plan: str = ""
@@ -39,7 +42,7 @@ class Pick:
 
 
 def allowed_addresses(metadata: pb.Metadata) -> Collection[str] | None:
-    """The endpoints that the proxy lets the picker choose from; None: all of the pool."""
+    """The endpoints that the proxy lets the picker choose from. None means the whole pool."""
     hint = metadata.filter_metadata.get(_SUBSET_NAMESPACE)
     if hint is None or _SUBSET not in hint.fields:
         return None
@@ -63,7 +66,7 @@ def picked_headers(pick: Pick) -> pb.ProcessingResponse:
 
 
 def picked_body(pick: Pick) -> pb.ProcessingResponse:
-    """As `picked_headers`, but in the answer to the body, since the head is already answered."""
+    """Like `picked_headers`, but in the answer to the body, as the head is already answered."""
     response = pb.ProcessingResponse()
     _set_pick(response, response.request_body.response, pick)
     return response
@@ -85,7 +88,7 @@ def _set_header(mutation: pb.HeaderMutation, name: str, value: bytes) -> None:
 
 
 def streamed_request(chunks: Iterable[bytes], *, is_last: bool) -> Iterable[pb.ProcessingResponse]:
-    """Return the body unchanged. `is_last`: nothing follows, not even trailers."""
+    """Return the body unchanged. With `is_last`, nothing follows, not even trailers."""
     pieces = [piece for chunk in chunks for piece in _pieces(chunk)] or [b""]
     for number, piece in enumerate(pieces, 1):
         response = pb.ProcessingResponse()

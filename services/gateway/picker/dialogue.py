@@ -1,10 +1,13 @@
-"""Decides what the picker says to the proxy about one HTTP request, part by part.
+"""Decides how the picker answers the proxy about one HTTP request, part by part.
 
-The proxy sends the head, the body if it is configured to, and later the response. The picker reads
-the body of a request that can be planned, and gives all others an endpoint at once. In the mode
-FULL_DUPLEX_STREAMED, the proxy sends the body in pieces, and forwards only the pieces that the
-picker returns. In the mode BUFFERED, the proxy keeps the body, and waits for an answer to the head
-before it sends a copy of the body.
+The picker chooses an endpoint for the request, which is a gateway. A plan names the instances that
+the request may go to, and is made from the body. The proxy sends the request's head, its body if
+the proxy is configured to, and later the response. If the request can be planned, the picker reads
+the body first. Any other request gets an endpoint at once.
+
+In the mode FULL_DUPLEX_STREAMED, the proxy sends the body in pieces, and forwards only the pieces
+that the picker returns. In the mode BUFFERED, the proxy keeps the body, and waits for an answer to
+the head before it sends a copy of the body.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from pdmesh.services.gateway.picker.answers import (
 
 Answers = Iterable[pb.ProcessingResponse]
 _RESPONSE_PARTS: Final = frozenset({"response_headers", "response_body", "response_trailers"})
-_MAX_DIGITS: Final = 18  # of a content-length; a longer one is over every bound
+_MAX_DIGITS: Final = 18  # of a content-length. A longer number is over every bound.
 _WHOLE: Final = frozenset({pb.BUFFERED, pb.FULL_DUPLEX_STREAMED})
 
 
@@ -42,7 +45,10 @@ class WrongProcessingMode(MeshError):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`authorization` as AccessControl takes it. `only`: the addresses to choose from."""
+    """`authorization` is in the form for AccessControl.
+
+    `only` has the addresses to choose from. None means all addresses.
+    """
 
     method: str
     path: str
@@ -51,10 +57,11 @@ class Head:
 
 
 class PickDialogue:
-    """`is_planned(method, path)`: whether such a request is placed by its body.
+    """`is_planned(method, path)` says whether a request gets a plan from its body.
 
-    `wants_pick` becomes true when the body is complete, or at the head if the request is not
-    planned or has no body. The caller must then call `picked` before the next `hear`.
+    `wants_pick` becomes true when the body is complete. If the request is not planned or has no
+    body, `wants_pick` becomes true at the head. The caller must then call `picked` before the next
+    `hear`.
     """
 
     def __init__(
@@ -84,7 +91,10 @@ class PickDialogue:
         self._chunks.clear()
 
     def hear(self, message: pb.ProcessingRequest) -> Answers:
-        """The answers to send before the next message is read. Raises MeshError to refuse."""
+        """The answers to send before the next message is read.
+
+        Raises MeshError to refuse the request.
+        """
         part = message.WhichOneof("request")
         if part in _RESPONSE_PARTS:
             is_duplex = self._response_mode == pb.FULL_DUPLEX_STREAMED
@@ -182,7 +192,10 @@ class PickDialogue:
 
 
 def _headers(headers: pb.HeaderMap) -> dict[str, str]:
-    """The headers by name. If several have the same name, the first counts, as at the gateway."""
+    """The headers by name. Of several headers with one name, the first is used.
+
+    The gateway does the same.
+    """
     found: dict[str, str] = {}
     for header in headers.headers:
         value = header.raw_value.decode("latin-1") or header.value

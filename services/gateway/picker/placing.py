@@ -1,7 +1,8 @@
-"""Places a request by its body, with the code that a gateway runs up to the plan.
+"""Places a request for the picker: reads its body, and asks the master for a plan.
 
-A request that the gateway would refuse is refused here with the same error. A request that has
-images or continues a kept response goes to a gateway without a plan.
+A plan names the instances that a request may go to. The picker uses the same code as a gateway up
+to the plan. So a request that the gateway would refuse is refused with the same error. A request
+that has images or continues a kept response goes to a gateway without a plan.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _PATHS: Final = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES})
 class PlacedRequest:
     """`key` is equal for all turns of a chat. `region` is the region of the planned instances.
 
-    `plan` is for the gateway that gets the request. None: that gateway asks for a plan itself.
+    `plan` is for the gateway that gets the request. If it is None, this gateway asks for a plan.
     """
 
     key: bytes = b""
@@ -70,7 +71,7 @@ class PlacedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The call that the body asks for, and the beginning that later turns of its chat share."""
+    """The call that the body asks for, and the beginning of its chat, which later turns repeat."""
 
     spec: CallSpec
     beginning: bytes
@@ -81,7 +82,7 @@ def is_planned(method: str, path: str) -> bool:
 
 
 class Placing:
-    """`is_strict`: unknown fields of a body are refused."""
+    """With `is_strict`, unknown fields of a body are refused."""
 
     def __init__(self, frontend: Frontend, *, is_strict: bool) -> None:
         self._frontend, self._shared = frontend, frontend.shared
@@ -106,7 +107,7 @@ class Placing:
         return None if self._is_strict else []
 
     async def _chat(self, path: str, body: bytes, tenant: Tenant) -> TranslatedChat | None:
-        """None: the request continues a stored response. Raises MeshError."""
+        """The chat, or None if the request continues a kept response. Raises MeshError."""
         if path == CHAT:
             return TranslatedChat(parse_chat(body, self._ignored()))
         if path == RESPONSES:
@@ -167,7 +168,8 @@ class Placing:
         received = await asker.received()
         region = self._region(received)
         if not received.is_by_master:
-            # Without a master, gateways rank by their own legs, so the picked one plans itself.
+            # Without a master, a gateway ranks instances by the legs of its own requests. So the
+            # picked gateway makes the plan itself.
             return PlacedRequest(key, region)
         handed = handed_for(prepared)
         handed.result.CopyFrom(self._result(request_id, received))

@@ -18,7 +18,7 @@ from pdmesh.telemetry import metrics, names
 _HEALTH_SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
 # Names of the Endpoint Picker Protocol.
 _READINESS, _LIVENESS = "readiness", "liveness"
-_MAX_STREAMS: Final = 4096  # at once on one connection: a proxy has few connections
+_MAX_STREAMS: Final = 4096  # at once on one connection, as a proxy has few connections
 _MAX_METADATA_BYTES: Final = 16_384
 _MAX_FIELDS: Final = 8_192  # of a message, most of them headers
 _HEAD_BYTES: Final = 128 << 10  # the most bytes of a message without its body
@@ -28,7 +28,7 @@ _HEAD_BYTES: Final = 128 << 10  # the most bytes of a message without its body
 class PickerAddress:
     """Where the picker listens, and its bounds.
 
-    `is_certified`: if the picker has a certificate, callers must show one, too.
+    With `is_certified`, callers must show a certificate if the picker has one.
     """
 
     host: str

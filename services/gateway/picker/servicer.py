@@ -1,4 +1,4 @@
-"""Answers the proxy's streams: reads a request, places it, and names gateways."""
+"""Answers the proxy's streams. Each stream is about one request, for which it names gateways."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
 
-Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at run time
+Context = Any  # grpc.aio.ServicerContext, which is generic in grpc-stubs but not at run time
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["ExternalProcessor"]
 PROCESS: Final = f"/{SERVICE.full_name}/Process"
 _MAX_ENDPOINTS: Final = 4  # of a pick: the first one, and others that the proxy may try next
@@ -71,7 +71,7 @@ class PickerServicer:
         self._fleet = frontend.shared.fleet
         self._access, self._plans, self._room, self._bounds = access, plans, room, bounds
         self._placing = Placing(frontend, is_strict=bounds.is_strict)
-        self._open: Counter[str] = Counter()  # requests by the gateway's address
+        self._open: Counter[str] = Counter()  # open requests by the gateway's address
         self.num_streams = 0
 
     async def Process(  # noqa: N802  # Envoy's name
@@ -103,7 +103,7 @@ class PickerServicer:
         """`tenant` is None for requests that are not planned. Raises MeshError."""
         begun, placement = time.monotonic(), PlacedRequest()
         if tenant is not None:
-            self._addresses(placement, head.only)  # raises before a plan is booked in vain
+            self._addresses(placement, head.only)  # raises before the master books a plan
             placement = await self._placing.place(head.path, body, tenant)
         pick = Pick(
             self._addresses(placement, head.only),
@@ -134,7 +134,10 @@ class PickerServicer:
 
 
 class _PickStream:
-    """One HTTP request. It counts as open at its gateway until the proxy ends the stream."""
+    """The stream for one HTTP request.
+
+    The request counts as open at its gateway until the proxy ends the stream.
+    """
 
     def __init__(
         self, servicer: PickerServicer, requests: AsyncIterator[pb.ProcessingRequest]
@@ -177,7 +180,7 @@ class _PickStream:
                     yield answer
 
     async def _next(self, until: float | None) -> pb.ProcessingRequest | None:
-        """None: the proxy has ended the stream. Raises DeadlineExceeded."""
+        """The next message, or None if the proxy has ended the stream. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout_at(until):
                 return await anext(self._requests, None)

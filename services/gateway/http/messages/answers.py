@@ -34,7 +34,10 @@ class MessagesErrorAnswer(Answer, tag_field="type", tag="error"):
 
 
 class MessagesUsage(Answer):
-    """`input_tokens` were computed. `cache_read_input_tokens` were in the cache."""
+    """`input_tokens` counts the prompt tokens that were computed.
+
+    `cache_read_input_tokens` counts the prompt tokens whose KV was cached.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -54,7 +57,7 @@ class ThinkingBlock(Answer, tag_field="type", tag="thinking"):
 class ToolUseBlock(Answer, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]  # Any: what the model wrote
+    input: dict[str, Any]  # any JSON that the model wrote
 
 
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock

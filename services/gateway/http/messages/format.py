@@ -1,6 +1,7 @@
 """Writes the answers of the Messages API: a message of content blocks, whole or as events.
 
-Each event has its name twice: in its SSE field and in its data. Only one block is open at a time.
+Each event has its name in two places: the SSE field `event`, and `type` in the data. Only one
+content block is open at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pdmesh.services.gateway.text.choice_text import TextDelta, ToolCallDelta
 
 _encode: Final = msgspec.json.encode
 
-# Any: JSON objects on their way out.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 
@@ -39,22 +40,22 @@ class MessagesFormat:
 
 
 class MessageWriter:
-    """The events of one streamed message.
+    """Writes the events of one streamed message.
 
-    `_kind` is the kind of the open block: text, thinking, or the number of a tool call.
+    `_kind` says which block is open: `text`, `thinking`, or the index of a tool call.
     """
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._has_begun = False
-        self._index = -1  # of the open block, or of the last one
+        self._index = -1  # of the open block, or of the last block if none is open
         self._kind: str | int | None = None
         self._before = b""  # the bytes before each delta of the open block
         self._arguments: list[str] | None = None  # pieces of the last call's arguments
         self._stop: Json = {}
 
     def opening(self) -> bytes:
-        return b""  # the first event needs the usage, which is known with the first token
+        return b""  # the first event has the usage, which is unknown before the first token
 
     def chunk(self, delta: TextDelta) -> bytes:
         parts: list[bytes] = []
@@ -162,12 +163,12 @@ def _tool_use(call: ToolCallDelta) -> Json:
 
 
 def _signature(call: Call) -> str:
-    """A signature that clients send back with the thinking block. Nothing here depends on it."""
+    """A signature that clients send back with the thinking block. The gateway never checks it."""
     return call.request_id.removeprefix("req-")
 
 
 def _input_of(arguments: str) -> Json:
-    """The arguments as a JSON object; text that is not a JSON object is shown unchanged."""
+    """The arguments as a JSON object. Other text is returned unchanged in the field `arguments`."""
     found = _decoded(arguments) if arguments else {}
     return found if isinstance(found, dict) else {"arguments": arguments}
 
@@ -180,9 +181,10 @@ def _decoded(arguments: str) -> object:
 
 
 def _stop_of(delta: TextDelta, last_arguments: str | None) -> Json:
-    """Why the message ended. `last_arguments` are those of the last tool call, if there was one.
+    """Why the message ended. `last_arguments` are the arguments of the last tool call, if any.
 
-    The client must not run a tool call that a stop string cut short.
+    If a stop string cut this tool call short, the reason is not `tool_use`, because the client must
+    not run the call.
     """
     stop = delta.stop_reason if isinstance(delta.stop_reason, str) else None
     if delta.finish_reason == "length":

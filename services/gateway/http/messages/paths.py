@@ -80,7 +80,7 @@ class MessagesPaths:
                 with exchange.watched():
                     spec = await chat_spec(translated.chat, self._frontend, permit)
                 written, is_streamed = MessagesFormat(), bool(request.stream)
-                del request, translated  # their images, as base64, take much memory
+                del request, translated  # base64 images in them take much memory
                 await answer(
                     exchange, spec, permit, self._frontend, written, is_streamed=is_streamed
                 )

@@ -1,7 +1,8 @@
 """The requests of Anthropic's Messages API that the gateway accepts, as typed structs.
 
-A field that would change the answer and is not supported is refused. Hints that have no effect here
-are accepted. A request becomes a chat, and the chat's checks bound its lengths, depths and counts.
+A field that would change the answer but is not supported is refused. Hints that have no effect in
+this gateway are accepted. The module `translation` makes a chat from each request. The checks of
+this chat bound lengths, depths and counts.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from pdmesh.services.gateway.openai.schema import ReasoningEffort, Session
 from pdmesh.services.gateway.openai.unknown_fields import Nested, Struct
 from pdmesh.services.gateway.openai.unsupported_fields import NeutralValues
 
-# Any: a client may send anything in these fields, which have no effect or are refused.
+# The type is Any because a client may send anything in these fields. They have no effect, or are
+# refused.
 _Anything = Any
 
 
 class ImageSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The source of an image. `file_id` and `content` are fields of other sources, and refused."""
+    """The source of an image.
+
+    `file_id` and `content` are fields of other kinds of sources, which are refused.
+    """
 
     type: str
     media_type: str | None = None
@@ -33,7 +38,7 @@ class ImageSource(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class MessageBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A piece of a message's content, whose fields depend on its type."""
+    """A piece of a message's content. `type` decides which fields the piece may have."""
 
     type: str
     text: str | None = None
@@ -102,9 +107,9 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
 
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
-    """Anthropic's fields, then vLLM's, then pdmesh's own."""
+    """The fields are Anthropic's, then vLLM's, then pdmesh's own."""
 
-    # The values of unsupported fields that have no effect. None never has one.
+    # Unsupported fields, with the values that have no effect. None never has an effect.
     UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(
         {
             "container": ("", {}),
@@ -161,7 +166,7 @@ _count_decoder: Final = msgspec.json.Decoder(CountTokensRequest)
 def parse_messages(body: bytes, ignored: list[str] | None = None) -> MessagesRequest:
     """Raises InvalidRequest with the field.
 
-    An unknown field is refused, or added to `ignored` by its path.
+    If `ignored` is None, an unknown field is refused. Otherwise its path is added to `ignored`.
     """
     request = decoded(_messages_decoder, _NESTED, body, ignored)
     MessagesRequest.UNSUPPORTED.check(request)

@@ -36,8 +36,8 @@ from pdmesh.services.gateway.openai.tools import (
 from pdmesh.services.gateway.openai.translated import TranslatedChat
 from pdmesh.services.gateway.request.answer_form import JsonSchemaFormat, ResponseFormat
 
-# A coding agent puts this line before its system prompt. The line differs in each request, so it is
-# dropped: with it, no two prompts would share a prefix.
+# A coding agent puts a line that begins with this before its system prompt. The line differs in
+# each request, so no two prompts would share a prefix (and its cached KV). The line is dropped.
 _BILLING: Final = "x-anthropic-billing-header"
 _BLOCK_CONTENT: Final = ("text", "source", "content", "input", "thinking")
 _SOURCE_CONTENT: Final = ("data", "url", "file_id", "content")
@@ -45,7 +45,7 @@ _FORMATS: Final = {f"image/{name}": name for name in ("jpeg", "png", "gif", "web
 
 
 def has_later_system(request: CountTokensRequest) -> bool:
-    """Whether `messages` has system messages, which not all templates accept there."""
+    """Whether `messages` has system messages. Not all chat templates accept them there."""
     return any(message.role == "system" for message in request.messages)
 
 
@@ -149,7 +149,7 @@ def _system_texts(request: CountTokensRequest, *, merges_system: bool) -> Iterat
 
 
 class _Conversation:
-    """The chat's messages. `names` maps the path of each part to its path in the request."""
+    """The chat's messages. `names` maps paths in the chat to paths in the request, for errors."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
@@ -176,7 +176,7 @@ class _Conversation:
             self._add_assistant(message.content, where)
 
     def _add_user(self, blocks: Sequence[MessageBlock], where: str) -> None:
-        """Add the blocks of a user: the results of tools first, then the user's own text."""
+        """Add a user's blocks: first the results of tools, then the user's own text and images."""
         parts: list[ContentPart] = []
         places: list[str] = []
         for at, block in enumerate(blocks):
@@ -220,7 +220,7 @@ class _Conversation:
             elif block.type == "thinking":
                 reasoning.append(block.thinking or "")
             elif block.type == "redacted_thinking":
-                continue  # only the server that wrote it can read it
+                continue  # only the server that wrote this block can read it
             elif text := _text_of(block, place):
                 parts.append(ContentPart("text", text))
         message = ChatMessage("assistant", _content(parts) if parts else None)
@@ -260,7 +260,7 @@ def _image(block: MessageBlock, where: str) -> ContentPart:
 
 
 def _format_of(source: ImageSource, where: str) -> str:
-    """The image format of the media type; empty if the source has none."""
+    """The image format of the media type, or an empty string if the source has no media type."""
     if source.media_type is None:
         return ""
     if (found := _FORMATS.get(source.media_type)) is None:

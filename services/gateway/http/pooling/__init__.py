@@ -1,1 +1,1 @@
-"""The paths for vectors and scores: OpenAI's embeddings, and score and rerank as vLLM has them."""
+"""The paths for vectors and scores of texts: OpenAI's embeddings, and vLLM's score and rerank."""

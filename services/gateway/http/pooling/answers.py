@@ -1,4 +1,4 @@
-"""The answers with vectors or scores, as types and as bytes; a large one is written in pieces."""
+"""The types of answers with vectors or scores. A large answer is written in pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _encode: Final = msgspec.json.encode
 
 
 class Embedding(msgspec.Struct):
-    """`embedding`: numbers, or base64 of little-endian float32."""
+    """`embedding` is a list of numbers, or base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -67,7 +67,7 @@ class RerankResult(msgspec.Struct, omit_defaults=True):
 
 
 class Reranked(msgspec.Struct):
-    """The documents with the highest scores first."""
+    """The documents, the highest scores first."""
 
     id: str
     model: str
@@ -78,7 +78,10 @@ class Reranked(msgspec.Struct):
 def reranked(
     scores: Sequence[float], documents: Sequence[str], top_n: int, *, has_documents: bool
 ) -> list[RerankResult]:
-    """The best `top_n` documents; 0: all. Documents with equal scores keep their order."""
+    """The best `top_n` documents, or all if `top_n` is 0.
+
+    Documents with equal scores keep their order.
+    """
     order = sorted(range(len(scores)), key=lambda place: -scores[place])
     return [
         RerankResult(
@@ -97,7 +100,7 @@ async def write_embeddings(
 ) -> None:
     """Write an answer in pieces, because its vectors may take many megabytes.
 
-    `empty`: the answer without its vectors.
+    `empty` is the answer without its vectors.
     """
     before, after = _encode(empty).split(b'"data":[]')
     pieces: list[bytes] = [before, b'"data":[']

@@ -17,9 +17,9 @@ from pdmesh.services.gateway.openai.schema import checked_ids
 from pdmesh.services.gateway.request.bounds import context_exceeded
 from pdmesh.services.gateway.request.spec import ServedModel
 
-_IDS_AT_ONCE: Final = 1 << 16  # checked before other requests get the event loop
+_IDS_AT_ONCE: Final = 1 << 16  # token ids to check before other requests get the event loop
 
-# Any: what a client sent; each use checks what it reads.
+# The type is Any because a client may send anything. Each use checks the value.
 _Anything = Any
 
 
@@ -33,7 +33,7 @@ class Reading:
 
 
 def cut_of(request: PoolingRequest, context: int) -> TextCut | None:
-    """How inputs are cut; None: they are not cut. Raises InvalidRequest."""
+    """How inputs are cut. None means that they are not cut. Raises InvalidRequest."""
     asked = request.truncate_prompt_tokens
     if asked is None:
         return None
@@ -80,7 +80,7 @@ async def _encoded(
     bulk, cut, context = model.tokenizer.bulk, reading.cut, model.context_length
     longest = max(map(len, texts))
     if cut is None and longest > context * bulk.max_token_chars:
-        raise context_exceeded(f"{longest} characters", context, field)  # before it is encoded
+        raise context_exceeded(f"{longest} characters", context, field)  # before encoding
     bounded = [bulk.bounded(text, context, cut) for text in texts]
     contents = await bulk.contents(bounded, cut=cut, is_lower_case=reading.is_lower_case)
     special = bulk.around_one if reading.add_special_tokens else SpecialTokens()
@@ -88,7 +88,7 @@ async def _encoded(
 
 
 def _inputs(given: str | list[_Anything], field: str) -> list[_Anything]:
-    """The inputs as a list: all are texts, or all are token ids. Raises InvalidRequest."""
+    """The inputs as a list of texts, or as a list of lists of token ids. Raises InvalidRequest."""
     if isinstance(given, str):
         return [given]
     if not given:

@@ -1,4 +1,4 @@
-"""The paths for vectors and scores."""
+"""The HTTP paths for vectors (embeddings) and scores of texts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SCORE_PATHS: Final = ("/score", "/v1/score")
 _RERANK_PATHS: Final = ("/rerank", "/v1/rerank", "/v2/rerank")
 _EMBEDS: Final = attrgetter("embeds")
 _SCORES: Final = attrgetter("scores")
-_MAX_VALUES_HERE: Final = 1 << 17  # numbers that are compared on the event loop; more in a thread
+_MAX_VALUES_HERE: Final = 1 << 17  # if there are more numbers, a thread compares them
 _encode: Final = msgspec.json.encode
 
 

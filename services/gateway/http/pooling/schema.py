@@ -1,7 +1,7 @@
 """The accepted requests for vectors and scores, as typed structs: OpenAI's fields, then vLLM's.
 
-A field that would change the answer and is not supported gets a 400 that names it. `UNSUPPORTED`
-lists these fields with their values that have no effect.
+A request gets a 400 if it sets a field that would change the answer but is not supported.
+`UNSUPPORTED` lists these fields, each with the values that have no effect and are accepted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pdmesh.services.gateway.request.bounds import MAX_TOKENS, check_names, in_r
 MAX_INPUTS: Final = 2048  # as in OpenAI's API
 MAX_DIMENSIONS: Final = 1 << 16
 
-# Any: a client may send anything in these fields. Values that would have an effect are refused.
+# The type is Any because a client may send anything in these fields. Values that would have an
+# effect are refused.
 _Anything = Any
 _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "priority": (0,),
@@ -32,7 +33,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
 
 
 class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that all these requests have."""
+    """The fields that all requests for vectors or scores have."""
 
     UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(_UNSUPPORTED)
 
@@ -41,7 +42,7 @@ class PoolingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: told.Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None
     use_activation: bool | None = None
-    request_id: str | None = None  # ignored: the gateway names its requests
+    request_id: str | None = None  # ignored, because the gateway chooses the ids of requests
     priority: _Anything = None
     padding: _Anything = None
     mm_processor_kwargs: _Anything = None
@@ -80,7 +81,7 @@ _embeddings_decoder: Final = msgspec.json.Decoder(EmbeddingsRequest)
 def parse_embeddings(body: bytes, ignored: list[str] | None = None) -> EmbeddingsRequest:
     """Raises InvalidRequest with the field.
 
-    An unknown field is refused, or added to `ignored` by its path.
+    If `ignored` is None, an unknown field is refused. Otherwise its path is added to `ignored`.
     """
     request = decoded(_embeddings_decoder, {}, body, ignored)
     _check(request)
@@ -95,7 +96,7 @@ class RerankText(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ScoringRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
-    """The common fields of score and rerank. A token limit of 0 means none."""
+    """The common fields of score and rerank. A token limit of 0 means that there is no limit."""
 
     UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(
         {**_UNSUPPORTED, "instruction": (), "chat_template_kwargs": ({},)}
@@ -108,9 +109,9 @@ class _ScoringRequest(PoolingRequest, forbid_unknown_fields=True, kw_only=True):
 
 
 class ScoreRequest(_ScoringRequest, forbid_unknown_fields=True, kw_only=True):
-    """As in vLLM's /score. Two fields of one pair in `SCORED` are set.
+    """A request like those of vLLM's /score. It sets the two fields of one pair in `SCORED`.
 
-    They hold one text and one, one text and many, or two lists of equal length.
+    The two fields hold one text each, one text and a list, or two lists of equal length.
     """
 
     text_1: told.Texts | None = None
@@ -123,7 +124,7 @@ class ScoreRequest(_ScoringRequest, forbid_unknown_fields=True, kw_only=True):
 
 
 class RerankRequest(_ScoringRequest, forbid_unknown_fields=True, kw_only=True):
-    """As in vLLM's /rerank, and Jina's and Cohere's."""
+    """A request like those of /rerank in vLLM, Jina and Cohere."""
 
     query: Annotated[str, told.chars(1, MAX_TOKENS)]
     documents: str | Annotated[list[str | RerankText], told.entries(1, MAX_INPUTS)]
@@ -144,9 +145,9 @@ _rerank_decoder: Final = msgspec.json.Decoder(RerankRequest)
 
 @dataclass(frozen=True, slots=True)
 class ScoredTexts:
-    """The texts to compare: `first` has one text, or as many as `second`.
+    """The texts to compare: `first` has one text, or as many texts as `second`.
 
-    `fields` are their names in errors.
+    `fields` are the names of the two fields, for error messages.
     """
 
     first: Sequence[str]

@@ -29,7 +29,7 @@ async def scoring_spec(
     request: ScoreRequest | RerankRequest,
     served: ServedModel,
 ) -> PoolingSpec:
-    """`base` with its inputs. Raises MeshError."""
+    """`base` with the task and the inputs that score the texts. Raises MeshError."""
     cut = cut_of(request, served.context_length)
     scored = await _limited(scored, request, served)
     facts = base.model.facts
@@ -47,7 +47,7 @@ async def scoring_spec(
 async def _vectors_spec(
     base: PoolingSpec, scored: ScoredTexts, served: ServedModel, reading: Reading
 ) -> PoolingSpec:
-    """`base` with the inputs of the first texts, and then those of the second texts."""
+    """`base` with one input for each first text, followed by one for each second text."""
     inputs: list[array[int]] = []
     for texts, field in zip((scored.first, scored.second), scored.fields, strict=True):
         inputs += await tokens_of(list(texts), served, reading, field)
@@ -58,7 +58,7 @@ async def _vectors_spec(
 async def _joined_spec(
     base: PoolingSpec, scored: ScoredTexts, served: ServedModel, cut: TextCut | None
 ) -> PoolingSpec:
-    """`base` with each pair as one input. The texts of a pair are joined only for the encoding."""
+    """`base` with each pair as one input. The tokenizer joins the texts as it encodes a pair."""
     bulk, field = served.tokenizer.bulk, scored.fields[1]
     pairs = [
         bulk.bounded_pair(one, other, served.context_length, cut) for one, other in scored.pairs()
@@ -108,9 +108,9 @@ async def _pairs_spec(
 
 
 def _check_inputs(lengths: Sequence[int], served: ServedModel, field: str) -> None:
-    """Check the lengths before the inputs are made, each of which repeats the query.
+    """Check the lengths of the inputs before the inputs are made. Raises InvalidRequest.
 
-    Raises InvalidRequest.
+    Each input repeats the query, so all inputs together may be large.
     """
     for place, length in enumerate(lengths):
         if length > served.context_length:
@@ -144,14 +144,14 @@ async def _limited(
 
 
 def _check_lengths(scored: ScoredTexts, served: ServedModel, cut: TextCut | None) -> None:
-    """Refuse a pair that cannot fit before it is encoded. Raises InvalidRequest."""
+    """Raises InvalidRequest if a pair is too long, before any pair is encoded."""
     longest = max(len(one) + len(other) for one, other in scored.pairs())
     if cut is None and longest > served.context_length * served.tokenizer.max_token_chars:
         raise context_exceeded(f"{longest} characters", served.context_length, scored.fields[1])
 
 
 def scores_of(spec: PoolingSpec, answer: PoolingAnswer, num_first: int) -> list[float]:
-    """One score for each pair. This takes some milliseconds for each million numbers."""
+    """One score for each pair. A million numbers take some milliseconds."""
     numbers = np.frombuffer(b"".join(answer.parts), dtype="<f4")
     if spec.task is PoolingTask.CLASSIFY:
         return [float(each) for each in numbers]
@@ -160,7 +160,7 @@ def scores_of(spec: PoolingSpec, answer: PoolingAnswer, num_first: int) -> list[
     first = np.broadcast_to(vectors[:num_first], second.shape)
 
     def products(one: Numbers, other: Numbers) -> Numbers:
-        """The dot product of each pair, in float64: float32 could overflow."""
+        """The dot product of each pair, in float64, because float32 could overflow."""
         found: Numbers = np.einsum("ij,ij->i", one, other, dtype=np.float64)
         return found
 

@@ -13,7 +13,7 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "ca
 
 class OutputText(Answer, tag_field="type", tag="output_text"):
     text: str
-    annotations: list[Any]  # Any: always empty
+    annotations: list[Any]  # always empty
     logprobs: list[ChatTokenLogprobs]
 
 
@@ -31,7 +31,7 @@ class ReasoningText(Answer, tag_field="type", tag="reasoning_text"):
 class OutputReasoning(Answer, tag_field="type", tag="reasoning"):
     id: str
     status: ItemStatus
-    summary: list[Any]  # Any: always empty
+    summary: list[Any]  # always empty
     content: list[ReasoningText]
 
 
@@ -57,7 +57,7 @@ class ResponseFailure(Answer):
 
 
 class InputTokensDetails(Answer):
-    cached_tokens: int  # that prefill did not compute
+    cached_tokens: int  # prompt tokens that prefill did not compute, as their KV was cached
     cache_write_tokens: int
 
 
@@ -74,7 +74,7 @@ class ResponseUsage(Answer):
 
 
 class ResponseAnswer(Answer, tag_field="object", tag="response"):
-    """`store` says whether the response is kept. The fields of the request are repeated."""
+    """A response. It repeats the fields of the request. `store` says whether it is kept."""
 
     id: str
     created_at: int

@@ -1,10 +1,10 @@
 """Makes responses in the background, while no client waits for them, and cancels them.
 
-The gateway that makes a response marks it in the store, and renews the mark while it lives. Any
-gateway may set another mark there to stop the response. If the gateway that made it is gone, its
-mark expires. The response then counts as failed, although no process has recorded the failure. A
-response that ends while Redis is unreachable or full is kept later, if Redis recovers within two
-minutes.
+The gateway that makes a response sets a mark for it in the store (Redis), and renews the mark until
+the response ends. Any gateway may set a second mark, which stops the response. If the gateway that
+makes a response dies, the first mark expires. The response is then reported as failed, although no
+process has recorded the failure. If Redis is unreachable or full when a response ends, the gateway
+tries for two minutes to keep the response.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ _Name = tuple[str, str]  # the tenant's name, and the id of the response
 
 @dataclass(frozen=True, slots=True)
 class BackgroundCall:
-    """A call in the background. When it ends, `permit` is left and `keep` gets the response."""
+    """A call in the background.
+
+    When the call ends, the right to the call (`permit`) is given back, and `keep` stores the
+    response.
+    """
 
     call: Call
     writer: ResponseWriter
@@ -64,7 +68,7 @@ class BackgroundResponses:
             self._telling = asyncio.create_task(self._tell(), name="background-responses")
 
     async def cancel(self, tenant: str, response_id: str) -> None:
-        """Cancel a response, and wait some seconds at most for its end. Raises Unavailable."""
+        """Cancel a response, and wait at most about 5 s for its end. Raises Unavailable."""
         task = self._tasks.get((tenant, response_id))
         if task is not None:
             self._open[tenant, response_id].call.cancel()
@@ -77,7 +81,7 @@ class BackgroundResponses:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def is_made(self, tenant: str, response_id: str) -> bool:
-        """Whether a living gateway makes the response. Raises Unavailable."""
+        """Whether a living gateway is making the response. Raises Unavailable."""
         is_made_here = (tenant, response_id) in self._tasks
         return is_made_here or await self._store.is_made(tenant, response_id)
 
@@ -100,7 +104,7 @@ class BackgroundResponses:
         try:
             return await job.writer.whole(await whole_text(job.call))
         except MeshError as exc:
-            error = exc.with_traceback(None)  # its frames hold this call, which holds the error
+            error = exc.with_traceback(None)  # the frames refer to the call, which refers to exc
             return job.writer.ended_badly("failed", exc)
         except ClientDisconnected:  # the response was cancelled
             return job.writer.ended_badly("cancelled")
@@ -125,7 +129,10 @@ class BackgroundResponses:
             log.warning("response.not_kept", response_id=name[1], reason=outcome.value)
 
     async def _tell(self) -> None:
-        """While responses are open, renew their marks in the store, and cancel those to stop."""
+        """As long as responses are open, renew their marks.
+
+        Also cancel the responses that a gateway has marked to be stopped.
+        """
         while self._open:
             names = list(self._open)
             with contextlib.suppress(Unavailable):

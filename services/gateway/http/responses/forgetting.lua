@@ -1,6 +1,7 @@
--- What the scripts of kept responses share. A response is named `<tenant>:<id>`.
--- Expiries are sorted sets: ids of a tenant, and the names of all. The sizes are one hash: bytes of
--- each response by its name, of each tenant under the tenant, of all of them under the empty name.
+-- The functions that both scripts for kept responses use. A response has the name `<tenant>:<id>`.
+-- Sorted sets have the expiry times: one set of ids for each tenant, and one set of names for all
+-- tenants. One hash has the sizes in bytes: of each response under its name, of each tenant under
+-- the tenant, and of all responses together under the empty name.
 
 local function subtract(sizes, whose, size)
   if redis.call('HINCRBY', sizes, whose, -size) <= 0 then
@@ -8,7 +9,7 @@ local function subtract(sizes, whose, size)
   end
 end
 
--- Returns whether there was one.
+-- Returns whether the response was kept.
 local function forget(keys, beginning, name)
   local expiries, sizes = keys[3], keys[4]
   local tenant, id = string.match(name, '^(.*):(.*)$')
@@ -23,7 +24,7 @@ local function forget(keys, beginning, name)
   return redis.call('UNLINK', beginning .. name)
 end
 
--- Returns the time, in ms.
+-- Forgets up to `most` expired responses. Returns the time in ms.
 local function forget_expired(keys, beginning, most)
   local time = redis.call('TIME')
   local now = time[1] * 1000 + math.floor(time[2] / 1000)

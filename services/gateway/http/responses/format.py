@@ -1,4 +1,4 @@
-"""Writes responses, whole or as numbered events in the documented order."""
+"""Writes answers of the Responses API, whole or as numbered events in the documented order."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from pdmesh.services.gateway.text.choice_text import TextDelta
 
 _encode: Final = msgspec.json.encode
 
-# Any: JSON objects on their way out.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 Keep = Callable[[Json], Awaitable[KeepOutcome]]
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesFormat:
-    """`keep` keeps a response; None if the client declined that or the gateway keeps none."""
+    """`keep` stores a response for later requests.
+
+    `keep` is None if the client declined this or if the gateway keeps no responses.
+    """
 
     request: ResponsesRequest
     exchange: HttpExchange
@@ -38,7 +41,7 @@ class ResponsesFormat:
 
     def stream(self, call: Call) -> ResponseWriter:
         writer = ResponseWriter(call, self)
-        # A later error ends the stream with an event of the response.
+        # From now on, an error ends the stream with the event `response.failed`.
         self.exchange.errors = replace(self.exchange.errors, event=writer.failed)
         return writer
 
@@ -48,7 +51,7 @@ class ResponsesFormat:
 
 
 class ResponseWriter:
-    """The events of one streamed response, and the response that they add up to."""
+    """Writes the events of one streamed response, and builds the whole response from them."""
 
     def __init__(self, call: Call, written: ResponsesFormat, *, tells: bool = True) -> None:
         self._call = call
@@ -105,7 +108,7 @@ class ResponseWriter:
         return response
 
     async def kept(self, response: Json) -> Json:
-        """Keep the response if it is to be kept, and note in it whether that succeeded."""
+        """Keep the response if that is wanted. The field `store` then says whether it is kept."""
         if self._keep is not None:
             response["store"] = await self._keep(response) is KeepOutcome.KEPT
         return response
@@ -118,7 +121,7 @@ class ResponseWriter:
     # --- in the background -----------------------------------------------------------------------
 
     def begun(self) -> Json:
-        """The response as other requests see it while it is being made."""
+        """The response in the form that other requests see while it is being made."""
         self._response["background"] = True
         return self._response
 

@@ -1,4 +1,4 @@
-"""One page of the items that a kept response answers, as OpenAI's clients ask for it."""
+"""A page of the input items of a kept response, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_LIMIT: Final = 100
 _ORDERS: Final = ("asc", "desc")
 _item: Final = msgspec.json.Decoder(InputItem)
 
-# Any: JSON on its way out.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 # The query's fields and their schemas.
 ITEM_QUERY: Final[Mapping[str, Json]] = {
@@ -25,9 +25,10 @@ ITEM_QUERY: Final[Mapping[str, Json]] = {
 
 
 def item_page(items: Sequence[msgspec.Raw], query: Mapping[str, str]) -> Json:
-    """`items`: the oldest first. By default the page has all of them, the newest first.
+    """A page of `items`, which begin with the oldest. Raises InvalidRequest with the field.
 
-    `after`: the id of the last item of the page before. Raises InvalidRequest with the field.
+    By default, the page has all items and begins with the newest. In the query, `after` is the id
+    of the last item of the previous page.
     """
     limit = _limit(query.get("limit"))
     order = query.get("order", "desc")

@@ -1,13 +1,15 @@
--- Keeps one response; the oldest make room first, of its tenant and then of all tenants.
--- ARGV: beginning of the keys, its name, its tenant, response, ttl in ms, most responses of a
--- tenant, most bytes of a tenant, most bytes of all tenants.
--- KEYS: the response, its tenant's expiries, all expiries, the sizes.
--- Returns how many responses made room, and whether the response is kept: if not, more have to.
+-- Keeps one response. To make room, it forgets the oldest responses: first of the same tenant, and
+-- then of all tenants.
+-- ARGV: the beginning of the keys, the response's name, its tenant, the response, the ttl in ms,
+-- the most responses of a tenant, the most bytes of a tenant, the most bytes of all tenants.
+-- KEYS: the response, the expiries of its tenant, the expiries of all tenants, the sizes.
+-- Returns how many responses were forgotten to make room, and whether the response is kept. If it
+-- is not kept, more room is needed, and the caller calls this script again.
 local name, tenant, response = ARGV[2], ARGV[3], ARGV[4]
 local ttl = tonumber(ARGV[5])
 local owned, expiries, sizes = KEYS[2], KEYS[3], KEYS[4]
-local MOST = 512 -- make room in one call, so that Redis answers others
-local EACH = 512 -- bytes that Redis takes beside a response itself
+local MOST = 512 -- responses to forget in one call, so that Redis can answer others in between
+local EACH = 512 -- bytes that Redis needs for a response in addition to its text
 
 local function sum_of(whose)
   return tonumber(redis.call('HGET', sizes, whose) or 0) + #response
@@ -26,7 +28,7 @@ end
 local now = forget_expired(KEYS, ARGV[1], MOST)
 forget(KEYS, ARGV[1], name)
 if redis.call('ZCARD', expiries) == 0 then
-  redis.call('UNLINK', sizes) -- what an eviction by Redis itself has left behind
+  redis.call('UNLINK', sizes) -- sizes that are left because Redis itself evicted other keys
 end
 local evicted = 0
 while evicted < MOST and is_tenant_full() do
@@ -48,7 +50,7 @@ redis.call('HSET', sizes, name, #response)
 redis.call('HINCRBY', sizes, tenant, #response)
 redis.call('HINCRBY', sizes, '', #response)
 for _, key in ipairs({owned, expiries, sizes}) do
-  if redis.call('PTTL', key) < ttl then -- of gateways with different times, the longest holds
+  if redis.call('PTTL', key) < ttl then -- gateways may have different ttls; the longest is used
     redis.call('PEXPIRE', key, ttl)
   end
 end

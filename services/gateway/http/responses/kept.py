@@ -16,7 +16,7 @@ from pdmesh.services.gateway.http.responses.store import ResponseStore
 _ID: Final = re.compile(r"resp_[0-9a-f]{24}")
 _encode: Final = msgspec.json.encode
 
-# Any: a JSON object on its way out.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 
@@ -25,7 +25,7 @@ class ResponseNotFound(MeshError):
 
 
 class KeptResponse(msgspec.Struct):
-    """`input`: all items before the output, including those of earlier responses."""
+    """`input` has all items before the output, including the items of earlier responses."""
 
     response: msgspec.Raw
     input: list[msgspec.Raw]
@@ -58,7 +58,7 @@ def is_being_made(kept: KeptResponse) -> bool:
 
 
 def abandoned(kept: KeptResponse) -> KeptResponse:
-    """The response as failed, because no gateway makes it any more."""
+    """The response with the status `failed`, because no gateway is making it any more."""
     response: Json = msgspec.json.decode(kept.response)
     message = "the gateway that made this response is gone, or could not keep it"
     error = {"code": "server_error", "message": message}
@@ -94,7 +94,7 @@ def not_found(field: str | None = None) -> ResponseNotFound:
 
 
 def input_items(asked: str | Sequence[InputItem]) -> list[InputItem]:
-    """The items of a request in the form to keep: with ids, and with parts in messages."""
+    """The items of a request in the stored form: with ids, and with messages as lists of parts."""
     if isinstance(asked, str):
         asked = [InputItem(type="message", role="user", content=asked)]
     return [_as_kept(item) for item in asked]
@@ -112,7 +112,7 @@ def _as_kept(item: InputItem) -> InputItem:
 def _bare(item: InputItem) -> InputItem:
     """The item without the fields that no later response reads, such as annotations and logprobs.
 
-    They could be long in each response of a chain, and a request's bounds do not cover their sum.
+    Such fields may be long in every response of a chain. No bound of a request limits their sum.
     """
     bare = {
         name: list(map(_bare_part, parts))

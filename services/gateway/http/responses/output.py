@@ -1,7 +1,7 @@
-"""The items of a response, and the events that report their growth.
+"""The output items of a response, and the events that report them piece by piece.
 
-Only one item is open at a time: a reasoning, a message or a tool call. It is closed before the next
-one begins, or at the end.
+An item is a reasoning, a message or a tool call. Only one item is open at a time. An item is closed
+before the next item begins, or at the end of the response.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 _encode: Final = msgspec.json.encode
 
-# Any: JSON objects on their way out.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 _TEXT: Final = "output_text"
 _REASONING: Final = "reasoning_text"

@@ -162,7 +162,7 @@ class ResponsesPaths:
                     spec = await chat_spec(translated.chat, self._frontend, permit)
                 keep = self._keep(exchange, request, previous, permit)
                 written = ResponsesFormat(request, exchange, keep)
-                request.input = ""  # frees images, which are long texts; `keep` has its own items
+                request.input = ""  # frees images, which are long texts, unless `keep` needs them
                 del previous, translated
                 if request.background:
                     body = await self._begin(exchange, spec, permit, written)
@@ -200,9 +200,9 @@ class ResponsesPaths:
     async def _begin(
         self, exchange: HttpExchange, spec: CallSpec, permit: Permit, written: ResponsesFormat
     ) -> bytes:
-        """Begin a response that no client waits for.
+        """Begin a response that no client waits for. Raises MeshError.
 
-        When the response ends, the permit is left. Raises MeshError.
+        When the response ends, the permit is given back.
         """
         keep = written.keep
         if keep is None:
@@ -268,11 +268,13 @@ class ResponsesPaths:
         return bytes((await self._found(tenant, response_id)).response)
 
     async def _found(self, tenant: str, response_id: str, field: str | None = None) -> KeptResponse:
-        """A kept response. One that no gateway makes any more is returned as failed.
+        """A kept response. Raises ResponseNotFound, Unavailable.
 
-        An unmarked response may have ended between two requests to the store. After an outage of
-        Redis, its gateway may reconnect later than this one. So the store is asked again for as
-        long as a living gateway needs to mark the response. Raises ResponseNotFound, Unavailable.
+        An unfinished response that no gateway is making any more is returned as failed. But a
+        missing mark does not prove that no gateway is making the response. The response may have
+        ended between two reads of the store. After an outage of Redis, the gateway that makes it
+        may also reconnect later than this gateway. So the store is asked several times, for as long
+        as a living gateway needs to set the mark.
         """
         for _ in range(_NUM_LOOKS):
             kept = await load_kept(self._store, tenant, response_id, field)

@@ -1,7 +1,8 @@
 """The requests of OpenAI's Responses API that the gateway accepts, as typed structs.
 
-A field that would change the answer and is not supported is refused. Fields that have no effect
-here are accepted. A request becomes a chat, which has checks of its own.
+A field that would change the answer but is not supported is refused. Fields that have no effect in
+this gateway are accepted. The module `translation` makes a chat from each request. The chat is then
+checked like any other chat.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ _MAX_METADATA: Final = 16
 _MAX_KEY_CHARS: Final = 64
 _MAX_VALUE_CHARS: Final = 512
 
-# Any: a client may send anything in these fields, which have no effect or are refused.
+# The type is Any because a client may send anything in these fields. They have no effect, or are
+# refused.
 _Anything = Any
 
 
 class ItemPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A piece of an item's content, whose fields depend on its type."""
+    """A piece of an item's content. `type` decides which fields the piece may have."""
 
     type: str
     text: str | None = None
@@ -44,7 +46,7 @@ class ItemPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_de
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A message, a tool call, a tool's result or a reasoning. Its fields depend on its type."""
+    """A message, a tool call, a tool's result or a reasoning. The fields depend on `type`."""
 
     type: str | None = None
     id: str | None = None
@@ -62,7 +64,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A tool. Only functions, which the client runs, are supported; other types are refused."""
+    """A tool. Only functions are supported. The client runs them. Other types are refused."""
 
     type: str
     name: str = ""
@@ -94,13 +96,13 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_obfuscation: bool | None = None  # padding against traffic analysis; we add none
+    include_obfuscation: bool | None = None  # padding against traffic analysis, which is not sent
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """OpenAI's fields, then vLLM's, then pdmesh's own."""
+    """The fields are OpenAI's, then vLLM's, then pdmesh's own."""
 
-    # The values of unsupported fields that have no effect. None never has one.
+    # Unsupported fields, with the values that have no effect. None never has an effect.
     UNSUPPORTED: ClassVar[NeutralValues] = NeutralValues(
         {
             "service_tier": ("auto", "default"),
@@ -164,7 +166,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, _Anything] | None = None
     include_reasoning: bool | None = None
-    request_id: str | None = None  # the gateway's own id names the request
+    request_id: str | None = None  # ignored, because the gateway chooses the ids of requests
     session_id: str | None = None
     priority: _Anything = None
     watermarking: _Anything = None
@@ -205,7 +207,7 @@ _decoder: Final = msgspec.json.Decoder(ResponsesRequest)
 def parse_responses(body: bytes, ignored: list[str] | None = None) -> ResponsesRequest:
     """Raises InvalidRequest with the field.
 
-    An unknown field is refused, or added to `ignored` by its path.
+    If `ignored` is None, an unknown field is refused. Otherwise its path is added to `ignored`.
     """
     request = decoded(_decoder, _NESTED, body, ignored)
     ResponsesRequest.UNSUPPORTED.check(request)

@@ -1,10 +1,12 @@
 """Keeps responses in Redis, each under its tenant, for a limited time and within bounds.
 
 A response that cannot be kept is still sent to its client. A lookup raises Unavailable while Redis
-is unreachable. Each call to Redis ends within a second. If Redis does not answer, it is not called
-for a second. `keep_response.lua` decides, within Redis, which kept responses make room for a new
-one. The bound over all tenants leaves room for the other data in Redis. If Redis is full for
-another reason, nothing is kept, but kept responses can still be found and forgotten.
+is unreachable. A call to Redis takes one second at most. After a call without an answer, Redis is
+not called for one second.
+
+`keep_response.lua` runs in Redis. It decides which kept responses are deleted to make room for a
+new response. The bound for all tenants together leaves room for the other data in Redis. If Redis
+is full for another reason, no response is kept, but kept responses can be found and forgotten.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ log = structlog.get_logger(__name__)
 TIMEOUT_S: Final = 1.0
 _AWAY_S: Final = 1.0
 _MAX_CONNECTIONS: Final = 16
-_MADE, _STOP = "made", "stop"  # the two marks of a response
+_MADE, _STOP = "made", "stop"  # the marks of a response that is being made, or must stop
 _MADE_MS: Final = 10_000
 _BYTES_EACH: Final = 512  # as in keep_response.lua
 _HERE: Final = Path(__file__).parent
@@ -62,9 +64,10 @@ class KeepOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeepBounds:
-    """`max_count` and `max_bytes` are for each tenant. With a count of 0 nothing is kept.
+    """`max_count` and `max_bytes` limit each tenant. If `max_count` is 0, nothing is kept.
 
-    `max_total_bytes` is for all tenants, including Redis' own memory for each response.
+    `max_total_bytes` limits all tenants together. It includes the memory that Redis itself needs
+    for each response.
     """
 
     ttl_s: float
@@ -79,7 +82,7 @@ class ResponseStore:
     def __init__(self, url: str, bounds: KeepBounds) -> None:
         self._url = url
         self._bounds = bounds
-        # Any: redis-py's generic client and scripts.
+        # The types are Any because redis-py's client and scripts are generic.
         self._redis: Any = None
         self._keep: Any = None
         self._forget: Any = None
@@ -104,7 +107,7 @@ class ResponseStore:
         is_kept = False
         try:
             async with self._answering():
-                while not is_kept:  # each call makes some room, and blocks Redis for a moment only
+                while not is_kept:  # a call frees only some room, so that Redis is blocked briefly
                     num_evicted, is_kept = await self._keep(_keys(tenant, response_id), args)
                     _evicted.add(num_evicted)
         except ResponseStoreFull:
@@ -114,9 +117,9 @@ class ResponseStore:
         return KeepOutcome.KEPT
 
     async def load(self, tenant: str, response_id: str) -> bytes | None:
-        """A kept response. None if it was never kept, has expired, or is another tenant's.
+        """A kept response. Raises Unavailable.
 
-        Raises Unavailable.
+        None means that the response was never kept, has expired, or belongs to another tenant.
         """
         async with self._counted(), self._answering():
             found = await self._redis.get(keys.kept_response(tenant, response_id))
@@ -133,7 +136,7 @@ class ResponseStore:
     # --- responses in the background -------------------------------------------------------------
 
     async def making(self, names: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Mark the responses that this gateway makes, and return those that it must stop.
+        """Mark the responses that this gateway makes, and return the names of those to stop.
 
         A name is (tenant, response). A mark expires after 10 s. Raises Unavailable.
         """
@@ -151,7 +154,7 @@ class ResponseStore:
             await self._redis.unlink(*marks)
 
     async def is_made(self, tenant: str, response_id: str) -> bool:
-        """Whether a living gateway makes the response. Raises Unavailable."""
+        """Whether a living gateway is making the response. Raises Unavailable."""
         async with self._answering():
             return bool(await self._redis.exists(keys.kept_mark(tenant, response_id, _MADE)))
 
@@ -194,7 +197,7 @@ class ResponseStore:
                 self._says_full_at = now + _AWAY_S
                 log.warning("responses.store_full", reason=str(exc))
             raise ResponseStoreFull("the Redis that keeps responses is full") from exc
-        except ResponseError as exc:  # Redis answers but refuses this command; others may work
+        except ResponseError as exc:  # Redis refuses this command, but may accept others
             log.warning("responses.store_refused", reason=str(exc))
             raise Unavailable("the store of responses refused this") from exc
         except (RedisError, OSError, TimeoutError) as exc:

@@ -1,8 +1,8 @@
-"""Which log probabilities of a parsed answer are those of its text.
+"""Finds the log probabilities that belong to the text of a parsed answer.
 
-The parsers say what the reasoning, the text and the calls are, but not which tokens make them up.
-So the text is searched for in the bytes of the last tokens, after those of the reasoning and before
-those of the calls.
+A parser splits an answer into reasoning, text and tool calls, but does not say which tokens belong
+to which. So this module searches for the text in the bytes of the last tokens, after the bytes of
+the reasoning and before the bytes of the calls.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from pdmesh.services.gateway.text.choice_text import TextDelta
 
-# The most tokens to keep that gave no text yet: parts of a character, or a possible beginning of a
-# mark.
+# The most tokens to keep that have given no text yet. Such a token is part of a character, or may
+# begin a marker of the reasoning or of a tool call.
 _MAX_HELD: Final = 64
 
-# Any: JSON objects on their way out.
+# A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
 
@@ -29,9 +29,9 @@ class TextLogprobs:
         self._held: list[Json] = []
 
     def of(self, delta: TextDelta, logprobs: list[Json]) -> list[Json]:
-        """The part of the log probabilities that is of `delta.text`.
+        """The log probabilities of the tokens of `delta.text`.
 
-        `logprobs`: those of all tokens since the last call.
+        `logprobs` has the log probabilities of all tokens since the previous delta.
         """
         self._held += logprobs
         found: list[Json] = []
@@ -53,8 +53,9 @@ class TextLogprobs:
 def _place(text: bytes, tokens: list[bytes], *, is_first: bool) -> tuple[int, int]:
     """The range of the tokens that contain this text, or else the last tokens of its length.
 
-    If the text occurs several times, its last place is used. With `is_first` other text follows
-    that may repeat it, so its first place is used, if possible at the beginning of a token.
+    If the text occurs several times, the last occurrence is used. With `is_first`, other text
+    follows, which may repeat this text. So the first occurrence is used, preferably the first that
+    begins with a token.
     """
     whole = b"".join(tokens)
     ends = list(accumulate(map(len, tokens)))

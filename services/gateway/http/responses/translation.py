@@ -1,6 +1,7 @@
 """Makes a chat from a request to the Responses API, as plain vLLM does.
 
-Consecutive items may form one message: an assistant's reasoning, text and tool calls.
+An assistant's reasoning, text and tool calls are separate items. Consecutive items of these kinds
+may form one message of the chat.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ _SAME: Final = (
 
 
 def chat_of(request: ResponsesRequest, previous: Sequence[InputItem] = ()) -> TranslatedChat:
-    """`previous`: the items of the response that the request continues.
+    """The chat. Raises InvalidRequest with the field of `request`.
 
-    Raises InvalidRequest with the field of `request`.
+    `previous` has the items of the conversation that the request continues.
     """
     conversation = _Conversation()
     if request.instructions:
@@ -142,7 +143,7 @@ def _choice(choice: str | ChosenTool) -> ToolChoice:
 
 
 class _Conversation:
-    """The chat's messages. `names` maps their parts to the fields of the request."""
+    """The chat's messages. `names` maps paths in the chat to paths in the request, for errors."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
@@ -198,7 +199,7 @@ class _Conversation:
             self.append(ChatMessage("assistant", content), where)
 
     def _add_user(self, item: InputItem, where: str) -> None:
-        """Only a user's message may have images."""
+        """Add a user's message. Only these messages may have images."""
         if isinstance(item.content, str) or not any(map(_is_image, item.content or ())):
             content = _content(item.content, f"{where}.content")
             self.append(ChatMessage("user", content), where)

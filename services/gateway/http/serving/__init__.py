@@ -1,1 +1,1 @@
-"""Admits requests over HTTP in any format, and answers them."""
+"""Admits HTTP requests in the format of any API, and answers them."""

@@ -1,7 +1,8 @@
-"""Answers a call from its opening to its last byte, in the format of any API.
+"""Opens a call and sends its answer, in the format of any API.
 
-A stream's writer takes all text since its last write, and sends it as one chunk for each choice.
-An error before the first write becomes an HTTP status. A later error is the stream's last event.
+A call is one request of a client. Its answer has one or more choices. A write to a stream sends all
+text that has come since the last write, as one chunk for each choice. An error before the first
+write becomes an HTTP status. A later error becomes the last event of the stream.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pdmesh.services.gateway.request.frontend import Call, Frontend
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.text.choice_text import TextDelta
 
-# A delta with more log probabilities is written in a thread. Each has up to 21 tokens to spell.
+# A delta with more log probabilities than this is encoded in a thread. A log probability has up to
+# 21 tokens to write.
 MAX_LOGPROBS_HERE: Final = 256
 _EVENT_STREAM: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -31,7 +33,7 @@ class StreamWriter(Protocol):
     """The events of one streamed call."""
 
     def opening(self) -> bytes:
-        """The bytes before the first chunk, which are sent together with it."""
+        """The bytes before the first chunk. They are sent together with this chunk."""
         ...
 
     def chunk(self, delta: TextDelta) -> bytes: ...
@@ -47,7 +49,10 @@ class AnswerFormat(Protocol):
     def stream(self, call: Call) -> StreamWriter: ...
 
     async def whole(self, call: Call, deltas: Sequence[TextDelta]) -> bytes:
-        """The body of an answer that is not streamed. `deltas` has the whole of each choice."""
+        """The body of an answer that is not streamed.
+
+        `deltas` has one delta for each choice, with all of its text.
+        """
         ...
 
 
@@ -136,9 +141,9 @@ async def _written(
 async def _end_badly(
     exchange: HttpExchange, call: Call, failure: Exception, pending: list[bytes]
 ) -> NoReturn:
-    """Send the pending output of all choices if the stream has begun, and raise the failure.
+    """Raise the failure. If the stream has begun, first send the pending output of all choices.
 
-    Otherwise the pending output is dropped, and the failure becomes an HTTP status.
+    If no stream has begun, the pending output is dropped, and the failure becomes an HTTP status.
     """
     if exchange.has_started and (data := b"".join(pending)):
         await exchange.write(data)

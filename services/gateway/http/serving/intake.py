@@ -1,4 +1,4 @@
-"""Admits a request of any API: checks its key and its bounds, and reads its body."""
+"""Admits a request of any API: checks the API key and the limits, and reads the body."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdmesh.services.gateway.request.frontend import Frontend
 
 @dataclass(frozen=True, slots=True)
 class HttpBounds:
-    """What clients may send at most, and how slowly they may read.
+    """Bounds on the bytes that clients send, and on the time that a write to a client may take.
 
     With `is_strict`, unknown fields are refused.
     """
@@ -37,9 +37,9 @@ class Intake:
         return await self._access.enter(exchange.authorization)
 
     async def known(self, exchange: HttpExchange) -> Tenant:
-        """The tenant of a request that uses no tokens. It counts in the limit of requests.
+        """The tenant of a request that uses no tokens. Raises MeshError.
 
-        Raises MeshError.
+        The request counts toward the tenant's limit of requests.
         """
         permit = await self._access.enter(exchange.authorization)
         permit.leave()
@@ -50,5 +50,8 @@ class Intake:
         return await exchange.body(self._max_body_bytes, self.body_room)
 
     def ignored(self, exchange: HttpExchange) -> list[str] | None:
-        """The list to which a parser adds the names of unknown fields. None: it refuses them."""
+        """The list to which a parser adds the names of unknown fields.
+
+        None means that the parser refuses unknown fields.
+        """
         return None if self.is_strict else exchange.ignored_fields
