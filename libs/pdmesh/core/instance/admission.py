@@ -67,7 +67,7 @@ class Capacity:
     max_reserved_output: int | None = None
     num_adapters: int = 0  # LoRA adapters that legs may use at once
     takes_images: bool = False
-    windows: tuple[int, ...] = ()  # of each layer, in tokens; 0 is the whole text; empty: all 0
+    windows: tuple[int, ...] = ()  # tokens that each layer sees; 0: all; (): all in each layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Admission:
 
     @property
     def num_places(self) -> int:
-        """How many legs the instance takes: as many as it runs, and `max_waiting` more."""
+        """How many legs the instance takes: `num_slots` that run and `max_waiting` that wait."""
         return self.capacity.num_slots + self.capacity.max_waiting
 
     @property

@@ -4,9 +4,9 @@ With this asynchronous scheduling, the next step is ready when a step ends, so t
 wait for the CPU. In return, if an answer ends by a stop token or an abort, the engine computes one
 more token and discards it.
 
-Some engines schedule synchronously although the setting says ON: those of pooling models, those for
-which vLLM cannot do otherwise, and those for which no test has shown that it works. With AUTO,
-engines that would gain nothing schedule synchronously as well.
+Even if the setting is ON, some engines schedule synchronously: engines of pooling models, engines
+for which vLLM does not support asynchronous scheduling, and engines with which it is not tested.
+With AUTO, engines that would gain nothing schedule synchronously as well.
 """
 
 from __future__ import annotations

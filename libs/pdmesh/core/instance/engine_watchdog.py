@@ -4,8 +4,8 @@ An engine may hang although its process lives. Without this watchdog, such an in
 requests and answer none. The watchdog sends one ping at a time through the engine's own loop,
 whether the engine has work or not. The engine answers the ping between two steps. Within a step, it
 reports work layer by layer, so a long step is no problem. An engine that has neither answered nor
-reported work for `slow_s` is suspect. After `hung_s`, the instance ends itself and is
-restarted. If this process itself was paused, the time is counted from the end of the pause.
+reported work for `slow_s` is suspect. After `hung_s`, the instance ends itself and is restarted. If
+this process itself was paused, the time is counted from the end of the pause.
 """
 
 from __future__ import annotations

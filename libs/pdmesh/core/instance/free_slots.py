@@ -1,4 +1,4 @@
-"""Decides whether a gateway offers a prompt to an instance, and how many waiting ones it may try.
+"""Decides whether a gateway offers a prompt to an instance, and when it tries waiting prompts.
 
 An instance reports to each gateway how many of its slots are free. The number is no promise, since
 other gateways take slots, too. Only the instance's admission decides. A gateway trusts a number

@@ -2,7 +2,8 @@
 
 Like a transformer's work, the time is the sum of a fixed cost per step, a cost per token, and a
 cost of attention over the context. The simulated engine sleeps for these times. The virtual mesh
-(a simulation without processes) adds them up. The planning of a deployment uses them in its queues.
+(a simulation without processes) adds them up. `core/sizing`, which plans deployments, uses the
+formula as well.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Urgency:
         return self.arrived_at + self.priority * CLASS_S
 
     def stands_back_for(self, waiting: Urgency) -> bool:
-        """Whether a prompt that is being computed lets a waiting one pass. Not in its own class."""
+        """Whether a prompt that is being computed lets a more urgent one that waits go first."""
         return waiting.priority < self.priority and waiting.turn_at < self.turn_at
 
 

@@ -53,7 +53,7 @@ class ConstraintStart:
         self.has_begun = not self._marker
 
     def after(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Those of the answer's next tokens to which the constraint applies."""
+        """The part of the answer's next tokens to which the constraint applies."""
         num_before = 0
         while not self.has_begun and num_before < len(token_ids):
             self._before.append(token_ids[num_before])
@@ -63,7 +63,7 @@ class ConstraintStart:
         return token_ids[num_before:] if num_before else token_ids
 
     def take_back(self, num_tokens: int) -> int:
-        """Forget the answer's last tokens. Returns to how many of them the constraint applied."""
+        """Forget the answer's last tokens. Returns how many of them were under the constraint."""
         num_after = min(num_tokens, self._num_after)
         self._num_after -= num_after
         if num_before := num_tokens - num_after:

@@ -37,7 +37,7 @@ class LarkRules:
         return name
 
     def literal(self, text: str) -> str:
-        """The text in Lark, with known tokens as such. Empty if the text is empty."""
+        """The text in Lark, with tokens in place of their texts. Empty if the text is empty."""
         if not self._tokens:
             return quoted(text)
         parts = (self._token_or_quoted(part) for part in self._known.split(text) if part)

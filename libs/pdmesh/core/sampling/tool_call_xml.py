@@ -193,7 +193,7 @@ class _Writer:
     def _resolved(self, schema: _Schema) -> _Schema:
         """The schema, or the one to which its reference leads.
 
-        A reference must lead to the schema of a text, because parsers treat every reference as one.
+        A reference must lead to the schema of a text, since parsers treat each reference as a text.
         """
         for _ in range(_MAX_DEPTH):
             reference = schema.get("$ref")

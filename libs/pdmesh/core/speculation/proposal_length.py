@@ -25,7 +25,7 @@ LEAST_GAIN: Final = 1.05  # a smaller speedup may be lost when acceptance varies
 PROBE_EVERY: Final = 64
 # Once in so many steps, no token is proposed, to measure the cost of a check.
 PAUSE_EVERY: Final = 256
-_MEMORY: Final = 200  # checked tokens before the last so many have little weight
+_MEMORY: Final = 200  # checked tokens; earlier ones than these have little weight
 _GRAIN: Final = 0.02  # acceptance is rounded to a multiple of this, so there are few schedules
 _BAND: Final = 0.03  # a smaller change of the acceptance is mostly noise, and is ignored
 _COST_BAND: Final = 1.5  # a change of the cost of a token by a smaller factor is ignored
@@ -64,8 +64,8 @@ class Speculation:
     def at_prefill(self) -> Speculation:
         """The speculation of a prefill: one token if the method has KV, otherwise none.
 
-        Proposing makes the draft model compute its KV of the prompt. Nobody checks the proposed
-        token, because a prefill's requests end with token 1.
+        Proposing makes the draft model compute its KV of the prompt. The proposed token is not
+        checked, because a prefill's requests end with token 1.
         """
         if not self.max_tokens or not self.method.has_kv:
             return NO_SPECULATION

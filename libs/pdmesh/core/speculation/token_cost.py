@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-_MEMORY: Final = 1000  # steps before the last so many have little weight
+_MEMORY: Final = 1000  # steps; earlier ones than these have little weight
 _LEAST_STEPS: Final = 50
 _LEAST_SPREAD: Final = 0.03  # standard deviation of the numbers of tokens, divided by their mean
 _LONGEST: Final = 3.0  # a step that takes more times the expected time waited for something else

@@ -26,8 +26,8 @@ class KvShape:
     """The numbers that decide the size of a model's KV, or of one rank's share of it.
 
     `num_kv_heads` equals the number of query heads in MHA and is smaller in GQA. A quantised cache
-    may keep scales beside K and V of each token and head, of `scale_bytes` together. `scale_bytes`
-    is 0 without scales, and also if each scale is for a whole tensor: the fingerprint has those.
+    may keep scales beside K and V of each token and head. They take `scale_bytes` together. Scales
+    of a whole tensor are part of the fingerprint instead, and need no `scale_bytes`.
     """
 
     num_layers: int

@@ -1,4 +1,6 @@
-"""Decides which blocks of a prompt each layer still needs: all, or a window of the last tokens.
+"""Decides which blocks of a prompt each layer still needs: all, or only those of a window.
+
+A window is a number of last tokens to which the layer attends.
 
 Layers that need the same share of a text form a cache group. For each request, an engine keeps one
 list of block ids per group. Position i of every list is block i of the prompt. An entry is null if
@@ -26,7 +28,7 @@ BlockLists = Sequence[Sequence[int]]
 def first_needed(num_tokens: int, window: int, block_size: int) -> int:
     """The first block that the token after `num_tokens` sees in a layer.
 
-    A token sees `window` tokens, itself included. `window` 0 means that it sees all.
+    A token sees `window` tokens, itself included. With `window` 0, it sees all tokens.
     """
     return max(0, num_tokens - window + 1) // block_size if window else 0
 

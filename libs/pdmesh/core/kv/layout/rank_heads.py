@@ -32,7 +32,7 @@ class Piece:
     source_rank: int
     source_head: int  # among the source's own heads
     count: int
-    head: int  # the position of the first one among the destination's own heads
+    head: int  # where the first of these heads is among the destination's own heads
 
 
 def heads_of(num_heads: int, num_ranks: int, rank: int) -> HeadRun:
@@ -74,7 +74,7 @@ def pieces(num_heads: int, num_sources: int, num_destinations: int, rank: int) -
 def _words_only(
     num_heads: int, num_sources: int, num_destinations: int, rank: int, found: list[Piece]
 ) -> list[Piece]:
-    """The empty pulls, which tell the sources of unused copies that nobody needs these.
+    """The empty pulls, which tell the sources of unused copies that these may be released.
 
     If several destinations take the same heads, only the first sends empty pulls.
     """

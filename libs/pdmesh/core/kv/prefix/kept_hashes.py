@@ -1,8 +1,8 @@
 """Keeps the block hashes of long prompts, in chunks, for later prompts that begin alike.
 
 A chat's next turn begins with the tokens of the turn before. A chunk has the hashes of 256 blocks.
-Looking up a chunk takes a fifth of the time of hashing its blocks one by one. The root of
-a tenant's block names also keys the names of chunks, so different tenants share no chunk.
+Looking up a chunk takes a fifth of the time of hashing its blocks one by one. The names of chunks
+are keyed with the root of a tenant's block names, so different tenants share no chunk.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The index maps each block to a bitmask of its holders. Instances report changes as numbered deltas.
 The deltas of one incarnation (one life of an instance) apply in order. Deltas beyond a gap wait,
 up to a bound, until the gap is filled or a snapshot covers it. A match counts blocks from the start
-of the prompt and ends at the first block that the instance lacks, since later ones are useless.
+of the prompt. It ends at the first block that the instance lacks, because later blocks are useless
+without that block.
 
 In the bitmask, each instance has two neighbouring bits, one for its engine and one for its host
 pool (KV in host memory). One shift of the mask therefore finds all holders in either tier. A
@@ -55,7 +56,10 @@ class TierDelta:
 
 @dataclass(frozen=True, slots=True)
 class IndexDelta:
-    """The changes in one instance. `host` has those of the host pool, the rest is the engine's."""
+    """The changes in one instance.
+
+    `removed`, `stored` and `is_cleared` are about the engine's blocks, `host` about the host pool.
+    """
 
     instance_id: str
     incarnation: int
@@ -72,7 +76,7 @@ class IndexDelta:
 
 @dataclass(frozen=True, slots=True)
 class PeerRuns:
-    """Ranges (first, end) of a prompt's blocks, each of which some host pool holds."""
+    """Ranges (first, end) of a prompt's blocks. Each block in a range is in some host pool."""
 
     runs: tuple[tuple[int, int], ...] = ()
 
@@ -316,7 +320,7 @@ class PrefixIndex:
         self._retired.pop(instance_id, None)
 
     def match(self, block_hashes: Sequence[bytes], tier: Tier | None = None) -> dict[str, int]:
-        """For each instance that holds the first block, how many it holds without a gap.
+        """For each instance that holds the first block, how many blocks it holds without a gap.
 
         If `tier` is None, a block counts if it is in either of the instance's own tiers. Otherwise
         it counts only in `tier`.
@@ -485,7 +489,7 @@ class PrefixIndex:
         return self._drain(holder)
 
     def _drop_some(self, holder: _Holder, parts: Sequence[set[int]], max_blocks: int) -> int:
-        """Drop blocks and return how many. `parts` belong to the tiers of TIERS in turn."""
+        """Drop blocks and return how many. `parts` are for engine and host pool alternately."""
         num_dropped = 0
         for number, rows in enumerate(parts):
             rank = number % len(TIERS)

@@ -1,9 +1,10 @@
-"""Decides which instance's snapshot the index requests next, and whether from it or from an index.
+"""Decides whose snapshot is requested next, and whether from the instance or from an index.
 
-A snapshot is the list of all blocks that an instance holds. A process that follows the deltas of
-instances needs one after a gap. Only a few requests are open at a time, and the instance that has
-been due longest comes first. After a failed request, the instance is due again after a pause, which
-doubles up to a bound. So an instance that does not answer hardly delays the other requests.
+A snapshot is the list of all KV blocks that an instance holds. A process that follows the changes
+of these blocks needs the instance's snapshot when a change is missing. Only a few requests are open
+at a time, and the instance that has been due longest comes first. After a failed request, the
+instance is due again after a pause, which doubles up to a bound. So an instance that does not
+answer hardly delays the other requests.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class DiskState(StrEnum):
 
 @dataclass(slots=True)
 class _Gate:
-    """Reading or writing. Closed after `limit` failures in a row; then one try per interval."""
+    """Reading or writing. After `limit` failures in a row, only one try per interval may pass."""
 
     limit: int
     first_s: float

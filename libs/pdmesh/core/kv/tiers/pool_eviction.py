@@ -53,12 +53,12 @@ class PoolBook:
     keep_after: int = 8  # uses of a block, after which it is kept
     fixed_share: float = PINNED_SHARE
     held_share: float = 0.25  # for held blocks: a share of the pool, and of an owner's quota
-    # The part of all holds that one owner's sessions may have, so that three others find room.
+    # The share of all holds for one owner's sessions. A quarter leaves room for three other owners.
     owner_held_share: float = 0.25
     _free: list[int] = field(init=False)
     _entries: dict[bytes, _Entry] = field(default_factory=dict)
     _writing: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # slot, owner
-    # The next two have the idle blocks: not in use, kept, fixed or held. Oldest use first.
+    # The next two have blocks that are neither in use nor kept, fixed or held. Oldest use first.
     _probation: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _protected: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _idle_of: dict[bytes, OrderedDict[bytes, None]] = field(default_factory=dict)  # by owner
@@ -412,7 +412,7 @@ class PoolBook:
         self._idle_of.setdefault(entry.owner, OrderedDict())[name] = None
 
     def _leave_idle(self, name: bytes, entry: _Entry, was_held: bool | None = None) -> None:
-        """`was_held` tells whether the block is in `_held`. None: look it up in `_holds`."""
+        """`was_held` tells whether the block is in `_held`. If it is None, `_holds` tells."""
         if entry.is_kept or entry.is_fixed:
             return
         if name in self._holds if was_held is None else was_held:

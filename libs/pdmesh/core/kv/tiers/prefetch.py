@@ -1,7 +1,7 @@
 """Decides how many blocks an instance fetches from a peer before a prompt needs them (ADR 0041).
 
-`load_plan.py` then decides which of these blocks are worth fetching. For a prefetch, its time to
-compute a block is multiplied by the chance that a prompt will need the blocks.
+`load_plan.py` then decides which of these blocks are worth fetching. For that, the time to compute
+a block is multiplied by the chance that a prompt will need the blocks.
 """
 
 from __future__ import annotations

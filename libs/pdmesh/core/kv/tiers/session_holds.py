@@ -158,7 +158,7 @@ class Holds:
     most_of_owner: int
     _held: _Budget = field(init=False)
     _awaited: _Budget = field(init=False)
-    _sessions: dict[str, _Paused] = field(default_factory=dict)  # only those with blocks
+    _sessions: dict[str, _Paused] = field(default_factory=dict)  # each holds or awaits a block
     _holders: dict[bytes, dict[str, None]] = field(default_factory=dict)  # sessions by block
     _awaiters: dict[bytes, dict[str, None]] = field(default_factory=dict)
     # (until, session), the earliest first. Sessions that have continued may still be here.

@@ -170,14 +170,14 @@ class ReportLoad:
 
 @dataclass(frozen=True, slots=True)
 class CompleteLoad:
-    """The KV is in the blocks and token 1 is known, so the engine may compute the request."""
+    """Let the engine compute the request: the KV is in the blocks and token 1 is known."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseBlocks:
-    """Nothing is written into the blocks any more, so another request may have them."""
+    """Give the blocks to other requests, because nothing is written into them any more."""
 
     leg: int
 

@@ -54,7 +54,7 @@ class LayerOrder:
         return layer
 
     def end_step(self) -> range:
-        """End the step. Returns the layers that it has not sent yet."""
+        """End the step. Returns the layers that `told` has not returned in this step."""
         if self.without_hook and not self._is_shown:
             hooked = [n for n in range(self.num_layers) if n not in self.without_hook]
             self._is_shown = list(self._told) == hooked

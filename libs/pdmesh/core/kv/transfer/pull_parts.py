@@ -17,7 +17,7 @@ from typing import Final
 from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvSpan
 
 MAX_SPANS: Final = 512  # per part, because one message can name no more
-# The next two bound the bytes of a part. By measurement (docs/adr/0006), smaller parts cost
+# The next two constants bound a part. By measurement (docs/adr/0006), smaller parts cost
 # wake-ups, and larger parts overlap less.
 CHUNK_BYTES: Final = 4 << 20  # when the whole prompt is staged
 LAYER_CHUNK_BYTES: Final = 2 << 20  # when layers are staged while later ones are computed
@@ -30,7 +30,10 @@ _FEW_INLINE: Final = 4  # a prompt that fits so many inline parts is sent only i
 
 @dataclass(frozen=True, slots=True)
 class KvPart:
-    """One step of a pull. It sends `spans` of the sender's buffer, to `offset` of the pull."""
+    """One step of a pull: `length` bytes, which are at `offset` of all bytes of the pull.
+
+    `spans` says where these bytes are in the sender's buffer.
+    """
 
     offset: int
     length: int

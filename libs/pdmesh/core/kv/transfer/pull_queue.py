@@ -81,7 +81,7 @@ class PullQueue(Generic[K]):
         """Remove the pulls whose turn has not come in time. Returns them and the pulls that begin.
 
         A turn that comes too late is not the fault of the pull's source. All overdue pulls leave
-        before any pull begins. Otherwise an overdue pull could begin in place of another one.
+        before any pull begins. Otherwise the removal of one could let another overdue pull begin.
         """
         dropped = [
             key

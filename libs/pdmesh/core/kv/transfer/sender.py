@@ -102,7 +102,7 @@ class _Ticket:
         return any(pull.num_in_flight for pull in self.pulls.values())
 
     def begin_lease(self, now: float) -> None:
-        """The engine writes no more."""
+        """Begin the lease, because the engine writes no more."""
         self.has_writer = False
         self.lease_ends = now + self.lease_s
         self.last_lease_ends = now + MAX_LEASES * self.lease_s
@@ -287,7 +287,8 @@ class TicketBook:
         pull = ticket.pulls[key]
         if not event.is_taken or not pull.is_announced:
             return self._stop(ticket_id, key, Refusal.STOPPED)
-        # If a decode fails as a whole, the next decode needs the parts that its ranks took again.
+        # Counted by decode: if a decode fails after some of its ranks took the KV, the next decode
+        # needs all of it.
         takers = ticket.takers.setdefault(pull.decode, set())
         takers.add(event.peer)
         if len(takers) >= pull.num_takers:

@@ -8,7 +8,7 @@ twice as long as computing the KV. A pull that was faster than computing sets th
 pulls to zero. After an exclusion for slow pulls, one more slow pull excludes the source again.
 
 The link between a source and a decode may be bad although both instances are well. So another pair
-is tried first, and otherwise one instance computes both phases. Only a new pull can show that the
+is tried. If there is none, one instance computes both phases. Only a new pull can show that the
 fault is over. Therefore each exclusion ends after a time, or with the source's incarnation (its
 process life). A source that two decodes eject is ejected by all decodes.
 """
@@ -289,10 +289,10 @@ class KvExchange:
         return self.exclusions(decode_id).fit(prefill_id)
 
     def of_silent(self, num_decodes: int) -> SourceExclusions | None:
-        """The exclusions of a decode without reports, which are the least of all decodes.
+        """The exclusions of a decode without reports. None if all `num_decodes` may have reported.
 
-        None if all `num_decodes` may have reported. If the result excludes nothing, a caller need
-        not look at each pair of a decode and a prefill.
+        Every other decode excludes at least these sources. A caller that wants the best fit for a
+        prefill therefore need not look at each decode.
         """
         return self._others if num_decodes > len(self._of) else None
 

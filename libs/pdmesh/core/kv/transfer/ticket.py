@@ -15,7 +15,7 @@ MAX_TICKET_ID: Final = 128  # bytes of utf-8
 
 
 def make_ticket_id(number: int, secret: str) -> str:
-    """Make the id of a ticket. Whoever knows `secret` may pull.
+    """Make the id of a ticket. A receiver that knows `secret` may pull.
 
     `number` is unique within the incarnation, and may be logged.
     """
