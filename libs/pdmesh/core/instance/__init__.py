@@ -1,3 +1,5 @@
-"""One instance: which legs it is offered and takes, where their bytes lie, whether its engine still
-works, and how it gets from blank to serving.
+"""Decisions about one instance, which is an engine in one role, and its host.
+
+The modules decide which requests an instance is offered and takes, where their bytes are in memory,
+whether the engine still runs, and what an instance does from its start until it serves.
 """

@@ -1,10 +1,12 @@
-"""Decides whether an instance takes a leg. There is no queue: a leg starts now or is refused (S40).
-The only legs that wait are a few decodes beyond the slots, each to replace one that ends (S53).
+"""Decides whether an instance takes a leg, which is a request's stay on one instance (S40, S53).
 
-Admission reserves a slot, KV blocks and a range of the arena. So nothing that an admitted leg needs
-can be missing later (S49). A prefill holds its slot until its ticket is closed, so blocked decodes
-push back on prefills (S41). A decode holds its slot until it has ended and no late write can reach
-its landing range.
+There is no queue: a leg starts now or is refused. As the only exception, a few decodes may wait,
+each until it can take the place of a decode that ends.
+
+Admission reserves a slot, KV blocks and a range of the arena (memory for transfers), so an admitted
+leg never lacks any of these later (S49). A prefill keeps its slot until the right to pull its KV
+has ended. So if decodes are blocked, prefills become full as well (S41). A decode keeps its slot
+until it has ended and no late write can reach its range.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from pdmesh.errors import shortened
 
 
 class Work(Enum):
-    """What a leg asks of the instance."""
+    """The kinds of work that a leg may ask of an instance."""
 
     PREFILL = auto()  # compute a prompt and stage its KV for another instance
     DECODE = auto()  # pull staged KV and draw the later tokens
     LOCAL = auto()  # do both phases here (fusion, or colocated)
-    POOL = auto()  # make vectors or scores of inputs; no KV is kept
+    POOL = auto()  # make vectors or scores of inputs, and keep no KV
     ENCODE = auto()  # make the embeddings of images, which any instance of the group may fetch
 
 
 class RefusalReason(Enum):
-    """The names of `pdmesh.v1.RejectReason`, without the prefix."""
+    """Why a leg is refused. The names are those of `pdmesh.v1.RejectReason`, without the prefix."""
 
     BUSY = auto()
     NO_STAGING = auto()
@@ -45,32 +47,32 @@ class RefusalReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an empty instance has."""
+    """The resources of an empty instance, and the kinds of legs that it takes."""
 
     works: frozenset[Work]
     num_slots: int  # b_p or b_d
     num_blocks: int
     block_size: int  # tokens
-    block_bytes: int  # per rank, all layers
+    block_bytes: int  # bytes of a block on one rank, over all layers
     max_model_len: int  # prompt and output
-    staging_bytes: int  # per rank
-    landing_bytes: int
+    staging_bytes: int  # per rank, for KV that waits for other instances
+    landing_bytes: int  # per rank, for KV that comes from other instances
     max_retrievals: int  # decodes whose KV is still on its way
-    max_waiting: int = 0  # q: decodes beyond the slots, each to replace one that ends (S53)
+    max_waiting: int = 0  # q: decodes beyond the slots, which wait for others to end (S53)
     model_fingerprint: str = ""
-    model: str = ""  # the name clients use
+    model: str = ""  # the name that clients use
     num_ranks: int = 1
-    # An engine that can preempt needs no room for each whole answer: reserve at most this many
-    # tokens of it.
+    # For each answer, reserve at most this many tokens. Set for an engine that can preempt, since
+    # such an engine needs no room for all whole answers.
     max_reserved_output: int | None = None
     num_adapters: int = 0  # LoRA adapters that legs may use at once
     takes_images: bool = False
-    windows: tuple[int, ...] = ()  # of each layer, in tokens; 0: the whole text; (): each is 0
+    windows: tuple[int, ...] = ()  # tokens that each layer sees; 0: all; (): all in each layer
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One leg that asks for admission. `max_tokens` counts the tokens it may still draw here.
+    """A leg that asks for admission. `max_tokens` counts the tokens that it may still draw here.
 
     For POOL and ENCODE, `num_prompt_tokens` is the length of the longest input or image.
     """
@@ -80,15 +82,15 @@ class Ask:
     num_prompt_tokens: int
     max_tokens: int
     remaining_s: float
-    model_fingerprint: str | None = None  # of the ticket, for decode
-    model: str = ""  # the model that the request means; empty: it names none
-    adapter: str = ""  # digest of the LoRA adapter that it computes with; empty: none
+    model_fingerprint: str | None = None  # for a decode, the one in the ticket
+    model: str = ""  # the model that the request names, or empty
+    adapter: str = ""  # digest of the LoRA adapter that the leg computes with, or empty
     has_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """`range` is in the staging arena (prefill) or landing arena (decode); None for other work."""
+    """A PREFILL's `range` is in the staging arena, a DECODE's in the landing arena. Else None."""
 
     leg: int
     range: ArenaRange | None
@@ -119,18 +121,18 @@ _WITHOUT_ANSWER = frozenset({Work.POOL, Work.ENCODE})
 
 @dataclass(slots=True)
 class Admission:
-    """What one instance has reserved.
+    """The record of what one instance has reserved.
 
-    `admit` reserves; `computed`, `ended` and `range_freed` give back, and may be repeated.
+    `admit` reserves. `computed`, `ended` and `range_freed` give back, and may be repeated.
     """
 
     capacity: Capacity
     is_draining: bool = False
-    version: int = 0  # of what `Load` shows; grows with each change
+    version: int = 0  # of what `Load` reports; grows with each change
     _held: dict[int, _Held] = field(default_factory=dict)
     _num_blocks_used: int = 0
     _num_retrieving: int = 0
-    _hold_s: float = 0.02  # moving average: how long a slot is held
+    _hold_s: float = 0.02  # moving average of the time for which a slot is held
     _adapters: AdapterTurns = field(init=False)
     _staging: ArenaAllocator = field(init=False)
     _landing: ArenaAllocator = field(init=False)
@@ -142,7 +144,7 @@ class Admission:
 
     @property
     def num_places(self) -> int:
-        """How many legs it takes: legs that run, and legs that wait to take their place."""
+        """How many legs the instance takes: `num_slots` that run and `max_waiting` that wait."""
         return self.capacity.num_slots + self.capacity.max_waiting
 
     @property
@@ -166,9 +168,10 @@ class Admission:
         return self._landing.bytes_used
 
     def admit(self, ask: Ask, now: float) -> Admitted | Refused:
-        """Reserve all that the leg needs, or say why not and when to ask again.
+        """Reserve all that the leg needs. Otherwise return why not, and when to ask again.
 
-        A refusal changes only the turn of an adapter without a slot.
+        A refusal changes nothing, except that an adapter without a slot may get a place in the
+        order of adapters.
         """
         assert ask.leg not in self._held
         num_blocks = self._blocks_for(ask)
@@ -189,7 +192,7 @@ class Admission:
         return Admitted(ask.leg, held.range)
 
     def computed(self, leg: int) -> None:
-        """A prefill staged its KV (its blocks are free), or a decode has its KV in its blocks."""
+        """A prefill has staged its KV and frees its blocks, or a decode's KV is in its blocks."""
         if (held := self._held.get(leg)) is None:
             return
         if held.is_retrieving:
@@ -200,7 +203,7 @@ class Admission:
         self.version += 1
 
     def ended(self, leg: int, now: float) -> None:
-        """The leg computes no more: finished, failed or aborted.
+        """The leg has finished, failed or was aborted, so it computes no more.
 
         Its range may still be read or written.
         """
@@ -212,10 +215,10 @@ class Admission:
         self._close_if_free(leg, held, now)
 
     def range_freed(self, leg: int, now: float) -> None:
-        """The range is free.
+        """The leg's range is free.
 
-        Nothing reads the staged range any more (the ticket is closed), or no late write can reach
-        the landing range.
+        For a prefill this means that nothing reads the range any more, because the ticket is
+        closed. For a decode it means that no late write can reach the range.
         """
         if (held := self._held.get(leg)) is None or held.range is None:
             return
@@ -226,7 +229,7 @@ class Admission:
         self._close_if_free(leg, held, now)
 
     def drain(self, is_draining: bool) -> None:
-        """Refuse every new leg from now on, or admit legs again."""
+        """Refuse every new leg from now on or, if `is_draining` is false, admit legs again."""
         if self.is_draining != is_draining:
             self.is_draining = is_draining
             self.version += 1
@@ -238,14 +241,14 @@ class Admission:
             self.version += 1
 
     def _free_blocks(self, held: _Held) -> None:
-        """It computes no more: its blocks and its adapter are free."""
+        """Free the blocks and the adapter of a leg that computes no more."""
         self._num_blocks_used -= held.num_blocks
         held.num_blocks = 0
         self._adapters.left(held.adapter)
         held.adapter = ""
 
     def _refuse_always(self, ask: Ask, num_blocks: int) -> Refused | None:
-        """Reasons that hold even for an empty instance."""
+        """A refusal that would hold for an empty instance, too."""
         capacity = self.capacity
         if ask.work not in capacity.works:
             return Refused(RefusalReason.WRONG_ROLE, detail=f"no {ask.work.name.lower()} here")
@@ -274,7 +277,7 @@ class Admission:
             return Refused(RefusalReason.EXPIRED, detail="the deadline has passed")
         if self.is_draining:
             return Refused(RefusalReason.DRAINING)
-        why = self._adapters.why_not(ask.adapter, now)  # even if full: this notes the turn
+        why = self._adapters.why_not(ask.adapter, now)  # asked first, as this records the turn
         if len(self._held) >= self.num_places:
             return self._later(RefusalReason.BUSY, "no free slot")
         if ask.work is Work.DECODE and self._num_retrieving >= self.capacity.max_retrievals:
@@ -297,9 +300,9 @@ class Admission:
         return ask.num_prompt_tokens + (2 if ask.work is Work.DECODE else 1)
 
     def _blocks_for(self, ask: Ask) -> int:
-        """KV blocks for the prompt and, unless it only prefills, for its longest answer."""
+        """How many blocks the prompt and, except for PREFILL, the longest answer need."""
         if ask.work in _WITHOUT_ANSWER:
-            return 0  # KV of inputs is held for one step at most, and images have none
+            return 0  # inputs have KV for one step at most, and images have none
         num_tokens = ask.num_prompt_tokens
         if ask.work is not Work.PREFILL:
             output = ask.max_tokens + (ask.work is Work.DECODE)
@@ -309,7 +312,7 @@ class Admission:
         return -(-num_tokens // self.capacity.block_size)
 
     def _kv_bytes(self, ask: Ask) -> int:
-        """Bytes of the prompt's KV in whole blocks, as it is staged and pulled."""
+        """The bytes of the prompt's KV in whole blocks, as they are staged and pulled."""
         num_blocks = -(-ask.num_prompt_tokens // self.capacity.block_size)
         return num_blocks * self.capacity.block_bytes
 

@@ -1,8 +1,8 @@
-"""Decides which bytes of an arena a leg gets: first fit over a sorted free list.
+"""Decides which bytes of an arena a leg gets: the first free range that is long enough.
 
-Free neighbours are merged. An arena is mapped once and registered with the transport once; requests
+An arena is memory that is mapped and registered with the transport once, for KV transfers. Requests
 only reserve ranges of it (S49). Ranges are aligned, so that two legs never share a page or a cache
-line, whatever lengths they ask for.
+line. Free neighbours are merged.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ArenaRange:
-    """Bytes reserved in a KV arena, per rank: the same range in each rank's arena."""
+    """Bytes that are reserved in a KV arena. The range is the same in the arena of each rank."""
 
     offset: int
     length: int
 
 
 class ArenaAllocator:
-    """Reserves ranges of `size` bytes.
+    """Reserves ranges of an arena of `size` bytes.
 
-    `align` is a power of two: 4096 for pages, 64 for cache lines.
+    `align` is a power of two, such as 4096 for pages or 64 for cache lines.
     """
 
     def __init__(self, size: int, align: int = 4096) -> None:
@@ -52,9 +52,9 @@ class ArenaAllocator:
         return len(self._reserved)
 
     def reserve(self, length: int) -> ArenaRange | None:
-        """The first free range of at least `length` bytes, or None.
+        """Reserve the first free range of at least `length` bytes. None if there is none.
 
-        Its `length` is the given length, without padding.
+        The `length` of the result is the given one, without padding.
         """
         if length <= 0:
             raise ValueError(f"a range must have at least one byte, not {length}")
@@ -65,7 +65,7 @@ class ArenaAllocator:
         return None
 
     def free(self, r: ArenaRange) -> None:
-        """Give a reserved range back. Raises ValueError if it is not reserved."""
+        """Give a reserved range back. Raises ValueError if the range is not reserved."""
         if self._reserved.get(r.offset) != r:
             raise ValueError(f"{r} is not reserved")
         del self._reserved[r.offset]
@@ -74,7 +74,7 @@ class ArenaAllocator:
         self._give_back(r.offset, padded)
 
     def check_invariants(self) -> None:
-        """Free and reserved ranges tile the arena, without neighbours that are both free."""
+        """Free and reserved ranges cover the arena, and no two neighbours are both free."""
         spans = [(o, n, True) for o, n in zip(self._free_offsets, self._free_lengths, strict=True)]
         spans += [(o, self._pad(r.length), False) for o, r in self._reserved.items()]
         end, was_free = 0, False

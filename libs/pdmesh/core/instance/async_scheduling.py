@@ -1,10 +1,12 @@
 """Decides whether an engine schedules a step while it computes the one before (S139 to S150).
 
-With asynchronous scheduling, the next step is ready when a step ends, so the device does not wait
-for the CPU. In return, if an answer ends unforeseen (by a stop token or an abort), the engine
-computes one more token and discards it. Pooling models schedule between their steps, whatever the
-setting says. So does an engine where vLLM cannot schedule asynchronously, or where no test has
-shown that it can. With AUTO, it also does so where asynchronous scheduling gains nothing.
+With this asynchronous scheduling, the next step is ready when a step ends, so the device does not
+wait for the CPU. In return, if an answer ends by a stop token or an abort, the engine computes one
+more token and discards it.
+
+Even if the setting is ON, some engines schedule synchronously: engines of pooling models, engines
+for which vLLM does not support asynchronous scheduling, and engines with which it is not tested.
+With AUTO, engines that would gain nothing schedule synchronously as well.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from enum import StrEnum
 
 
 class AsyncScheduling(StrEnum):
-    """The setting. AUTO: where it pays."""
+    """The setting. AUTO means asynchronous if that gains something."""
 
     AUTO = "auto"
     ON = "on"
@@ -23,14 +25,14 @@ class AsyncScheduling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Schedules:
-    """The facts that decide. `hands_on_all`: the engine is a prefill, whose jobs draw one token."""
+    """The facts that decide. `hands_on_all` means a prefill, which draws one token per request."""
 
     device: str
     is_pooling: bool = False
     hands_on_all: bool = False
     proposes_tokens: bool = False
     reads_images: bool = False
-    num_stages: int = 1  # of a pipeline
+    num_stages: int = 1  # pipeline stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Decides which of vLLM's arguments an operator may set.
 
-`engine_args` sets what the mesh has no setting for. The mesh keeps to itself what it depends on:
-which model is served, how KV is laid out and moved, and how requests are scheduled. vLLM's own
-parser checks names and values (`engine/vllm/child/extra_arguments.py`).
+An operator sets vLLM's arguments with the setting `engine_args` if the mesh has no setting for
+them. Some arguments are refused because the mesh depends on their values: which model is served,
+how KV is laid out and moved, and how requests are scheduled. vLLM's own parser checks names and
+values (`engine/vllm/child/extra_arguments.py`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Mapping
 from typing import Final
 
 EngineArgs = Mapping[str, object]
-"""vLLM's arguments by name. Values are as JSON has them; a number or a flag may be text."""
+"""vLLM's arguments by name. Values have JSON types. A number or a flag may also be text."""
 
-_USE: Final = {  # decided by a setting of the mesh: the value names it
+_USE: Final = {  # arguments for which the mesh has a setting, with its name
     "model": "model_dir",
     "served_model_name": "model",
     "dtype": "dtype",
@@ -58,7 +59,7 @@ _OWNED_PARTS: Final = ("data_parallel", "context_parallel", "elastic_ep", "spec_
 
 
 def refusal(name: str) -> str | None:
-    """Why an operator may not set this argument; None if that is allowed."""
+    """Why an operator may not set this argument. None if it is allowed."""
     if name in _USE:
         return f"the mesh sets it: use {_USE[name]} instead"
     if name in _OWNED or any(part in name for part in _OWNED_PARTS):

@@ -1,11 +1,11 @@
 """Decides whether the engine still runs.
 
-Without this watch, an instance whose process lives while its engine hangs would take requests and
-answer none. One ping at a time goes through the engine's own loop, whether the engine has work or
-not. It is answered between two steps. Within a step the engine shows that it computes, layer by
-layer. An engine that has neither answered nor shown work for `slow_s` is suspect. After `hung_s` it
-is given up: its instance ends itself and is started anew. How long a step takes does not matter. If
-this process itself was paused, the wait begins anew.
+An engine may hang although its process lives. Without this watchdog, such an instance would take
+requests and answer none. The watchdog sends one ping at a time through the engine's own loop,
+whether the engine has work or not. The engine answers the ping between two steps. Within a step, it
+reports work layer by layer, so a long step is no problem. An engine that has neither answered nor
+reported work for `slow_s` is suspect. After `hung_s`, the instance ends itself and is restarted. If
+this process itself was paused, the time is counted from the end of the pause.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ENGINE_SLOW, ENGINE_SILENT = "ENGINE_SLOW", "ENGINE_SILENT"
 
 @dataclass(frozen=True, slots=True)
 class PingAnswered:
-    """The ping came back."""
+    """The engine has answered the ping."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkSeen:
-    """The engine computed something since the last tick."""
+    """The engine has computed something since the last tick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class SendPing:
 
 @dataclass(frozen=True, slots=True)
 class DeclareHung:
-    """The engine hangs."""
+    """The engine hangs. It has been silent for `silent_s`."""
 
     silent_s: float
 
@@ -50,20 +50,20 @@ Effect = SendPing | DeclareHung
 
 @dataclass(slots=True)
 class EngineWatchdog:
-    """The only way to change state is `handle`.
+    """Watches one engine. Only `handle` changes its state.
 
-    Times in seconds; `slow_s` is longer than a layer takes.
+    Times are in seconds. `slow_s` must be longer than a layer takes.
     """
 
     slow_s: float
     hung_s: float
-    _silent_since: float | None = None  # None: no ping is open
+    _silent_since: float | None = None  # None while no ping waits for its answer
     _ticked_at: float | None = None
     recorder: FlightRecorder = field(default_factory=FlightRecorder, repr=False, compare=False)
 
     @property
     def period_s(self) -> float:
-        """Between two ticks."""
+        """The time between two ticks."""
         return self.slow_s / _PINGS_PER_SLOW
 
     @recorded
@@ -83,11 +83,11 @@ class EngineWatchdog:
         return [DeclareHung(silent_s)] if silent_s >= self.hung_s else []
 
     def silent_s(self, now: float) -> float:
-        """How long a ping has been out without an answer or a sign of work."""
+        """For how long a ping has waited without an answer or a sign of work."""
         return 0.0 if self._silent_since is None else max(0.0, now - self._silent_since)
 
     def signal(self, now: float) -> Signal | None:
-        """What the instance reports against itself: a suspicion, then a proof."""
+        """What the instance reports against itself: first a suspicion, later a proof."""
         silent_s = self.silent_s(now)
         if silent_s < self.slow_s:
             return None
@@ -99,5 +99,5 @@ class EngineWatchdog:
         before, self._ticked_at = self._ticked_at, now
         if before is not None and self._silent_since is not None:
             lost_s = now - before - self.period_s
-            if lost_s > self.slow_s:  # this process was paused, and perhaps its engine, too
+            if lost_s > self.slow_s:  # this process was paused, and perhaps the engine was as well
                 self._silent_since = now

@@ -1,10 +1,11 @@
-"""Decides what one incarnation does between blank and serving, as assigned (P/D-Serve 3.2, 3.3).
+"""Decides what an instance does from its start until it serves, as assigned (P/D-Serve 3.2, 3.3).
 
-The assignment's stage says how far the instance may go. Events say what is done. The phase follows
-from both. So an assignment that is repeated, or that comes after others were missed, leads to the
-same state. An incarnation takes one role spec in its life. For another role, the instance drains,
-is erased, and begins anew as another incarnation (S23), so that nothing of the old role can act
-again.
+A new instance is blank. The leading master sends it an assignment, which has a role spec (what the
+instance should be) and a stage (how far it may go). Events report what is done. The instance's
+phase follows from both. So a repeated assignment, or one after others were lost, leads to the same
+state. An incarnation, which is one life of an instance, takes only one role spec. For another role,
+the instance drains, is erased, and starts again as another incarnation (S23). So no part of the old
+role can act any more.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from pdmesh.core.model import (
 )
 
 RETRY_S = (1.0, 15.0)  # the first and the longest pause before a failed peer is verified again
-MAX_PEERS = 1024  # of one assignment; more are not verified
+MAX_PEERS = 1024  # of one assignment; further peers are not verified
 
 
 @dataclass(slots=True)
@@ -60,18 +61,18 @@ class _PeerState:
 
 @dataclass(slots=True)
 class InstanceLife:
-    """One incarnation. The only way to change state is `handle`.
+    """One incarnation. Only `handle` changes its state.
 
-    `own_role_spec`: the role from the instance's own settings, already loaded. The instance serves
-    at once, until an assignment of this role spec says otherwise. `epoch` is the highest that the
-    process has seen.
+    `own_role_spec` is the role spec from the instance's own settings, which is already loaded. Such
+    an instance serves at once, until an assignment of this role spec gives another stage. `epoch`
+    is the highest epoch (number of a leadership) that the process has seen.
     """
 
     incarnation: int
     own_role_spec: InitVar[RoleSpec | None] = None
     epoch: int = 0
     assignment: Assignment | None = None
-    role_spec: RoleSpec | None = None  # what it is or will be, as first assigned
+    role_spec: RoleSpec | None = None  # of the first assignment, or from the settings
     failure: str = ""
     is_over: bool = False
     _is_asked_to_load: bool = False
@@ -113,7 +114,7 @@ class InstanceLife:
 
     @property
     def failed_peers(self) -> dict[PeerId, str]:
-        """Failed peers with the reason of the last failure."""
+        """The failed peers, each with the reason of its last failure."""
         return {i: state.failure for i, state in sorted(self._peers.items()) if state.failure}
 
     def check_invariants(self) -> None:
@@ -163,14 +164,14 @@ class InstanceLife:
         return None
 
     def _is_same(self, role_spec: RoleSpec) -> bool:
-        """Whether an assigned role spec is the one that is loaded already.
+        """Whether an assigned role spec can be followed without another load.
 
-        Role, group, scenario, revision and domain must be equal; the rest may change.
+        Role, group, scenario, revision and domain must be the same. The rest may change.
         """
         mine = self.role_spec
         if mine is None:
             return True
-        is_own = self.assignment is None  # from its settings, which name no revision
+        is_own = self.assignment is None  # the role spec is from settings, which name no revision
         same = (mine.role, mine.group_id, mine.scenario) == (
             role_spec.role,
             role_spec.group_id,
@@ -190,7 +191,7 @@ class InstanceLife:
     def _settle(self, peer: PeerId, failure: str, now: float) -> None:
         state = self._peers.get(peer)
         if state is None or not state.is_asked:
-            return  # the peer has left meanwhile
+            return  # the peer has left, or was not asked
         state.is_asked, state.is_verified, state.failure = False, not failure, failure
         if failure:
             first, most = RETRY_S
@@ -236,7 +237,7 @@ class InstanceLife:
                 yield Verify(peer)
 
     def _wanted_peers(self) -> dict[PeerId, Peer]:
-        """KV is pulled, so a decode connects to each prefill, and no other role connects (S25)."""
+        """The peers to connect to. Only a decode has any, since it pulls KV from prefills (S25)."""
         if (
             self.assignment is None
             or self.role_spec is None
@@ -247,9 +248,10 @@ class InstanceLife:
         return {peer.id: peer for peer, _ in zip(peers, range(MAX_PEERS), strict=False)}
 
     def _open_or_close(self) -> Iterator[Effect]:
-        """An instance that serves continues to do so while peers come and go.
+        """An instance that serves continues to serve while peers come and go.
 
-        The master decides whether it begins to serve with failed peers.
+        An instance begins to serve when each peer is verified or has failed. If peers have failed,
+        the master decides whether to order the stage SERVE.
         """
         may_serve = self._stage is Stage.SERVE and (
             self._was_ready or all(state.is_settled for state in self._peers.values())

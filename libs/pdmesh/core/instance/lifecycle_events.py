@@ -1,4 +1,4 @@
-"""What happens to an instance between blank and serving, and what to do; see `lifecycle.py`."""
+"""The events and effects of an instance from its start until it serves; see `lifecycle.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    failure: str  # a stable reason, a colon, and what went wrong
+    failure: str  # a stable reason, a colon, and a description
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PeerFailed:
 
 @dataclass(frozen=True, slots=True)
 class BecameIdle:
-    """No request runs and no staged KV waits; none can come while requests are refused."""
+    """No request runs and no staged KV waits. No request can come while they are refused."""
 
 
 Event = Assigned | Loaded | LoadFailed | PeerVerified | PeerFailed | BecameIdle | Tick
@@ -44,21 +44,21 @@ Event = Assigned | Loaded | LoadFailed | PeerVerified | PeerFailed | BecameIdle 
 
 @dataclass(frozen=True, slots=True)
 class LoadEngine:
-    """Fetch, check and load what the role spec needs; refuse requests until `AdmitRequests`."""
+    """Fetch, check and load what the role spec needs. Refuse requests until `AdmitRequests`."""
 
     role_spec: RoleSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Pull a probe from the peer; answered by PeerVerified or PeerFailed."""
+    """Pull a test transfer from the peer. The answer is PeerVerified or PeerFailed."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetPeer:
-    """The peer has left: close the connections to it (S26)."""
+    """Close the connections to a peer that has left (S26)."""
 
     peer: Peer
 
@@ -70,22 +70,22 @@ class AdmitRequests:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequests:
-    """Take no new request, finish what runs, and keep staged KV until its leases end.
+    """Take no new request, finish those that run, and keep staged KV until its leases end.
 
-    Answered by BecameIdle.
+    The answer is BecameIdle.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Erase:
-    """Stop everything and forget it; the process continues blank, as a new incarnation.
+    """Stop everything and forget all state. The process continues blank, as a new incarnation.
 
-    The last effect.
+    This is the last effect of an incarnation.
     """
 
 
 class Ignored(enum.Enum):
-    """Why an assignment is not followed."""
+    """Why the instance does not follow an assignment."""
 
     OTHER_INCARNATION = "meant for another incarnation"
     OLDER = "older than the last one"

@@ -1,11 +1,14 @@
-"""Decides which prompts are timed together, and collects what a load report names.
+"""Collects which requests an instance admitted, and how long the prompts took, for load reports.
 
-A report names the requests that were admitted and the prompts that were computed since the last
-one. The master settles its bookings by these ids, and learns from the times. An engine computes
-parts of several prompts in one step, so the time between the ends of two prompts says little about
-either. So prompts are timed together, as a span: from when the first could begin until none is
-left, or until the step ends in which the `_SPAN_PROMPTS`th of them ended. The book is bounded:
-requests that do not fit are left out, and their bookings expire at the master.
+A report covers the time since the last report. The master keeps a booking, which is planned work,
+for each request that it sends to an instance. The report tells it which bookings are done, and the
+times improve its predictions.
+
+An engine computes parts of several prompts in one step, so the time between the ends of two prompts
+says little about either prompt. Therefore prompts are timed together, as a span. A span begins when
+its first prompt could begin. It ends when no prompt is left, or with the step in which its
+`_SPAN_PROMPTS`th prompt ends. The number of entries is bounded. Requests beyond the bound are left
+out, and their bookings expire at the master.
 """
 
 from __future__ import annotations
@@ -15,18 +18,19 @@ from typing import Final, NamedTuple
 
 MAX_NAMED: Final = 4096
 _NOT_TIMED: Final = 0.0
-_SAME_STEP_S: Final = 0.0005  # prompts that end in the same step end together
+_SAME_STEP_S: Final = 0.0005  # prompts whose ends are closer than this end in the same step
 _SPAN_PROMPTS: Final = 16
 _LEAST_S: Final = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """`seconds` is the time of this prompt and of those before it whose `seconds` are 0.
+    """An entry for a prompt that was computed or given up.
 
-    They ended in `num_steps` steps, and `num_beside` sequences decoded beside them on average.
-    `num_tokens` is 0 if the prompt was given up. If `request_id` is empty, too, the entry only
-    gives the time of the prompts before it.
+    `seconds` is the time of this prompt and of the entries before it whose `seconds` are 0. These
+    prompts ended in `num_steps` steps, and on average `num_beside` sequences decoded in the same
+    steps. `num_tokens` is 0 if the prompt was given up. If `request_id` is empty as well, the entry
+    only gives the time of the prompts before it.
     """
 
     request_id: str
@@ -38,7 +42,7 @@ class Computed:
 
 
 class _Open(NamedTuple):
-    """A prompt that is not computed yet. `beside_s`: the book's value when it came."""
+    """A prompt that is not computed yet. `beside_s` is `LoadBook._beside_s` when it arrived."""
 
     request_id: str
     num_tokens: int
@@ -48,10 +52,10 @@ class _Open(NamedTuple):
 
 @dataclass(slots=True)
 class _Span:
-    """Prompts that are timed together, since `began`."""
+    """Prompts that are timed together since `began`."""
 
     began: float = 0.0
-    beside_s: float = 0.0  # the book's value when the span began
+    beside_s: float = 0.0  # `LoadBook._beside_s` at that time
     num_prompts: int = 0
     num_steps: int = 0
 
@@ -63,13 +67,13 @@ class LoadBook:
     _open: dict[int, _Open] = field(default_factory=dict)  # by leg
     _span: _Span = field(default_factory=_Span)
     _last_end: float = float("-inf")
-    _last_beside_s: float = 0.0  # at the last end
+    _last_beside_s: float = 0.0  # `_beside_s` at `_last_end`
     _decoding: set[int] = field(default_factory=set)  # legs
-    _beside_s: float = 0.0  # seconds of decoding of all sequences, until `_counted_at`
+    _beside_s: float = 0.0  # seconds of decoding, summed over all sequences, until `_counted_at`
     _counted_at: float = 0.0
 
     def admitted(self, leg: int, request_id: str, num_prompt_tokens: int, now: float) -> None:
-        """`num_prompt_tokens` is 0 for decode, which computes no prompt."""
+        """Record an admitted leg. A decode has 0 `num_prompt_tokens`, as it computes no prompt."""
         if len(self._admitted) < MAX_NAMED:
             self._admitted.append(request_id)
         if num_prompt_tokens:
@@ -98,12 +102,12 @@ class LoadBook:
             self._end_span(request_id, num_tokens, num_cached_tokens)
 
     def decodes(self, leg: int, now: float) -> None:
-        """From now on the leg's sequence decodes, until it ends."""
+        """Record that the leg decodes from now on, until it ends."""
         self._count(now)
         self._decoding.add(leg)
 
     def ended(self, leg: int, now: float) -> None:
-        """The leg ended, in whatever way. If its prompt was not computed, it was given up."""
+        """Record the end of a leg. A prompt that is not computed by then was given up."""
         self._count(now)
         self._decoding.discard(leg)
         opened = self._open.pop(leg, None)
@@ -119,7 +123,7 @@ class LoadBook:
         return taken
 
     def _count(self, now: float) -> float:
-        """The seconds of decoding of all sequences so far."""
+        """The seconds of decoding so far, summed over all sequences."""
         self._beside_s += len(self._decoding) * max(0.0, now - self._counted_at)
         self._counted_at = max(now, self._counted_at)
         return self._beside_s
@@ -127,9 +131,9 @@ class LoadBook:
     def _end_span(
         self, request_id: str = "", num_tokens: int = 0, num_cached_tokens: int = 0
     ) -> None:
-        """Add an entry with the time of the span. It names the given prompt, which ended last.
+        """Add an entry with the time of the span. The entry is for the given prompt, the last one.
 
-        Without one, entries name all prompts of the span already.
+        Without a prompt, all prompts of the span have entries already.
         """
         span = self._span
         seconds = max(_LEAST_S, self._last_end - span.began)

@@ -1,4 +1,4 @@
-"""Decides what work an instance of a role takes at all, and how much at a time by default (S3)."""
+"""Defines which work an instance of a role takes, and how many slots it has by default (S3)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pdmesh.core.instance.admission import Work
 from pdmesh.core.model import Role
 
 WORKS: Final = {
-    # A prefill or a decode does both phases (LOCAL) only of requests that a plan colocates, because
-    # the other role is gone or no pair may exchange KV (`placement/plan.py`).
+    # A prefill or a decode does both phases (LOCAL) only for requests that a plan colocates: the
+    # other role is gone, or no pair of instances may exchange KV (`placement/plan.py`).
     Role.PREFILL: frozenset({Work.PREFILL, Work.LOCAL}),
     Role.DECODE: frozenset({Work.DECODE, Work.LOCAL}),
     Role.FUSION: frozenset({Work.PREFILL, Work.DECODE, Work.LOCAL}),
@@ -22,5 +22,5 @@ DEFAULT_SLOTS: Final = {
 
 
 def keeps_kv(role: Role) -> bool:
-    """Whether instances of this role have KV for tiers; pooling and encoding leave none."""
+    """Whether instances of this role have KV for tiers. Pooling and encoding leave no KV."""
     return bool(WORKS[role] & {Work.PREFILL, Work.DECODE})

@@ -1,8 +1,9 @@
-"""How long an engine's steps take, as a function of the batch.
+"""A formula for how long an engine's steps take, depending on the batch.
 
-The terms are those of a transformer: a fixed cost per step, a cost per token, and attention over
-the context. The sim engine sleeps for these times, the virtual mesh adds them up, and the plan of
-a deployment uses them in its queues.
+Like a transformer's work, the time is the sum of a fixed cost per step, a cost per token, and a
+cost of attention over the context. The simulated engine sleeps for these times. The virtual mesh
+(a simulation without processes) adds them up. `core/sizing`, which plans deployments, uses the
+formula as well.
 """
 
 from __future__ import annotations
@@ -12,26 +13,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """Coefficients in seconds. If all are zero, only the mesh costs time."""
+    """The coefficients, in seconds. If all are zero, only the mesh costs time."""
 
     name: str
     prefill_fixed_s: float = 0.0
     prefill_token_s: float = 0.0
-    prefill_pair_s: float = 0.0  # per (computed token, token it attends to)
+    prefill_pair_s: float = 0.0  # per pair of a computed token and a token that it attends to
     step_fixed_s: float = 0.0
     step_sequence_s: float = 0.0  # per sequence in the decode batch
     step_context_s: float = 0.0  # per token of context over the whole batch
-    step_experts_s: float = 0.0  # to read all routed experts; a batch reads those that it uses
+    step_experts_s: float = 0.0  # for reading all routed experts; a batch reads only some
     expert_share: float = 0.0  # the share of the experts that one token uses
-    pads: bool = False  # every prompt of a batch takes as long as the batch's longest
-    reads_once: bool = False  # prompts and decodes of one step share what the step reads
+    pads: bool = False  # each prompt of a batch takes as long as the longest one
+    reads_once: bool = False  # prompts and decodes of one step read the weights together
 
     def prefill_s(
         self, num_tokens: int, num_cached: int = 0, batch: int = 1, longest: int = 0
     ) -> float:
-        """Time to compute `num_tokens` tokens, the sum over `batch` prompts.
+        """The time to compute `num_tokens` tokens, which is the sum over `batch` prompts.
 
-        Each prompt has `num_cached` tokens already; the longest computes `longest` tokens.
+        Each prompt has `num_cached` more tokens that need no computing. `longest` is the largest
+        number of tokens to compute for one prompt.
         """
         if num_tokens <= 0:
             return 0.0
@@ -43,15 +45,16 @@ class Law:
         )
 
     def step_s(self, batch: float, num_context: float) -> float:
-        """Time of one decode step of `batch` sequences that hold `num_context` tokens together."""
+        """The time of one decode step of `batch` sequences with `num_context` tokens in all."""
         if batch <= 0:
             return 0.0
         return self.read_s(batch) + self._own_s(batch, num_context)
 
     def mixed_s(self, prefill_s: float, batch: float, num_context: float) -> float:
-        """Time of a step that computes prompts, which alone take `prefill_s`, and decodes.
+        """The time of a step that computes prompts and also decodes.
 
-        With `reads_once`, the weights are read while the prompts are computed.
+        Without the decodes, it would take `prefill_s`. With `reads_once`, the weights are read
+        while the prompts are computed.
         """
         if batch <= 0:
             return prefill_s

@@ -1,11 +1,12 @@
-"""Where the time of an engine's steps goes, and whether a step is scheduled in time (S139, S140).
+"""Sums up where the time of an engine's steps goes, and if scheduling delays steps (S139, S140).
 
-A step is scheduled, computed and processed: its tokens are read, and requests end. With synchronous
-scheduling, the computing rank waits while a step is scheduled or processed. With asynchronous
-scheduling, step n + 1 is scheduled while step n is computed, and at most one step ahead.
+A step is scheduled, computed and processed. Processing reads the step's tokens and ends requests.
+With synchronous scheduling, the device waits while a step is scheduled or processed. With
+asynchronous scheduling, step n + 1 is scheduled while step n is computed, but not step n + 2.
 
-Steps that compute nothing do not count. A step is steady if no request begins in it, and none ended
-since the step before. Only between such steps does a waiting rank mean that the engine is slow.
+Steps that compute nothing are not counted. A step is steady if no request begins in it, and if no
+request has ended since the step before. Only before steady steps is the device's wait a sign of
+slow scheduling.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-_MOST_PENDING: Final = 64  # scheduled steps that are not yet known to be computed; normally few
+_MOST_PENDING: Final = 64  # scheduled steps that `computed` has not reported; normally few
 
 
 @dataclass(slots=True)
 class StepTotals:
-    """Sums since the start."""
+    """Sums over all steps since the start."""
 
     num_steps: int = 0  # computed steps
     schedule_s: float = 0.0
     compute_s: float = 0.0
     process_s: float = 0.0
     num_steady: int = 0
-    num_overlapped: int = 0  # steady steps, scheduled within the computation of the one before
-    gap_s: float = 0.0  # time without computation before steady steps
-    most_ahead: int = 0  # steps that were not processed when another one was scheduled
-    num_tokens_past_end: int = 0  # computed for requests that had ended
+    num_overlapped: int = 0  # steady steps that were scheduled while the step before was computed
+    gap_s: float = 0.0  # time before steady steps in which nothing was computed
+    most_ahead: int = 0  # the most unprocessed steps when another step was scheduled
+    num_tokens_past_end: int = 0  # tokens computed for requests that had ended
 
     def numbers(self) -> dict[str, float]:
         return asdict(self)
@@ -43,7 +44,7 @@ class _Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """One step at the rank, which computed for `busy_s` of the time from `begin` to `end`."""
+    """One step on the rank, which was busy for `busy_s` of the time from `begin` to `end`."""
 
     begin: float
     end: float
@@ -52,10 +53,10 @@ class ComputedStep:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Each method takes the steps one after the other. All times are of one clock."""
+    """Each method must be called for one step after the other. All times are of one clock."""
 
     totals: StepTotals = field(default_factory=StepTotals)
-    _pending: list[_Scheduled] = field(default_factory=list)  # not computed yet, as far as known
+    _pending: list[_Scheduled] = field(default_factory=list)  # scheduled, but not yet computed
     _last: ComputedStep | None = None
     _num_in_flight: int = 0
 

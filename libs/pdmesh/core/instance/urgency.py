@@ -1,12 +1,14 @@
 """Decides in which order an engine's step serves requests of different priority (S83).
 
-A lower priority number is more urgent. A request of priority p takes its turn as if it had arrived
-p x `CLASS_S` later. So a more urgent request overtakes only those that arrived less than the
-difference of priorities x `CLASS_S` before it, and none starves. Requests of one priority are
-served in order of arrival.
+A lower priority number is more urgent. A request's turn is its arrival plus `CLASS_S` for each unit
+of its priority, and requests are served in the order of their turns. So a more urgent request
+overtakes an earlier one only if it arrives less than the difference of their priorities times
+`CLASS_S` later, and no request waits forever. Requests of one priority are served in order of
+arrival.
 
-Between two steps, a prompt under way stands back for a more urgent one that could begin; otherwise
-its own chunks would fill the steps. It keeps its blocks, and continues when no such prompt waits.
+A prompt that is being computed stands back for a more urgent prompt that could begin. Otherwise its
+own chunks would fill all steps. The prompt that stands back keeps its blocks, and continues when
+there is no such prompt any more.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-DEFAULT_PRIORITY: Final = 1  # of a tenant whose entry has none, and of a job without one
+DEFAULT_PRIORITY: Final = 1  # for a tenant or a job that has no priority set
 MAX_PRIORITY: Final = 1_000_000
-# Half of the time that a gateway gives a first token by default, so that the next class is served
-# in time, too.
+# Half of the time that a gateway allows by default until the first token. So a request of the next
+# class is served in time as well.
 CLASS_S: Final = 5.0
 
 
 class SchedulingPolicy(StrEnum):
-    """The setting. FCFS: by arrival alone, whatever the priorities."""
+    """The setting. FCFS serves requests by arrival alone."""
 
     PRIORITY = "priority"
     FCFS = "fcfs"
@@ -32,18 +34,18 @@ class SchedulingPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Urgency:
-    """What decides a request's order. `arrived_at`: seconds of any clock, the same for all."""
+    """What decides a request's order. `arrived_at` is in seconds of one clock for all requests."""
 
     priority: int
     arrived_at: float
 
     @property
     def turn_at(self) -> float:
-        """When its turn is; prompts are served in the order of their turns."""
+        """The time of the request's turn. Prompts are served in the order of their turns."""
         return self.arrived_at + self.priority * CLASS_S
 
     def stands_back_for(self, waiting: Urgency) -> bool:
-        """Whether a prompt under way lets a waiting one pass; it lets none of its own class."""
+        """Whether a prompt that is being computed lets a more urgent one that waits go first."""
         return waiting.priority < self.priority and waiting.turn_at < self.turn_at
 
 

@@ -1,1 +1,1 @@
-"""KV blocks: how they are named, how they look, in which tier they lie and how they travel."""
+"""The KV of prompts and answers: names of blocks, their layout, storage tiers, and transfer."""

@@ -6,9 +6,9 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """Where KV is kept, from fast to slow (S76)."""
+    """A place where an instance can find KV (S76)."""
 
     ENGINE = "engine"  # the engine's own paged blocks
     HOST = "host"  # this instance's pool in host memory
-    PEER = "peer"  # another instance's pool, over the KV transport
-    FILE = "file"  # the shared file store
+    PEER = "peer"  # another instance's host pool, over the KV transport
+    FILE = "file"  # the file store that instances share

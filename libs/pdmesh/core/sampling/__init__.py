@@ -1,1 +1,1 @@
-"""How the tokens of a request are drawn, how many they may be, and which text ends its answer."""
+"""How a request's tokens are drawn, how many it may have, and which text ends its answer."""

@@ -1,15 +1,17 @@
-"""Decides how many tokens an answer may have: those that the client asks for, else the model's or
-the gateway's default, and never more than the model's context leaves after the prompt.
+"""Decides how many tokens an answer may have.
+
+The client's number is used if there is one, else the default of the model or the gateway. An answer
+never has more tokens than the model's context leaves after the prompt.
 """
 
 from __future__ import annotations
 
 
 def max_answer_tokens(asked: int | None, default: int, room: int) -> int | None:
-    """None: the client asks for more than there is room for, and its request is refused.
+    """The most tokens of an answer. None: the client asks for too many, so refuse the request.
 
-    `room`: the tokens that the context leaves, at least one. `default` counts if the client asks
-    for no number; an answer that reaches the end of the room is then cut, and not refused.
+    `room` is how many tokens the context leaves, at least one. `default` is used if the client asks
+    for no number. In that case, an answer that needs more than `room` is cut, and not refused.
     """
     assert room > 0
     if asked is None:

@@ -1,7 +1,7 @@
-"""The form that an answer must have, and the token at which that form begins.
+"""The form that an answer must have, and the token after which this form begins.
 
-A constraint holds for the whole answer, whichever engines draw its tokens. An engine that continues
-an answer first passes its matcher the tokens that other engines drew.
+A constraint holds for the whole answer, even if several engines draw its tokens one after another.
+An engine that continues an answer first feeds the tokens of the other engines to its matcher.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MAX_MARKER: Final = 16  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`grammar` is in llguidance's form. The gateway has checked it.
+    """A form of an answer. `grammar` is in llguidance's syntax, and the gateway has checked it.
 
-    The grammar begins after the token ids `begins_after`, which end the reasoning. If they are
-    empty, it begins with the first token of the answer. `asked_by` is the client's field, which
-    only gateways know.
+    The grammar begins after the token ids `begins_after`, which end the reasoning. If
+    `begins_after` is empty, the grammar begins with the first token of the answer. `asked_by` is
+    the client's field, which only gateways know.
     """
 
     grammar: str
@@ -30,7 +30,7 @@ class Constraint:
     asked_by: str = field(default="constraint", compare=False)
 
     def check(self) -> None:
-        """Raises InvalidRequest with the field."""
+        """Raises InvalidRequest with the name of the field."""
         if not self.grammar:
             raise InvalidRequest("constraint has no grammar", field="constraint.grammar")
         if len(self.grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
@@ -42,7 +42,7 @@ class Constraint:
 
 
 class ConstraintStart:
-    """Separates the tokens before the beginning of a constraint from those that it applies to."""
+    """Finds where a constraint begins in an answer, and passes on the tokens after that."""
 
     __slots__ = ("_before", "_marker", "_num_after", "has_begun")
 
@@ -53,7 +53,7 @@ class ConstraintStart:
         self.has_begun = not self._marker
 
     def after(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The part of the answer's next tokens that the constraint applies to."""
+        """The part of the answer's next tokens to which the constraint applies."""
         num_before = 0
         while not self.has_begun and num_before < len(token_ids):
             self._before.append(token_ids[num_before])
@@ -63,7 +63,7 @@ class ConstraintStart:
         return token_ids[num_before:] if num_before else token_ids
 
     def take_back(self, num_tokens: int) -> int:
-        """Forget the last tokens. Return how many of them the constraint applied to."""
+        """Forget the answer's last tokens. Returns how many of them were under the constraint."""
         num_after = min(num_tokens, self._num_after)
         self._num_after -= num_after
         if num_before := num_tokens - num_after:

@@ -1,17 +1,17 @@
-"""Decides how large and how complex a client's grammar may be.
+"""Limits how large and how complex a client's grammar may be.
 
-A grammar may need any amount of time and memory to compile. The limits on bytes, symbols and fuel
-count work, and not time. So every machine accepts the same grammars, and an engine can compile
-every grammar that a gateway has accepted. Time and memory are bounded, too, in the process that
-checks grammars for a gateway: if it reaches one of these bounds, the grammar is refused.
+Compiling a grammar may need any amount of time and memory. The limits on bytes, symbols and fuel
+count work instead of time. So every machine accepts the same grammars, and an engine can compile
+every grammar that a gateway has accepted. Each gateway also limits the time and memory of the
+process that checks grammars. If the process reaches such a limit, the grammar is refused.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-MAX_GRAMMAR_BYTES: Final = 256 << 10  # of a compiled constraint's text
+MAX_GRAMMAR_BYTES: Final = 256 << 10  # bytes of a constraint's text after compilation
 MAX_SYMBOLS: Final = 50_000
-MAX_FUEL: Final = 200_000  # of the compiler, to build the first automata
+MAX_FUEL: Final = 200_000  # work of the compiler, in its own units, to build the first automata
 MAX_COMPILE_CPU_S: Final = 1
 MAX_COMPILE_MEMORY: Final = 2 << 30  # bytes of address space

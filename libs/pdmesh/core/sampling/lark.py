@@ -1,7 +1,8 @@
-"""Rules of a grammar in llguidance's Lark, as they are written.
+"""Writes the rules of a grammar in llguidance's Lark.
 
-A text that is one token of the vocabulary, such as `<tool_call>`, is written as this token: parsers
-do not recognise the text if a model spells it with other tokens.
+Some texts, such as `<tool_call>`, are one token of the vocabulary. The rules name the token in
+place of such a text. Otherwise a model could spell the text with other tokens, and parsers of
+answers would not recognise it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _REFERENCE: Final = "<[{}]>"
 
 
 class LarkRules:
-    """`lines`: the rules so far. `tokens`: ids of the tokens that stand for a text, by the text."""
+    """The rules of one grammar, in `lines`. `tokens` has the ids of tokens, by their text."""
 
     def __init__(self, tokens: Mapping[str, int] | None = None) -> None:
         self.lines: list[str] = []
@@ -24,32 +25,32 @@ class LarkRules:
         self._known = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def rule(self, body: str, mark: str = "") -> str:
-        """Returns the name of the new rule. `mark`: for example `[lazy]`."""
+        """Add a rule and return its name. `mark` is an attribute such as `[lazy]`."""
         name = f"r{len(self.lines)}"
         self.lines.append(f"{name}{mark}: {body}")
         return name
 
     def terminal(self, body: str) -> str:
-        """Returns the name. Only terminals combine regular expressions with `&` and `~`."""
+        """Add a terminal and return its name. Only terminals may combine regexes with `&`, `~`."""
         name = f"T{len(self.lines)}"
         self.lines.append(f"{name}: {body}")
         return name
 
     def literal(self, text: str) -> str:
-        """The text in Lark, with known tokens in place of their texts; empty for an empty text."""
+        """The text in Lark, with tokens in place of their texts. Empty if the text is empty."""
         if not self._tokens:
             return quoted(text)
         parts = (self._token_or_quoted(part) for part in self._known.split(text) if part)
         return " ".join(parts)
 
     def until(self, terminal: str, end: str) -> str:
-        """A rule for a text of this terminal up to its first `end`, which is included."""
-        if self.first_token(end):  # no text contains this token
+        """Add a rule for a text of this terminal up to and including the first `end`."""
+        if self.first_token(end):  # the text before it cannot contain this token
             return self.rule(f"{terminal} {self.literal(end)}")
         return self.rule(f"{terminal} {quoted(end)}", "[lazy]")
 
     def first_token(self, text: str) -> str:
-        """The text of the known token that `text` begins with; empty if there is none."""
+        """The text of the known token with which `text` begins. Empty if there is none."""
         found = self._known.match(text) if self._tokens else None
         return found.group() if found else ""
 
@@ -59,16 +60,16 @@ class LarkRules:
 
 
 def quoted(text: str) -> str:
-    """The text as a string of Lark; empty for an empty text.
+    """The text as a string in Lark. Empty if the text is empty.
 
-    Lark does not know JSON's escapes of characters beyond U+FFFF, so a text with such characters is
-    written without these escapes.
+    Lark does not support JSON's escapes of characters beyond U+FFFF. A text that has such a
+    character is written without these escapes.
     """
     return json.dumps(text, ensure_ascii=max(text) <= "\uffff") if text else ""
 
 
 def regex(pattern: str) -> str:
-    """A regular expression between slashes."""
+    """The regular expression in Lark, between slashes."""
     parts: list[str] = []
     is_escaped = False
     for char in pattern:

@@ -1,7 +1,7 @@
-"""How a request changes the model's logits before a token is drawn.
+"""The parameters with which a request changes the model's logits before a token is drawn.
 
-Names and meanings are those of vLLM's `SamplingParams`. Penalties, `min_tokens` and `bad_words`
-depend on the answer's tokens. They count all of these tokens, whichever instances drew them.
+Names and meanings are the same as in vLLM's `SamplingParams`. Penalties, `min_tokens` and
+`bad_words` depend on the answer's tokens so far, including tokens that other instances drew.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from pdmesh.errors import InvalidRequest
 MAX_BIASES: Final = 1024
 MAX_BAD_WORDS: Final = 1000  # token sequences
 MAX_ALLOWED: Final = 65_536
-MAX_LOGPROB_IDS: Final = 128  # token ids whose log probabilities are reported; vLLM's bound
+MAX_LOGPROB_IDS: Final = 128  # token ids whose log probabilities are reported; as in vLLM
 _MAX_BIAS: Final = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class LogitShaping:
-    """`top_k` 0 and an empty `allowed_token_ids` allow all tokens; `bad_words` are token ids."""
+    """One request's parameters. `top_k` 0 and empty `allowed_token_ids` allow all tokens.
+
+    `bad_words` has sequences of token ids.
+    """
 
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -36,7 +39,7 @@ class LogitShaping:
     thinking_token_budget: ThinkingBudget | None = None
 
     def check(self, vocab_size: int, max_tokens: int | None = None) -> None:
-        """Raises InvalidRequest with the field. NaN is outside every range."""
+        """Raises InvalidRequest with the name of the field. NaN is outside every range."""
         _in_range("presence_penalty", self.presence_penalty, -2, 2)
         _in_range("frequency_penalty", self.frequency_penalty, -2, 2)
         _in_range("min_p", self.min_p, 0, 1)

@@ -1,6 +1,6 @@
 """Finds where an answer begins to repeat itself, as vLLM's `repetition_detection` defines it.
 
-An answer repeats itself if its last tokens are one pattern, `min_count` times in a row.
+An answer repeats itself if its last tokens are the same pattern `min_count` times in a row.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Final
 
 from pdmesh.errors import InvalidRequest
 
-MAX_PATTERN: Final = 256  # tokens; if an answer repeats one token, each length is checked
+MAX_PATTERN: Final = 256  # tokens; the work per token grows with this if one token is repeated
 MAX_COUNT: Final = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
 class RepetitionRule:
-    """A `min_size` of 0 means 1."""
+    """The patterns to look for. Sizes are in tokens, and a `min_size` of 0 means 1."""
 
     max_size: int
     min_size: int
     min_count: int
 
     def check(self) -> None:
-        """Raises InvalidRequest with the field."""
+        """Raises InvalidRequest with the name of the field."""
         if not 0 < self.max_size <= MAX_PATTERN:
             raise _refusal("max_pattern_size", f"must be between 0 and {MAX_PATTERN}")
         if not 0 <= self.min_size <= self.max_size:
@@ -35,10 +35,13 @@ class RepetitionRule:
 
 
 def repetition_rule(max_size: int, min_size: int, min_count: int) -> RepetitionRule | None:
-    """What a client asks for; None if it is nothing. Raises InvalidRequest with the field."""
+    """The rule that a client asks for, or None if it asks for none.
+
+    Raises InvalidRequest with the name of the field.
+    """
     rule = RepetitionRule(max_size, min_size, min_count)
     if not (max_size or min_size):
-        if not 0 <= min_count <= MAX_COUNT:  # a mistake, although it would have no effect
+        if not 0 <= min_count <= MAX_COUNT:  # refused as a mistake, although it has no effect
             raise _refusal("min_count", f"must be between 0 and {MAX_COUNT}")
         return None
     rule.check()
@@ -46,16 +49,19 @@ def repetition_rule(max_size: int, min_size: int, min_count: int) -> RepetitionR
 
 
 class RepetitionFinder:
-    """Looks at each token once, and remembers as many tokens as the longest pattern has."""
+    """Finds the rule's patterns in tokens that come one by one.
+
+    Only as many tokens as the longest pattern may have are kept.
+    """
 
     __slots__ = ("_num", "_places", "_recent", "_rule", "_runs")
 
     def __init__(self, rule: RepetitionRule) -> None:
         self._rule = rule
         self._num = 0
-        self._recent: deque[int] = deque()  # as many tokens as the longest pattern has
-        self._places: dict[int, deque[int]] = {}  # by token: where it occurs in `_recent`
-        # By distance: how many of the last tokens equal the token at that distance before them.
+        self._recent: deque[int] = deque()  # the last tokens, as many as the longest pattern has
+        self._places: dict[int, deque[int]] = {}  # by token: its positions in `_recent`
+        # By distance d: how many of the last tokens equal the token d positions before them.
         self._runs: dict[int, int] = {}
 
     def feed(self, token_id: int) -> bool:
@@ -79,10 +85,10 @@ class RepetitionFinder:
 
 
 class RepeatedEnd:
-    """Ends an answer that repeats itself, unless the same token ends it for another reason.
+    """Ends an answer that repeats itself.
 
-    Such a token is one of `end_ids`, or the last of `max_tokens`. An answer of fewer than
-    `min_tokens` may repeat itself.
+    Nothing is done if the repeating token ends the answer anyway, because it is one of `end_ids` or
+    the last of `max_tokens`. An answer of fewer than `min_tokens` may repeat itself.
     """
 
     __slots__ = ("_end_ids", "_finder", "_max_tokens", "_min_tokens", "_num", "is_found")
@@ -97,7 +103,7 @@ class RepeatedEnd:
         self.is_found = False
 
     def feed(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The tokens up to the one that ends the answer; all of them if none does."""
+        """The tokens up to the one that ends the answer, or all of them if none does."""
         if self.is_found:
             return ()
         for at, token_id in enumerate(token_ids, start=1):

@@ -1,11 +1,11 @@
 """Finds stop strings in text that arrives in pieces.
 
-A tail that may begin a stop string is held back until more text decides. The first stop string that
-is complete ends the text, and the text before it is kept. The result does not depend on how the
-text is divided into pieces.
+If the end of the text may be the beginning of a stop string, this end is held back until more text
+decides. The first complete stop string ends the text. The result does not depend on how the text
+is divided into pieces.
 
-The time per stop string grows linearly with the text (Knuth, Morris and Pratt), even if the strings
-are repetitive.
+For each stop string, the time grows linearly with the text, even if the strings are repetitive (the
+algorithm of Knuth, Morris and Pratt).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Matcher:
         self.num_matched = 0
 
     def feed(self, piece: str) -> int | None:
-        """The index in `piece` just after the complete stop string; None if it is not complete."""
+        """The index in `piece` just after the complete stop string. None if there is none."""
         stop, borders, num = self._stop, self._borders, self.num_matched
         at, size = 0, len(piece)
         while at < size:
@@ -44,13 +44,13 @@ class _Matcher:
         return None
 
     def pass_over(self, piece: str) -> None:
-        """As `feed`, but a complete stop string does not end the text."""
+        """Like `feed`, but a complete stop string does not end the text."""
         while (end := self.feed(piece)) is not None:
             piece = piece[end:]
 
 
 class StopText:
-    """With `is_shown`, the text includes the stop string that ends it."""
+    """A text that ends at a stop string. With `is_shown`, the text includes the stop string."""
 
     __slots__ = ("_held", "_is_shown", "_matchers", "_stops", "is_stopped", "stopped_by")
 
@@ -64,7 +64,7 @@ class StopText:
         self.stopped_by: str | None = None
 
     def feed(self, piece: str, *, may_stop: bool = True) -> str:
-        """The text that may be shown now; empty once `is_stopped`.
+        """The text that may be shown now. Empty once `is_stopped`.
 
         While `may_stop` is false, a complete stop string is ordinary text.
         """
@@ -92,14 +92,15 @@ class StopText:
         return text[:shown]
 
     def flush(self) -> str:
-        """The tail that was held back, once no more text can come."""
+        """The end of the text that was held back. Call this when no more text can come."""
         tail, self._held = self._held, ""
         return tail
 
 
 def _borders(stop: str) -> list[int]:
-    """The border lengths: for each prefix of `stop`, its longest proper prefix that also ends
-    it.
+    """The border lengths: for each prefix of `stop`, how long its longest border is.
+
+    A border of a text is a shorter text with which the text both begins and ends.
     """
     borders, num = [0], 0
     for char in stop[1:]:

@@ -1,4 +1,4 @@
-"""How many tokens of an answer may be reasoning, and which tokens are the marks around it."""
+"""How many tokens of an answer may be reasoning, and which tokens mark its beginning and end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_BUDGET: Final = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarks:
-    """The token ids that begin the reasoning, and those that end it."""
+    """The token ids that mark the beginning and the end of the reasoning."""
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
@@ -21,16 +21,16 @@ class ThinkingMarks:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """As in vLLM: the end mark is drawn once `num_tokens` follow the begin mark.
+    """The longest reasoning. As in vLLM, the end mark is drawn `num_tokens` after the begin mark.
 
-    The begin mark may be in the prompt; then the prompt's tokens after it count.
+    If the begin mark is in the prompt, the prompt's tokens after it are counted as well.
     """
 
     num_tokens: int
     marks: ThinkingMarks
 
     def check(self, vocab_size: int) -> None:
-        """Raises InvalidRequest with the field."""
+        """Raises InvalidRequest with the name of the field."""
         if not 0 <= self.num_tokens <= MAX_BUDGET:
             raise _refusal(f"must be between 0 and {MAX_BUDGET}")
         for mark in (self.marks.begin, self.marks.end):

@@ -1,8 +1,8 @@
 """Converts the form of tool calls from vLLM's structural tags to grammars in Lark.
 
-vLLM describes the form as a structural tag of xgrammar: a tree of texts, JSON schemas and
-repetitions. The mesh's engines take grammars of llguidance. A form without a grammar is refused,
-not loosened.
+vLLM describes the form as a structural tag of xgrammar, which is a tree of texts, JSON schemas and
+repetitions. The mesh's engines use grammars of llguidance instead. If a form cannot be expressed as
+a grammar, it is refused. It is never replaced by a looser form.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from pdmesh.core.sampling.lark import LarkRules, regex
 from pdmesh.core.sampling.tool_call_xml import STYLES, NoXmlGrammar, xml_arguments
 
 _MAX_DEPTH: Final = 16
-# If the arguments may be anything, they still must be an object: tools take nothing else.
+# Arguments that may be anything must still be an object, because tools take nothing else.
 _OBJECT: Final = '{"type": "object"}'
 
-# Any: parsed JSON. Each function below reads the parts that it knows.
+# Parsed JSON. Its values are Any, and each function below reads the parts that it needs.
 _Node = Mapping[str, Any]
 
 
 class NoGrammar(ValueError):
-    """The form has a part that grammars cannot express."""
+    """The form has a part that the grammars cannot express."""
 
 
 def call_grammar(tag: _Node, tokens: Mapping[str, int] | None = None) -> str:
     """The grammar of `tag`, a structural tag with a format. Raises NoGrammar.
 
-    `tokens`: ids of the tokens that stand for a text of their own, by the text.
+    `tokens` has the ids of tokens that stand for a text of their own, by that text.
     """
     grammar = _Grammar(LarkRules(tokens))
     node = tag.get("format")
@@ -60,7 +60,7 @@ class _Grammar:
         return write(self, node, depth + 1)
 
     def free_text_with(self, node: _Node) -> str:
-        """The rule for any text in which each trigger begins one of the tags."""
+        """The rule for free text in which one of the tags follows after each trigger."""
         text = self._text_before(node["triggers"])
         alternatives = []
         for trigger in node["triggers"]:
@@ -79,9 +79,9 @@ class _Grammar:
         return f"{tags} | {tail}" if node.get("stop_after_first") else f"{tags}* {tail}"
 
     def _text_before(self, triggers: Sequence[str]) -> str:
-        """A terminal of any text.
+        """A terminal for any text.
 
-        If a trigger begins with a token, the text may not contain that token spelled out.
+        If a trigger begins with a token of its own, the text may not contain that token's text.
         """
         tokens = {found for trigger in triggers if (found := self._rules.first_token(trigger))}
         others = "".join(f" & ~{regex(f'(?s:.*){re.escape(t)}(?s:.*)')}" for t in sorted(tokens))
@@ -91,7 +91,7 @@ class _Grammar:
         return self._rules.literal(node["value"])
 
     def schema(self, node: _Node, depth: int) -> str:
-        # Other styles are handled in `tag`, since they depend on how the tag ends.
+        # The other styles are handled in `tag`, because they depend on how the tag ends.
         if node.get("style", "json") != "json":
             raise NoGrammar(f"no grammar for arguments in {node['style']}")
         schema = node["json_schema"]
@@ -121,7 +121,7 @@ class _Grammar:
         return self._rules.rule(" ".join(part for part in parts if part))
 
     def tags(self, node: _Node, depth: int) -> str:
-        """The rule for a sequence of the tags."""
+        """The rule for a sequence of these tags."""
         one = self._either(node["tags"], depth)
         separator = self._rules.literal(node.get("separator", ""))
         more = (

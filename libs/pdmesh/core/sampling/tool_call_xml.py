@@ -1,9 +1,10 @@
-"""The arguments of a tool call as XML: from a JSON schema to rules of a grammar in Lark.
+"""Converts the JSON schema of a tool's arguments to rules of a grammar in Lark, for calls in XML.
 
-Some families of models write each argument between marks of their own: a text as it is, any other
-value as JSON. Their parsers find these marks in the answer, and give each value the type that its
-schema names. So the rules allow only what a parser reads back unchanged: a text contains no mark,
-and the parser recognises the types of the schema. Any other schema is refused, not loosened.
+Some families of models write each argument between marks of their own. A text is written as it is,
+and any other value as JSON. The parsers of these models find the marks in the answer, and convert
+each value to the type in its schema. The rules allow only arguments that a parser reads back
+unchanged. So a text contains no mark, and the schema has only types that the parsers recognise. Any
+other schema is refused. It is never replaced by a looser one.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any, Final
 
 from pdmesh.core.sampling.lark import LarkRules, regex
 
-# Any: parsed JSON, of which each function below reads what it knows.
+# Parsed JSON. Its values are Any, and each function below reads the parts that it needs.
 _Schema = Mapping[str, Any]
 
 _DSML: Final = "\uff5cDSML\uff5c"
 _KEY: Final = re.compile(r"[\w.$:-]+")
 _ANY_KEY: Final = "/[a-zA-Z_][a-zA-Z0-9_.-]*/"
 _ANY_TEXT: Final = "(?s:.*)"
-# It matches only numbers that fit a double, since parsers treat a larger one as text.
+# Only numbers that fit a double, because parsers treat a larger number as text.
 _NUMBER: Final = regex(r"-?(0|[1-9][0-9]{0,20})(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,2})?")
 _MAX_PROPERTIES: Final = 256
 _MAX_DEPTH: Final = 8
@@ -40,7 +41,7 @@ _DATE: Final = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _HOURS: Final = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME: Final = rf"{_HOURS}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_HOURS})"
 _BYTE: Final = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-# A format that is not listed constrains nothing, as in JSON Schema.
+# As in JSON Schema, a format that is not listed here constrains nothing.
 _FORMATS: Final = {
     "date": _DATE,
     "time": _TIME,
@@ -52,16 +53,16 @@ _FORMATS: Final = {
 
 
 class NoXmlGrammar(ValueError):
-    """The schema has a part that would not read back, or that has no rule."""
+    """The schema has a part that a parser would not read back, or for which there is no rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """`open` and `close` enclose a value. In `open`, KEY is its name, KIND tells whether it is a
-    text, LINE is an optional line break.
+    """How a family of models writes arguments. `open` and `close` enclose a value.
 
-    `marks`: a regular expression of all that a parser reads as a mark. `before` and `after` enclose
-    each argument; `at_end` follows the last one.
+    In `open`, KEY is the argument's name, KIND tells whether the value is a text, and LINE is an
+    optional line break. `marks` is a regular expression for everything that a parser reads as a
+    mark. `before` and `after` enclose each argument. `at_end` follows the last argument.
     """
 
     open: str
@@ -70,7 +71,7 @@ class _Style:
     before: str = ""
     after: str = ""
     at_end: str = ""
-    is_read_deeply: bool = False  # the parser converts values within objects and lists, too
+    is_read_deeply: bool = False  # the parser also converts values within objects and lists
 
 
 _LINE: Final = '"\\n"'
@@ -79,7 +80,7 @@ _QWEN: Final = _Style(
     "</parameter>",
     r"<\s*parameter\s*=|<\s*/\s*parameter\s*>|</function>|</?tool_call>",
 )
-# Qwen's own template puts each mark and value on its own line; other users of its marks do not.
+# Qwen's own template puts each mark and value on its own line. Other models with its marks do not.
 _QWEN_IN_LINES: Final = replace(
     _QWEN, open="<parameter=KEY>\n", close="\n</parameter>", after=_LINE
 )
@@ -116,7 +117,7 @@ STYLES: Final = frozenset(_STYLES)
 
 
 def xml_arguments(schema: _Schema | bool, style: str, end: str, rules: LarkRules) -> str:
-    """The expression for a call's arguments and the `end` after them. Raises NoXmlGrammar."""
+    """The expression for a call's arguments, including `end` after them. Raises NoXmlGrammar."""
     form = _STYLES[style]
     if form is _QWEN and end.startswith("\n"):
         form, end = _QWEN_IN_LINES, end[1:]
@@ -172,7 +173,7 @@ class _Writer:
         return _joined(form.before, *parts, value, form.after)
 
     def _values(self, schema: _Schema | bool) -> list[tuple[bool, str]]:
-        """The ways to write a value: whether it is a text, and its rule with the closing mark."""
+        """The ways to write a value: (whether as a text, the rule with the closing mark)."""
         given = {} if schema is True else schema
         if not isinstance(given, Mapping):
             raise NoXmlGrammar("a parameter that may have no value")
@@ -182,7 +183,7 @@ class _Writer:
         if "string" not in types:
             return [(False, f"{self._json(schema)} {close}")]
         if schema.keys() - _NOTES <= {"type"}:
-            return [(True, self._text({}))]  # valid as any type that the parser gives it
+            return [(True, self._text({}))]  # valid, whichever of the types the parser chooses
         if types == {"string"}:
             return [(True, self._text_of(schema))]
         if types == {"string", "null"}:
@@ -190,9 +191,9 @@ class _Writer:
         raise NoXmlGrammar("no grammar for a parameter that is a text or something else")
 
     def _resolved(self, schema: _Schema) -> _Schema:
-        """The schema that a reference leads to.
+        """The schema, or the one to which its reference leads.
 
-        It must be that of a text, since parsers treat every reference as a text.
+        A reference must lead to the schema of a text, since parsers treat each reference as a text.
         """
         for _ in range(_MAX_DEPTH):
             reference = schema.get("$ref")
@@ -207,7 +208,7 @@ class _Writer:
         raise NoXmlGrammar("a $ref that does not end")
 
     def _not_null(self, schema: _Schema) -> _Schema:
-        """The schema without the null that it allows."""
+        """The schema without null as a possible value."""
         for name in _ALTERNATIVES:
             if name in schema:
                 listed = [each for each in schema[name] if isinstance(each, Mapping)]
@@ -262,7 +263,7 @@ def _refuse_others(schema: _Schema, known: frozenset[str], where: str) -> None:
 
 
 def _types(schema: _Schema) -> set[str]:
-    """The types as parsers see them: a schema without a type is a text."""
+    """The types as parsers see them. A schema without a type is a text to them."""
     given = schema.get("type")
     found = {each for each in (given if isinstance(given, list) else [given]) if each}
     enum = schema.get("enum")
@@ -292,7 +293,7 @@ def _type_of(value: object) -> str:
 
 
 def _has_untyped(schema: object, depth: int) -> bool:
-    """Whether a parser that converts nested values could take one of `schema` for a text."""
+    """Whether a parser that converts nested values might treat a value within `schema` as text."""
     if isinstance(schema, Mapping):
         found = depth == 0 or "$ref" in schema or "const" in schema
         return found or any(_has_untyped(each, depth - 1) for each in schema.values())
@@ -309,7 +310,7 @@ def _length(schema: _Schema, name: str) -> int | None:
 
 
 def _searched(pattern: object) -> str:
-    """The texts in which the pattern is found, as a regular expression of the whole text."""
+    """A regular expression of all texts in which the pattern is found."""
     if not isinstance(pattern, str):
         raise NoXmlGrammar("pattern of a parameter is not text")
     body = pattern.removeprefix("^")

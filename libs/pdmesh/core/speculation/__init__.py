@@ -1,1 +1,1 @@
-"""Speculation: which tokens a decode proposes, and how many at each batch size."""
+"""Speculation: which tokens a decode proposes to check in one step, and how many of them."""

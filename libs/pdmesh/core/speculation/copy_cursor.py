@@ -1,11 +1,11 @@
-"""Prompt lookup with a cursor: an answer that copies a text proposes what comes next in that text
-(S116, S117).
+"""Prompt lookup with a cursor, which proposes tokens for an answer that copies a text (S116, S117).
 
-Plain prompt lookup searches in each step for an earlier place with the answer's last tokens. A text
-with repeated lines has many such places, and most are wrong. The cursor stays where the answer
-copies, and advances with each copied token. After an edit, the search prefers places near the one
-that the answer left, and a single equal token there is enough. The first proposal begins after the
-first place in the prompt that has the answer's first token.
+Prompt lookup proposes the text that follows an earlier place of the same text. Without a cursor,
+each step searches for a place with the answer's last tokens. A text with repeated lines has many
+such places, and most of them are wrong. The cursor is the place from which the answer copies, and
+advances with each copied token. If the answer differs from the copied text, the next search prefers
+places near the last one. There, a single equal token is enough. The answer's first proposal begins
+after the first token in the prompt that equals the answer's first token.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Final
 
 from pdmesh.core.speculation.ngram_index import NgramIndex, Tokens
 
-WINDOW: Final = 64  # tokens after the place that the answer left, where one equal token is enough
-PATIENCE: Final = 32  # tokens that the answer may draw before one equal token is not enough
-SURE: Final = 4  # tokens copied in a row that make a place worth returning to
-REPLAYED: Final = 64  # the most drawn tokens from which a moved request finds its place again
+WINDOW: Final = 64  # tokens after the place that the answer left; one equal token is enough there
+PATIENCE: Final = 32  # one equal token is enough for so many tokens after the answer left the place
+SURE: Final = 4  # if so many tokens were copied in a row, a later search prefers the place
+REPLAYED: Final = 64  # at most so many drawn tokens are replayed for a request that was moved here
 
 
 class CopyCursor:
-    """The text of one request, and the place that its answer copies.
+    """The text of one request, and the place from which its answer copies.
 
-    `num_drawn`: how many tokens at the end of `text` are the answer's, wherever they were drawn.
+    The last `num_drawn` tokens of `text` are the answer's. Another instance may have drawn them.
     """
 
     def __init__(self, text: Tokens, num_drawn: int, max_tokens: int) -> None:
@@ -34,8 +34,8 @@ class CopyCursor:
         self._is_first = num_drawn <= REPLAYED
         self._cursor: int | None = None
         self._left: int | None = None  # the place where the answer stopped copying
-        self._num_copied = 0  # in a row, up to the end
-        self._num_since = 0  # tokens drawn since the answer left its place
+        self._num_copied = 0  # tokens copied in a row, up to the end of the text
+        self._num_since = 0  # tokens drawn since the answer stopped copying
         for token in text[begin:]:
             self._seek()
             self.extend([int(token)])
@@ -45,7 +45,7 @@ class CopyCursor:
 
     @property
     def num_steps(self) -> int:
-        """The work so far."""
+        """The work so far, as `NgramIndex` counts it."""
         return self._index.num_steps
 
     @property
@@ -60,19 +60,22 @@ class CopyCursor:
             self._forget(self._index.num_forgotten)
 
     def propose(self, num_tokens: int) -> list[int]:
-        """At most `num_tokens` tokens; none if the text has no place to copy."""
+        """At most `num_tokens` tokens, or none if the text has no place to copy from."""
         if num_tokens <= 0:
             return []
         self._seek()
         if self._cursor is None:
             return []
         proposed = self._index.part(self._cursor, self._cursor + num_tokens).tolist()
-        while len(proposed) < num_tokens:  # the answer repeats its own end
+        while len(proposed) < num_tokens:  # the proposal reaches the text's end, and repeats itself
             proposed += proposed[: num_tokens - len(proposed)]
         return proposed
 
     def _follow(self, token: int) -> None:
-        """Advance or drop the cursor. The text's end advances with it, so it stays in the text."""
+        """Advance the cursor if the token was copied, else drop the cursor.
+
+        The text grows by one token as well, so the cursor stays inside the text.
+        """
         self._num_since += 1
         if self._cursor is None:
             return
@@ -85,7 +88,7 @@ class CopyCursor:
         self._cursor, self._num_copied = None, 0
 
     def _forget(self, oldest: int) -> None:
-        """Text before `oldest` is gone."""
+        """Drop places before `oldest`, which are no longer in the text."""
         if self._cursor is not None and self._cursor < oldest:
             self._cursor = None
         if self._left is not None and self._left < oldest:
@@ -108,8 +111,8 @@ class CopyCursor:
     def _beginning(self) -> int:
         """Where the first proposal begins in the prompt.
 
-        It begins after the first token that equals the answer's first token. If there is none, it
-        begins at the prompt's beginning.
+        This is the place after the first token that equals the answer's first token. If there is no
+        such token, it is the beginning of the prompt.
         """
         if self._prompt_end >= len(self._index):
             return self._index.num_forgotten

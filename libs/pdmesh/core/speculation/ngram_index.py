@@ -1,10 +1,9 @@
-"""Finds earlier places of a text's last tokens, in a number of steps that does not depend on the
-text's length.
+"""Finds earlier places of a text's last tokens, in the same number of steps for any text length.
 
 The index has one hash table for each length of n-gram. A table links the positions at which n-grams
 with the same hash end, from the latest back to the first. The n-gram at the end of the text is
-entered only when its next token is known, so a search never finds that n-gram itself. A new text is
-entered by numpy at once, and the tokens after it one by one.
+entered only when its next token is known, so a search does not find this n-gram itself. numpy
+enters a whole new text at once. Later tokens are entered one by one.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from numpy.typing import NDArray
 
 Tokens = Sequence[int] | NDArray[np.int32]
 
-SIZES: Final = (4, 2)  # of n-grams, in tokens; the first size with a match is used
-MAX_LINKS: Final = 16  # that one search follows in a table
-_FEW: Final = 64  # up to so many tokens, entering one by one is faster than numpy
-_LEAST_BITS: Final = 8  # of a table's hashes
+SIZES: Final = (4, 2)  # lengths of n-grams, in tokens; the first length with a match is used
+MAX_LINKS: Final = 16  # one search follows at most so many links in a table
+_FEW: Final = 64  # up to so many tokens are entered one by one, which is faster than numpy
+_LEAST_BITS: Final = 8  # a table's hashes have at least so many bits
 _FACTORS: Final = (  # odd numbers of 64 random bits
     0x9E3779B97F4A7C15,
     0xD1B54A32D192ED03,
@@ -34,15 +33,15 @@ _NONE: Final = -1
 
 
 class NgramIndex:
-    """A text that grows. It keeps at least the last `max_tokens`.
+    """A text that grows, and its index. At least the last `max_tokens` of the text are kept.
 
-    It keeps at most twice as many if `max_tokens` is a power of two, else up to four times as many.
+    At most twice as many are kept if `max_tokens` is a power of two, else up to four times as many.
 
     `num_steps` counts the work: entries made, links followed and tokens scanned.
     """
 
     def __init__(self, text: Tokens, max_tokens: int) -> None:
-        self.num_forgotten = 0  # tokens at the beginning that are no longer kept
+        self.num_forgotten = 0  # how many tokens at the beginning are no longer kept
         self.num_steps = 0
         self._text = array("i")
         self._max_tokens = max_tokens
@@ -62,11 +61,11 @@ class NgramIndex:
         return self._text[position - self.num_forgotten]
 
     def part(self, begin: int, end: int) -> array[int]:
-        """The text between two positions, as far as there is any."""
+        """The text between two positions, as far as it exists."""
         return self._text[begin - self.num_forgotten : end - self.num_forgotten]
 
     def find(self, token: int, begin: int, end: int) -> int | None:
-        """The first position between these two that has the token."""
+        """The first position from `begin` to `end - 1` that has the token."""
         offset = self.num_forgotten
         begin = max(0, begin - offset)
         end = max(begin, min(end - offset, len(self._text)))
@@ -90,7 +89,8 @@ class NgramIndex:
     def next_after(self, near: int | None = None) -> int | None:
         """The position after an earlier place of the longest n-gram that ends the text.
 
-        The place is the latest, or of the `MAX_LINKS` latest the one nearest to `near`.
+        Without `near`, this is the latest such place. With `near`, it is the nearest to `near` of
+        the `MAX_LINKS` latest places.
         """
         for table in self._tables:
             found = self._place(table, near)
@@ -125,9 +125,9 @@ class NgramIndex:
             self.num_steps += 1
 
     def _rebuild(self) -> None:
-        """Fill the tables from the text, with room for it to grow, so that this is rarely needed.
+        """Fill the tables from the text, with room for more tokens, so that this happens rarely.
 
-        The surplus of a text that is too long is forgotten.
+        If the text is too long, its beginning is forgotten.
         """
         if len(self._text) > 2 * self._max_tokens:
             num_surplus = len(self._text) - self._max_tokens
@@ -140,7 +140,11 @@ class NgramIndex:
 
 
 class _Table:
-    """`heads`: by hash, the end of the latest n-gram. `before`: by end, the earlier one's end."""
+    """A hash table of n-grams of one length.
+
+    `heads` has, for each hash, the end of the latest n-gram. `before` has, for the end of each
+    n-gram, the end of the n-gram before it with the same hash.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -148,7 +152,7 @@ class _Table:
 
     @property
     def capacity(self) -> int:
-        """In tokens of text."""
+        """How many tokens of text fit before the table should be filled again."""
         return len(self.heads)
 
     def enter(self, text: array[int], end: int) -> None:
@@ -158,7 +162,7 @@ class _Table:
             self.before[end], self.heads[bucket] = self.heads[bucket], end
 
     def fill(self, text: NDArray[np.int32]) -> None:
-        """Enter all n-grams but the last, whose next token is not known."""
+        """Enter all n-grams except the last one, whose next token is not known."""
         num_bits = max(_LEAST_BITS, len(text).bit_length())
         self.shift = 64 - num_bits
         heads = np.full(1 << num_bits, _NONE, dtype=np.int32)
@@ -176,13 +180,16 @@ class _Table:
 
 
 def _bucket(ngram: Sequence[int], shift: int) -> int:
-    """The same as `_buckets`, for one n-gram."""
+    """The hash of one n-gram, the same as in `_buckets`."""
     mixed: int = sum(map(mul, ngram, _FACTORS))
     return (mixed & _WORD) >> shift
 
 
 def _buckets(text: NDArray[np.int32], size: int, shift: int) -> NDArray[Any]:
-    """Any: numpy's names for 64 bits differ by platform."""
+    """The hashes of all n-grams, as 64-bit numbers.
+
+    The type has Any because numpy's names for 64-bit types differ by platform.
+    """
     num = len(text) - size + 1
     mixed, tokens = np.zeros(num, dtype=np.uint64), text.astype(np.uint64)
     for n in range(size):

@@ -1,12 +1,14 @@
 """Decides how many tokens a decode proposes per step (S118).
 
-It proposes fewer tokens for larger batches and for text that is hard to predict, and none if that
-does not pay. A decode step of a small batch waits for memory. So checking k proposed tokens of each
-sequence, beside the token that the step draws, costs next to nothing. In a large batch, each check
-costs as much as drawing a token. `acceptance` is the chance a that a proposed token is right, given
-that all earlier tokens of the proposal are right. Then a step yields 1 + a + ... + a^k tokens of a
-sequence. The chance depends on the text, and the cost of a check depends on the machine. Both start
-from a setting, and `AdaptiveSpeculation` adapts them to the results and the times of the steps.
+A decode step of a small batch waits for memory. So checking k proposed tokens of each sequence,
+beside the token that the step draws, costs almost nothing. In a large batch, each check costs as
+much as drawing a token. So fewer tokens are proposed for larger batches and for text that is hard
+to predict, and none if that does not pay.
+
+`acceptance` is the probability a that a proposed token is right if all earlier tokens of the
+proposal are right. A step is then expected to yield 1 + a + ... + a^k tokens of a sequence.
+`acceptance` depends on the text, and the cost of a check depends on the machine. Both start from a
+setting. `AdaptiveSpeculation` adapts them to the results and times of the steps.
 """
 
 from __future__ import annotations
@@ -18,37 +20,38 @@ from typing import Final
 
 from pdmesh.core.speculation.token_cost import TokenCost
 
-LEAST_GAIN: Final = 1.05  # a smaller gain may be lost when acceptance varies
-# Every so many steps, a token is proposed even if none pays, to notice changes.
+LEAST_GAIN: Final = 1.05  # a smaller speedup may be lost when acceptance varies
+# Once in so many steps, a token is proposed even if none pays, to notice changes.
 PROBE_EVERY: Final = 64
-# Every so many steps, no token is proposed, to measure the cost of a check.
+# Once in so many steps, no token is proposed, to measure the cost of a check.
 PAUSE_EVERY: Final = 256
-_MEMORY: Final = 200  # tokens: checks that are longer ago count for little
-_GRAIN: Final = 0.02  # acceptance is rounded to a multiple of it; each value has one schedule
-_BAND: Final = 0.03  # a smaller change of the acceptance is mostly noise, and is not followed
-_COST_BAND: Final = 1.5  # a factor by which the cost of a token changes before it is followed
+_MEMORY: Final = 200  # checked tokens; earlier ones than these have little weight
+_GRAIN: Final = 0.02  # acceptance is rounded to a multiple of this, so there are few schedules
+_BAND: Final = 0.03  # a smaller change of the acceptance is mostly noise, and is ignored
+_COST_BAND: Final = 1.5  # a change of the cost of a token by a smaller factor is ignored
 
 
 class Method(StrEnum):
     """Where proposed tokens come from."""
 
-    PROMPT_LOOKUP = "prompt_lookup"  # the request's own text
-    SUFFIX = "suffix"  # the texts of other requests, too
+    PROMPT_LOOKUP = "prompt_lookup"  # from the request's own text
+    SUFFIX = "suffix"  # from the texts of other requests as well
     DRAFT_MODEL = "draft_model"  # a small model with the same vocabulary
     EAGLE = "eagle"  # a head that reads the model's hidden states
     MTP = "mtp"  # layers of the model itself
 
     @property
     def has_kv(self) -> bool:
-        """Whether it has KV of its own for each prompt token, which prefill must compute."""
+        """Whether the method keeps KV of its own for the prompt, which prefill must compute."""
         return self in (Method.DRAFT_MODEL, Method.EAGLE, Method.MTP)
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """`token_cost` is what checking one token costs, as a share of a step's fixed cost.
+    """How tokens are proposed, for one setting of acceptance and cost.
 
-    `max_tokens` 0: no token is ever proposed. `is_fixed`: always propose `max_tokens`.
+    `token_cost` is the cost of checking one token, as a share of a step's fixed cost. If
+    `max_tokens` is 0, no token is ever proposed. If `is_fixed`, always propose `max_tokens`.
     """
 
     max_tokens: int
@@ -59,34 +62,34 @@ class Speculation:
     is_fixed: bool = False
 
     def at_prefill(self) -> Speculation:
-        """The speculation of a prefill: one token if the method has KV, else none.
+        """The speculation of a prefill: one token if the method has KV, otherwise none.
 
-        Proposing makes the draft compute its KV of the prompt. The proposed token is not checked,
-        because a prefill's requests end with token 1.
+        Proposing makes the draft model compute its KV of the prompt. The proposed token is not
+        checked, because a prefill's requests end with token 1.
         """
         if not self.max_tokens or not self.method.has_kv:
             return NO_SPECULATION
         return replace(self, max_tokens=1, is_fixed=True)
 
     def tokens_per_step(self, num_proposed: int) -> float:
-        """Tokens of one sequence that a step is expected to yield."""
+        """How many tokens of one sequence a step is expected to yield."""
         return sum(self.acceptance**n for n in range(num_proposed + 1))
 
     def speedup(self, num_proposed: int, batch: int) -> float:
-        """A batch's tokens per second, relative to proposing none."""
+        """The tokens per second of a batch, relative to a step without proposals."""
         alone = 1 + self.token_cost * batch
         checked = 1 + self.token_cost * batch * (1 + num_proposed)
         return self.tokens_per_step(num_proposed) * alone / checked
 
     def num_proposed(self, batch: int) -> int:
-        """The best number for this batch; 0 if the best gains less than 5 %."""
+        """The best number for this batch, or 0 if the best gains less than 5 %."""
         if self.is_fixed:
             return self.max_tokens
         best = max(range(self.max_tokens + 1), key=lambda k: (self.speedup(k, batch), -k))
         return best if self.speedup(best, batch) >= LEAST_GAIN else 0
 
     def schedule(self, max_batch: int) -> list[tuple[int, int, int]]:
-        """(first batch size, last batch size, tokens to propose), for all sizes from 1 on."""
+        """(first batch size, last batch size, tokens to propose), for all batch sizes from 1 on."""
         ranges: list[tuple[int, int, int]] = []
         for batch in range(1, max_batch + 1):
             count = self.num_proposed(batch)
@@ -99,18 +102,17 @@ class Speculation:
 
 @dataclass(slots=True)
 class AdaptiveSpeculation:
-    """How many tokens to propose at each step, by how many earlier proposals were right and by how
-    long the steps took.
+    """Decides how many tokens to propose at each step, from measured acceptance and step times.
 
     Call `counts` before each step, `checked` for each sequence's proposal, and `computed` for each
     step without prompts. The schedule changes only if a measured value leaves a band around the
-    value that the schedule is for, so that noise does not change it back and forth.
+    value on which the schedule is based. So noise does not change the schedule back and forth.
     """
 
     assumed: Speculation
     max_batch: int
-    acceptance: float = field(init=False)  # as measured
-    _followed: float = field(init=False)  # the schedule is for this acceptance and `_token_cost`
+    acceptance: float = field(init=False)  # the measured value
+    _followed: float = field(init=False)  # the schedule is based on this and on `_token_cost`
     _token_cost: float = field(init=False)
     _costs: TokenCost = field(init=False)
     _num_steps: int = 0
@@ -121,23 +123,23 @@ class AdaptiveSpeculation:
         self._costs = TokenCost(self._token_cost)
 
     def checked(self, num_proposed: int, num_accepted: int) -> None:
-        """Learn from one proposal. The tokens after its first wrong one show nothing."""
+        """Learn from one proposal. Tokens after the first wrong one are not counted."""
         num_tried = num_accepted + (num_accepted < num_proposed)
         if num_tried:
             kept = (1 - 1 / _MEMORY) ** num_tried
             self.acceptance = kept * self.acceptance + (1 - kept) * num_accepted / num_tried
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Learn from the time of a step that computed so many tokens, none of them of a prompt."""
+        """Learn from the time of a step that computed `num_tokens` tokens, none of a prompt."""
         self._costs.computed(num_tokens, seconds)
 
     @property
     def _may_pause(self) -> bool:
-        """A draft with KV cannot pause, because it needs the KV of every token."""
+        """Whether steps without proposals are possible. A draft with KV needs every token's KV."""
         return not (self.assumed.is_fixed or self.assumed.method.has_kv)
 
     def counts(self) -> list[int]:
-        """Tokens to propose at the next step, by batch size (index 0: no batch)."""
+        """The tokens to propose at the next step, by batch size (index 0 is an empty batch)."""
         self._num_steps += 1
         if self._num_steps % PAUSE_EVERY == PAUSE_EVERY - 1 and self._may_pause:
             return [0] * (self.max_batch + 1)

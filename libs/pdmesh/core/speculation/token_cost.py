@@ -1,8 +1,8 @@
-"""Measures what one more token costs a decode's step, as a share of the step's fixed cost (S118).
+"""Measures the cost of one more token in a decode step, as a share of the step's fixed cost (S118).
 
-A step of n tokens takes about `fixed + n * each` seconds. A line through the latest steps gives
-both. Steps differ in n as requests come and go and as more or fewer tokens are proposed. Until they
-have differed enough, the assumed share is used.
+A step of n tokens takes about `fixed + n * each` seconds. A line that is fitted to the latest steps
+gives both numbers. The fit needs steps with different n. These come when requests begin or end, or
+when more or fewer tokens are proposed. Until n has varied enough, the assumed share is used.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-_MEMORY: Final = 1000  # steps: those that are longer ago count for little
+_MEMORY: Final = 1000  # steps; earlier ones than these have little weight
 _LEAST_STEPS: Final = 50
 _LEAST_SPREAD: Final = 0.03  # standard deviation of the numbers of tokens, divided by their mean
-_LONGEST: Final = 3.0  # times the expected time, at most: a longer step waited for something else
-_LEAST, _MOST = 1e-4, 1.0  # a share outside of these bounds is noise
-_PER_DECADE: Final = 10  # values that a share is rounded to
+_LONGEST: Final = 3.0  # a step that takes more times the expected time waited for something else
+_LEAST, _MOST = 1e-4, 1.0  # a share outside these bounds is noise
+_PER_DECADE: Final = 10  # number of values per factor of 10 to which a share is rounded
 
 
 @dataclass(slots=True)
 class TokenCost:
-    """Weighted sums over steps; `share` is the cost of a token in fixed costs."""
+    """The weighted sums over steps from which the cost is computed."""
 
     assumed: float
     _weight: float = 0.0
     _tokens: float = 0.0
     _seconds: float = 0.0
-    _squares: float = 0.0  # of tokens
+    _squares: float = 0.0  # squares of the numbers of tokens
     _products: float = 0.0  # tokens times seconds
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens, none of them of a prompt."""
+        """Record a step that computed `num_tokens` tokens, none of them of a prompt."""
         if (line := self._line()) is not None:
             fixed, each = line
             seconds = min(seconds, _LONGEST * (fixed + each * num_tokens))
@@ -44,7 +44,10 @@ class TokenCost:
 
     @property
     def share(self) -> float:
-        """The measured share, rounded to ten values per decade, or the assumed one before that."""
+        """The measured share, rounded to ten values per factor of 10, or the assumed share.
+
+        The assumed share is returned until the measurement is good enough.
+        """
         if (line := self._line()) is None:
             return self.assumed
         fixed, each = line
@@ -52,7 +55,7 @@ class TokenCost:
         return _rounded(max(_LEAST, share))
 
     def _line(self) -> tuple[float, float] | None:
-        """Fixed seconds of a step, and seconds of a token, neither below 0; None: not known yet."""
+        """The fixed seconds of a step and the seconds per token, or None if not known yet."""
         if self._weight < _LEAST_STEPS:
             return None
         mean, mean_s = self._tokens / self._weight, self._seconds / self._weight

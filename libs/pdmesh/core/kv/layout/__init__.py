@@ -1,3 +1,3 @@
-"""What KV looks like: where each piece lies in the buffer, which heads a rank needs, and which
+"""The layout of KV: where each piece lies in a buffer, which rank needs which heads, and which
 engines may exchange KV.
 """

@@ -1,9 +1,9 @@
 """Decides how many bytes a prompt's KV has and where each piece lies in one buffer (S3, S47).
 
 The buffer has one layer after the other. A layer has one head after the other, and a head has its
-blocks in the order of the prompt. The bytes of a head's block are opaque here, so any engine's
-packing travels unchanged. Engines with equal fingerprints pack alike.
-`core/kv/transfer/pull_parts.py` decides how a pull is cut.
+blocks in the order of the prompt. The layout does not look into the bytes of a head's block, so
+these bytes may be packed as an engine likes. Engines with equal fingerprints pack alike.
+`core/kv/transfer/pull_parts.py` decides into which parts a transfer of the buffer is cut.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ DTYPE_BYTES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What decides the size of a model's KV, or of one rank's share.
+    """The numbers that decide the size of a model's KV, or of one rank's share of it.
 
-    `num_kv_heads` equals the query heads in MHA and is smaller in GQA. `scale_bytes` is the size of
-    the scales that a quantised cache keeps beside K and V of one token and head. It is 0 without
-    scales, and for scales of a whole tensor, which are part of the fingerprint.
+    `num_kv_heads` equals the number of query heads in MHA and is smaller in GQA. A quantised cache
+    may keep scales beside K and V of each token and head. They take `scale_bytes` together. Scales
+    of a whole tensor are part of the fingerprint instead, and need no `scale_bytes`.
     """
 
     num_layers: int
@@ -38,9 +38,9 @@ class KvShape:
 
     @property
     def token_layer_bytes(self) -> int:
-        """K and V of one token in one layer, with their scales.
+        """The bytes of K and V of one token in one layer, with their scales.
 
-        Without scales, that is the paper's 2 * hidden * precision, with hidden over KV heads only.
+        Without scales, this is the paper's 2 * hidden * precision, with hidden over KV heads only.
         """
         return self.num_kv_heads * (2 * self.head_dim * DTYPE_BYTES[self.dtype] + self.scale_bytes)
 
@@ -49,7 +49,7 @@ class KvShape:
         return self.num_layers * self.token_layer_bytes
 
     def kv_bytes(self, num_tokens: int, block_size: int) -> int:
-        """Bytes of a prompt in whole blocks, all layers."""
+        """The bytes of a prompt over all layers, rounded up to whole blocks."""
         return -(-num_tokens // block_size) * block_size * self.token_bytes
 
 
@@ -63,12 +63,12 @@ class KvSpan:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """One prompt's buffer on one rank.
+    """The layout of one prompt's buffer on one rank.
 
-    Its axes are layer, head and block; an item is the bytes of one head of a block. `block_bytes`
-    counts all heads of a block in one layer. An opaque block counts as one head. `first_blocks`
-    gives for each layer the first block that is in the buffer, because some layers see only a
-    window. If it is empty, all blocks are in the buffer.
+    The axes are layer, head and block. An item is the bytes of one head of a block. `block_bytes`
+    counts all heads of a block in one layer. A block that cannot be cut by heads counts as one
+    head. `first_blocks` gives for each layer the first block that is in the buffer, because some
+    layers see only a window of the last tokens. If it is empty, all blocks are in the buffer.
     """
 
     num_layers: int
@@ -94,18 +94,17 @@ class KvLayout:
         return (self.num_layers * self.num_blocks - sum(self.first_blocks)) * self.block_bytes
 
     def first_block(self, layer: int) -> int:
-        """The layer's first block that is in the buffer."""
+        """The first block of the layer that is in the buffer."""
         return self.first_blocks[layer] if self.first_blocks else 0
 
     def layer_start(self, layer: int) -> int:
-        """Where the bytes of a layer begin."""
         num_blocks = layer * self.num_blocks - sum(self.first_blocks[:layer])
         return num_blocks * self.block_bytes
 
     def offset(self, layer: int, block: int) -> int:
         """Where a block of a layer begins.
 
-        Only for a layout of one head: with more heads, a block is in several places.
+        Only for a layout of one head. With more heads, the bytes of a block are not contiguous.
         """
         assert self.num_heads == 1
         if not (

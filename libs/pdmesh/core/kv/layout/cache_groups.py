@@ -1,12 +1,14 @@
-"""Which blocks of a prompt each layer still needs: all, or those of a window of the last tokens.
+"""Decides which blocks of a prompt each layer still needs: all, or only those of a window.
 
-Layers that need the same share of a text form a cache group. An engine keeps a block list for each
-group of a request. A prompt's blocks have the same numbers in all lists, but an entry that has left
-the group's window is null.
+A window is a number of last tokens to which the layer attends.
 
-Layers with a state (linear attention, state space, short convolution) keep one block for all the
-tokens before it: a block of their group is the state after the last token that it covers. So the
-next token needs the last block alone. To the layout that is a window of two tokens.
+Layers that need the same share of a text form a cache group. For each request, an engine keeps one
+list of block ids per group. Position i of every list is block i of the prompt. An entry is null if
+its block has left the group's window.
+
+Some layers have a state instead of K and V: linear attention, state space, short convolution. A
+block of their group holds the state after the block's last token, so the next token needs only the
+last block. The layout treats this as a window of two tokens.
 """
 
 from __future__ import annotations
@@ -15,25 +17,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-NULL_BLOCK: Final = 0  # the id of an entry that has left its group's window
-STATE_WINDOW: Final = 2  # tokens: the last block has what the next token needs of a state
+NULL_BLOCK: Final = 0  # the id of an entry whose block has left its group's window
+STATE_WINDOW: Final = 2  # tokens: with this window, only the last block is needed
 BlockIds = tuple[tuple[int, ...], ...]
 """Ids by cache group."""
 BlockLists = Sequence[Sequence[int]]
-"""A request's ids by cache group, from its first block on."""
+"""A request's ids by cache group, from the request's first block on."""
 
 
 def first_needed(num_tokens: int, window: int, block_size: int) -> int:
-    """The first block that the token after `num_tokens` sees in a layer; `window` 0: no window.
+    """The first block that the token after `num_tokens` sees in a layer.
 
-    A token sees `window` tokens, itself included.
+    A token sees `window` tokens, itself included. With `window` 0, it sees all tokens.
     """
     return max(0, num_tokens - window + 1) // block_size if window else 0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """The groups of a model: `windows` by group, in tokens; 0: its layers need all tokens."""
+    """The cache groups of a model. `windows` has tokens by group, 0 if all tokens are needed."""
 
     block_size: int
     windows: tuple[int, ...] = (0,)
@@ -47,7 +49,7 @@ class CacheGroups:
         return self.windows.index(0) if 0 in self.windows else 0
 
     def states(self, ids: BlockIds) -> BlockIds:
-        """Only the ids of groups whose layers keep a state."""
+        """The ids of groups whose layers have a state. The other groups get an empty tuple."""
         return tuple(
             each if window == STATE_WINDOW else ()
             for each, window in zip(ids, self.windows, strict=True)
@@ -57,11 +59,14 @@ class CacheGroups:
         return -(-num_tokens // self.block_size)
 
     def first_blocks(self, num_tokens: int) -> tuple[int, ...]:
-        """By group: which block is the first that the token after `num_tokens` needs."""
+        """By group, the first block that the token after `num_tokens` needs."""
         return tuple(first_needed(num_tokens, w, self.block_size) for w in self.windows)
 
     def needed(self, lists: BlockLists, num_tokens: int, first: int, end: int) -> BlockIds:
-        """The ids of blocks `first` to `end - 1`, if the token after `num_tokens` needs them."""
+        """Of the blocks `first` to `end - 1`, the ids that the next token needs, by group.
+
+        `num_tokens` is the number of tokens before the next token.
+        """
         starts = (max(first, needed) for needed in self.first_blocks(num_tokens))
         return tuple(tuple(ids[s:end]) for ids, s in zip(lists, starts, strict=True))
 
@@ -69,9 +74,9 @@ class CacheGroups:
 def kv_bytes(
     num_tokens: int, block_size: int, block_bytes: int, windows: Sequence[int] = ()
 ) -> int:
-    """The bytes of a prompt that travel. `block_bytes` are of one block over all layers.
+    """The bytes of a prompt that are sent. `block_bytes` is the size of a block over all layers.
 
-    `windows` are by layer; without them, every layer needs all tokens.
+    `windows` are by layer. Without `windows`, every layer needs all tokens.
     """
     num_blocks = -(-num_tokens // block_size)
     if not windows:

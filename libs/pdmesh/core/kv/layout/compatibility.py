@@ -1,11 +1,10 @@
 """Decides whether two engines may exchange KV, and says in words where they differ (S126).
 
-All that they must have in common is in one short string: the `model_fingerprint` of tickets,
-registry and index. Engines with equal strings may exchange KV, others must not. The string names
-the number of ranks only where blocks are opaque. Where blocks can be cut by heads, it names the
-number of heads, and the numbers of ranks may differ (`rank_heads.py`). If an engine is a pipeline
-of stages, the string says how many layers each stage has, and both sides need the same stages
-(`rank_place.py`).
+All that the engines must have in common is in one short string, the `model_fingerprint` of tickets,
+registry and index. Engines may exchange KV only if their strings are equal. If blocks can be cut by
+heads, the string has the number of heads, and the engines may have different numbers of ranks
+(`rank_heads.py`). If blocks are opaque bytes, the string has the number of ranks. If the layers are
+split over pipeline stages, the string has the number of layers of each stage (`rank_place.py`).
 """
 
 from __future__ import annotations
@@ -26,20 +25,21 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """What two engines must have in common to exchange KV.
+    """Everything that two engines must have in common to exchange KV.
 
-    If blocks can be cut by heads, `num_heads` counts those of the whole model, and `num_ranks` is
-    0. For opaque blocks, `num_ranks` counts those of one pipeline stage, and `num_heads` is 0.
+    If blocks can be cut by heads, `num_heads` counts the heads of the whole model, and `num_ranks`
+    is 0. For opaque blocks, `num_ranks` counts the ranks of one pipeline stage, and `num_heads` is
+    0.
     """
 
     model: str  # digest of the weights, of how they are used, and of the engine's version
-    dtype: str  # of the stored K and V
+    dtype: str  # type of the stored K and V
     scales: str  # unscaled, per-tensor-<digest of the values>, or per-token-head
     block_size: int  # tokens
-    block: str  # digest of how a block is laid out when it travels
+    block: str  # digest of a block's layout in a transfer
     num_ranks: int = 0
     num_heads: int = 0
-    stages: tuple[int, ...] = ()  # layers of each pipeline stage; (): the engine has one stage
+    stages: tuple[int, ...] = ()  # layers of each pipeline stage; empty if there is only one stage
 
     def __str__(self) -> str:
         cut = f"heads{self.num_heads}" if self.num_heads else f"tp{self.num_ranks}"
@@ -57,7 +57,7 @@ class KvFormat:
 
 
 def parse(text: str) -> KvFormat | None:
-    """None for a string that another kind of engine made."""
+    """The format in a fingerprint, or None if another kind of engine made the fingerprint."""
     found = _TEXT.fullmatch(text)
     if found is None:
         return None
@@ -80,10 +80,10 @@ def may_meet(fingerprint: str, our_ranks: int, their_ranks: int) -> bool:
 
 
 def rank_bytes(fingerprint: str, our_bytes: int, our_ranks: int, their_ranks: int) -> int | None:
-    """The bytes on each of their ranks, if each of ours has `our_bytes`.
+    """The bytes of a prompt on each of their ranks, if each of our ranks has `our_bytes`.
 
-    None: the two cannot exchange KV. In a pipeline, both numbers are for a rank of the stage that
-    has the most layers.
+    None means that the two engines cannot exchange KV. In a pipeline, both numbers are for a rank
+    of the stage that has the most layers.
     """
     if our_ranks == their_ranks:
         return our_bytes
@@ -101,7 +101,7 @@ def rank_bytes(fingerprint: str, our_bytes: int, our_ranks: int, their_ranks: in
 
 
 def all_bytes(fingerprint: str, largest_bytes: int, num_ranks: int) -> int:
-    """A prompt's bytes on all ranks, if a rank of the largest stage has `largest_bytes`."""
+    """A prompt's bytes over all ranks, if a rank of the largest stage has `largest_bytes`."""
     kind = parse(fingerprint)
     if kind is None or not kind.stages:
         return largest_bytes * num_ranks
@@ -110,7 +110,7 @@ def all_bytes(fingerprint: str, largest_bytes: int, num_ranks: int) -> int:
 
 
 def difference(theirs: str, ours: str, them: str = "the sender", us: str = "this instance") -> str:
-    """Why an engine of fingerprint `ours` cannot use KV of `theirs`; empty if it can.
+    """Why an engine of fingerprint `ours` cannot use KV of `theirs`. Empty if it can.
 
     The text calls the two sides `us` and `them`.
     """

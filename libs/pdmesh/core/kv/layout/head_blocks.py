@@ -1,10 +1,10 @@
-"""Finds where each kv head's bytes lie in a layer's paged cache, and in which order they travel.
+"""Finds where each KV head's bytes lie in a layer's paged cache, and in which order they are sent.
 
-Engines keep a block's tokens and heads in different orders. K and V are on a dimension of their
-own, or one behind the other in the content. A layer's bytes travel in the order
+Engines order the tokens and heads of a block differently. K and V may have a dimension of their
+own, or V may follow K in the content of each token. A transfer sends a layer's bytes in the order
 [head][block][K or V][token][content], so that any run of heads is contiguous. Two caches may
-exchange blocks if a head's block has the same counts in that order, whatever the strides of the
-caches.
+exchange blocks if the dimensions of a head's block have equal sizes in that order. The strides of
+the caches may differ.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Axis:
 class HeadBlocks:
     """One layer's cache on one rank.
 
-    A head's block has `outer` axes over runs of `run_bytes` contiguous bytes. `outer` is in the
-    order of travel, the last axis fastest. An opaque cache has one head, whose block is one run.
+    The block of one head consists of runs of `run_bytes` contiguous bytes. `outer` has the axes
+    over these runs, in the order of the transfer, the fastest axis last. A cache of opaque blocks
+    has one head, whose block is one run.
     """
 
     blocks: Axis
@@ -48,12 +49,12 @@ class HeadBlocks:
 
     @property
     def is_dense(self) -> bool:
-        """Whether each head's block is contiguous, and there are no gaps between them."""
+        """Whether each head's block is contiguous and follows the block before it without a gap."""
         heads = not self.outer and self.heads.stride == self.run_bytes
         return heads and self.blocks.stride == self.block_bytes
 
     def runs(self, block: int, head: int) -> list[tuple[int, int]]:
-        """For each run, its offset in the cache and in the head's block as it travels, in bytes."""
+        """For each run, its byte offsets in the cache and in the transferred block of the head."""
         starts = [block * self.blocks.stride + head * self.heads.stride]
         for axis in self.outer:
             starts = [s + i * axis.stride for s in starts for i in range(axis.count)]
@@ -61,18 +62,18 @@ class HeadBlocks:
 
 
 def opaque_blocks(num_blocks: int, block_bytes: int) -> HeadBlocks:
-    """A cache whose blocks are moved as opaque bytes."""
+    """A cache whose blocks are copied as opaque bytes."""
     return HeadBlocks(Axis(num_blocks, block_bytes), Axis(1, block_bytes), (), block_bytes)
 
 
 def head_blocks(
     axes: str, shape: Sequence[int], strides: Sequence[int], item_bytes: int
 ) -> HeadBlocks:
-    """The cache in a tensor; `axes` names its dimensions, one letter each. Strides are in items.
+    """The cache in a tensor. `axes` names the dimensions, one letter each. Strides are in items.
 
     "kbnhc" is flash attention's [2, blocks, tokens, heads, head size]. "bknhc" is the same with
-    blocks first. "bhnc" has K and V one behind the other in the content. Raises ValueError if
-    `axes` does not fit `shape`, or if the content is not contiguous.
+    blocks first. In "bhnc", V follows K in the content. Raises ValueError if `axes` does not fit
+    `shape`, or if the content is not contiguous.
     """
     if sorted(axes) not in (sorted("bhnc"), sorted("kbhnc")) or len(shape) != len(axes):
         raise ValueError(f"axes {axes!r} cannot name a cache of shape {tuple(shape)}")
@@ -93,6 +94,6 @@ def head_blocks(
 
 
 def travel_shape(axes: str, shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-    """The shape of a head's block as it travels. Caches of equal shape may exchange blocks."""
+    """The shape of a head's block in a transfer. Caches of equal shape may exchange blocks."""
     named = dict(zip(axes, shape, strict=True))
     return (*(named[a] for a in _TRAVEL_ORDER if a in named), item_bytes)

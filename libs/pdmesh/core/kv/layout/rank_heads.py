@@ -1,10 +1,11 @@
-"""Decides which heads of which source rank make up each destination rank's KV (S57).
+"""Decides from which source ranks a destination rank pulls which KV heads (S57).
 
-Prefill and decode may have different numbers of ranks. A rank holds a run of the model's kv heads,
-or one head of which several ranks keep copies. A destination pulls each head that it needs from one
-source, straight into its own share. With equal numbers of ranks, rank i pulls only from rank i.
-Every source gets at least one pull, if only to learn that its bytes are not needed. Otherwise its
-staged range would stay taken until the lease ends.
+Prefill (the source) and decode (the destination) may have different numbers of ranks. A rank holds
+consecutive KV heads of the model, or a copy of one head that other ranks hold too. A destination
+pulls each head that it needs from one source. With equal numbers of ranks, rank i pulls only from
+rank i. A source whose copies are not needed gets a pull without heads. This empty pull tells the
+source that it may release its buffer. Otherwise the source would keep the buffer until its lease
+ends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class HeadRun:
-    """Consecutive kv heads of the whole model."""
+    """Consecutive KV heads of the whole model."""
 
     first: int
     count: int
@@ -25,13 +26,13 @@ class HeadRun:
 class Piece:
     """Heads that one destination rank takes from one source rank.
 
-    `count` 0: the pull only tells the source that this destination is done.
+    A `count` of 0 means an empty pull, which only tells the source that this destination is done.
     """
 
     source_rank: int
     source_head: int  # among the source's own heads
     count: int
-    head: int  # where they belong among the destination's own heads
+    head: int  # where the first of these heads is among the destination's own heads
 
 
 def heads_of(num_heads: int, num_ranks: int, rank: int) -> HeadRun:
@@ -54,15 +55,15 @@ def heads_of(num_heads: int, num_ranks: int, rank: int) -> HeadRun:
 
 @lru_cache(maxsize=64)
 def pieces(num_heads: int, num_sources: int, num_destinations: int, rank: int) -> tuple[Piece, ...]:
-    """What destination `rank` pulls, in the order of its heads; pieces without heads come last."""
+    """What destination `rank` pulls, in the order of its heads. Empty pulls come last."""
     mine = heads_of(num_heads, num_destinations, rank)
     per_source = heads_of(num_heads, num_sources, 0).count
-    copies = max(1, num_sources // num_heads)  # of each head, among the sources
+    copies = max(1, num_sources // num_heads)  # how many sources hold each head
     my_copy = rank % max(1, num_destinations // num_heads)
     found: list[Piece] = []
     head = mine.first
     while head < mine.first + mine.count:
-        holder = head // per_source * copies  # the first rank that holds it
+        holder = head // per_source * copies  # the first rank that holds the head
         offset = head % per_source
         count = min(per_source - offset, mine.first + mine.count - head)
         found.append(Piece(holder + my_copy % copies, offset, count, head - mine.first))
@@ -73,11 +74,12 @@ def pieces(num_heads: int, num_sources: int, num_destinations: int, rank: int) -
 def _words_only(
     num_heads: int, num_sources: int, num_destinations: int, rank: int, found: list[Piece]
 ) -> list[Piece]:
-    """Pieces without heads: with them a head's first taker tells sources that their copies are
-    not needed.
+    """The empty pulls, which tell the sources of unused copies that these may be released.
+
+    If several destinations take the same heads, only the first sends empty pulls.
     """
     copies = max(1, num_sources // num_heads)
-    takers = max(1, num_destinations // num_heads)  # destinations of each head
+    takers = max(1, num_destinations // num_heads)  # how many destinations take each head
     if copies <= takers or rank % takers:
         return []
     return [
@@ -89,7 +91,7 @@ def _words_only(
 
 @lru_cache(maxsize=64)
 def num_takers(num_heads: int, num_sources: int, num_destinations: int, source_rank: int) -> int:
-    """How many destination ranks will tell this source that they are done with it."""
+    """How many destination ranks will tell this source rank that they are done with its KV."""
     return sum(
         any(piece.source_rank == source_rank for piece in taken)
         for taken in (

@@ -1,9 +1,9 @@
-"""Which pipeline stage a rank is in, and which ranks of a peer it exchanges KV with (S120).
+"""Finds a rank's pipeline stage, and the ranks of a peer with which it exchanges KV (S120).
 
-A stage has some of the model's layers, and the same number of tensor-parallel ranks as the others.
-Ranks are numbered stage by stage. A rank has KV of its stage's layers alone, so it exchanges KV
-with the ranks of a peer's stage of the same number. Both sides have the same layers on each stage
-(`compatibility.py`).
+A stage has some of the model's layers. All stages have the same number of tensor-parallel ranks,
+and ranks are numbered stage by stage. A rank has KV only for the layers of its stage. So a rank of
+stage i exchanges KV only with the ranks of stage i at the peer. Both engines must have the same
+layers on each stage (`compatibility.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """`num_ranks`: of the whole engine. `stages`: how many layers each stage has; (): one stage."""
+    """The place of one rank in an engine of `num_ranks` ranks.
+
+    `stages` has the number of layers of each stage. It is empty if there is only one stage.
+    """
 
     rank: int
     num_ranks: int
@@ -46,18 +49,21 @@ class RankPlace:
 
     @property
     def is_first_to_draw(self) -> bool:
-        """Whether vLLM takes this rank's tokens: it is the first rank of the last stage."""
+        """Whether this is the first rank of the last stage, from which vLLM takes the tokens."""
         return self.rank == self.num_ranks - self.num_beside
 
     def num_beside_of(self, num_theirs: int) -> int:
         """The number of ranks in each stage of a peer that has `num_theirs` ranks.
 
-        Raises ValueError if they do not divide over the stages.
+        Raises ValueError if the ranks do not divide over the stages.
         """
         if num_theirs < 1 or num_theirs % self.num_stages:
             raise ValueError(f"{num_theirs} ranks do not divide over {self.num_stages} stages")
         return num_theirs // self.num_stages
 
     def first_of(self, num_theirs: int) -> int:
-        """The first rank of this stage at a peer. Raises ValueError as `num_beside_of` does."""
+        """The first rank of this rank's stage at a peer that has `num_theirs` ranks.
+
+        Raises ValueError if the ranks do not divide over the stages.
+        """
         return self.stage * self.num_beside_of(num_theirs)

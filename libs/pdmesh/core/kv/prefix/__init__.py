@@ -1,1 +1,1 @@
-"""Which KV is where: the names of blocks, which instances hold them, and what operators pin."""
+"""The names of KV blocks, the index of the instances that hold them, and pinned prefixes."""

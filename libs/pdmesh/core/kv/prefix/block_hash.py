@@ -1,9 +1,10 @@
-"""Names a KV block: a keyed, chained 128-bit hash of the tokens up to its end (S80).
+"""Names a KV block by a keyed, chained 128-bit hash of all tokens up to the block's end (S80).
 
-Equal hashes mean equal KV, so the hash must not collide even on purpose: two tenants with one hash
-would share each other's cache. Hence it is a keyed cryptographic chain (BLAKE2b). Its root binds
-the tenant, the salt, the model fingerprint (model, dtype, block size, layout), and the content of
-an adapter. The name of a block also binds the images that begin before the block's end.
+Blocks with equal names are taken to have equal KV. A collision, even a deliberate one, would let
+two tenants share KV, so each block is hashed with BLAKE2b under a secret key. The key is the root
+of the chain. The root depends on the tenant, the salt, the model fingerprint (model, dtype, block
+size, layout), and the content of a LoRA adapter. The name of a block also depends on the images
+that begin before the block's end.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _IMAGE: Final = b"image"
 
 
 def token_array(token_ids: Iterable[int]) -> array[int]:
-    """Token ids as an array of uint32, the form in which they travel inside the mesh."""
+    """Token ids as an array of uint32, the form in which the mesh sends them."""
     return array("I", token_ids)
 
 
 def tokens_to_bytes(token_ids: Sequence[int]) -> bytes:
-    """Little-endian uint32 each, as in `Prefill.prompt_token_ids`."""
+    """Each token id as a little-endian uint32, the format of `Prefill.prompt_token_ids`."""
     values = token_ids if isinstance(token_ids, array) else array("I", token_ids)
     if sys.byteorder == "big":
         values = array("I", values)
@@ -45,13 +46,14 @@ def tokens_from_bytes(data: bytes) -> array[int]:
     return values
 
 
-@functools.lru_cache(maxsize=1024)  # needed with every request, and nearly always the same
+@functools.lru_cache(maxsize=1024)  # each request calls it, nearly always with the same arguments
 def tenant_root(
     secret: bytes, tenant: str, salt: str, model_fingerprint: str, adapter: str = ""
 ) -> bytes:
-    """The key of one tenant's chain under one model. `secret` is the deployment's own.
+    """The key for the block names of one tenant under one model.
 
-    `adapter`: digest of the LoRA adapter that changes the model.
+    `secret` belongs to the deployment. `adapter` is the digest of the LoRA adapter that changes
+    the model, or empty.
     """
     parts = (tenant, salt, model_fingerprint, *((adapter,) if adapter else ()))
     message = b"".join(len(p.encode()).to_bytes(4, "little") + p.encode() for p in parts)
@@ -65,12 +67,13 @@ def block_hashes(
     parent: bytes = b"",
     images: Sequence[ImageAt] = (),
 ) -> list[bytes]:
-    """Hashes of the full blocks of `token_ids`, in order; a partial tail has none.
+    """The hashes of the full blocks of `token_ids`, in order. A partial last block has no hash.
 
-    `parent`: the hash of the preceding block, if the chain's earlier blocks are hashed already.
+    If the chain's earlier blocks are hashed already, `parent` is the hash of the preceding block.
 
-    `images`: those that begin within `token_ids`, in order. Token ids do not tell images apart, so
-    the digest of an image is hashed with the block in which it begins. The chain carries it on.
+    `images` lists in order the images that begin within `token_ids`. Different images have the
+    same token ids. The digest of an image is therefore hashed with the block in which the image
+    begins, and the chain makes all later hashes depend on it.
     """
     data = tokens_to_bytes(token_ids)
     step = 4 * block_size

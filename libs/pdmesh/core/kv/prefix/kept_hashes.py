@@ -1,8 +1,8 @@
 """Keeps the block hashes of long prompts, in chunks, for later prompts that begin alike.
 
-A chat's next turn begins with the tokens of the turn before. To look up a chunk takes one hash of
-its tokens, a fifth of the time that the hashes of its blocks take. The name of a chunk is made with
-the root of its chain, so prompts of different tenants share none.
+A chat's next turn begins with the tokens of the turn before. A chunk has the hashes of 256 blocks.
+Looking up a chunk takes a fifth of the time of hashing its blocks one by one. The names of chunks
+are keyed with the root of a tenant's block names, so different tenants share no chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PERSON: Final = b"chunk"
 
 
 class KeptHashes:
-    """Beyond `max_chunks`, the least recently used chunk is dropped."""
+    """The block hashes of `max_chunks` chunks. The least recently used chunk is dropped first."""
 
     def __init__(self, max_chunks: int = _MAX_CHUNKS) -> None:
         self._max_chunks = max_chunks
@@ -33,7 +33,7 @@ class KeptHashes:
     def chunks(
         self, root: bytes, token_ids: Sequence[int], block_size: int
     ) -> Iterator[list[bytes]]:
-        """What `block_hashes` returns, chunk by chunk; the last chunk may be a part, or empty."""
+        """The result of `block_hashes`, chunk by chunk. The last chunk may be short or empty."""
         data, parent = tokens_to_bytes(token_ids), b""
         step = CHUNK_BLOCKS * block_size
         for start in range(0, len(token_ids), step):
@@ -54,9 +54,10 @@ class KeptHashes:
 
 
 def _name(root: bytes, parent: bytes, data: bytes) -> bytes:
-    """No two chunks of one root have the same name.
+    """A name that is unique among the chunks of one root.
 
-    `parent` is empty or a whole hash, and all chunks of one block size have equally long `data`.
+    The name is unique because `parent` is empty or a whole hash, and because all chunks of one
+    block size have equally long `data`.
     """
     hashed = hashlib.blake2b(parent, digest_size=HASH_BYTES, key=root, person=_PERSON)
     hashed.update(data)

@@ -1,8 +1,9 @@
-"""Decides what operators may pin, how much of a tier pins take, and their blocks' names (S78, S96).
+"""Checks pins, names their blocks, and bounds how much of a tier they take (S78, S96).
 
-A pin names blocks, not tokens: for each model fingerprint in use, the keyed, chained hashes of the
-prefix's full blocks (ADR 0022). Pins are bounded in number, length and time, since they take cache
-from all other prompts.
+A pin is an operator's order to keep the KV of a prefix, which many prompts begin with. A pin holds
+block names, not tokens. The names are the keyed, chained hashes of the prefix's full blocks, one
+set for each model fingerprint in use (ADR 0022). Pins take cache from all other prompts, so their
+number, length and time are bounded.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """Blocks of one pin as an instance finds them.
+    """The blocks of one pin, as an instance gets them.
 
-    `until` is in unix seconds. It says how long files keep the blocks; nothing else depends on it.
+    `until`, in Unix seconds, is the time until which the file store keeps the blocks. Nothing else
+    depends on `until`.
     """
 
     names: tuple[bytes, ...]
-    owner: bytes  # as `core.kv.tiers.owner` makes it
+    owner: bytes  # made by `core.kv.tiers.owner`
     until: float
 
 
@@ -45,7 +47,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class WantedPin:
-    """A checked pin as an operator asks for it. Raises InvalidRequest, which names the field."""
+    """An operator's request for a pin. Raises InvalidRequest, with the field, if it is invalid."""
 
     pin_id: str
     tenant: str
@@ -64,7 +66,7 @@ class WantedPin:
             raise InvalidRequest(f"must be {MIN_TTL_S} to {MAX_TTL_S} s", field="ttl_s")
 
     def roots(self, secret: bytes, cuts: Iterable[Cut]) -> dict[Cut, bytes]:
-        """The root of this tenant's chain of names, for each cut."""
+        """For each cut, the root of the block names of this tenant."""
         return {
             cut: tenant_root(secret, self.tenant, self.cache_salt, cut.model_fingerprint)
             for cut in cuts
@@ -87,7 +89,7 @@ class WantedPin:
 def pinned_within(prefixes: Sequence[PinnedPrefix], num_blocks: int) -> dict[bytes, PinnedPrefix]:
     """The blocks that a store of `num_blocks` keeps for pins, each with its pin.
 
-    Earlier pins come first. Blocks beyond the share are like any other.
+    Earlier pins take precedence. Pinned blocks beyond `PINNED_SHARE` are treated like any other.
     """
     by_name = {name: prefix for prefix in prefixes for name in prefix.names}
     return {name: by_name[name] for name in list(by_name)[: int(PINNED_SHARE * num_blocks)]}
@@ -96,9 +98,10 @@ def pinned_within(prefixes: Sequence[PinnedPrefix], num_blocks: int) -> dict[byt
 def check_room(
     pin_id: str, num_new: Mapping[str, int], num_held: Mapping[str, Mapping[str, int]]
 ) -> None:
-    """Raise InvalidRequest unless a pin fits beside the others.
+    """Raise InvalidRequest unless the pin `pin_id` fits beside the other pins.
 
-    `num_new`: its blocks by fingerprint; `num_held`: the same for each existing pin, by pin id.
+    `num_new` has the number of the pin's blocks by fingerprint. `num_held` has the same numbers for
+    each existing pin, by pin id.
     """
     others = {other: blocks for other, blocks in num_held.items() if other != pin_id}
     if len(others) >= MAX_PINS:

@@ -1,18 +1,19 @@
-"""Finds which instance holds which KV block in which tier, and how much of a prompt (S98, S99,
-S102).
+"""An index of which instances hold which KV blocks, and how much of a prompt (S98, S99, S102).
 
-It is one map, block -> bitmask of holders, kept up to date by numbered deltas. Deltas of one
-incarnation apply in order. Deltas beyond a gap wait (bounded) until the gap is filled or a snapshot
-covers it. A match counts only contiguous blocks from the start: a block whose predecessor an
-instance lacks is of no use to it.
+The index maps each block to a bitmask of its holders. Instances report changes as numbered deltas.
+The deltas of one incarnation (one life of an instance) apply in order. Deltas beyond a gap wait,
+up to a bound, until the gap is filled or a snapshot covers it. A match counts blocks from the start
+of the prompt. It ends at the first block that the instance lacks, because later blocks are useless
+without that block.
 
-An instance has two neighbouring bits, engine and host, so that one shift of the mask finds all
-holders in either tier. A block's name is kept once, under a row number. Equal masks are one object,
-so each block of a run costs a pointer comparison.
+In the bitmask, each instance has two neighbouring bits, one for its engine and one for its host
+pool (KV in host memory). One shift of the mask therefore finds all holders in either tier. A
+block's name is stored once, and everything else refers to the block by a row number. Equal masks
+are one object, so comparing the holders of successive blocks is a comparison of pointers.
 
-Snapshots and removals of instances with very many blocks are cut into steps (`begin_snapshot`,
-`SnapshotLoad.step`, `retire_instance`, `sweep`), so that an event loop can do other work between
-two of them.
+Loading a snapshot or removing an instance takes long if the instance has very many blocks. Both can
+be done in steps (`begin_snapshot`, `SnapshotLoad.step`, `retire_instance`, `sweep`), so that an
+event loop can do other work between two steps.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from pdmesh.core.kv.tier import Tier
 
 TIERS: Final = (Tier.ENGINE, Tier.HOST)  # an instance's own tiers, in the order of its two bits
 MAX_WAITING = 256  # deltas kept beyond a gap, per instance
-_MAX_RETIRED = 4  # incarnations remembered as over, per instance
+_MAX_RETIRED = 4  # incarnations that are over and still remembered, per instance
 _MAX_INTERNED = 16_384
-_FEW = 8
+_FEW = 8  # up to this many bits of a mask are read one by one
 _MAX_REMEMBERED = 1024  # masks whose instance ids are cached
 _ALL: Final = 1 << 60
 _MANY: Final = 65_536
-_GONE = "\0"  # in place of the id of an instance whose blocks are not swept yet
-_SWEPT_WITH_A_DELTA = 256  # blocks of gone instances that are dropped with each delta
+_GONE = "\0"  # replaces the id of an instance that is gone, until its blocks are swept
+_SWEPT_WITH_A_DELTA = 256  # with each delta, so many blocks of gone instances are dropped
 
 
 class DeltaOutcome(enum.Enum):
     APPLIED = "applied"
-    STALE = "stale"  # repeated, late, or of an incarnation that is over
-    GAP = "gap"  # earlier deltas are missing: load a snapshot
-    WAITS = "waits"  # for the end of the snapshot that is being loaded
+    STALE = "stale"  # the delta is a repetition, came late, or its incarnation is over
+    GAP = "gap"  # earlier deltas are missing, so the caller should load a snapshot
+    WAITS = "waits"  # the delta is applied after the snapshot that is being loaded
 
 
 @dataclass(frozen=True, slots=True)
 class TierDelta:
-    """What changed in one tier: `is_cleared` applies first, then `removed`, then `stored`."""
+    """The changes in one tier. `is_cleared` applies first, then `removed`, then `stored`."""
 
     removed: Sequence[bytes] = ()
     stored: Sequence[bytes] = ()
@@ -55,7 +56,10 @@ class TierDelta:
 
 @dataclass(frozen=True, slots=True)
 class IndexDelta:
-    """What changed in one instance: its engine's blocks and, in `host`, its host pool's."""
+    """The changes in one instance.
+
+    `removed`, `stored` and `is_cleared` are about the engine's blocks, `host` about the host pool.
+    """
 
     instance_id: str
     incarnation: int
@@ -72,12 +76,15 @@ class IndexDelta:
 
 @dataclass(frozen=True, slots=True)
 class PeerRuns:
-    """Runs (first, end) of a prompt's blocks that the host pools of some instances hold."""
+    """Ranges (first, end) of a prompt's blocks. Each block in a range is in some host pool."""
 
     runs: tuple[tuple[int, int], ...] = ()
 
     def reach(self, num_held: int) -> int:
-        """Blocks from the start that an instance can have if it holds `num_held` of them itself."""
+        """How many blocks from the start an instance has after fetching from its peers.
+
+        `num_held` is how many blocks from the start the instance holds itself.
+        """
         for first, end in self.runs:
             if first <= num_held < end:
                 return end
@@ -92,12 +99,13 @@ class _Holder:
     slot: int
     incarnation: int
     sequence: int = 0
-    rows: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))  # as TIERS
-    # While a snapshot is loaded: what was held before it, and was not found in it so far.
+    # One set for each of TIERS.
+    rows: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
+    # While a snapshot is loaded: older rows that the snapshot has not named so far.
     before: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
     load: SnapshotLoad | None = None
     waiting: dict[int, IndexDelta] = field(default_factory=dict)
-    is_whole: bool = True  # no delta is known to be missing
+    is_whole: bool = True  # as far as this index can tell, no delta is missing
     bits: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -108,31 +116,31 @@ class _Holder:
         return sum(map(len, (*self.rows, *self.before)))
 
     def forget(self, rank: int, row: int) -> None:
-        """Drop the row from what is held now, or else from what was held before the snapshot."""
+        """Drop the row from `rows` or, if `rows` does not have it, from `before`."""
         own, before = self.rows[rank], self.before[rank]
         (own if row in own else before).remove(row)
 
 
 @dataclass(slots=True)
 class SnapshotLoad:
-    """A snapshot on its way into the index. Call `step` until it returns an outcome.
+    """A snapshot that is being loaded. Call `step` until it returns an outcome.
 
-    Until then, the index knows the instance partly as before and partly as in the snapshot. Its
-    version is still the former one, and its deltas wait.
+    Until the load ends, the index has some of the instance's old blocks and some of the snapshot's.
+    `PrefixIndex.version` still returns the old version, and deltas of the instance wait.
     """
 
     instance_id: str
     sequence: int
     _index: PrefixIndex
     holder: _Holder
-    names: tuple[Iterator[bytes], Iterator[bytes]]  # as TIERS
+    names: tuple[Iterator[bytes], Iterator[bytes]]  # one for each of TIERS
     rank: int = 0
 
     def step(self, max_blocks: int) -> DeltaOutcome | None:
-        """Load or drop at most `max_blocks` blocks; None: there is more to do.
+        """Load or drop at most `max_blocks` blocks. None means that more steps are needed.
 
-        STALE: the instance is gone, or another snapshot took this one's place. GAP: deltas after
-        the snapshot are still missing.
+        STALE means that the instance is gone, or that a later snapshot replaced this one. GAP means
+        that deltas after the snapshot are still missing.
         """
         if self.holder.load is not self:
             return DeltaOutcome.STALE
@@ -148,20 +156,21 @@ class SnapshotLoad:
 
 @dataclass(slots=True)
 class PrefixIndex:
-    """Bounded by `max_blocks` entries; a block counts once per instance and tier that holds it.
+    """The index, bounded by `max_blocks` entries.
 
-    Beyond that, the clock algorithm forgets a block that no prompt has asked for lately; see
-    `take_forgotten`. Forgetting may cost a cache hit, but never causes a wrong one.
+    There is one entry for each block, instance and tier. When the index is full, the clock
+    algorithm (an approximation of LRU) evicts a block that no prompt has asked for lately. An
+    eviction may cost a cache hit, but never causes a wrong one. `take_forgotten` reports evictions.
     """
 
     max_blocks: int = 8_000_000
     num_blocks: int = 0
-    num_evicted: int = 0  # entries forgotten for lack of room
-    num_host_blocks: int = 0  # the entries that are in host pools
+    num_evicted: int = 0  # entries evicted because the index was full
+    num_host_blocks: int = 0  # entries for host pools
     _rows: dict[bytes, int] = field(default_factory=dict)
     _names: list[bytes | None] = field(default_factory=list)  # by row
     _masks: list[int] = field(default_factory=list)  # by row
-    # By row: whether a prompt asked for it since the clock's hand passed.
+    # By row: whether a prompt asked for the block since the clock's hand last passed the row.
     _is_used: bytearray = field(default_factory=bytearray)
     _free: list[int] = field(default_factory=list)
     _hand: int = 0
@@ -170,9 +179,9 @@ class PrefixIndex:
     _instances: dict[str, _Holder] = field(default_factory=dict)
     _ids: list[str] = field(default_factory=list)  # by slot, "" if free
     _by_slot: list[_Holder | None] = field(default_factory=list)
-    _gone: list[_Holder] = field(default_factory=list)  # to be swept
-    _ids_of: dict[int, tuple[str, ...]] = field(default_factory=dict)  # of engine bits
-    _everyone: int = 0  # the engine bit of each instance
+    _gone: list[_Holder] = field(default_factory=list)  # `sweep` drops their blocks
+    _ids_of: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by a mask of engine bits
+    _everyone: int = 0  # the engine bits of all instances
     _retired: dict[str, list[int]] = field(default_factory=dict)
     _forgotten: dict[str, tuple[list[bytes], list[bytes]]] = field(default_factory=dict)
 
@@ -180,12 +189,12 @@ class PrefixIndex:
         return sorted(self._instances)
 
     def version(self, instance_id: str) -> tuple[int, int] | None:
-        """(incarnation, sequence) up to which the instance is known."""
+        """The (incarnation, sequence) of the last delta or snapshot that the index has applied."""
         holder = self._instances.get(instance_id)
         return (holder.incarnation, holder.sequence) if holder else None
 
     def is_loading(self, instance_id: str) -> bool:
-        """True while a snapshot of the instance is being loaded, so its blocks are of two times."""
+        """Whether a snapshot of the instance is being loaded, so old and new blocks are mixed."""
         holder = self._instances.get(instance_id)
         return holder is not None and holder.load is not None
 
@@ -203,7 +212,7 @@ class PrefixIndex:
         return frozenset(names)
 
     def num_blocks_of(self, instance_id: str) -> int:
-        """In all tiers. It is called for each instance that a decision scores, so it is fast."""
+        """The number of blocks in all tiers. Fast, since each scoring of an instance calls it."""
         holder = self._instances.get(instance_id)
         if holder is None:
             return 0
@@ -213,7 +222,7 @@ class PrefixIndex:
         return len(engine) + len(host)
 
     def apply(self, delta: IndexDelta) -> DeltaOutcome:
-        """After GAP, the delta waits until others fill the gap or a snapshot covers it."""
+        """Apply a delta. After GAP, the delta waits until the gap is filled or a snapshot comes."""
         self.sweep(_SWEPT_WITH_A_DELTA)
         holder = self._holder_for(delta.instance_id, delta.incarnation)
         if holder is None or delta.sequence <= holder.sequence:
@@ -221,7 +230,7 @@ class PrefixIndex:
         if holder.load is not None:
             if delta.sequence <= holder.load.sequence:
                 return DeltaOutcome.STALE
-            was_whole = holder.is_whole  # `_wait` sets it to false, but no delta is missing here
+            was_whole = holder.is_whole  # `_wait` sets `is_whole` to False, but no delta is missing
             self._wait(holder, delta)
             holder.is_whole = was_whole
             return DeltaOutcome.WAITS
@@ -239,10 +248,10 @@ class PrefixIndex:
         blocks: Iterable[bytes],
         host: Iterable[bytes] = (),
     ) -> DeltaOutcome:
-        """Replace what is known of the instance: it had `blocks` and `host` at `sequence`.
+        """Replace the blocks of the instance: it had `blocks` and `host` at `sequence`.
 
-        It takes about a second for a million blocks: see `begin_snapshot`. GAP: deltas after the
-        snapshot are still missing.
+        The call takes about a second for a million blocks. `begin_snapshot` does the same in steps.
+        GAP means that deltas after the snapshot are still missing.
         """
         load = self.begin_snapshot(instance_id, incarnation, sequence, blocks, host)
         outcome: DeltaOutcome | None = DeltaOutcome.STALE
@@ -259,11 +268,11 @@ class PrefixIndex:
         blocks: Iterable[bytes],
         host: Iterable[bytes] = (),
     ) -> SnapshotLoad | None:
-        """As `load_snapshot`, but in steps; None: the snapshot is stale."""
+        """Like `load_snapshot`, but in steps. None means that the snapshot is stale."""
         holder = self._holder_for(instance_id, incarnation)
         if holder is None or sequence < holder.sequence:
             return None
-        if holder.load is not None:  # this snapshot replaces one that was not loaded to its end
+        if holder.load is not None:  # this snapshot replaces one whose load has not ended
             for own, before in zip(holder.rows, holder.before, strict=True):
                 own.update(before)
                 before.clear()
@@ -272,17 +281,17 @@ class PrefixIndex:
         return holder.load
 
     def remove_instance(self, instance_id: str) -> int:
-        """Forget an instance that is gone.
+        """Forget an instance that is gone, and return how many blocks it had.
 
-        Its incarnation is refused from now on; see `forget_history`. Returns how many blocks it
-        had, which is the cost of the call.
+        The call takes time in proportion to these blocks. The instance's incarnation is refused
+        from now on, unless `forget_history` is called.
         """
         num_blocks = self.retire_instance(instance_id)
         self.sweep(_ALL)
         return num_blocks
 
     def retire_instance(self, instance_id: str) -> int:
-        """As `remove_instance`, but fast: its blocks take room until `sweep` drops them."""
+        """Like `remove_instance`, but fast: the blocks take room until `sweep` drops them."""
         holder = self._instances.pop(instance_id, None)
         if holder is None:
             return 0
@@ -296,7 +305,7 @@ class PrefixIndex:
         return holder.num_blocks
 
     def sweep(self, max_blocks: int) -> bool:
-        """Drop at most `max_blocks` blocks of instances that are gone. True: some are left."""
+        """Drop at most `max_blocks` blocks of instances that are gone. True if some are left."""
         while self._gone and max_blocks > 0:
             holder = self._gone[-1]
             max_blocks -= self._drop_some(holder, (*holder.rows, *holder.before), max_blocks)
@@ -307,14 +316,14 @@ class PrefixIndex:
         return bool(self._gone)
 
     def forget_history(self, instance_id: str) -> None:
-        """Let a removed incarnation come back: its lease had ended, but it is alive."""
+        """Accept removed incarnations again, because one may be alive though its lease ended."""
         self._retired.pop(instance_id, None)
 
     def match(self, block_hashes: Sequence[bytes], tier: Tier | None = None) -> dict[str, int]:
-        """How many blocks from the start each instance holds without a gap, if it holds the first.
+        """For each instance that holds the first block, how many blocks it holds without a gap.
 
-        They count in `tier` or, if it is None, in either of the instance's own tiers. It is one
-        pass, with early exit.
+        If `tier` is None, a block counts if it is in either of the instance's own tiers. Otherwise
+        it counts only in `tier`.
         """
         rows, masks, is_used = self._rows, self._masks, self._is_used
         matches: dict[str, int] = {}
@@ -340,7 +349,7 @@ class PrefixIndex:
         return matches
 
     def peer_runs(self, block_hashes: Sequence[bytes]) -> PeerRuns:
-        """What all host pools together hold of a prompt; a peer gives only from its pool (S77)."""
+        """The runs of a prompt's blocks in host pools, the only tier that peers give from (S77)."""
         if not self.num_host_blocks:
             return NO_PEERS
         rows, masks, in_host = self._rows, self._masks, self._everyone << 1
@@ -358,16 +367,16 @@ class PrefixIndex:
         return PeerRuns(tuple(runs))
 
     def pin(self, names: frozenset[bytes]) -> None:
-        """Do not forget these names while there are others to forget.
+        """Evict blocks with these names only if there are no others to evict.
 
-        They replace the names of the last call.
+        The names replace the names of the last call.
         """
         self._pinned = names
 
     def take_forgotten(self) -> list[IndexDelta]:
-        """What was evicted since the last call, per instance, for copies of this map.
+        """The blocks that were evicted since the last call, per instance, for copies of this index.
 
-        Each delta has the number of the instance's last delta.
+        The number of each delta is the number of the last delta applied for the instance.
         """
         forgotten, self._forgotten = self._forgotten, {}
         return [
@@ -401,9 +410,9 @@ class PrefixIndex:
         assert self._everyone == sum(h.bits[0] for h in self._instances.values())
 
     def _in_tier(self, mask: int, tier: Tier | None) -> int:
-        """The engine bits of the holders.
+        """The engine bits of the instances that hold the block in `tier`.
 
-        Bits of host pools may remain: `candidates` masks them out.
+        The result may have bits of host pools, too. The caller masks them out with `candidates`.
         """
         if tier is None:
             return mask | mask >> 1
@@ -412,7 +421,7 @@ class PrefixIndex:
     def _note(self, matches: dict[str, int], mask: int, length: int) -> None:
         """Record `length` for the instances in `mask`, which has only engine bits.
 
-        A few bits are read one by one; many are read in one pass, whose result is cached.
+        Up to `_FEW` bits are read one by one. More bits are read in one pass and cached.
         """
         if mask.bit_count() <= _FEW:
             while mask:
@@ -430,7 +439,7 @@ class PrefixIndex:
         matches.update(dict.fromkeys(ids, length))
 
     def _holder_for(self, instance_id: str, incarnation: int) -> _Holder | None:
-        """The state of this incarnation, created if new; None if the incarnation is over."""
+        """The state of this incarnation, created if it is new. None if the incarnation is over."""
         holder = self._instances.get(instance_id)
         if holder is not None:
             if holder.incarnation == incarnation:
@@ -451,7 +460,10 @@ class PrefixIndex:
         return holder
 
     def take_names(self, load: SnapshotLoad, max_blocks: int) -> int:
-        """For `SnapshotLoad` only. Returns how many names were taken; below `max_blocks`: all."""
+        """For `SnapshotLoad` only: take the next `max_blocks` names, or all that are left.
+
+        Returns the number of names taken.
+        """
         holder, rank = load.holder, load.rank
         names = list(itertools.islice(load.names[rank], max_blocks))
         before, own = holder.before[rank], holder.rows[rank]
@@ -464,7 +476,7 @@ class PrefixIndex:
         return len(names)
 
     def drop_unnamed(self, holder: _Holder, max_blocks: int) -> int:
-        """For `SnapshotLoad` only: drop what the snapshot did not name. Returns how many."""
+        """For `SnapshotLoad` only: drop blocks that the snapshot did not name, and count them."""
         return self._drop_some(holder, holder.before, max_blocks)
 
     def end_snapshot(self, load: SnapshotLoad) -> DeltaOutcome:
@@ -477,7 +489,7 @@ class PrefixIndex:
         return self._drain(holder)
 
     def _drop_some(self, holder: _Holder, parts: Sequence[set[int]], max_blocks: int) -> int:
-        """`parts` alternate between the tiers, as TIERS. Returns how many blocks were dropped."""
+        """Drop blocks and return how many. `parts` are for engine and host pool alternately."""
         num_dropped = 0
         for number, rows in enumerate(parts):
             rank = number % len(TIERS)
@@ -489,11 +501,11 @@ class PrefixIndex:
     def _wait(self, holder: _Holder, delta: IndexDelta) -> None:
         holder.is_whole = False
         holder.waiting[delta.sequence] = delta
-        if len(holder.waiting) > MAX_WAITING:  # the snapshot will cover the oldest
+        if len(holder.waiting) > MAX_WAITING:  # a snapshot will cover the oldest delta
             del holder.waiting[min(holder.waiting)]
 
     def _drain(self, holder: _Holder) -> DeltaOutcome:
-        """Apply what waited for the delta or snapshot that just came in."""
+        """Apply the waiting deltas that follow without a gap."""
         while delta := holder.waiting.pop(holder.sequence + 1, None):
             self._change(holder, delta)
         holder.is_whole = not holder.waiting
@@ -516,7 +528,7 @@ class PrefixIndex:
                 continue
             if self.num_blocks >= self.max_blocks:
                 self._make_room()
-                row = self._rows.get(block)  # this very block may have been dropped
+                row = self._rows.get(block)  # `_make_room` may have dropped this block
             if row is None:
                 row = self._new_row(block)
                 self._masks[row] = bit
@@ -541,7 +553,7 @@ class PrefixIndex:
         own.clear()
 
     def _drop(self, row: int, bit: int, rank: int) -> None:
-        """Remove one holder; the row is free after the last."""
+        """Remove one holder of a row. A row without holders becomes free."""
         self.num_blocks -= 1
         self.num_host_blocks -= rank
         rest = self._masks[row] & ~bit
@@ -554,13 +566,13 @@ class PrefixIndex:
         self._free.append(row)
 
     def _make_room(self) -> None:
-        """Drop blocks of instances that are gone before any others."""
+        """Make room for an entry, at the cost of instances that are gone if there are any."""
         self.sweep(1)
         if self.num_blocks >= self.max_blocks:
             self._evict_one()
 
     def _evict_one(self) -> None:
-        """Forget the next row that no match touched since the hand passed, for all its holders."""
+        """Evict the next row that no prompt asked for since the hand passed, for all holders."""
         row = self._next_victim()
         name, mask = self._name(row), self._masks[row]
         while mask:
@@ -576,13 +588,13 @@ class PrefixIndex:
             self._drop(row, holder.bits[rank], rank)
 
     def _next_victim(self) -> int:
-        """The row to evict. The hand stops just after it, because the row is filled next."""
+        """The row to evict. The hand moves one row further, because a new block takes this row."""
         first_pinned = -1
         while True:
             row, name = self._hand, self._names[self._hand]
             if name is not None and not self._is_used[row]:
                 if name not in self._pinned or row == first_pinned:
-                    break  # in the second case the hand went round: all other rows are pinned, too
+                    break  # if row == first_pinned, the hand went round and found only pinned rows
                 first_pinned = row if first_pinned < 0 else first_pinned
             self._is_used[row] = 0
             self._hand = (row + 1) % len(self._names)

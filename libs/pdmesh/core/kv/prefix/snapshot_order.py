@@ -1,8 +1,10 @@
-"""Decides whose snapshot is asked for next, and whether the index or the instance is asked.
+"""Decides whose snapshot is requested next, and whether from the instance or from an index.
 
-A few are asked for at a time, first those that have been due longest. After a failure, an instance
-is due again after a pause, which doubles up to a bound. So instances that do not answer take a
-place only while they are asked.
+A snapshot is the list of all KV blocks that an instance holds. A process that follows the changes
+of these blocks needs the instance's snapshot when a change is missing. Only a few requests are open
+at a time, and the instance that has been due longest comes first. After a failed request, the
+instance is due again after a pause, which doubles up to a bound. So an instance that does not
+answer hardly delays the other requests.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ _ANSWER_HELPS_WITHIN_S: Final = 2.0
 
 @dataclass(slots=True)
 class IndexFirst:
-    """The kv-cache-index is asked first, to spare the instance the work.
+    """Chooses the kv-cache-index service as the first source, to spare the instance the work.
 
-    If the same snapshot is wanted again soon, the index's answer did not help: the instance itself
-    is asked.
+    If the same snapshot is wanted again soon, the index's answer did not help. The instance itself
+    is then asked.
     """
 
     _asked_at: dict[str, float] = field(default_factory=dict)
 
     def asks_index(self, instance_id: str, now: float) -> bool:
-        """Whether to ask the index, which then counts as asked. `now`: monotonic seconds."""
+        """Whether to ask the index, and record that it is asked. `now` is in monotonic seconds."""
         recent = {i: at for i, at in self._asked_at.items() if now - at < _ANSWER_HELPS_WITHIN_S}
         self._asked_at = recent
         if instance_id in recent:
@@ -40,14 +42,14 @@ class _Wanted:
     due: float
     pause_s: float
     is_in_flight: bool = False
-    is_again: bool = False  # wanted again while in flight: the answer may be too old
+    is_again: bool = False  # wanted again during the request, whose answer may then be too old
 
 
 @dataclass(slots=True)
 class Repairs:
-    """Times are seconds of one monotonic clock.
+    """The snapshots that are wanted. All times are seconds of one monotonic clock.
 
-    `settle_s`: the wait before a snapshot is asked for, since a late delta may fill the gap.
+    `settle_s` is the wait before a snapshot is requested, because a late delta may fill the gap.
     """
 
     max_in_flight: int = 4
@@ -67,7 +69,7 @@ class Repairs:
             wanted.is_again = True
 
     def start(self, now: float) -> list[str]:
-        """Instances to ask now; `ended` must be called later for each."""
+        """The instances to ask now. The caller must call `ended` later for each."""
         due = sorted(
             (w.due, i) for i, w in self._wanted.items() if not w.is_in_flight and w.due <= now
         )
@@ -89,7 +91,7 @@ class Repairs:
             wanted.pause_s = min(2 * wanted.pause_s, self.max_pause_s)
 
     def next_start(self) -> float | None:
-        """When `start` may have something to do; None: not before `want` or `ended` is called."""
+        """When to call `start` next. None means not before a call of `want` or `ended`."""
         if self._num_in_flight() >= self.max_in_flight:
             return None
         return min((w.due for w in self._wanted.values() if not w.is_in_flight), default=None)

@@ -1,3 +1,5 @@
-"""The tiers below the engine: what is loaded from which and when, which block leaves the pool, and
-whether a disk may be used.
+"""The tiers for KV below the engine: host memory, the host memory of peers, and files.
+
+The modules decide which blocks are loaded from which tier, which blocks a full tier evicts, for
+whom blocks are held, and whether a disk may be used.
 """

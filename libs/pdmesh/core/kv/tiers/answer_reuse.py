@@ -1,8 +1,9 @@
-"""Predicts how likely the KV of a chat's answer is used again: how often chats like it continued.
+"""Predicts how likely the KV of a chat's answer is used again, from how often chats continued.
 
-A chat continued if a later prompt begins with its answer. Then the prompt has the name of the
-answer's last full block. An answer that no prompt repeats within ten minutes counts as one whose
-chat ended. So does an answer whose reasoning the next prompt leaves out.
+A chat has continued if a later prompt begins with the chat's last prompt and answer. Such a prompt
+contains the block name of the answer's last full block. If no prompt does so within ten minutes,
+the chat counts as ended. It also counts as ended if the next prompt leaves out the reasoning in the
+answer.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import Final
 HORIZON_S: Final = 600.0
 MAX_ANSWERS: Final = 16384
 MAX_SCOPES: Final = 256
-_WEIGHT: Final = 0.05  # of the newest answer whose outcome is known
-_FIRST: Final = 0.5  # before anything is known of a scope
+_WEIGHT: Final = 0.05  # how much a newly known outcome changes the average
+_FIRST: Final = 0.5  # the chance in a scope without known outcomes
 
 
 class AnswerReuse:
-    """`scope` is what chats have in common: the model and the scenario, for example.
+    """Keeps one chance per scope, such as the model and scenario that chats have in common.
 
-    Times are in seconds, on the caller's clock. While `max_answers` are undecided, no others are
-    followed. So in a busy hour fewer answers are counted, but these count as at any other time.
+    Times are in seconds, on the caller's clock. While the outcomes of `max_answers` answers are
+    unknown, further answers are not followed. So a busy hour has fewer followed answers, but the
+    share of them that continues is counted correctly.
     """
 
     __slots__ = ("_awaited", "_chances", "_max_answers")
@@ -29,26 +31,26 @@ class AnswerReuse:
     def __init__(self, max_answers: int = MAX_ANSWERS) -> None:
         assert max_answers > 0
         self._max_answers = max_answers
-        # The scope and the time, by the name of the answer's last full block; in order of time.
+        # By the name of an answer's last full block: the scope and the time. In order of time.
         self._awaited: dict[bytes, tuple[Hashable, float]] = {}
         self._chances: dict[Hashable, float] = {}
 
     def __len__(self) -> int:
-        """How many answers are undecided: whether their chats continue is not known yet."""
+        """The number of answers whose outcome is not known yet."""
         return len(self._awaited)
 
     def chance(self, scope: Hashable) -> float:
-        """How likely the next answer of this scope is used again: 0 to 1."""
+        """How likely the next answer of this scope is used again, from 0 to 1."""
         return self._chances.get(scope, _FIRST)
 
     def answered(self, scope: Hashable, name: bytes, now: float) -> None:
-        """A chat has got an answer; `name` is that of the answer's last full block."""
+        """Record an answer of a chat. `name` is the name of the answer's last full block."""
         self._expire(now)
         if name not in self._awaited and len(self._awaited) < self._max_answers:
             self._awaited[name] = scope, now
 
     def prompted(self, names: Sequence[bytes]) -> None:
-        """A prompt came with full blocks of these names."""
+        """Record a prompt. Its full blocks have these names."""
         if self._awaited:
             for name in [name for name in names if name in self._awaited]:
                 self._learn(self._awaited.pop(name)[0], 1.0)

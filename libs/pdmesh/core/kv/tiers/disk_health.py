@@ -1,10 +1,10 @@
 """Decides whether a disk may be written and read (F33).
 
-A full, read-only, broken or hanging disk is not used and is tried again later. A failed write makes
-the store read-only: one write per interval is let through as a probe, until one succeeds. Several
-failed reads in a row turn reading off in the same way. Intervals double up to a bound. An operation
-that makes no progress for `hang_s` turns its direction off at once. While it hangs, no probe is let
-through: it would hang, too.
+A disk that is full, read-only, broken or hanging is not used, but tried again later. After a failed
+write, writing is off: one write per interval is allowed as a probe, until a probe succeeds. After
+several failed reads in a row, reading is off in the same way. The intervals double up to a bound.
+An operation that makes no progress for `hang_s` turns off reading or writing at once. While it
+hangs, no probe is allowed, because the probe would hang as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DiskState(StrEnum):
 
 @dataclass(slots=True)
 class _Gate:
-    """One direction: closed after `limit` failures in a row, then open for one try per interval."""
+    """Reading or writing. After `limit` failures in a row, only one try per interval may pass."""
 
     limit: int
     first_s: float
@@ -40,7 +40,7 @@ class _Gate:
             return True
         if self.is_hanging or now < self.next_try:
             return False
-        self.next_try = now + self.wait_s  # this one is the probe; others wait for its outcome
+        self.next_try = now + self.wait_s  # this try is the probe, and others wait for its outcome
         return True
 
     def failed(self, now: float) -> None:
@@ -85,9 +85,10 @@ class DiskHealth:
         return self._reads.may_pass(now)
 
     def watch(self, reading_since: float | None, writing_since: float | None, now: float) -> bool:
-        """Report for the slowest read and the slowest write under way when it last made progress.
+        """Report when the slowest running read, and the slowest running write, last made progress.
 
-        None: none is under way. Call it often. Returns whether the state changed.
+        None means that no read or no write is running. Call this often. Returns whether the state
+        changed.
         """
         before = self.state
         for gate, since in ((self._reads, reading_since), (self._writes, writing_since)):
@@ -103,7 +104,7 @@ class DiskHealth:
         return self._writes.is_hanging
 
     def wrote(self, is_ok: bool, now: float) -> bool:
-        """A write has ended. Returns whether the state changed."""
+        """Record the end of a write. Returns whether the state changed."""
         before = self.state
         if is_ok:
             self._writes.worked()

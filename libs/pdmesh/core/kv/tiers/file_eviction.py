@@ -1,9 +1,10 @@
-"""Decides which KV files of a shared directory are evicted, and down to how many bytes (S105).
+"""Decides which KV files of a shared directory are evicted, and how many bytes may stay (S105).
 
-Files of owners beyond their share go first, then the least recently used. A file whose time of last
-use is in the future is kept until then, as long as kept files leave a quarter of the quota to the
-others. If the disk is full before the quota is reached, files are evicted once, and not again until
-a block has been written.
+An owner is a tenant under one salt. Files of owners with more than their share of the quota are
+evicted first, then other files. In both cases, the least recently used file comes first. A file
+whose time of last use is in the future is kept until that time. But kept files must leave a quarter
+of the quota to the others. If the disk is full although the quota is not reached, files are evicted
+once, and again only after a block has been written.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-LOW_WATER: Final = 0.9  # of the quota; eviction stops there
-KEPT_SHARE: Final = 0.75  # of the quota, for files that any instance keeps
-KEEP_FILES_S: Final = 24 * 3600.0  # for a file whose block many requests ask for
+LOW_WATER: Final = 0.9  # eviction ends at this share of the quota
+KEPT_SHARE: Final = 0.75  # the share of the quota for files that are kept until a time
+KEEP_FILES_S: Final = 24 * 3600.0  # how long to keep the file of a block that many requests use
 _AGE_STEP_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """`used_at`: when it was last used, by the wall clock, which the directory's hosts share."""
+    """A block's file. `used_at` is in wall-clock seconds, which the directory's hosts share."""
 
     path: Path
     num_bytes: int
@@ -37,8 +38,10 @@ class StoredFile:
 
 
 def first_use(now: float, position: int) -> float:
-    """The time of a new file's last use: a block counts as a little older than its predecessor in
-    the prompt, so the end of a prompt is evicted before its beginning.
+    """The time of last use of a new file, whose block is at `position` of its prompt.
+
+    A block counts as a little older than the block before it, so that the end of a prompt is
+    evicted before its beginning.
     """
     return now - position * _AGE_STEP_S
 
@@ -55,28 +58,28 @@ def room_on_full_disk(size: int, used: int) -> int:
 
 @dataclass(slots=True)
 class FullDisk:
-    """Whether files are evicted because the disk is full, whatever the quota says.
+    """Whether files are evicted because the disk is full, even if the quota is not reached.
 
     After one such eviction, nothing is evicted until a block has been written. Otherwise, if other
-    programs took the room each time, the store would be emptied for nothing.
+    programs took the freed bytes each time, the whole store would be evicted without any use.
     """
 
     _has_evicted: bool = False
 
     def may_evict(self) -> bool:
-        """The disk was full for a block: whether to evict and to try once more."""
+        """Whether to evict files and try once more, after the disk was full for a block."""
         may, self._has_evicted = not self._has_evicted, True
         return may
 
     def written(self) -> None:
-        """A block was written."""
+        """Record that a block was written."""
         self._has_evicted = False
 
 
 def eviction_order(
     files: Iterable[StoredFile], now: float, quota: int, owner_share: float
 ) -> Iterator[StoredFile]:
-    """The files that may be evicted, in order. `owner_share`: a share of the quota, 0 to 1."""
+    """The files that may be evicted, in order. `owner_share` is a share of the quota, 0 to 1."""
     by_use = sorted(files, key=lambda f: (f.used_at, f.path))
     of_owner: dict[str, int] = {}
     for stored in by_use:
@@ -95,9 +98,9 @@ def eviction_order(
 
 
 def _kept_too_many(kept: Sequence[StoredFile], quota: int) -> Iterator[StoredFile]:
-    """Kept files beyond the share, the file with the latest time first.
+    """The kept files beyond `KEPT_SHARE`, the file with the latest time first.
 
-    That time may come from a wrong clock, or from a pin that has been removed since.
+    The latest time may come from a wrong clock, or from a pin that has been removed since.
     """
     num_bytes = sum(stored.num_bytes for stored in kept)
     for stored in reversed(kept):

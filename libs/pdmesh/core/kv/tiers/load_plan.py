@@ -1,8 +1,8 @@
 """Decides which tier serves which blocks of a prompt, and if loading beats computing (S76, S106).
 
-A prompt is a chain of block names. Only an unbroken run counts, from the first block that the
-engine lacks. Each block comes from the fastest source that holds it, and sources work at the same
-time. The run ends where it saves most.
+The blocks to load are an unbroken run of the prompt's blocks, which begins with the first block
+that the engine lacks. Each block comes from the fastest source that holds it, and sources work at
+the same time. The run ends where it saves the most time against computing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _ORDER = {tier: rank for rank, tier in enumerate(Tier)}
 
 
 def prefix_length(mask: int, first: int = 0) -> int:
-    """How many positions from `first` on are in the mask without a gap."""
+    """How many positions from `first` on are set in the mask without a gap."""
     mask >>= first
     return (~mask & (mask + 1)).bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The time to load from a source: one wait, then a time per block."""
+    """The time to load from a source: a fixed wait, and a time per block."""
 
     latency_s: float
     block_s: float
@@ -34,7 +34,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A place that holds blocks of the chain. `name` tells peers apart; `held` masks positions."""
+    """A place that holds some of the blocks. `name` identifies a peer. `held` masks positions."""
 
     tier: Tier
     held: int
@@ -44,7 +44,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks `first` to `first + count - 1` of the chain come from one source."""
+    """Blocks `first` to `first + count - 1` of the prompt, which come from one source."""
 
     tier: Tier
     name: str
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """`runs` are in order and without gaps. `saved_s`: the time saved against computing them."""
+    """The runs to load, in order and without gaps, and the time that this saves."""
 
     runs: tuple[Run, ...] = ()
     saved_s: float = 0.0
@@ -71,9 +71,10 @@ def plan_load(
     recompute_block_s: float,
     min_saved_s: float = 0.0,
 ) -> LoadPlan:
-    """What to load of blocks `first` to `num_blocks - 1`; nothing unless it saves `min_saved_s`.
+    """Which of the blocks `first` to `num_blocks - 1` to load, if it saves at least `min_saved_s`.
 
-    Of lengths that save equally much, the longest is taken: it leaves the compute to others.
+    If several run lengths save equally much, the longest is chosen, since it leaves the engine's
+    compute to other requests.
     """
     ranked = sorted(sources, key=lambda s: (s.cost.block_s, s.cost.latency_s, _ORDER[s.tier]))
     chosen: list[int] = []  # by position from `first`, an index into `ranked`
@@ -105,9 +106,9 @@ def _runs(ranked: Sequence[Source], chosen: Sequence[int], first: int) -> Iterab
 
 @dataclass(slots=True)
 class CostBook:
-    """What loads took lately, per tier, and what computing a block takes.
+    """How long recent loads took, per tier, and how long computing a block takes.
 
-    Both are moving averages from a first guess.
+    Both are moving averages, which start from a guess.
     """
 
     costs: dict[Tier, Cost] = field(
@@ -118,12 +119,12 @@ class CostBook:
         }
     )
     recompute_block_s: float = 0.02
-    weight: float = 0.1  # of the newest observation
+    weight: float = 0.1  # how much the newest observation changes an average
 
     def loaded(self, tier: Tier, num_blocks: int, duration_s: float) -> None:
-        """`num_blocks` came in `duration_s`.
+        """Record that loading `num_blocks` took `duration_s`.
 
-        The latency stays as it is; the rest is time per block.
+        The latency is taken as constant, and the rest of the time is divided by the blocks.
         """
         if num_blocks <= 0:
             return
@@ -132,7 +133,7 @@ class CostBook:
         self.costs[tier] = Cost(old.latency_s, self._moved(old.block_s, block_s))
 
     def computed(self, num_blocks: float, duration_s: float) -> None:
-        """`num_blocks` of a prompt were computed in `duration_s`, whatever else ran meanwhile."""
+        """Record that computing `num_blocks` took `duration_s`, other requests' work included."""
         if num_blocks > 0:
             self.recompute_block_s = self._moved(self.recompute_block_s, duration_s / num_blocks)
 

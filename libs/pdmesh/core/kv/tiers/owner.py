@@ -1,4 +1,4 @@
-"""Names the owner of KV: of blocks, one tenant under one salt; of sessions' holds, one tenant."""
+"""Names the owner of KV. Blocks belong to a tenant under one salt, and holds to a tenant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OWNER_BYTES: Final = 8
 
 @functools.lru_cache(maxsize=1024)
 def owner_of(cache_salt: str) -> bytes:
-    """A digest, since the salt is the key of the tenant's block names and must never be written."""
+    """A digest of the salt. The salt itself must never be written, since it keys block names."""
     return hashlib.blake2b(
         cache_salt.encode(), digest_size=OWNER_BYTES, person=b"pdmesh-kv"
     ).digest()

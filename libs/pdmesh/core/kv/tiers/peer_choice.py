@@ -1,8 +1,9 @@
-"""Decides from which peers' host pools an instance may take a prompt's blocks, longest run first.
+"""Decides from which peers' host pools an instance may fetch a prompt's blocks.
 
-The kv-cache-index names the peers, and may be out of date. A peer must be the incarnation that the
-registry knows, in the region that the instance's KV stays in, and must not have sent corrupt KV.
-`load_plan.py` decides whether fetching from it beats computing.
+The kv-cache-index names the peers, and may be out of date. So a peer must still have the
+incarnation (process life) that the registry knows. It must be in the region to which the instance's
+KV is confined, and must not have sent corrupt KV. `load_plan.py` decides whether fetching is faster
+than computing.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Final
 
 from pdmesh.core.kv.transfer.source_exclusions import KvSource
 
-MAX_PEERS: Final = 4  # the longest runs
+MAX_PEERS: Final = 4  # the peers with the longest runs of blocks
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOwner:
-    """An instance as its record describes it. `addresses`: of its KV agents, by rank."""
+    """An instance as its record describes it. `addresses` has one KV agent per rank."""
 
     source: KvSource
     kv_region: str
@@ -27,7 +28,7 @@ class PoolOwner:
 
 @dataclass(frozen=True, slots=True)
 class PoolMatch:
-    """How many blocks of a chain a pool holds without a gap, as the index says."""
+    """How many of a prompt's first blocks a pool holds without a gap, according to the index."""
 
     source: KvSource
     num_blocks: int
@@ -40,7 +41,10 @@ def peers_to_ask(
     kv_region: str,
     corrupt: Collection[KvSource],
 ) -> list[tuple[PoolOwner, int]]:
-    """Each peer with the number of its blocks. `known`: by instance id; `me`: our own id."""
+    """The peers with the number of blocks that each holds, most first.
+
+    `known` has the instances of the registry by id. `me` is our own instance id.
+    """
     found = [
         (owner, match.num_blocks)
         for match in sorted(matches, key=lambda match: -match.num_blocks)

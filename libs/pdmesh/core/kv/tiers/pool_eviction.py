@@ -1,19 +1,20 @@
-"""Decides which block of a pool of KV blocks is evicted when room is needed (S78, S96).
+"""Decides which block a full pool of KV blocks evicts, and tracks each block's slot (S78, S96).
 
-It also knows which block is in which slot. Order of eviction:
-- free slots first;
-- then the least recently used block that no request has asked for again since it was stored;
-- then the least recently used block that some request has asked for again;
-- then the least recently used block that a paused session holds (`session_holds.py`).
+Room for a new block is found in this order:
+- a free slot;
+- the least recently used block that no request has asked for again since it was stored;
+- the least recently used block that some request has asked for again (a protected block);
+- the least recently used block that is held for a paused session (`session_holds.py`).
 
-A pinned block is in use and is never evicted. A block that many requests asked for (a system
-prompt) is kept. When too many blocks are kept, the least recently used kept block becomes an
-ordinary one. Blocks asked for again and kept blocks may each fill only a share of the pool, so that
-new blocks get their chance. An owner (a tenant, under one salt) at its quota makes room among its
-own blocks.
+A block that is being read is pinned and is not evicted. A block that many requests ask for, such as
+a system prompt, is kept, which means that it is not evicted either. If there are too many kept
+blocks, the least recently used of them becomes an ordinary block. Protected blocks and kept blocks
+may each fill only a share of the pool, so that new blocks can stay for a while. An owner (a tenant,
+under one salt) at its quota makes room among its own blocks.
 
-A block of a prefix that an operator pinned is fixed: it is not evicted. Fixed blocks may fill only
-a share of the pool; beyond it such a block is like any other until there is room.
+Blocks of a prefix that an operator pinned are called fixed here, and are not evicted. Fixed blocks
+may fill only a share of the pool. Beyond this share, such a block is an ordinary one until there is
+room.
 """
 
 from __future__ import annotations
@@ -30,44 +31,44 @@ from pdmesh.core.kv.tiers.session_holds import Holds
 class _Entry:
     slot: int
     owner: bytes
-    pins: int = 0
+    pins: int = 0  # how many readers use the block now
     num_uses: int = 0
     is_protected: bool = False  # asked for again since it was stored
     is_kept: bool = False
-    is_fixed: bool = False  # of a prefix that an operator pinned
-    is_doomed: bool = False  # forgotten while pinned: goes with the last pin
+    is_fixed: bool = False  # the block is of a prefix that an operator pinned
+    is_doomed: bool = False  # forgotten while pinned, and dropped with the last pin
 
 
 @dataclass(slots=True)
 class PoolBook:
-    """Pure bookkeeping.
+    """The names, slots and order of a pool's blocks. The bytes are elsewhere.
 
-    A slot is free, reserved for a block that is being written, or holds the block of one name.
+    Each slot is free, reserved for a block that is being written, or has one block.
     """
 
     num_slots: int
     owner_share: float = 1.0  # the share of the slots that one owner may hold
     protected_share: float = 0.8
     kept_share: float = 0.25
-    keep_after: int = 8  # uses
+    keep_after: int = 8  # uses of a block, after which it is kept
     fixed_share: float = PINNED_SHARE
-    held_share: float = 0.25  # of the pool, and of an owner's quota, for paused sessions
-    # The share of all holds that one owner's sessions may have: three others must find room, too.
+    held_share: float = 0.25  # for held blocks: a share of the pool, and of an owner's quota
+    # The share of all holds for one owner's sessions. A quarter leaves room for three other owners.
     owner_held_share: float = 0.25
     _free: list[int] = field(init=False)
     _entries: dict[bytes, _Entry] = field(default_factory=dict)
     _writing: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # slot, owner
-    # Blocks that are neither in use, kept nor fixed: least recently used first; the same by owner.
+    # The next two have blocks that are neither in use nor kept, fixed or held. Oldest use first.
     _probation: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _protected: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    _idle_of: dict[bytes, OrderedDict[bytes, None]] = field(default_factory=dict)
+    _idle_of: dict[bytes, OrderedDict[bytes, None]] = field(default_factory=dict)  # by owner
     _holds: Holds = field(init=False)
-    _held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # held, and not in use
-    _num_of: dict[bytes, int] = field(default_factory=dict)  # slots by owner, also while written
+    _held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # held and not in use
+    _num_of: dict[bytes, int] = field(default_factory=dict)  # slots by owner, reserved ones too
     _num_protected: int = 0
     _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the oldest use first
     _newly_kept: dict[bytes, None] = field(default_factory=dict)  # since `take_kept`
-    _to_fix: dict[bytes, None] = field(default_factory=dict)  # in the order of `fix`, stored or not
+    _to_fix: dict[bytes, None] = field(default_factory=dict)  # all names of `fix`, stored or not
     _num_fixed: int = 0
     _stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
     _removed: dict[bytes, None] = field(default_factory=dict)
@@ -97,7 +98,7 @@ class PoolBook:
         return [name for name, entry in self._entries.items() if not entry.is_doomed]
 
     def held(self, names: Sequence[bytes]) -> int:
-        """A mask of the positions whose block is in the pool."""
+        """A mask of the positions in `names` whose block is in the pool."""
         mask = 0
         for position, name in enumerate(names):
             if name in self:
@@ -110,7 +111,7 @@ class PoolBook:
     # -- use --------------------------------------------------------------------------------------
 
     def pin(self, name: bytes) -> int | None:
-        """The block's slot, safe to read until `unpin`. None if the block is not in the pool."""
+        """The block's slot, which may be read until `unpin`. None if there is no such block."""
         entry = self._entries.get(name)
         if entry is None or entry.is_doomed:
             return None
@@ -121,9 +122,9 @@ class PoolBook:
         return entry.slot
 
     def unpin(self, name: bytes, is_use: bool = True) -> None:
-        """`is_use`: the block served a request.
+        """End one reading of the block. `is_use` means that the block served a request.
 
-        Such a block becomes the most recently used one, and is evicted only after new blocks.
+        If so, the block becomes the most recently used one, and is evicted only after new blocks.
         """
         entry = self._entries[name]
         assert entry.pins > 0, "unpinned more often than pinned"
@@ -152,7 +153,7 @@ class PoolBook:
             self._keep(name, entry)
 
     def _keep(self, name: bytes, entry: _Entry) -> None:
-        """Keep a block that was in use until now; at the bound, unkeep the least recently used."""
+        """Keep a block that has just been used, and end this for the oldest one at the bound."""
         if (most := int(self.kept_share * self.num_slots)) == 0:
             return
         if len(self._kept) >= most:
@@ -162,7 +163,7 @@ class PoolBook:
         self._kept[name] = self._newly_kept[name] = None
 
     def _unkeep(self, name: bytes) -> None:
-        """Undo what `_keep` did, once the block is out of `_kept`."""
+        """End the keeping of a block that is no longer in `_kept`."""
         self._newly_kept.pop(name, None)
         entry = self._entries[name]
         entry.is_kept, entry.num_uses = False, 0
@@ -170,9 +171,10 @@ class PoolBook:
             self._enter_idle(name, entry)
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """The chain was used as a whole.
+        """Record a use of all these blocks, which are the chain of one prompt.
 
-        Its head becomes the most recently used block, so its tail is evicted first.
+        The prompt's first block becomes the most recently used one, so the prompt's end is evicted
+        before its beginning.
         """
         for name in reversed(names):
             if name in self._probation:
@@ -192,11 +194,12 @@ class PoolBook:
     # -- sessions ---------------------------------------------------------------------------------
 
     def hold(self, session: str, owner: bytes, names: Sequence[bytes], until: float) -> None:
-        """The session has paused: evict its blocks last, also those that are stored later.
+        """Hold blocks for a session that has paused, so that they are evicted last.
 
-        `names` replace what it held before. Holds are bounded by `held_share` and, for all sessions
-        of `owner` (here a tenant, whatever its salts), by `owner_held_share`; the head of `names`
-        wins.
+        A block that is not stored yet is held as soon as it is stored. `names` replace what the
+        session held before. Holds are bounded by `held_share` and, for all sessions of `owner`
+        (here a tenant, whatever its salts), by `owner_held_share`. The first of `names` take
+        precedence.
         """
         self._end_holds(self._holds.remove(session))
         for name in self._holds.add(session, owner, names, until, self.__contains__):
@@ -206,13 +209,15 @@ class PoolBook:
                 self._enter_idle(name, entry)
 
     def resume(self, session: str) -> None:
-        """The session continues: its blocks are like any other."""
+        """End the holds of a session that continues."""
         self._end_holds(self._holds.remove(session))
 
     def retire(self, session: str, names: Sequence[bytes]) -> None:
-        """The session is done: evict its blocks first, the tail before the head.
+        """Evict a session's blocks before all others, because the session is done.
 
-        Blocks that are kept or fixed, or that another session holds, stay as they are.
+        The end of a prompt is evicted before its beginning.
+
+        Blocks that are kept or fixed, or that another session holds, are not changed.
         """
         self.resume(session)
         for name in names:
@@ -239,7 +244,7 @@ class PoolBook:
         return len(self._holds)
 
     def _end_holds(self, names: Iterable[bytes]) -> None:
-        """No session holds these blocks now."""
+        """Move blocks that no session holds any more to where ordinary blocks are."""
         for name in names:
             entry = self._entries.get(name)
             if entry is not None and self._is_idle(entry):
@@ -258,9 +263,9 @@ class PoolBook:
         return name in self and self._entries[name].is_fixed
 
     def fix(self, names: Iterable[bytes]) -> None:
-        """These blocks stay once they are stored, as far as the share allows.
+        """Do not evict these blocks once they are stored, as far as `fixed_share` allows.
 
-        They replace the names of the last call.
+        The names replace those of the last call.
         """
         before, self._to_fix = self._to_fix, dict.fromkeys(names)
         for name in before:
@@ -294,7 +299,7 @@ class PoolBook:
             self._enter_idle(name, entry)
 
     def take_kept(self) -> tuple[bytes, ...]:
-        """Blocks that became kept since the last call: other tiers should keep them, too."""
+        """The blocks that became kept since the last call, for other tiers to keep, too."""
         names = tuple(self._newly_kept)
         self._newly_kept.clear()
         return names
@@ -302,9 +307,9 @@ class PoolBook:
     # -- coming and going -------------------------------------------------------------------------
 
     def reserve(self, name: bytes, owner: bytes) -> int | None:
-        """A slot to write the block into; it can be found after `commit`.
+        """A slot to write the block into. The block can be found after `commit`.
 
-        None: the block is here or being written already, or no room can be made.
+        None if the block is stored or being written already, or if no room can be made.
         """
         if name in self._entries or name in self._writing:
             return None
@@ -325,7 +330,7 @@ class PoolBook:
         return slot
 
     def commit(self, name: bytes) -> None:
-        """The block is written and can be found from now on."""
+        """The block has been written and can be found from now on."""
         slot, owner = self._writing.pop(name)
         entry = self._entries[name] = _Entry(slot, owner)
         self._holds.arrive(name)
@@ -338,15 +343,15 @@ class PoolBook:
             self._stored[name] = None
 
     def abandon(self, name: bytes) -> None:
-        """Nothing usable was written."""
+        """The block could not be written, so its slot is free again."""
         slot, owner = self._writing.pop(name)
         self._free.append(slot)
         self._count_out(owner)
 
     def forget(self, name: bytes) -> None:
-        """The block is bad or unwanted: not found from now on.
+        """Make a bad or unwanted block impossible to find.
 
-        Its slot is free once nothing reads it.
+        Its slot is free once nothing reads the block.
         """
         entry = self._entries.get(name)
         if entry is None or entry.is_doomed:
@@ -359,7 +364,7 @@ class PoolBook:
         self._drop(name, entry)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """(stored, removed) since the last call; a block that is as it was then is in neither."""
+        """(stored, removed): the changes since the last call. Names that were both are left out."""
         changes = tuple(self._stored), tuple(self._removed)
         self._stored.clear()
         self._removed.clear()
@@ -407,7 +412,7 @@ class PoolBook:
         self._idle_of.setdefault(entry.owner, OrderedDict())[name] = None
 
     def _leave_idle(self, name: bytes, entry: _Entry, was_held: bool | None = None) -> None:
-        """`was_held`: whether a session held it until now; None: as it is now."""
+        """`was_held` tells whether the block is in `_held`. If it is None, `_holds` tells."""
         if entry.is_kept or entry.is_fixed:
             return
         if name in self._holds if was_held is None else was_held:

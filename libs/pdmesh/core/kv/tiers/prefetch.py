@@ -1,7 +1,7 @@
-"""Decides how many blocks of a peer are brought here before a prompt needs them (ADR 0041).
+"""Decides how many blocks an instance fetches from a peer before a prompt needs them (ADR 0041).
 
-`load_plan.py` decides which of these blocks are worth it. Its time to compute a block is then
-weighted by the chance that a prompt needs the blocks.
+`load_plan.py` then decides which of these blocks are worth fetching. For that, the time to compute
+a block is multiplied by the chance that a prompt will need the blocks.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Final
 
 from pdmesh.core.kv.tiers.load_plan import Cost
 
-MAX_PREFETCHING: Final = 256  # if this many blocks are under way, nothing is prefetched
-_POOL_SHARE: Final = 8  # prefetches may take one in 8 of the pool's slots
-_TIME_SHARE: Final = 2  # they are expected within one half of the time limit
+MAX_PREFETCHING: Final = 256  # while so many blocks are being fetched, no more are prefetched
+_POOL_SHARE: Final = 8  # prefetches may take an eighth of the pool's slots
+_TIME_SHARE: Final = 2  # prefetches should end within half of the time limit
 
 
 def most_prefetched(cost: Cost, timeout_s: float, num_slots: int, num_loading: int) -> int:
-    """How many blocks arrive in time at the peers' `cost` and fit a share of the `num_slots`.
+    """How many blocks arrive in time at the peer's `cost` and fit a share of the `num_slots`.
 
-    The `num_loading` blocks that are under way count against that share and MAX_PREFETCHING.
+    The `num_loading` blocks that are being fetched count against that share and MAX_PREFETCHING.
     """
     in_time = int((timeout_s / _TIME_SHARE - cost.latency_s) / cost.block_s)
     at_once = min(MAX_PREFETCHING, num_slots // _POOL_SHARE) - num_loading

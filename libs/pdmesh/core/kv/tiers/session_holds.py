@@ -1,16 +1,17 @@
-"""Decides which KV is held for a session that has paused (for a tool): at which instances, which
-blocks, and within which bounds (S108).
+"""Decides which KV is held for a session that has paused: where, which blocks, how many (S108).
 
-When a call has ended, its gateway tells the instances that served it. The next turn may run
-elsewhere. So the gateway remembers instances that were told of a pause, and also tells them when
-the session continues or is done. Another gateway does not know them: then the holds end by their
-time.
+A session is a chat that stops for a tool call and continues later. A hold keeps one KV block for
+one session: until the hold's time is over, the instance's pool evicts the block last. Holds are
+bounded for the pool and for each owner (a tenant). A session that pauses beyond the bound holds
+nothing.
 
-An instance's pool evicts the held blocks last. A hold keeps one block for one session until its
-time is over. Holds are bounded for the pool and for each owner (a tenant): a session that pauses
-beyond the bound holds nothing. Only blocks that are in the pool count. Blocks that a session names
-before they are stored are awaited, within bounds of the same size, and held when they come if there
-is room.
+A session may name blocks that are not stored yet. The session awaits these blocks, within bounds of
+the same size. When such a block is stored, it is held if there is room.
+
+When a call has ended, its gateway tells the instances that served it whether the session pauses.
+The session's next turn may run on other instances. So the gateway remembers which instances know of
+the pause, and tells them when the session continues or is done. If the next turn comes through
+another gateway, that one does not know the instances, and the holds end when their time is over.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from enum import StrEnum
 from typing import Final
 
 MAX_HOLD_S: Final = 600.0
-MAX_SESSION_NAMES: Final = 8192  # blocks of one session, the head of its prompt first
+MAX_SESSION_NAMES: Final = 8192  # blocks of one session, from the start of its prompt
 MAX_SESSION_CHARS: Final = 256
 MAX_PAUSED: Final = 16_384  # sessions whose instances a gateway remembers
-MAX_TOLD: Final = 16  # instances that a gateway remembers of one session, the latest
+MAX_TOLD: Final = 16  # instances that a gateway remembers of one session, the latest ones
 
 
 class SessionState(StrEnum):
-    """What a client says about its session in a request: what it does after the answer."""
+    """What a session does after the answer, as its client says in a request."""
 
     PAUSED_FOR_TOOL = "paused_for_tool"  # a tool runs, and then the session goes on
-    RESUMED = "resumed"  # it goes on: nothing is held any more
+    RESUMED = "resumed"  # the session continues, and nothing is held any more
     DONE = "done"  # no request follows
 
 
@@ -42,19 +43,22 @@ class SessionState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Pause:
-    """Which instances were told that a session has paused."""
+    """The instances that were told that a session has paused."""
 
     instance_ids: tuple[str, ...]
-    until: float  # then no instance holds anything
+    until: float  # all holds of the session have ended at this time
 
 
 @dataclass(slots=True)
 class PausedSessions:
-    """`hold_s`: for how long a pause holds blocks. Times are in seconds of the caller's clock."""
+    """The sessions whose pauses a gateway has reported. A pause holds blocks for `hold_s`.
+
+    Times are in seconds, on the caller's clock.
+    """
 
     hold_s: float
     max_paused: int = MAX_PAUSED
-    # By the session's key, in the order of the pauses, which is also the order of their ends.
+    # By the session's key, in the order in which the sessions paused and their holds end.
     _pauses: OrderedDict[str, _Pause] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
@@ -63,10 +67,10 @@ class PausedSessions:
     def ended(
         self, session: str, state: SessionState, told: Sequence[str], now: float
     ) -> Sequence[str]:
-        """A call of the session has ended, and these instances are told of the session's state.
+        """Record that a call of the session has ended and that the instances in `told` know it.
 
-        Unless it has paused again, returns the instances that heard only of an earlier pause: these
-        must be told of the state, too, without blocks.
+        If the session has paused again, returns nothing. Otherwise returns the other instances that
+        know of an earlier pause. The caller must tell them the new state, without blocks.
         """
         has_paused = state is SessionState.PAUSED_FOR_TOOL
         if has_paused and not told:
@@ -94,11 +98,11 @@ class PausedSessions:
 def held_blocks(
     prompts: Iterable[Sequence[bytes]], num_choices: int, answer: Callable[[], Sequence[bytes]]
 ) -> list[bytes]:
-    """The names of the blocks that an instance holds; with several choices, only the prompts'.
+    """The names of the blocks that an instance should hold for a session, prompts first.
 
-    The client continues with the answer of at most one choice. `prompts` has the names of the
-    prompts that the instance served, `num_choices` the call's number of choices, and `answer` the
-    names of the first choice's answer.
+    `prompts` has the block names of the prompts that the instance served. If the call asks for one
+    choice, the blocks of the `answer` are held as well. If it asks for several choices, no answer
+    is held, because the client continues with at most one of them.
     """
     blocks = dict.fromkeys(name for prompt in prompts for name in prompt)
     if num_choices == 1:
@@ -111,7 +115,7 @@ def held_blocks(
 
 @dataclass(slots=True)
 class _Budget:
-    """How many places are taken, by owner."""
+    """Counts the places that are taken, in all and by owner."""
 
     most: int
     most_of_owner: int
@@ -122,7 +126,7 @@ class _Budget:
         return self.num < self.most and self.num_of.get(owner, 0) < self.most_of_owner
 
     def take(self, owner: bytes) -> bool:
-        """Whether there was a place, which is now taken."""
+        """Take a place. False if there is none."""
         if not self.has_room(owner):
             return False
         self.num += 1
@@ -138,7 +142,7 @@ class _Budget:
 
 @dataclass(slots=True)
 class _Paused:
-    """A session, and its blocks in the order in which it named or got them."""
+    """A paused session. `held` is in the order in which the session named or got the blocks."""
 
     owner: bytes
     until: float
@@ -148,7 +152,7 @@ class _Paused:
 
 @dataclass(slots=True)
 class Holds:
-    """Times are in seconds of the caller's clock."""
+    """The holds in one pool. Times are in seconds of the caller's clock."""
 
     most: int
     most_of_owner: int
@@ -157,7 +161,7 @@ class Holds:
     _sessions: dict[str, _Paused] = field(default_factory=dict)  # each holds or awaits a block
     _holders: dict[bytes, dict[str, None]] = field(default_factory=dict)  # sessions by block
     _awaiters: dict[bytes, dict[str, None]] = field(default_factory=dict)
-    # (until, session), the earliest first; also of sessions that have continued since.
+    # (until, session), the earliest first. Sessions that have continued may still be here.
     _times: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -178,9 +182,9 @@ class Holds:
         until: float,
         is_stored: Callable[[bytes], bool],
     ) -> list[bytes]:
-        """Hold `names` for a session that holds nothing. Returns those that no session held before.
+        """Hold `names` for a session that holds nothing, and await those that are not stored yet.
 
-        It awaits those that are not stored yet.
+        Returns the names that no session held before.
         """
         assert session not in self._sessions
         fresh: list[bytes] = []
@@ -205,7 +209,7 @@ class Holds:
         return fresh
 
     def arrive(self, name: bytes) -> None:
-        """The block is stored now: sessions that awaited it hold it, as far as there is room."""
+        """The block is stored now. Sessions that awaited it hold it, as far as there is room."""
         for session in self._awaiters.pop(name, ()):
             paused = self._sessions[session]
             del paused.awaited[name]
@@ -216,10 +220,10 @@ class Holds:
                 self._forget_if_empty(session, paused)
 
     def remove(self, session: str) -> list[bytes]:
-        """The session holds nothing any more.
+        """End all holds of the session.
 
-        Returns the blocks that no session holds now, the one that it got last first. So the tail of
-        a prompt is evicted before its head.
+        Returns the blocks that no session holds any more, in reverse order, so that the end of a
+        prompt is evicted before its beginning.
         """
         if (paused := self._sessions.pop(session, None)) is None:
             return []
@@ -232,7 +236,7 @@ class Holds:
         return [name for name in reversed(paused.held) if name not in self._holders]
 
     def expire(self, now: float) -> list[bytes]:
-        """End holds whose time is over. Returns the blocks that no session holds now."""
+        """End the holds whose time is over. Returns the blocks that no session holds any more."""
         ended: list[bytes] = []
         while self._times and self._times[0][0] <= now:
             until, session = heapq.heappop(self._times)
@@ -242,7 +246,7 @@ class Holds:
         return ended
 
     def drop(self, name: bytes) -> None:
-        """The block is gone."""
+        """End all holds of a block that has left the pool."""
         for session in self._holders.pop(name, ()):
             paused = self._sessions[session]
             del paused.held[name]
@@ -258,7 +262,7 @@ class Holds:
             del self._sessions[session]
 
     def _tidy_times(self) -> None:
-        """Drop the times of sessions that have continued, once there are many."""
+        """If there are many entries of sessions that have continued, drop them from `_times`."""
         if len(self._times) > 2 * len(self._sessions) + 64:
             self._times = [(paused.until, s) for s, paused in self._sessions.items()]
             heapq.heapify(self._times)

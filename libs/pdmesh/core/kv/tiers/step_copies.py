@@ -1,10 +1,10 @@
 """Decides which blocks a step of the engine loads from the host pool, and which it saves there.
 
-A prompt may come with a lease: blocks of its chain that every rank has pinned in its pool. The
-blocks that the engine lacks are loaded at the start of the step that begins the prompt. Every block
-that a step completes is saved at the step's end, since vLLM does not report evictions in time.
-vLLM's scheduler reports what happens; the ranks (`tier_worker.py`) carry out the decisions. Before
-that, `load_plan.py` has decided which blocks of the prompt are worth loading into the pool.
+The host pool has KV blocks in host memory. First, `load_plan.py` decides which blocks of a prompt
+are worth having in the pool. The prompt then comes with a lease on these blocks, which every rank
+has pinned in its pool. The step that begins the prompt loads the blocks that the engine lacks. A
+step saves every block that it completes, because vLLM reports evictions too late for saving. The
+events come from vLLM's scheduler. The ranks carry out the decisions (`tier_worker.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from pdmesh.core.kv.tiers.owner import owner_of
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """Blocks `first`, `first + 1`, ... of a lease go into `block_ids`, by cache group.
+    """Copies blocks `first`, `first + 1`, ... of a lease to `block_ids`, which are by cache group.
 
-    A group that does not need a block has `NULL_BLOCK` for it. Without `block_ids`, the lease is
-    not needed.
+    If a group does not need a block, the id is `NULL_BLOCK`. Empty `block_ids` only end the lease.
     """
 
     leg: int
@@ -32,7 +31,10 @@ class PoolLoad:
 
 @dataclass(frozen=True, slots=True)
 class PoolSave:
-    """The chain `names` is complete; its last blocks are new, in `block_ids` by cache group."""
+    """Saves a prompt's newest complete blocks from `block_ids`, which are by cache group.
+
+    `names` has the names of all complete blocks of the prompt, the newest last.
+    """
 
     names: tuple[bytes, ...]
     owner: bytes
@@ -45,12 +47,12 @@ class StepCopies:
 
     loads: list[PoolLoad] = field(default_factory=list)
     saves: list[PoolSave] = field(default_factory=list)
-    num_tokens: int = 0  # that the step computes
+    num_tokens: int = 0  # how many tokens the step computes
 
 
 @dataclass(slots=True)
 class _Chain:
-    """The blocks of one request that have names in the mesh."""
+    """The named blocks of one request."""
 
     root: bytes
     owner: bytes
@@ -68,7 +70,7 @@ class _Offer:
 
 
 class StepCopyPlanner:
-    """Facts in, one `StepCopies` out per step. `key` is the engine's name of a request."""
+    """Takes the events of a step and makes its `StepCopies`. `key` is vLLM's id of a request."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -86,12 +88,10 @@ class StepCopyPlanner:
         is_pulled: bool = False,
         images: Sequence[ImageAt] = (),
     ) -> None:
-        """A request arrived.
+        """A request has arrived. `offer` is (leg, first, count) of its lease, if it has one.
 
-        `offer` is (leg, first, count) of its lease. Without a salt its blocks have no names.
-
-        If a prompt is pulled from a prefill, only the answer is saved: the prompt is in the
-        prefill's pool.
+        Without a salt, the blocks have no names and are not saved. If the prompt's KV is pulled
+        from a prefill, only the answer is saved, because the prefill's pool has the prompt.
         """
         if offer is not None:
             self._offers[key] = _Offer(*offer)
@@ -103,11 +103,14 @@ class StepCopyPlanner:
             return
         chain = self._chains[key] = _Chain(root, owner_of(cache_salt), tokens, images)
         if is_pulled:
-            # The last of these tokens is token 1: the prefill never had its KV.
+            # The last of these tokens is token 1. The prefill never computed its KV.
             chain.num_saved = (len(tokens) - 1) // self._block_size
 
     def num_external_tokens(self, key: str, num_local_tokens: int) -> int:
-        """Tokens that the lease adds to those in the engine; 0 if it does not continue them."""
+        """How many tokens the lease adds to the `num_local_tokens` that the engine has.
+
+        0 if the lease does not continue these tokens.
+        """
         offer = self._offers.get(key)
         if offer is None or num_local_tokens % self._block_size:
             return 0
@@ -117,9 +120,9 @@ class StepCopyPlanner:
         return (offer.first + offer.count - num_local) * self._block_size
 
     def allocated(self, key: str, block_ids: BlockLists, num_external_tokens: int) -> None:
-        """The request has its blocks; the load follows in the same step.
+        """The request has its blocks, and the load follows in the same step.
 
-        The lease is used once: if vLLM asks again, there is no lease.
+        A lease is used once. If vLLM asks again for the request, there is no lease.
         """
         offer = self._offers.pop(key, None)
         if offer is None:
@@ -141,7 +144,7 @@ class StepCopyPlanner:
         chain = self._chains.get(key)
         if chain is None:
             return
-        # Drafts are scheduled but not among the tokens: only known tokens have a name.
+        # Draft tokens are scheduled but are not in `tokens`. Only known tokens have a name.
         known = min(num_computed_tokens + num_scheduled_tokens, len(chain.tokens))
         num_full = known // self._block_size
         if num_full <= chain.num_saved:
@@ -156,7 +159,7 @@ class StepCopyPlanner:
         chain.num_saved = num_full
 
     def finished(self, key: str) -> None:
-        """The request is over, whatever the reason."""
+        """The request is over, for whatever reason."""
         self._chains.pop(key, None)
         offer = self._offers.pop(key, None)
         if offer is not None:
@@ -174,9 +177,9 @@ class StepCopyPlanner:
 def _from(
     block_ids: BlockLists, first: int, end: int, who: Callable[[Iterable[bool]], bool]
 ) -> BlockIds:
-    """The ids of the blocks below `end`, by group, from the first block that groups hold.
+    """By group, the ids of the blocks below `end`, from the first block that is held.
 
-    `who` is `any` or `all`: whether one group must hold that block, or all groups must.
+    `who` is `any` or `all`: whether the first block must be held by one group or by all groups.
     """
     rows = list(zip(*(ids[first:end] for ids in block_ids), strict=True))
     held = [who(i != NULL_BLOCK for i in row) for row in rows]

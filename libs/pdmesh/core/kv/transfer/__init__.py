@@ -1,3 +1,5 @@
-"""Both ends of a KV transfer: which instance may pull what, in which order, in parts of which size,
-until when, and which sources are excluded for a while.
+"""Both ends of a KV transfer from a prefill to a decode.
+
+The modules decide who may pull which KV, how a pull is cut into parts, in which order pulls run,
+how long a sender keeps the KV, and which sources are excluded for a while.
 """

@@ -1,10 +1,11 @@
-"""Decides whether KV waits and lands in a GPU's memory or in the host's (S50, S57).
+"""Decides whether KV is sent from and received in the GPU's memory or the host's (S50, S57).
 
-From an arena on the GPU, UCX moves KV without the host: by cuda_ipc to another GPU of the machine,
-by GPUDirect over RDMA to another machine. Where UCX can do neither, it would copy through host
-memory itself, in small pieces, while the agent waits. In that case the arena is in page-locked host
-memory, which the GPU's copy engines fill and empty. `REQUIRE_RDMA` turns that fallback, and KV over
-tcp, into an error at the start.
+An arena is memory that is registered once for KV transfers. If the arena is on the GPU, UCX moves
+KV past the host: by cuda_ipc to another GPU of the same machine, or by GPUDirect over RDMA to
+another machine. If UCX can do neither, the arena is in page-locked host memory, and the GPU's copy
+engines fill and empty it. (With an arena on the GPU, UCX would then copy through host memory in
+small pieces, while the agent waits.) If `REQUIRE_RDMA` is set, an instance that would have to use
+host memory in this way, or tcp, fails at its start.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-# UCX's RDMA transports begin so: verbs and mlx5 (rc, dc, ud), EFA (srd), BlueField's DMA (gga).
+# Prefixes of UCX's RDMA transports: verbs and mlx5 (rc, dc, ud), EFA (srd), BlueField's DMA (gga).
 _RDMA: Final = ("rc_", "dc_", "ud_", "srd", "gga_")
 _COPIES: Final = "cuda_copy"
 _OWN_GPUS: Final = "cuda_ipc"
 
 
 class KvMemory(StrEnum):
-    """Where arenas are. Also the setting: AUTO chooses the GPU where that pays."""
+    """Where arenas are. As a setting, AUTO means DEVICE unless `_obstacle` prevents that."""
 
     AUTO = "auto"
     HOST = "host"
@@ -29,14 +30,14 @@ class KvMemory(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PathFacts:
-    """What was found on this machine. `transports` are UCX's, with the options that will be used.
+    """What was found out about this machine.
 
-    `reads_gpu_memory` says by what an RDMA device reads and writes the GPU's memory:
-    "nvidia_peermem", "DMA-BUF", or empty.
+    `transports` are those that UCX has under the options that will be used. `reads_gpu_memory` is
+    how an RDMA device accesses the GPU's memory: "nvidia_peermem", "DMA-BUF", or empty.
     """
 
     device: str  # cpu or cuda
-    is_local: bool  # KV stays on this machine: its address is a loopback one
+    is_local: bool  # the address for KV is a loopback one, so KV stays on this machine
     transports: frozenset[str] = frozenset()
     reads_gpu_memory: str = ""
     arena_bytes: int = 0
@@ -57,11 +58,11 @@ class KvPath:
 
 
 class NoSuchPath(ValueError):
-    """The settings ask for a path that this machine does not have; one line of text says why."""
+    """The settings ask for a path that this machine does not have. The text is one line."""
 
 
 def decide_path(asked: KvMemory, facts: PathFacts, *, requires_rdma: bool) -> KvPath:
-    """Raises NoSuchPath if the machine cannot do what KV_MEMORY=device or REQUIRE_RDMA asks."""
+    """Raises NoSuchPath if the machine cannot do what KV_MEMORY=device or REQUIRE_RDMA demands."""
     obstacle = _obstacle(facts)
     if requires_rdma:
         _check_rdma(asked, facts, obstacle)
@@ -81,7 +82,7 @@ def decide_path(asked: KvMemory, facts: PathFacts, *, requires_rdma: bool) -> Kv
 
 
 def _obstacle(facts: PathFacts) -> str:
-    """Why KV goes through host memory; empty if it need not."""
+    """Why KV must go through host memory. Empty if it need not."""
     if facts.device == "cpu":
         return "the engine computes on a CPU"
     if _COPIES not in facts.transports:
@@ -116,7 +117,7 @@ def _check_rdma(asked: KvMemory, facts: PathFacts, obstacle: str) -> None:
 
 
 def transports_of(context_info: str) -> frozenset[str]:
-    """The transports in the text that UCX prints of a context: "... flags -- tcp/eth0"."""
+    """The transports in UCX's description of a context, which has lines like "... -- tcp/eth0"."""
     found = set()
     for line in context_info.splitlines():
         words = line.strip("# ").split()

@@ -1,14 +1,15 @@
-"""Decides when a load's blocks may be written, when another request may have them, and when its
-landing ranges are free.
+"""Decides when a load's blocks may be written, and when blocks and landings may be used again.
 
-A load pulls one prompt's KV, and scatters what lands into blocks that its request holds. The blocks
-are released, or given to the computation, only when the pull has ended and no copy into them is
-under way. From then on no range is scattered, even if the KV agent has not heard of the end yet.
-Landing ranges are free when the pull has delivered them or the agent knows that no late write can
-reach them, and never before the blocks are settled.
+A load pulls one prompt's KV into landings (ranges of registered memory), and scatters it into the
+blocks that its request holds. The blocks are released, or given to the engine for computing, only
+when the pull has ended and no copy into them is running. After the pull's end, nothing more is
+scattered, even if the KV agent still delivers bytes. A landing is free when the pull has delivered
+all of its bytes, or when the agent knows that no late write can reach the landing. But no landing
+is free while a copy from it into the blocks may run.
 
-Pulls take turns (S53). A pull whose prompt is still being computed takes no turn, since its KV
-comes at the pace of prefill. Its load is complete when the KV and token 1 are both there.
+Pulls take turns (S53). A pull whose prompt is still being computed takes no turn, because its KV
+comes only as fast as prefill computes it. Such a load is complete when the KV and token 1 are both
+there.
 """
 
 from __future__ import annotations
@@ -46,35 +47,35 @@ from pdmesh.core.kv.transfer.receiver_events import FreeLanding
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.core.model import Tick
 
-MAX_EXPECTED: Final = 4096  # first tokens of loads that have not started
+MAX_EXPECTED: Final = 4096  # legs whose token 1 came first and whose load has not started
 _OVERDUE: Final = LoadFailure(PullFailure.OVERDUE, "its turn did not come in time")
 
 
 @dataclass(slots=True)
 class _Load:
     started: float
-    landings: set[int]  # offsets of ranges that may be written into
+    landings: set[int]  # offsets of the ranges that may still be written
     awaits_token: bool
-    has_blocks: bool  # its blocks are neither complete nor released
+    has_blocks: bool  # the blocks have been neither completed nor released
     is_begun: bool = False
-    is_over: bool = False  # its pull has ended, or will never begin
+    is_over: bool = False  # the pull has ended, or will never begin
     num_scattering: int = 0
     failure: LoadFailure | None = None
     is_cancelled: bool = False
     is_landing_free: bool = False
-    waits_since: float = math.inf  # since then only bytes are missing: turn and prefill are done
+    waits_since: float = math.inf  # when prefill was done and the turn had come
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is copied into its blocks any more."""
+        """Whether nothing is copied into the blocks any more."""
         return self.is_over and not self.num_scattering
 
 
-MAX_PULLS: Final = 64  # at once, of one rank
+MAX_PULLS: Final = 64  # on one rank at the same time
 
 
 class IncomingBlocks:
-    """One rank's loads, by leg. `handle` is the only way to change it."""
+    """One rank's loads, by leg. Only `handle` changes them."""
 
     def __init__(self, max_pulls: int) -> None:
         self.recorder = FlightRecorder()
@@ -168,7 +169,7 @@ class IncomingBlocks:
     def _on_verified(self, leg: int) -> list[IncomingEffect]:
         load = self._loads.get(leg)
         if load is None or not load.has_blocks or load.is_over or load.is_cancelled:
-            return []  # the agent has not heard of the end yet
+            return []  # the KV agent has not heard of the load's end yet
         load.num_scattering += 1
         return [Scatter(leg)]
 
@@ -183,7 +184,7 @@ class IncomingBlocks:
         return self._settle(event.leg, now)
 
     def _settle(self, leg: int, now: float) -> list[IncomingEffect]:
-        """If the pull and all copies have ended, end the load; its turn goes to the next pull."""
+        """If the pull and all copies have ended, end the load and give its turn to the next."""
         if not self._loads[leg].is_settled:
             return []
         return self._end(leg, now) + self._begin_all(self._queue.end(leg), now)
@@ -239,12 +240,12 @@ class IncomingBlocks:
         if not load.is_begun:
             begun = self._queue.end(leg)
             return self._leave_queue(leg, now) + self._begin_all(begun, now)
-        if load.is_settled:  # it only waits for token 1
+        if load.is_settled:  # the load only waits for token 1
             return self._settle_blocks(leg)
         return [] if load.is_over else [CancelPull(leg)]
 
     def _leave_queue(self, leg: int, now: float) -> list[IncomingEffect]:
-        """The load is over before its turn, so no pull was started."""
+        """End a load whose turn has not come, so that no pull was started."""
         load = self._loads[leg]
         load.is_over = True
         self._drop_landings(load, list(load.landings))

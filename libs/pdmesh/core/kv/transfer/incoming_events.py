@@ -1,4 +1,8 @@
-"""What happens to a decode rank's KV loads, and what is to be done; see `incoming_blocks.py`."""
+"""The events and effects of a decode rank's KV loads, which `incoming_blocks.py` decides about.
+
+A load pulls one prompt's KV into landings (ranges of registered memory) and scatters it into the
+request's blocks. The leg, a request's stay on one instance, identifies the load.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,10 @@ from pdmesh.core.model import Tick
 class LoadStarted:
     """A request's blocks are allocated, and its KV is to be pulled into them.
 
-    `landings`: the offsets of the ranges that its pull lands in. `source`: the source in whose
-    queue it waits for its turn, for at most `timeout_s`; None: it takes no turn. `is_early`: token
-    1 is not known yet. Without blocks, the pull only tells the sender that all KV is here.
+    `landings` has the offsets of the ranges that the pull writes to. The load waits for its turn in
+    the queue of `source`, for at most `timeout_s`. If `source` is None, it does not wait. If
+    `is_early`, token 1 is not known yet. Without blocks, the pull only tells the sender that this
+    rank already has all KV.
     """
 
     leg: int
@@ -29,21 +34,21 @@ class LoadStarted:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenKnown:
-    """Prefill of an early load is done. It may come before the load starts."""
+    """The prefill of an early load is done. This event may come before the load starts."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class RangeVerified:
-    """Verified bytes lie in a landing range of the load."""
+    """Some bytes in a landing of the load are verified."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class RangeScattered:
-    """The copying that one Scatter ordered has ended, with or without success."""
+    """The copying that one Scatter effect ordered has ended, with or without success."""
 
     leg: int
 
@@ -57,13 +62,16 @@ class PullFellSilent:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    reason: str  # as `KvTransferFailed.reason`; see `PullFailure`
+    reason: str  # a `KvTransferFailed.reason`, see `PullFailure`
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class PullEnded:
-    """`landings`: ranges that no write can reach any more. The KV agent reports the others."""
+    """The pull has ended. No write can reach the ranges in `landings` any more.
+
+    For the load's other ranges, the KV agent sends AgentLandingFreed.
+    """
 
     leg: int
     failure: LoadFailure | None
@@ -72,16 +80,16 @@ class PullEnded:
 
 @dataclass(frozen=True, slots=True)
 class LoadCancelled:
-    """The request ended: its KV is no longer wanted."""
+    """The request has ended, so its KV is no longer wanted."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class AgentLandingFreed:
-    """No late write can reach the landing range at `offset`.
+    """No late write can reach the landing at `offset`.
 
-    The KV agent reports it once for each pull that failed or was cancelled.
+    The KV agent sends this event once for each pull that failed or was cancelled.
     """
 
     offset: int
@@ -102,21 +110,24 @@ IncomingEvent = (
 
 @dataclass(frozen=True, slots=True)
 class KeepLease:
-    """The load waits for its turn: renew its ticket's lease."""
+    """Renew the lease of the load's ticket, because the load waits for its turn."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopRenewing:
-    """The load ended before its turn."""
+    """Stop renewing the lease, because the load ended before its turn."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class StartPull:
-    """Answered by PullEnded. `awaits_prefill`: the sender may be silent until token 1 is known."""
+    """Start the pull. The answer is PullEnded.
+
+    If `awaits_prefill`, the sender may be silent until token 1 is known.
+    """
 
     leg: int
     awaits_prefill: bool
@@ -124,30 +135,31 @@ class StartPull:
 
 @dataclass(frozen=True, slots=True)
 class CancelPull:
-    """Answered by PullEnded."""
+    """Cancel the pull. The answer is PullEnded."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class BoundSilence:
-    """The sender has all bytes by now: its silence counts from now on."""
+    """Bound the sender's silence from now on, because the sender has all bytes."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Copy the verified bytes into the blocks; answered by RangeScattered."""
+    """Copy the verified bytes into the blocks. The answer is RangeScattered."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLoad:
-    """Report the outcome of the pull, once per load that is not cancelled.
+    """Report the outcome of a load, once, unless the load was cancelled.
 
-    `waited_s`: from when its turn had come and prefill was done until it ended; otherwise 0.
+    `waited_s` is the time in which only bytes were missing: from the moment at which prefill was
+    done and the load's turn had come, until the end. It is 0 if there was no such moment.
     """
 
     leg: int
@@ -158,14 +170,14 @@ class ReportLoad:
 
 @dataclass(frozen=True, slots=True)
 class CompleteLoad:
-    """The KV is in the blocks and token 1 is known: the request may compute."""
+    """Let the engine compute the request: the KV is in the blocks and token 1 is known."""
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseBlocks:
-    """The blocks may go to another request: nothing is written into them any more."""
+    """Give the blocks to other requests, because nothing is written into them any more."""
 
     leg: int
 

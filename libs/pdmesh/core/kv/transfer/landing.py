@@ -1,9 +1,10 @@
-"""Decides when the landing range of a pull is free: when no late write can reach it.
+"""Decides when the landing of a pull may be used again.
 
-A part of the pull is announced, then its bytes arrive, inline or by a posted receive. Once a
-receive may have been posted, only two things prove that no late write lands: the part's bytes have
-arrived, or the connection has ended. So the range of a pull that ended early stays taken until all
-announced parts are drained and the sender announces no more.
+A pull transfers one prompt's KV, and its landing is the range of memory that it writes to. The
+sender announces each part of the pull. The part's bytes come with the announcement (inline) or
+through a receive posted afterwards. A posted receive can write at any time until its bytes arrive
+or the connection ends. So the landing of a pull that ended early stays taken until every announced
+part has arrived and the sender announces no more.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pdmesh.core.kv.transfer.receiver_events import MetaArrived
 
 @dataclass(slots=True)
 class Landing:
-    """What may still be written into one pull's range, and which of its parts are being checked."""
+    """The state of one pull's landing: parts that may still be written, and parts being checked."""
 
     min_bytes: int
     max_bytes: int
-    num_bytes: int = -1  # of the whole pull; -1 until the first announcement
+    num_bytes: int = -1  # size of the whole pull; -1 until the first announcement
     num_announced: int = 0  # bytes
     num_parts: int = 0
     posted: set[int] = field(default_factory=set)  # parts for which a write may still land
@@ -33,20 +34,21 @@ class Landing:
 
     @property
     def is_owed(self) -> bool:
-        """Bytes are still to come."""
+        """Whether bytes are still to come."""
         return not self.is_announced or bool(self.posted)
 
     @property
     def is_free(self) -> bool:
-        """No byte can come any more, and none that came is being checked."""
+        """Whether no byte can be written any more and no part is being checked."""
         is_over = self.is_announced or self.is_refused or self.is_peer_lost
         return is_over and not self.posted and not self.checking
 
     def announce(self, part: MetaArrived) -> int | None:
-        """The number of the part, whose bytes may be written from now on.
+        """Record an announcement. Returns the number of the part, whose bytes may now be written.
 
-        None if the sender may not announce this part: it comes after the end or a refusal, leaves a
-        gap, or has wrong sizes. So no byte lands twice or outside the range.
+        Returns None if the sender may not announce this part, because the part comes after the end
+        or a refusal, leaves a gap, or has wrong sizes. So no byte is written twice or outside the
+        range.
         """
         if self.is_refused or self.is_announced or part.offset != self.num_announced:
             return None
@@ -65,7 +67,7 @@ class Landing:
         return index
 
     def lose_peer(self) -> bool:
-        """The connection has ended: nothing lands any more. Returns whether bytes are missing."""
+        """The connection has ended, so nothing is written any more. True if bytes are missing."""
         is_short = self.is_owed
         self.is_peer_lost = True
         self.posted.clear()

@@ -1,11 +1,12 @@
 """Decides which layers of a prompt may be sent while a step still computes the others (S48).
 
-The receiver pulls layers in their order, so a layer may be announced only if it and all layers
-before it have been computed. An engine reports when a layer with attention is computed (its hook).
-It does not report layers that keep a state: these count as computed when the next layer with a hook
-is. That holds only if the model computes its layers in the order in which it was built, and some
-models do not (Zamba2 builds its shared layers first). So layers of a model with states are sent
-early only after a whole step has shown this order, and never again once a step has broken it.
+The receiver pulls layers in their order. So a layer may be announced only if the layer and all
+layers before it are computed. An engine calls a hook for each layer with attention when the layer
+is computed. There is no hook for layers that keep a state (such as linear attention). Such a layer
+counts as computed when the hook of a later layer is called. That is right only if the model
+computes its layers in the order in which it was built. Some models do not: Zamba2 builds its shared
+layers first. So layers of a model with states are sent early only after a whole step has shown this
+order, and never again after a step has broken it.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class LayerOrder:
-    """Layers are numbered as the model was built. `without_hook`: those that keep a state."""
+    """The order of a model's layers in a step. Layers are numbered as the model was built.
+
+    `without_hook` has the numbers of the layers with a state.
+    """
 
     num_layers: int
     without_hook: Collection[int] = frozenset()
-    _told: dict[int, None] = field(default_factory=dict)  # in this step, by hooks, in their order
+    _told: dict[int, None] = field(default_factory=dict)  # layers whose hook came, in that order
     _last: int = -1  # the layer whose hook was called last in this step
-    _num_done: int = 0  # from the first layer on, how many this step has returned
-    _is_shown: bool = False  # a whole step reported all layers in order
-    _is_broken: bool = False  # a step reported them in another order
+    _num_done: int = 0  # how many layers, from the first on, this step has returned
+    _is_shown: bool = False  # in one whole step, the hooks of all layers came in order
+    _is_broken: bool = False  # in one step, the hooks came in another order
 
     def told(self, layer: int) -> range:
-        """The hook of a layer was called. Returns the layers that may be sent now.
+        """Record that the hook of a layer was called. Returns the layers that may be sent now.
 
-        A layer whose hook comes again is sent again.
+        A layer whose hook is called again is sent again.
         """
         if layer < self._last:
             self._is_broken = True
@@ -50,7 +54,7 @@ class LayerOrder:
         return layer
 
     def end_step(self) -> range:
-        """The step is over. Returns the layers that were not sent in it yet."""
+        """End the step. Returns the layers that `told` has not returned in this step."""
         if self.without_hook and not self._is_shown:
             hooked = [n for n in range(self.num_layers) if n not in self.without_hook]
             self._is_shown = list(self._told) == hooked

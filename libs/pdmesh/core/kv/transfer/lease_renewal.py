@@ -1,7 +1,9 @@
-"""Decides when a receiver renews the tickets of waiting pulls; `receiver.py` renews the others.
+"""Decides when a receiver renews the tickets of pulls that have not started.
 
-Renewals are a third of a lease apart. They end at a set time, so that a ticket is freed even if its
-receiver forgets it.
+A ticket is the right to pull one prompt's KV from its sender, for the length of a lease. This
+module decides about tickets whose pull waits for its turn. Renewals are a third of a lease apart.
+They end at a set time, so that the sender can free the KV even if the receiver forgets the ticket.
+`receiver.py` renews the tickets of pulls that run.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class _Kept:
 
 
 class LeaseKeeper:
-    """Tickets by id."""
+    """The tickets to renew, by id."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
@@ -30,7 +32,7 @@ class LeaseKeeper:
         return len(self._kept)
 
     def keep(self, ticket_id: str, lease_s: float, until: float, now: float) -> bool:
-        """Renew until `until` or `stop_renewing`.
+        """Renew the ticket until the time `until`, or until `stop_renewing`.
 
         Returns False and renews nothing if there are too many tickets, or if there is no lease.
         """
@@ -44,7 +46,7 @@ class LeaseKeeper:
         self._kept.pop(ticket_id, None)
 
     def due(self, now: float) -> tuple[list[str], list[str]]:
-        """Tickets to renew now, and tickets whose time has just run out."""
+        """The tickets to renew now, and those whose `until` has passed since the last call."""
         over = [ticket_id for ticket_id, kept in self._kept.items() if now >= kept.until]
         for ticket_id in over:
             del self._kept[ticket_id]

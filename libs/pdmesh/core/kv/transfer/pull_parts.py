@@ -1,7 +1,9 @@
-"""Decides in how many parts a pull moves, and how large each is (S47, S48, S49).
+"""Decides into how many parts a pull is cut, and how large each part is (S47, S48, S49).
 
-A pull is cut into parts, so that gather, wire and scatter overlap. A part is some whole layers, or
-a piece of a long layer. Where the bytes of a layer lie is in `core/kv/layout/buffer_layout.py`.
+A pull transfers one prompt's KV in parts. One part can be gathered from the sender's cache while
+another part is sent and a third is scattered into the receiver's cache. A part is some whole
+layers, or a piece of a long layer. `core/kv/layout/buffer_layout.py` decides where the bytes of a
+layer lie.
 """
 
 from __future__ import annotations
@@ -14,27 +16,30 @@ from typing import Final
 
 from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvSpan
 
-MAX_SPANS: Final = 512  # per part: the most that one message can name
-# A part has at most this many bytes. Measured (docs/adr/0006): smaller parts cost wake-ups, larger
-# ones overlap less.
+MAX_SPANS: Final = 512  # per part, because one message can name no more
+# The next two constants bound a part. By measurement (docs/adr/0006), smaller parts cost
+# wake-ups, and larger parts overlap less.
 CHUNK_BYTES: Final = 4 << 20  # when the whole prompt is staged
 LAYER_CHUNK_BYTES: Final = 2 << 20  # when layers are staged while later ones are computed
-INLINE_BYTES: Final = 64 << 10  # a part of this size or less travels in its announcement
-# Parts that are in place are sent as one, up to this size: a part costs both sides a round trip and
-# 0.1 to 0.2 ms, more than the checksum of the joined bytes.
+INLINE_BYTES: Final = 64 << 10  # a part of at most this size is sent inside its announcement
+# Parts that are ready at the same time are sent as one, up to this size. A part costs both sides a
+# round trip and 0.1 to 0.2 ms, which is more than the checksum of the joined bytes costs.
 JOINED_BYTES: Final = 1 << 20
-_FEW_INLINE: Final = 4  # a prompt that fits this many inline parts has no other parts
+_FEW_INLINE: Final = 4  # a prompt that fits so many inline parts is sent only in inline parts
 
 
 @dataclass(frozen=True, slots=True)
 class KvPart:
-    """One step of a pull: spans of the sender's buffer, joined at `offset` of the pulled bytes."""
+    """One step of a pull: `length` bytes, which are at `offset` of all bytes of the pull.
+
+    `spans` says where these bytes are in the sender's buffer.
+    """
 
     offset: int
     length: int
     spans: tuple[KvSpan, ...]
     first_layer: int
-    end_layer: int  # layers below it must be in place
+    end_layer: int  # the part can be sent when all layers below this one are in the buffer
 
 
 def layer_chunk_bytes(layout: KvLayout) -> int:
@@ -49,12 +54,12 @@ def pull_parts(
     chunk_bytes: int = CHUNK_BYTES,
     is_tapered: bool = False,
 ) -> tuple[KvPart, ...]:
-    """Cut a pull of the blocks from `first_block` on into parts; `heads` is (first, number).
+    """Cut a pull of the blocks from `first_block` on into parts. `heads` is (first, number).
 
-    A part is as many whole layers as fit `chunk_bytes`. A longer layer is cut into parts of whole
-    blocks, at least one each. `is_tapered`: parts get shorter towards the end, so that little is
-    left to move when the last layer is computed. A pull of no blocks is one empty part. Raises
-    IndexError outside the layout.
+    A part has as many whole layers as fit `chunk_bytes`. A longer layer is cut into parts of whole
+    blocks, at least one block each. If `is_tapered`, parts get smaller towards the end of the pull,
+    so that little is left to send when the last layer is computed. A pull of no blocks has one
+    empty part. Raises IndexError if the blocks or heads are outside the layout.
     """
     first_head, num_heads = heads or (0, layout.num_heads)
     if not 0 <= first_block <= layout.num_blocks:
@@ -66,14 +71,14 @@ def pull_parts(
 
 
 def joined(parts: Sequence[KvPart]) -> KvPart:
-    """Consecutive parts of a pull as one."""
+    """Join consecutive parts of a pull into one."""
     first, last = parts[0], parts[-1]
     spans = _merged([span for part in parts for span in part.spans])
     length = last.offset + last.length - first.offset
     return KvPart(first.offset, length, tuple(spans), first.first_layer, last.end_layer)
 
 
-@lru_cache(maxsize=256)  # prompts of one length have one plan
+@lru_cache(maxsize=256)  # prompts of the same length are cut in the same way
 def _parts(
     layout: KvLayout,
     first_block: int,
@@ -116,7 +121,7 @@ def _parts(
 
 
 def _even(sizes: Sequence[int], chunk_bytes: int, most: int) -> list[int]:
-    """Where to cut the layers: each part is as many as fit `chunk_bytes`, at most `most`."""
+    """Where to cut the layers. Each part has as many as fit `chunk_bytes`, but at most `most`."""
     cuts, held = [0], 0
     for layer, size in enumerate(sizes):
         is_full = held + size > chunk_bytes or layer - cuts[-1] == most
@@ -128,11 +133,11 @@ def _even(sizes: Sequence[int], chunk_bytes: int, most: int) -> list[int]:
 
 
 def _tapered(count: int, most: int, num_inline: int) -> list[int]:
-    """Where to cut `count` layers: each part is half of what is left, down to an eighth of all.
+    """Where to cut `count` layers. A part is half of what is left, but at least an eighth of all.
 
-    A part that does not travel in its announcement takes a round trip, however short it is. If
-    several layers can travel inline, they form the last part, and every other part has at least a
-    quarter of all layers. So the last part but one is sent by the time the last layer is computed.
+    A part that is not inline takes a round trip, however small it is. If several layers can be sent
+    inline, they form the last part, and every other part has at least a quarter of all layers. So
+    the last part but one is sent by the time the last layer is computed.
     """
     num_inline = num_inline if num_inline > 1 else 0
     end = max(0, count - num_inline)
@@ -144,7 +149,7 @@ def _tapered(count: int, most: int, num_inline: int) -> list[int]:
 
 
 def _cut(span: KvSpan, unit: int, chunk_bytes: int) -> list[KvSpan]:
-    """Pieces of whole units that fit `chunk_bytes`, at least one unit each."""
+    """Cut a span into pieces that fit `chunk_bytes`. Each has whole units, at least one."""
     step = max(1, chunk_bytes // unit) * unit
     return [
         KvSpan(span.offset + at, min(step, span.length - at)) for at in range(0, span.length, step)

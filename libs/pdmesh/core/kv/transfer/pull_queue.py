@@ -1,13 +1,14 @@
-"""Decides which pulls of KV are under way at a decode and which wait their turn (S52, S53).
+"""Decides which pulls of KV run at a decode and which wait for their turn (S52, S53).
 
-A few long pulls may share the link; more at once only slow all of them down. Short pulls spend
-their time in latency rather than on the link, so many may go together. So the pulls under way are
-bounded by bytes as well as by number. A pull that ends lets the next begin.
+A few long pulls may share the link. More long pulls at once only slow all of them down. Short pulls
+spend their time in latency rather than on the link, so many of them may run together. So the
+running pulls are bounded by their bytes as well as by their number. The end of a pull lets the next
+one begin.
 
-Each source has its own queue. A source that sends slowly, or not at all, holds up only its own
-pulls: both the bytes under way from it and its share of the number are bounded. A pull that falls
-silent does not use the link. It gives up its turn to the next pull, and continues beside that pull
-if its bytes come after all. Admission bounds the total number of pulls.
+Each source has its own queue. Both the bytes and the number of pulls that run from one source are
+bounded, so a slow source delays only its own pulls. A pull that receives nothing for a while does
+not use the link. The pull gives up its turn, and the next pull begins. If the silent pull's bytes
+arrive after all, it continues beside the other one. Admission bounds the total number of pulls.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ from typing import Final, Generic, TypeVar
 
 K = TypeVar("K")
 
-MAX_ACTIVE_BYTES: Final = 64 << 20  # from one source; a pull of more bytes runs alone
+MAX_ACTIVE_BYTES: Final = 64 << 20  # from one source; a larger pull runs alone
 
 
 @dataclass(slots=True)
 class _Waiting:
     num_bytes: int
-    until: float  # when it leaves the queue
+    until: float  # the pull leaves the queue if its turn has not come by this time
 
 
 @dataclass(slots=True)
 class _SourceQueue(Generic[K]):
-    active: dict[K, int] = field(default_factory=dict)  # bytes of each
+    active: dict[K, int] = field(default_factory=dict)  # the bytes of each pull
     waiting: dict[K, _Waiting] = field(default_factory=dict)  # oldest first
 
 
 @dataclass(slots=True)
 class PullQueue(Generic[K]):
-    """`add`, `fell_silent`, `end` and `drop_overdue` return the pulls that begin now.
+    """The queues of all sources. Each source's oldest pull begins first.
 
-    Within a source, the oldest comes first.
+    `add`, `fell_silent`, `end` and `drop_overdue` return the pulls that begin now.
     """
 
     max_active: int
     max_bytes: int = MAX_ACTIVE_BYTES
     _queues: dict[Hashable, _SourceQueue[K]] = field(default_factory=dict)  # by source
-    _source_of: dict[K, Hashable] = field(default_factory=dict)  # of every pull in a queue
+    _source_of: dict[K, Hashable] = field(default_factory=dict)  # for every pull in a queue
 
     @property
     def num_waiting(self) -> int:
@@ -54,14 +55,14 @@ class PullQueue(Generic[K]):
         return source is not None and key in self._queues[source].waiting
 
     def add(self, key: K, num_bytes: int, source: Hashable, until: float) -> list[K]:
-        """The pull waits for its turn until `until` at most; see `drop_overdue`."""
+        """Queue a pull. If its turn has not come by `until`, `drop_overdue` removes it."""
         assert key not in self._source_of
         self._source_of[key] = source
         self._queues.setdefault(source, _SourceQueue()).waiting[key] = _Waiting(num_bytes, until)
         return self._begin()
 
     def fell_silent(self, key: K) -> list[K]:
-        """A pull under way has received nothing for a while. Unknown keys are ignored."""
+        """A running pull has received nothing for a while. Unknown keys are ignored."""
         return [] if self.is_waiting(key) else self.end(key)
 
     def end(self, key: K) -> list[K]:
@@ -77,10 +78,10 @@ class PullQueue(Generic[K]):
         return self._begin()
 
     def drop_overdue(self, now: float) -> tuple[list[K], list[K]]:
-        """Remove the pulls whose turn has not come in time; return them and the pulls that begin.
+        """Remove the pulls whose turn has not come in time. Returns them and the pulls that begin.
 
-        That its turn came too late is not held against the pull's source. All overdue pulls leave
-        before any pull begins, or the end of one could let another overdue pull begin.
+        A turn that comes too late is not the fault of the pull's source. All overdue pulls leave
+        before any pull begins. Otherwise the removal of one could let another overdue pull begin.
         """
         dropped = [
             key

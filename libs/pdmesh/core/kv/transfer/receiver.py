@@ -1,18 +1,19 @@
-"""Decides how a receiver's pulls end, each once; `landing.py` decides when their ranges are free.
+"""Decides when and how each pull of a receiver ends.
 
-The sender announces a pull's bytes part by part. Each part arrives, is verified, and is delivered
-in order. While a pull waits or receives, its lease is renewed. A pull that fails or is given up
-asks the sender to stop and is then drained: it waits until its landing range is free.
+A pull transfers one prompt's KV into a range of memory, its landing. The sender announces the bytes
+part by part. Each part arrives, is verified, and is delivered in order. While a pull waits or
+receives, its lease at the sender is renewed. If a pull fails or its caller gives it up, the
+receiver asks the sender to stop. The pull is then drained, which means that the receiver waits
+until no late write can reach the landing (`landing.py`).
 
-A pull also fails when none of its bytes came for `stall_s`. So a cut link is known long before the
-deadline, while a slow link may use all of the time. If bytes are still owed STOP_S after such a
-timeout, the connection is aborted, because a frozen sender cannot be told from a slow one. A pull
-that is given up early may have minutes left until its deadline, but it has only PULL_DRAIN_S to be
-drained.
+A pull also fails if no bytes came for `stall_s`. This detects a cut link long before the deadline,
+while a slow link may use all of the time. If bytes are still missing STOP_S after this failure, the
+connection is aborted, because a frozen sender looks like a slow one. A pull that is given up has at
+most PULL_DRAIN_S to drain, even if its deadline is minutes away.
 
-That abort must not end other pulls. While others still want bytes on the connection, it is retired
-instead: it takes no new pull and is aborted after the last one. But if nothing at all came on it
-for PULL_DRAIN_S, it is aborted at once, with all its pulls.
+An abort must not end other pulls. While other pulls still expect bytes on the connection, the
+connection is retired instead: it takes no new pull, and is aborted after its last pull. But if no
+bytes of any pull came for PULL_DRAIN_S, the connection is aborted at once, with all its pulls.
 """
 
 from __future__ import annotations
@@ -61,21 +62,21 @@ class _Pull:
     renew_every_s: float
     renew_at: float
     stall_s: float
-    heard_at: float  # when the last message or byte of it came
+    heard_at: float  # time of the last message or byte of this pull
     num_delivered: int = 0  # parts
     verified: set[int] = field(default_factory=set)  # parts that are not delivered yet
     is_silent: bool = False
     has_caller: bool = True
-    is_stopped: bool = False  # it failed or was given up: drain it
+    is_stopped: bool = False  # the pull failed or was given up, and must drain
 
 
 class PullBook:
-    """One agent's pulls. `handle` is the only way to change it."""
+    """One agent's pulls. Only `handle` changes the book."""
 
     def __init__(self) -> None:
         self.recorder = FlightRecorder()
         self._pulls: dict[int, _Pull] = {}
-        self._heard_at: dict[int, float] = {}  # by peer: the last sign of any of its pulls
+        self._heard_at: dict[int, float] = {}  # by peer: last message or byte of its pulls
         self._retired: dict[int, None] = {}  # peers
 
     def __len__(self) -> int:
@@ -186,7 +187,7 @@ class PullBook:
         return [*self._fail(event.pull_id, PullFailure.UNCHECKED), *self._settle(event.pull_id)]
 
     def _settle(self, pull_id: int) -> list[ReceiverEffect]:
-        """End the pull if nothing more can come."""
+        """End the pull if no more bytes can come."""
         pull = self._pulls.get(pull_id)
         if pull is None or not pull.landing.is_free:
             return []
@@ -227,7 +228,7 @@ class PullBook:
         self._retired.pop(peer, None)
         for pull_id in [i for i, pull in self._pulls.items() if pull.peer == peer]:
             pull = self._pulls[pull_id]
-            if pull.landing.lose_peer():  # if not, all bytes are here
+            if pull.landing.lose_peer():  # otherwise all bytes have arrived
                 effects += self._fail(pull_id, PullFailure.PEER_LOST)
             effects += self._settle(pull_id)
         return effects
@@ -254,7 +255,7 @@ class PullBook:
         return effects + self._end_peers(overdue, now) if overdue or self._retired else effects
 
     def _end_peers(self, overdue: Iterable[int], now: float) -> list[ReceiverEffect]:
-        """Each peer in `overdue` has a pull that should be drained by now and is not."""
+        """Abort or retire the peers in `overdue`. A pull of theirs should have drained by now."""
         effects: list[ReceiverEffect] = []
         wanted = {
             pull.peer
@@ -272,15 +273,15 @@ class PullBook:
 
     @staticmethod
     def _is_newly_silent(pull: _Pull, now: float) -> bool:
-        """Whether to report a silent pull; a pull that waits for prefill is expected to be silent.
+        """Whether to report that the pull is silent. Each pull is reported once.
 
-        Each pull is reported once.
+        A pull that waits for prefill is expected to be silent.
         """
         is_known = pull.is_silent or pull.is_stopped or math.isinf(pull.stall_s)
         return not is_known and now >= pull.heard_at + SILENT_S
 
     def _fail(self, pull_id: int, reason: str) -> list[ReceiverEffect]:
-        """Tell the caller once, and ask the sender to stop."""
+        """Tell the caller of the failure unless it was told before, and ask the sender to stop."""
         pull = self._pulls[pull_id]
         told: list[ReceiverEffect] = [FailPull(pull_id, reason)] if pull.has_caller else []
         pull.has_caller = False

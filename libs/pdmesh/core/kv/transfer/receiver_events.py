@@ -1,6 +1,7 @@
-"""What happens to a receiver's pulls, and what is to be done about it; see `receiver.py`.
+"""The events and effects of a receiver's pulls of KV, which `receiver.py` decides about.
 
-The classes are not `frozen`, for speed; no code changes an instance of them.
+An event is something that happened to a pull. An effect is something that the caller must do now.
+The classes are not `frozen`, for speed, but no code changes their instances.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Facts and effects of a connection are the same at both ends.
+# The events and effects of a connection are the same for sender and receiver.
 from pdmesh.core.kv.transfer.sender_events import AbortPeer as AbortPeer  # noqa: PLC0414
 from pdmesh.core.kv.transfer.sender_events import PeerLost as PeerLost  # noqa: PLC0414
 from pdmesh.core.model import Tick as Tick  # noqa: PLC0414
@@ -16,11 +17,11 @@ from pdmesh.core.model import Tick as Tick  # noqa: PLC0414
 
 @dataclass(slots=True)
 class PullRequested:
-    """A caller wants its bytes, between `min_bytes` and `max_bytes`, by `deadline`.
+    """A caller wants to pull between `min_bytes` and `max_bytes` by `deadline`.
 
-    `peer` is the connection. `lease_s`: how long the sender keeps the bytes after it last heard
-    from us; 0: there is no lease to renew. `stall_s`: the longest silence of a sender that has the
-    bytes; infinite while they are still being computed.
+    `peer` is the connection. `lease_s` is how long the sender keeps the bytes after it last heard
+    from us, or 0 if there is no lease to renew. `stall_s` is the longest silence that is allowed to
+    a sender that has the bytes. It is infinite while the bytes are still being computed.
     """
 
     pull_id: int
@@ -34,7 +35,7 @@ class PullRequested:
 
 @dataclass(slots=True)
 class SourceComplete:
-    """The sender has all bytes by now: from here on it may be silent for at most `stall_s`."""
+    """The sender has all bytes by now. From now on it may be silent for at most `stall_s`."""
 
     pull_id: int
     stall_s: float
@@ -44,7 +45,7 @@ class SourceComplete:
 class MetaArrived:
     """The sender announces the next `length` bytes, at `offset` of the pull's `num_bytes`.
 
-    `is_inline`: whether the bytes came with the message; otherwise they follow.
+    If `is_inline`, the bytes came with the message. Otherwise they follow.
     """
 
     peer: int
@@ -57,7 +58,7 @@ class MetaArrived:
 
 @dataclass(slots=True)
 class PartArrived:
-    """All bytes of part `index` are in the landing range."""
+    """All bytes of part `index` are in the landing."""
 
     pull_id: int
     index: int
@@ -65,7 +66,7 @@ class PartArrived:
 
 @dataclass(slots=True)
 class PartChecked:
-    """The checksums of part `index` were compared."""
+    """The checksums of part `index` have been compared."""
 
     pull_id: int
     index: int
@@ -74,7 +75,7 @@ class PartChecked:
 
 @dataclass(slots=True)
 class CheckFailed:
-    """Part `index` could not be checked; nothing looks at its bytes any more."""
+    """Part `index` could not be checked. Nothing reads its bytes any more."""
 
     pull_id: int
     index: int
@@ -117,7 +118,7 @@ class SendPull:
 
 @dataclass(slots=True)
 class ReceivePart:
-    """Post the receives of part `index`; answered by PartArrived, or PeerLost."""
+    """Post the receives of part `index`. The answer is PartArrived or PeerLost."""
 
     pull_id: int
     index: int
@@ -127,7 +128,7 @@ class ReceivePart:
 class CheckPart:
     """Copy the bytes if they came inline, then compare checksums.
 
-    Answered by PartChecked or CheckFailed.
+    The answer is PartChecked or CheckFailed.
     """
 
     pull_id: int
@@ -136,7 +137,7 @@ class CheckPart:
 
 @dataclass(slots=True)
 class DeliverPart:
-    """Part `index` and all earlier parts are verified: hand it to the caller, in order and once."""
+    """Hand part `index` to the caller, once and in order: all parts up to it are verified."""
 
     pull_id: int
     index: int
@@ -144,7 +145,7 @@ class DeliverPart:
 
 @dataclass(slots=True)
 class SendAck:
-    """Tell the sender that the pull is over: all of it was taken, or no more of it is wanted."""
+    """Tell the sender that the pull has ended: all bytes were taken, or no more are wanted."""
 
     pull_id: int
     is_taken: bool
@@ -159,9 +160,9 @@ class RenewLease:
 
 @dataclass(slots=True)
 class TellSilent:
-    """No byte came for SILENT_S, though the sender has the bytes: the link is free for others.
+    """Report that no byte came for SILENT_S, though the sender has the bytes.
 
-    It comes once per pull, and the pull goes on.
+    The link is free for others. The effect comes once per pull, and the pull goes on.
     """
 
     pull_id: int
@@ -176,7 +177,7 @@ class RetirePeer:
 
 @dataclass(slots=True)
 class CompletePull:
-    """The verified bytes, and the landing range with them, now belong to the caller."""
+    """The pull is complete. The landing, with the verified bytes, now belongs to the caller."""
 
     pull_id: int
 
@@ -191,9 +192,11 @@ class FailPull:
 
 @dataclass(slots=True)
 class FreeLanding:
-    """No late write can land any more: the last effect of a pull that did not complete.
+    """The landing may be used again, because no late write can reach it.
 
-    For a load, it frees the ranges of its `leg`, whether the load completed or not.
+    This is the last effect of a pull that did not complete. `incoming_blocks.py` uses the same
+    effect for a load, which is a pull with the blocks that it fills. Then `owner` is the leg, and
+    all landings of the load are free.
     """
 
     owner: int  # pull id or leg

@@ -1,17 +1,18 @@
 """Decides which peer may pull which bytes of a ticket, and when those bytes may be reused.
 
-A ticket is open while its engine writes layers into its range. Only the engine ends this, with the
-last layer or with a release. Then the ticket's lease begins.
+A ticket is the right to pull one prompt's KV from a range of the sender's memory. First the engine
+writes layers into this range. The writing ends only when the engine reports the last layer or
+releases the ticket. Then the ticket's lease begins.
 
-A ticket is closed once: taken, released, expired or failed. `CloseTicket` never comes while a send
-reads its bytes or the engine writes them. The connection of a send that outlives the lease is
-aborted, and the end of the connection proves that nothing reads any more. A peer that is merely
-slow keeps the lease alive, within a bound, by taking bytes and by renewing. A frozen peer does
-neither.
+A ticket is closed once: taken, released, expired or failed. `CloseTicket` never comes while the
+engine writes the bytes or a send reads them. A slow peer extends the lease, within a bound, by
+taking bytes and by renewing. A frozen peer does neither.
 
-All of a peer's pulls share its connection. A peer that takes or renews any ticket is not frozen. So
-a send that outlives its lease does not end the connection until the peer has been silent for a
-lease, or the ticket's last possible lease has ended.
+If a send outlives the lease, its connection may have to be aborted, because only the end of the
+connection proves that nothing reads the bytes any more. But all pulls of a peer share one
+connection, and a peer that takes or renews any ticket is not frozen. So the connection is aborted
+only when the peer has been silent for the length of a lease, or when the last possible lease of the
+ticket has ended.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ from pdmesh.core.model import Tick
 
 MAX_PULLS_PER_TICKET = 16
 MAX_DECODES = 16  # decodes whose takers are remembered for one ticket
-# Parts of one pull on their way at once: enough that the next follows without a pause, and few
-# enough that other pulls have their turn.
+# How many parts of one pull are sent at once. With two, the next part follows without a pause, and
+# other pulls get their turn.
 WINDOW = 2
 
 _Key = tuple[int, int]  # peer, pull
@@ -61,9 +62,9 @@ _Key = tuple[int, int]  # peer, pull
 
 @dataclass(slots=True)
 class _Pull:
-    """One reader. Its first `num_announced` parts were announced.
+    """One reader of a ticket's range. The first `num_announced` of its parts were announced.
 
-    The sends of `num_in_flight` of these parts read the range right now.
+    Sends of `num_in_flight` parts are reading the range now.
     """
 
     parts: tuple[KvPart, ...]
@@ -73,7 +74,7 @@ class _Pull:
     question: int
     num_announced: int = 0
     num_in_flight: int = 0
-    is_stopped: bool = False  # no further part is announced
+    is_stopped: bool = False  # no more parts are announced
 
     @property
     def is_announced(self) -> bool:
@@ -89,10 +90,10 @@ class _Ticket:
     is_single: bool
     is_tapered: bool = False
     num_ready: int = 0  # layers
-    has_writer: bool = True  # until the last layer or the release
+    has_writer: bool = True  # the engine may write, until the last layer or the release
     lease_ends: float = math.inf  # infinite while there is a writer
     last_lease_ends: float = math.inf
-    takers: dict[int, set[int]] = field(default_factory=dict)  # peers that took it, by decode
+    takers: dict[int, set[int]] = field(default_factory=dict)  # peers that took all, by decode
     pulls: dict[_Key, _Pull] = field(default_factory=dict)
     closing: CloseReason | None = None
 
@@ -101,7 +102,7 @@ class _Ticket:
         return any(pull.num_in_flight for pull in self.pulls.values())
 
     def begin_lease(self, now: float) -> None:
-        """The engine writes no more."""
+        """Begin the lease, because the engine writes no more."""
         self.has_writer = False
         self.lease_ends = now + self.lease_s
         self.last_lease_ends = now + MAX_LEASES * self.lease_s
@@ -113,7 +114,7 @@ class _Ticket:
 
 
 class TicketBook:
-    """One agent's tickets. `handle` is the only way to change it."""
+    """One agent's tickets. Only `handle` changes the book."""
 
     def __init__(self, incarnation: int, fingerprint_hash: int, group_hash: int = 0) -> None:
         self.recorder = FlightRecorder()
@@ -129,12 +130,12 @@ class TicketBook:
 
     @property
     def num_sends(self) -> int:
-        """Pulls being served."""
+        """The number of pulls that are being served."""
         return len(self._tickets_by_pull)
 
     @recorded
     def handle(self, event: SenderEvent, now: float) -> list[SenderEffect]:
-        """Raises ValueError for a ticket id that is open already, and then changes nothing."""
+        """Raises ValueError, without a change, for OpenAsked with the id of an open ticket."""
         match event:
             case PullAsked():
                 return self._on_pull(event, now)
@@ -198,7 +199,7 @@ class TicketBook:
             return self._close(event.ticket_id, CloseReason.FAILED)
         ticket = self._tickets.get(event.ticket_id)
         if ticket is not None and ticket.has_writer:
-            ticket.begin_lease(now)  # the lease bounds the sends that are under way
+            ticket.begin_lease(now)  # so that the lease bounds sends that are still running
         return self._close(event.ticket_id, CloseReason.RELEASED)
 
     # -- a pull -----------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class TicketBook:
     def _on_pull(self, event: PullAsked, now: float) -> list[SenderEffect]:
         key = (event.peer, event.pull_id)
         if key in self._tickets_by_pull:
-            return []  # the same message again: the pull is being served
+            return []  # the message was repeated, and the pull is being served
         self._heard_at[event.peer] = now
         ticket = self._tickets.get(event.ticket_id)
         refusal = self._refusal(event, ticket, now)
@@ -249,7 +250,7 @@ class TicketBook:
         return None
 
     def _serve(self, ticket_id: str, ticket: _Ticket, key: _Key) -> list[SenderEffect]:
-        """Announce the parts that are in place, as far as the window allows."""
+        """Announce the parts whose layers are ready, as far as the window allows."""
         pull = ticket.pulls[key]
         effects: list[SenderEffect] = []
         while not (pull.is_stopped or pull.is_announced) and pull.num_in_flight < WINDOW:
@@ -286,7 +287,8 @@ class TicketBook:
         pull = ticket.pulls[key]
         if not event.is_taken or not pull.is_announced:
             return self._stop(ticket_id, key, Refusal.STOPPED)
-        # If a decode fails as a whole, what some of its ranks took is of no use to the next decode.
+        # Counted by decode: if a decode fails after some of its ranks took the KV, the next decode
+        # needs all of it.
         takers = ticket.takers.setdefault(pull.decode, set())
         takers.add(event.peer)
         if len(takers) >= pull.num_takers:
@@ -297,7 +299,7 @@ class TicketBook:
         return self._drop_stopped(ticket_id, key)
 
     def _stop(self, ticket_id: str, key: _Key, refusal: Refusal) -> list[SenderEffect]:
-        """Announce no more of this pull, and tell the peer unless everything was announced."""
+        """Announce no more parts of this pull. Tell the peer, unless all were announced."""
         pull = self._tickets[ticket_id].pulls[key]
         if pull.is_stopped:
             return []
@@ -343,13 +345,13 @@ class TicketBook:
         for ticket_id in ended:
             effects += self._close(ticket_id, CloseReason.EXPIRED)
             if (ticket := self._tickets.get(ticket_id)) is not None:
-                # A send still reads the bytes: only the end of its connection stops it.
+                # A send still reads the bytes, and only the end of its connection can stop it.
                 readers = {key[0]: None for key, p in ticket.pulls.items() if p.num_in_flight}
                 effects += [AbortPeer(p) for p in readers if not self._is_alive(p, ticket, now)]
         return effects
 
     def _is_alive(self, peer: int, ticket: _Ticket, now: float) -> bool:
-        """Whether the peer still takes or renews some ticket, so that its sends may still end."""
+        """Whether the peer takes or renews any ticket, so that its sends may still end."""
         return now < min(self._heard_at[peer] + ticket.lease_s, ticket.last_lease_ends)
 
     def _close(self, ticket_id: str, reason: CloseReason) -> list[SenderEffect]:
@@ -382,7 +384,7 @@ class TicketBook:
 
 
 def _next_parts(pull: _Pull, ticket: _Ticket) -> Sequence[KvPart]:
-    """The parts to announce next as one: the first that is in place, and short ones after it."""
+    """The parts to announce next, as one: the first, and short ones after it that are ready too."""
     most = min(ticket.chunk_bytes, JOINED_BYTES)
     first = end = pull.num_announced
     num_bytes = num_spans = 0

@@ -1,6 +1,8 @@
-"""What happens to a sender's tickets, and what is to be done about it; see `sender.py`.
+"""The events and effects of a sender's tickets, which `sender.py` decides about.
 
-The classes are not `frozen`, for speed; no code changes an instance of them.
+A ticket is the right to pull one prompt's KV from a range of the sender's memory. An event is
+something that happened to a ticket. An effect is something that the caller must do now. The classes
+are not `frozen`, for speed, but no code changes their instances.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from pdmesh.core.model import Tick
 
 @dataclass(slots=True)
 class OpenAsked:
-    """A prompt's range is reserved and its layout known; its bytes are still to come.
+    """The range for a prompt is reserved and its layout is known. The bytes are still to come.
 
-    `is_single`: the ticket closes with its only pull, however the pull ends. `chunk_bytes` and
-    `is_tapered` decide how its pulls are cut into parts; see `pull_parts`.
+    If `is_single`, the ticket closes with its only pull, however that pull ends. `chunk_bytes` and
+    `is_tapered` decide how pulls are cut into parts, see `pull_parts`.
     """
 
     ticket_id: str = field(repr=False)
@@ -32,7 +34,7 @@ class OpenAsked:
 
 @dataclass(slots=True)
 class LayersReady:
-    """The layers below `num_layers` are in place, with their checksums."""
+    """The layers below `num_layers` are in the range, with their checksums."""
 
     ticket_id: str = field(repr=False)
     num_layers: int
@@ -40,10 +42,10 @@ class LayersReady:
 
 @dataclass(slots=True)
 class PullAsked:
-    """A peer wants a ticket's blocks from `first_block` on; `heads` is (first, number).
+    """A peer wants a ticket's blocks from `first_block` on. `heads` is (first, number).
 
-    `peer` is the connection. `num_takers`: how many peers of its `decode` must take this ticket
-    before it is closed. `question` goes back with each part.
+    `peer` is the connection. The ticket closes when `num_takers` peers of the same `decode` have
+    taken it. `question` is sent back with each part.
     """
 
     peer: int
@@ -62,7 +64,7 @@ class PullAsked:
 
 @dataclass(slots=True)
 class PartSent:
-    """A part of a pull has left the ticket's range; nothing reads it for this part any more."""
+    """A part of a pull has been sent, so this send no longer reads the ticket's range."""
 
     peer: int
     pull_id: int
@@ -70,9 +72,10 @@ class PartSent:
 
 @dataclass(slots=True)
 class PullAcked:
-    """The receiver is done.
+    """The receiver is done with a pull.
 
-    `is_taken`: it has verified the bytes and uses them; if false, it only wants no more.
+    If `is_taken`, the receiver has verified the bytes and uses them. Otherwise it wants no more of
+    them.
     """
 
     peer: int
@@ -82,7 +85,7 @@ class PullAcked:
 
 @dataclass(slots=True)
 class LeaseRenewed:
-    """A receiver that waits or receives asks to keep the bytes."""
+    """A receiver that waits or receives asks the sender to keep the bytes."""
 
     peer: int
     ticket_id: str = field(repr=False)
@@ -99,14 +102,14 @@ class Released:
 
 @dataclass(slots=True)
 class ServingFailed:
-    """The ticket's bytes cannot be served. Its engine may still write them."""
+    """The bytes of the ticket cannot be served. The engine may still write them."""
 
     ticket_id: str = field(repr=False)
 
 
 @dataclass(slots=True)
 class PeerLost:
-    """A connection has ended: nothing is sent on it, and nothing written from it, any more."""
+    """A connection has ended. Nothing is sent or received on it any more."""
 
     peer: int
 
@@ -127,7 +130,7 @@ SenderEvent = (
 
 @dataclass(slots=True)
 class SendPart:
-    """Announce and send a part of a pull of `num_bytes`; answered by PartSent or PeerLost."""
+    """Announce and send a part of a pull of `num_bytes`. The answer is PartSent or PeerLost."""
 
     peer: int
     pull_id: int
@@ -139,7 +142,7 @@ class SendPart:
 
 @dataclass(slots=True)
 class RefusePull:
-    """No part of this pull is announced after this."""
+    """Refuse a pull, or stop it. No part of the pull is announced after this."""
 
     peer: int
     pull_id: int
@@ -148,14 +151,14 @@ class RefusePull:
 
 @dataclass(slots=True)
 class AbortPeer:
-    """Drop the connection; answered by PeerLost. May be repeated."""
+    """Drop the connection. The answer is PeerLost. May be repeated."""
 
     peer: int
 
 
 @dataclass(slots=True)
 class CloseTicket:
-    """The ticket's bytes are free. The last effect of a ticket."""
+    """Close the ticket and free its bytes. This is the last effect of a ticket."""
 
     ticket_id: str = field(repr=False)
     reason: CloseReason

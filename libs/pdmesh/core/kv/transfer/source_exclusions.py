@@ -1,15 +1,16 @@
 """Decides which sources a decode takes no KV from for a while (F23, F24, F34).
 
-It uses what the decode found out itself and what all decodes report. A decode *ejects* a source
-whose KV was corrupt three times within a minute: no token may be computed from such KV. It *avoids*
-a source when pulls from it failed twice in a row within 30 s. It also avoids a source that was slow
-three times within ten minutes: the wait for its KV took more than a second, and more than twice as
-long as computing it. A pull that was faster than computing clears that count. After such an
-exclusion, one slow pull is enough for the next.
+A source is a prefill whose KV a decode pulls. A decode *ejects* a source whose KV was corrupt three
+times within a minute, because no token may be computed from corrupt KV. It *avoids* a source (uses
+it only if there is no other) after two failed pulls in a row within 30 s, or three slow pulls
+within ten minutes. A pull is slow if the wait for its KV took more than a second, and more than
+twice as long as computing the KV. A pull that was faster than computing sets the count of slow
+pulls to zero. After an exclusion for slow pulls, one more slow pull excludes the source again.
 
-The link between source and decode may be bad while both are well. So another pair is tried, or
-else one instance computes both phases. Only another try shows that the fault is over. So each
-exclusion ends after a time, or with the incarnation.
+The link between a source and a decode may be bad although both instances are well. So another pair
+is tried. If there is none, one instance computes both phases. Only a new pull can show that the
+fault is over. Therefore each exclusion ends after a time, or with the source's incarnation (its
+process life). A source that two decodes eject is ejected by all decodes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import Final, Generic, TypeVar
 from pdmesh.core.kv.transfer.ticket import PullFailure
 
 _UNREACHABLE: Final = frozenset({PullFailure.TIMEOUT, PullFailure.PEER_LOST, PullFailure.CONNECT})
-_CONDEMNED: Final = 2  # if this many decodes eject a source, the fault is the source's
-# KV is slow if the wait for it is this many times as long as computing it, and long enough to
-# notice.
+_CONDEMNED: Final = 2  # a source that so many decodes eject is ejected by all
+# KV is slow if the wait for the KV is longer than `_LEAST_SLOW_S`, and longer than this many times
+# the time of computing the KV.
 _SLOW_FACTOR: Final = 2.0
 _LEAST_SLOW_S: Final = 1.0
 
@@ -47,7 +48,7 @@ _AVOIDED: Final = frozenset({SourceFault.UNREACHABLE, SourceFault.SLOW})
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """One incarnation of an instance that sends KV. A restarted instance has a clean record."""
+    """One incarnation of an instance that sends KV. After a restart, the record is empty again."""
 
     instance_id: str
     incarnation: int
@@ -63,12 +64,12 @@ class ExcludedSource:
 class SourceStrikes(Generic[K]):
     """Counts failures of sources, which `K` names, and excludes a source that failed too often.
 
-    A source that fails `limit` times within `window_s` is excluded for `excluded_s`. Then it starts
-    with a clean record. A single failure is forgotten, since memory and links fail once in a while.
-    At most MAX_SOURCES are remembered.
+    A source that fails `limit` times within `window_s` is excluded for `excluded_s`. It then starts
+    again with a clean record, unless `is_probation` is set. In that case the next failure within
+    `window_s` excludes the source again, unless `forgive` is called before.
 
-    The source whose last failure is oldest is forgotten first. `is_probation`: once a source's time
-    is over, its next failure excludes it again, unless it is forgiven first.
+    Fewer failures than `limit` do not matter, because memory and links fail once in a while. At
+    most MAX_SOURCES are remembered. The source whose last failure is oldest is forgotten first.
     """
 
     limit: int = 3
@@ -79,13 +80,13 @@ class SourceStrikes(Generic[K]):
     _excluded_until: dict[K, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """The number of sources excluded now."""
+        """The number of sources that are excluded now."""
         return len(self._excluded_until)
 
     def record(self, source: K, now: float) -> bool:
-        """A pull from `source` failed. True if that excludes it."""
+        """Record a failed pull from `source`. True if this failure excludes the source."""
         if source in self._excluded_until:
-            return False  # a pull that was under way when the source was excluded
+            return False  # the pull began before the source was excluded
         strikes = self._remember(source)
         strikes.append(now)
         while strikes[0] <= now - self.window_s:
@@ -106,12 +107,12 @@ class SourceStrikes(Generic[K]):
         return strikes
 
     def last_strike(self, source: K) -> float:
-        """When the last failure that still counts came, or when probation began; -inf: neither."""
+        """The time of the last failure that still counts, or when probation began. -inf if none."""
         strikes = self._strikes.get(source)
         return strikes[-1] if strikes else -math.inf
 
     def forgive(self, source: K) -> None:
-        """Its earlier failures no longer count. An excluded source stays excluded."""
+        """Forget the earlier failures of a source. An excluded source stays excluded."""
         self._strikes.pop(source, None)
 
     def excluded(self) -> list[K]:
@@ -122,7 +123,7 @@ class SourceStrikes(Generic[K]):
         return until is not None and now < until
 
     def release_due(self, now: float) -> list[K]:
-        """Sources whose time is over, each returned once."""
+        """The sources whose exclusion is over. Each is returned once."""
         due = [source for source, until in self._excluded_until.items() if now >= until]
         for source in due:
             del self._excluded_until[source]
@@ -149,12 +150,15 @@ def _strikes() -> dict[SourceFault, SourceStrikes[KvSource]]:
 
 @dataclass(slots=True)
 class KvSources:
-    """One decode's record of its sources. `failed` takes the reason of a `KvTransferFailed`."""
+    """One decode's record of the sources that it pulls from."""
 
     _faults: dict[SourceFault, SourceStrikes[KvSource]] = field(default_factory=_strikes)
 
     def failed(self, source: KvSource, reason: str, now: float) -> SourceFault | None:
-        """A pull or a fetch failed. Returns the fault if the source is excluded from now on."""
+        """Record a failed pull or fetch, with the reason of its `KvTransferFailed`.
+
+        Returns the fault if the source is excluded from now on.
+        """
         is_excluded = False
         fault = SourceFault.UNREACHABLE if reason in _UNREACHABLE else SourceFault.CORRUPT
         if reason in _UNREACHABLE or reason == PullFailure.CORRUPT:
@@ -164,11 +168,12 @@ class KvSources:
     def succeeded(
         self, source: KvSource, waited_s: float, compute_s: float, now: float
     ) -> SourceFault | None:
-        """Its KV came after `waited_s`. Returns the fault if this excludes the source as slow.
+        """Record that KV of the source came after a wait of `waited_s`.
 
-        `compute_s` is how long computing the same KV takes; 0: not known, which proves nothing.
-        Pulls that waited at the same time are one observation. Good KV does not clear the record of
-        corruption, which comes and goes.
+        `compute_s` is how long computing the same KV takes. If that is not known, `compute_s` is
+        0 and the source is not judged. Slow pulls whose waits overlap count as one. Good KV does
+        not clear the record of corrupt KV, because corruption comes and goes. Returns the fault if
+        the source is excluded as slow from now on.
         """
         self._faults[SourceFault.UNREACHABLE].forgive(source)
         slow = self._faults[SourceFault.SLOW]
@@ -185,8 +190,9 @@ class KvSources:
         return self._faults[SourceFault.CORRUPT].is_excluded(source, now)
 
     def excluded(self) -> list[ExcludedSource]:
-        """By fault, oldest exclusions first. Sources whose time is over stay until
-        `release_due`.
+        """The excluded sources by fault, oldest exclusions first.
+
+        A source whose time is over is included until `release_due` is called.
         """
         return [
             ExcludedSource(source, fault)
@@ -195,7 +201,7 @@ class KvSources:
         ]
 
     def release_due(self, now: float) -> list[ExcludedSource]:
-        """Sources whose time is over, each returned once."""
+        """The sources whose exclusion is over. Each is returned once."""
         return [
             ExcludedSource(source, fault)
             for fault, strikes in self._faults.items()
@@ -208,7 +214,7 @@ class KvSources:
 
 
 class Fit(IntEnum):
-    """How well a decode and a prefill go together, best first."""
+    """How well a decode and a prefill can exchange KV. The best value comes first."""
 
     GOOD = 0
     AVOIDED = 1
@@ -238,17 +244,17 @@ NO_EXCLUSIONS: Final = SourceExclusions()
 class KvExchange:
     """Which instances should exchange KV, according to the reports of all decodes.
 
-    A prefill that two decodes eject is ejected by all.
+    A prefill that two decodes eject is ejected by all decodes.
     """
 
     _of: Mapping[str, SourceExclusions] = field(default_factory=dict)
-    _others: SourceExclusions = NO_EXCLUSIONS  # those of a decode that reports nothing
+    _others: SourceExclusions = NO_EXCLUSIONS  # the exclusions of decodes that are not in `_of`
 
     @classmethod
     def of(
         cls, reports: Mapping[str, Sequence[ExcludedSource]], incarnations: Mapping[str, int]
     ) -> KvExchange:
-        """`reports` by decode. A report about an earlier incarnation is ignored."""
+        """Combine the reports, which are by decode. Reports on earlier incarnations are ignored."""
         current = {
             decode: [
                 h
@@ -283,9 +289,10 @@ class KvExchange:
         return self.exclusions(decode_id).fit(prefill_id)
 
     def of_silent(self, num_decodes: int) -> SourceExclusions | None:
-        """The exclusions of a decode without reports; None if all `num_decodes` may have reported.
+        """The exclusions of a decode without reports. None if all `num_decodes` may have reported.
 
-        No other decode excludes less. So with few reports, no pair has to be looked at.
+        Every other decode excludes at least these sources. A caller that wants the best fit for a
+        prefill therefore need not look at each decode.
         """
         return self._others if num_decodes > len(self._of) else None
 
@@ -294,7 +301,7 @@ class KvExchange:
         return self._of.keys()
 
     def excludes(self, prefill_id: str) -> bool:
-        """Whether any decode ejects or avoids it."""
+        """Whether any decode ejects or avoids the prefill."""
         each = (self._others, *self._of.values())
         return any(exclusions.fit(prefill_id) is not Fit.GOOD for exclusions in each)
 

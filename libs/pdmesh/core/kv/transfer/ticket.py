@@ -1,7 +1,8 @@
-"""The right to pull one prompt's staged KV, and the reasons for which that right or a pull may end.
+"""The right to pull one prompt's staged KV, and why that right or a pull may end.
 
-A ticket names the incarnation and the attempt that staged the bytes. So a pull meant for an earlier
-incarnation or attempt is refused, not confused with the present one.
+A prefill stages a prompt's KV in a buffer, and a decode pulls it. The ticket for this pull names
+the sender's incarnation (one life of an instance) and the attempt that staged the bytes. So a pull
+that is meant for an earlier incarnation or attempt is refused.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ MAX_TICKET_ID: Final = 128  # bytes of utf-8
 
 
 def make_ticket_id(number: int, secret: str) -> str:
-    """`number` tells an incarnation's tickets apart and may be logged.
+    """Make the id of a ticket. A receiver that knows `secret` may pull.
 
-    `secret` gives the right to pull.
+    `number` is unique within the incarnation, and may be logged.
     """
     return f"{number:x}-{secret}"
 
@@ -28,9 +29,9 @@ def shown_ticket_id(ticket_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to pull one prompt's staged KV. Mirrors `pdmesh.v1.Ticket`.
+    """The right to pull one prompt's staged KV. The type mirrors `pdmesh.v1.Ticket`.
 
-    Its `repr` leaves out the secret.
+    The secret is left out of the `repr`.
     """
 
     ticket_id: str = field(repr=False)
@@ -40,7 +41,7 @@ class Ticket:
     incarnation: int
     model_fingerprint: str
     num_tokens: int
-    kv_bytes: int  # per rank; in a pipeline, on the stage with the most layers
+    kv_bytes: int  # on each rank; in a pipeline, on a rank of the stage with the most layers
     addresses: tuple[str, ...] = field(repr=False)  # one per rank
     lease_ms: int
 
@@ -51,7 +52,7 @@ class CloseReason(StrEnum):
     TAKEN = "taken"
     RELEASED = "released"
     EXPIRED = "expired"
-    FAILED = "failed"  # the agent ended, or could not serve it
+    FAILED = "failed"  # the agent ended, or could not serve the pull
 
 
 class Refusal(IntEnum):
@@ -70,7 +71,10 @@ class Refusal(IntEnum):
 
 
 class PullFailure(StrEnum):
-    """Why a pull failed, as `KvTransferFailed.reason`; if refused, it is `KV_REFUSED_<refusal>`."""
+    """Why a pull failed, for `KvTransferFailed.reason`.
+
+    A refused pull has the reason `KV_REFUSED_<refusal>` instead.
+    """
 
     TIMEOUT = "KV_TRANSFER_TIMEOUT"
     PEER_LOST = "KV_PEER_LOST"
@@ -81,6 +85,6 @@ class PullFailure(StrEnum):
     PROTOCOL = "KV_PROTOCOL_ERROR"
     CLOSING = "KV_AGENT_CLOSING"
     BUSY = "KV_TOO_MANY_PULLS"
-    # The receiving end was too late: no turn came in time, or the engine did not report the pull's
-    # outcome. That says nothing about the source.
+    # The receiver was too late: no turn came in time, or the engine did not report the pull's
+    # outcome. This failure is not the source's fault.
     OVERDUE = "KV_PULL_OVERDUE"
