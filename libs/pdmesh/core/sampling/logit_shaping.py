@@ -17,6 +17,7 @@ MAX_BAD_WORDS: Final = 1000  # token sequences
 MAX_ALLOWED: Final = 65_536
 MAX_LOGPROB_IDS: Final = 128  # token ids whose log probabilities are reported; as in vLLM
 _MAX_BIAS: Final = 100.0
+_MAX_PENALTY: Final = 100.0  # of a repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class LogitShaping:
         _in_range("frequency_penalty", self.frequency_penalty, -2, 2)
         _in_range("min_p", self.min_p, 0, 1)
         _in_range("top_k", self.top_k, 0, (1 << 31) - 1)
-        if not 0 < self.repetition_penalty <= _MAX_BIAS:
-            raise _refusal("repetition_penalty", f"must be above 0, at most {_MAX_BIAS:.0f}")
+        if not 0 < self.repetition_penalty <= _MAX_PENALTY:
+            raise _refusal("repetition_penalty", f"must be above 0, at most {_MAX_PENALTY:.0f}")
         _in_range("min_tokens", self.min_tokens, 0, (1 << 31) if max_tokens is None else max_tokens)
         _at_most("logit_bias", len(self.logit_bias), MAX_BIASES)
         _at_most("bad_words", len(self.bad_words), MAX_BAD_WORDS)

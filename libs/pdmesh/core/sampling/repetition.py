@@ -27,7 +27,7 @@ class RepetitionRule:
     def check(self) -> None:
         """Raises InvalidRequest with the name of the field."""
         if not 0 < self.max_size <= MAX_PATTERN:
-            raise _refusal("max_pattern_size", f"must be between 0 and {MAX_PATTERN}")
+            raise _refusal("max_pattern_size", f"must be between 1 and {MAX_PATTERN}")
         if not 0 <= self.min_size <= self.max_size:
             raise _refusal("min_pattern_size", "must be between 0 and max_pattern_size")
         if not 2 <= self.min_count <= MAX_COUNT:

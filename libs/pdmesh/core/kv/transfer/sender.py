@@ -159,11 +159,11 @@ class TicketBook:
     def check_invariants(self) -> None:
         for ticket_id, ticket in self._tickets.items():
             assert len(ticket.pulls) <= MAX_PULLS_PER_TICKET
+            assert len(ticket.takers) <= MAX_DECODES
             assert ticket.closing is None or ticket.is_read or ticket.has_writer, "closed late"
             for key, pull in ticket.pulls.items():
                 assert self._tickets_by_pull[key] == ticket_id
                 assert 0 <= pull.num_in_flight <= min(WINDOW, pull.num_announced)
-                assert len(ticket.takers) <= MAX_DECODES
                 assert not pull.is_stopped or pull.num_in_flight, "it should have ended"
                 for part in pull.parts[: pull.num_announced]:
                     assert part.end_layer <= ticket.num_ready, "sent before it was written"
