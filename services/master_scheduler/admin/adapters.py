@@ -91,7 +91,8 @@ class Adapters:
     async def add(self, request: pb.AddAdapterRequest, epoch: int) -> pb.AddAdapterResponse:
         """Register an adapter, or replace the adapter of this name.
 
-        Raises MeshError. After an error nothing has changed.
+        Raises MeshError. After Unavailable, the adapter may have been registered, and the call may
+        be repeated. After any other error, nothing has changed.
         """
         adapters = self._opened()
         check_name(request.name)

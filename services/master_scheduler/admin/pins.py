@@ -93,8 +93,9 @@ class Pins:
     async def add(self, request: pb.AddPinRequest, epoch: int) -> pb.PinState:
         """Add a pin, or replace the pin with this id.
 
-        Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict. After an
-        error nothing is pinned.
+        Raises InvalidRequest, ModelNotFound, Unavailable, NotLeader, VersionConflict. After
+        Unavailable, the pin may have been stored, and the call may be repeated. After any other
+        error, nothing is pinned.
         """
         pins = self._opened()
         wanted = _wanted(request)
