@@ -52,7 +52,7 @@ class ServedModels:
             for model, of in self._by_model.items()
             if all(record.supports_constraints for record in of)
         )
-        self._references |= {model: of[-1] for model, of in self._by_model.items()}
+        self._references |= {model: of[0] for model, of in self._by_model.items()}
         offers = {Offer(r.model, r.scenario) for of in self._by_model.values() for r in of}
         self.catalogue.see(offers, now)
         for model in [m for m in self._references if self.catalogue.since(m) is None]:
