@@ -29,7 +29,7 @@ class WorkerLost(Exception):
 
 
 class ControlServer:
-    """Listens before the workers start; `ready` is the ranks' greetings, in order of rank."""
+    """Listens before the workers start. `ready` has the ranks' greetings, in order of rank."""
 
     def __init__(
         self, on_message: Callable[[ToHost], None], on_lost: Callable[[WorkerLost], None]

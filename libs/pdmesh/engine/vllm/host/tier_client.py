@@ -1,4 +1,8 @@
-"""The host's half of the tiers: before vLLM gets a prompt, every rank leases blocks for it."""
+"""The host's half of the tiers, which keep KV in host memory, in peers' memory and in files.
+
+Before vLLM gets a prompt, every rank fetches the prompt's blocks from the tiers, and leases them: a
+leased block stays in host memory until vLLM has loaded it.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,7 @@ class TierClient:
     async def fetch(
         self, leg: int, names: Sequence[bytes], owner: bytes, first: int
     ) -> tuple[int, int, int] | None:
-        """(leg, first, count) of the blocks that all ranks lease; None if they lease none."""
+        """(leg, first, count) of the blocks that all ranks lease. None if they lease none."""
         answered = asyncio.get_running_loop().create_future()
         self._asked[leg] = _Asked(self._num_ranks, answered)
         names = list(names[:MAX_NAMES])
@@ -124,7 +128,7 @@ class TierClient:
 
 
 def _find_died(error: BaseException) -> None:
-    """The search failed: the ranks wait for its answer until their time is over."""
+    """The search failed. The ranks wait for its result until their time is over."""
     log.error("kv.tier.find_died", exc_info=error)
 
 
