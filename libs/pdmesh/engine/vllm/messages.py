@@ -307,8 +307,7 @@ class EmbeddingsFetched(RankMessage):
 
 
 class EmbeddingsHeld(RankMessage):
-    """Worker: the embeddings that its pool stored since the last report, and those that it lacks
-    now.
+    """Worker: the embeddings that its pool stored since the last report, and the lost ones.
 
     `removed` has the names of embeddings that the pool evicted or did not take.
     """
@@ -388,7 +387,7 @@ def decode_to_host(frame: bytes) -> ToHost:
 class WorkerControl:
     """The worker's end of the connection.
 
-    It sends from any thread and receives on its own thread.
+    Messages are sent from any thread and received on a separate thread.
     """
 
     def __init__(
