@@ -81,20 +81,20 @@ class VllmConfig:
     instance_id: str
     incarnation: int
     model_dir: Path
-    model: str  # the name it answers to
+    model: str  # the name that clients use
     device: str = field(default_factory=installed_device)  # cpu or cuda
     dtype: str = (
         ""  # empty: float32 on a CPU (equal outputs on every instance), the model's on a GPU
     )
-    kv_cache_dtype: str = "auto"  # of the stored K and V; auto: as computed. fp8 halves what moves
+    kv_cache_dtype: str = "auto"  # format of stored K and V; auto: as computed; fp8: half the bytes
     block_size: int = 64  # tokens
-    kv_cache_bytes: int = 512 << 20  # 0: what `gpu_memory_utilization` leaves
+    kv_cache_bytes: int = 512 << 20  # 0: the memory that `gpu_memory_utilization` leaves
     staging_bytes: int = 256 << 20  # 0: this instance hands on no KV
     landing_bytes: int = 256 << 20  # 0: this instance takes no KV
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
-    kv_memory: KvMemory = KvMemory.AUTO  # where KV waits and lands, on a GPU
+    kv_memory: KvMemory = KvMemory.AUTO  # on a GPU, the memory in which KV is staged and lands
     requires_rdma: bool = False
-    group_id: str = ""  # KV is handed on only within it
+    group_id: str = ""  # KV is handed on only within this group
     max_pulls: int = MAX_PULLS  # pulls of KV at once
     lease_s: float = TICKET_LEASE_S  # how long a staged prompt waits for its decode
     max_model_len: int = 2048
@@ -102,14 +102,14 @@ class VllmConfig:
     max_num_batched_tokens: int = 0  # per step; 0: `CPU_STEP_TOKENS` on a CPU, vLLM's own on a GPU
     tensor_parallel_size: int = 1  # ranks of each pipeline stage
     pipeline_parallel_size: int = 1  # stages, each with some of the model's layers
-    domain: DomainRank | None = None  # its place in a data-parallel domain; None: it has none
+    domain: DomainRank | None = None  # place in a data-parallel domain, if there is one
     tiers: TierConfig = field(default_factory=TierConfig)
     speculation: Speculation = NO_SPECULATION
-    async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # a step while another is computed
+    async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # plan a step while one is computed
     weights_loader: WeightsLoader = WeightsLoader.AUTO
     engine_args: EngineArgs = field(default_factory=dict)  # more of vLLM's arguments
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
-    max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
+    max_adapters: int = 0  # LoRA adapters loaded at once
     max_adapter_rank: int = 16
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
     file_digests: Mapping[str, str] = field(default_factory=dict)

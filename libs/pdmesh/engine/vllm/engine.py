@@ -565,7 +565,7 @@ class VllmEngine:
                 self._working[message.rank] = message
                 return
             case EmbeddingsFetched() | EmbeddingsHeld():
-                return  # they come to the EmbeddingClient
+                return  # the EmbeddingClient receives these on its own socket
         if self._jobs is not None:
             self._apply(self._jobs.handle(message))
 

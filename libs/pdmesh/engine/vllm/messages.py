@@ -425,4 +425,4 @@ class WorkerControl:
         except Exception:
             log.exception("vllm.control.died")
         if not self._is_closing:
-            self._on_closed()  # whatever happened: the host's messages no longer arrive
+            self._on_closed()  # in each case, the host's messages no longer arrive

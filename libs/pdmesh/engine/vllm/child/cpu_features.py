@@ -1,7 +1,7 @@
 """Finds out from a processor's flags which settings the processor cannot run, or runs slowly.
 
-A bad setting is thus reported before vLLM fails. Only `own_flags` reads a file. If a machine's
-flags cannot be read, nothing is refused, and vLLM itself reports what is wrong.
+So a bad setting is reported before vLLM fails. Only `own_flags` reads a file. If a machine's flags
+cannot be read, nothing is refused, and vLLM itself reports what is wrong.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pdmesh.engine.vllm.host.stats import SchedulerView
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-START_TIMEOUT_S = 600.0  # of every engine, whatever its role
+START_TIMEOUT_S = 600.0  # for engines of all roles
 STOP_TIMEOUT_S = 15.0
 # how long a cancelled start may take to end; the caller of `stop` waits longer
 BUILD_STOP_S = 8.0

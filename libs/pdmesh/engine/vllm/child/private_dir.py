@@ -1,6 +1,6 @@
 """Makes the directory of an engine's sockets, which is private and has a short path.
 
-Also removes such directories of processes that have died.
+Directories of processes that have died are removed.
 """
 
 from __future__ import annotations

@@ -157,8 +157,7 @@ def missing_library(error: ImportError) -> str:
 def _cause(error: BaseException) -> str:
     """The cause in one line.
 
-    The first line of pydantic's errors only counts the problems, so the problems are listed
-    instead.
+    The first line of pydantic's errors only counts the problems, so all problems are named.
     """
     if isinstance(error, ValidationError):
         found = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())

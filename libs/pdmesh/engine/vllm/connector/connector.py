@@ -66,7 +66,7 @@ class PlanMetadata(KVConnectorMetadata):
     def __init__(self, plan: StepPlan, tiers: StepCopies | None, num_tokens: int) -> None:
         self.plan = plan
         self.tiers = tiers
-        self.num_tokens = num_tokens  # tokens that the step computes, without proposed ones
+        self.num_tokens = num_tokens  # tokens that the step computes, not counting proposed ones
 
 
 class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
@@ -248,7 +248,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin the step here.
 
-        `start_load_kv` comes only after the forward if no load is awaited.
+        If the step awaits no load, `start_load_kv` comes only after the forward.
         """
         super().bind_connector_metadata(connector_metadata)
         metadata = self._metadata()
@@ -264,7 +264,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Gather the layer of prompts that are handed on per layer.
+        """Gather the layer's KV of prompts that are handed on per layer.
 
         `wait_for_save` gathers the prompts that are handed on whole.
         """

@@ -61,8 +61,7 @@ def rank_place(vllm_config: Any) -> RankPlace:
 
 
 def kv_facts(vllm_config: Any, layer_names: Iterable[str]) -> KvFacts:
-    """Reads the facts of the given layers. Call it after the weights are loaded: they may set
-    scales.
+    """Reads the facts of the given layers. The weights must be loaded, because they may set scales.
 
     `vllm_config` is Any because vLLM does not promise a stable type.
     """
@@ -108,14 +107,15 @@ def how_computed(vllm_config: Any) -> list[str]:
 def _window(model: Any) -> str:
     """The attention window, as text.
 
-    With a window, release 0.1.0 computed wrong KV. The word `whole` prevents an exchange with it.
+    With a window, release 0.1.0 computed wrong KV. The word `whole` prevents an exchange of KV with
+    that release.
     """
     window = model.get_sliding_window()
     return f"{window} {model.disable_sliding_window}" + (" whole" if window is not None else "")
 
 
 def length_decides(model_type: str, rope: object) -> bool:
-    """Whether `max_model_len` changes the KV of prompts that are shorter.
+    """Whether `max_model_len` changes the KV of prompts that are shorter than this limit.
 
     The answer for unknown kinds of rope is True, to be safe.
     """

@@ -78,7 +78,7 @@ class EmbeddingClient:
     async def _fetch(
         self, leg: int, images: Mapping[str, int], encoder: KvPeer, deadline_s: float
     ) -> int:
-        """Let all ranks fetch. Returns how many of the first images all ranks have.
+        """Let all ranks fetch the embeddings. Returns how many of the first images all ranks have.
 
         `images` has the length of each image in tokens. Raises KvTransferFailed if the fetch failed
         at any rank.

@@ -33,17 +33,17 @@ class CarriesEmbeddings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VllmEncoderConfig:
-    """One encoder of one instance; it has one rank."""
+    """One encoder of one instance. An encoder has one rank."""
 
     instance_id: str
     incarnation: int
     model_dir: Path
-    model: str  # the name it answers to
+    model: str  # the name that clients use
     device: str = field(default_factory=installed_device)  # cpu or cuda
-    dtype: str = ""  # must be that of the prefills; "": the default for the device
+    dtype: str = ""  # must equal the prefills' dtype; empty: the default for the device
     kv_host: str = "127.0.0.1"
     group_id: str = ""
-    kv_cache_bytes: int = 512 << 20  # only if it loads the language model, too; 0: vLLM decides
+    kv_cache_bytes: int = 512 << 20  # used only with the language model; 0: vLLM decides
     max_model_len: int = 2048  # tokens of the longest request; a request is one image
     max_num_seqs: int = 8
     pool_bytes: int = 256 << 20

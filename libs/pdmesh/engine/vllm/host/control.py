@@ -48,7 +48,7 @@ class ControlServer:
     def broadcast(self, message: RankMessage) -> None:
         """Send to every rank.
 
-        Messages are small and rare, so the write buffer needs no bound of its own.
+        Messages are small and rare, so the write buffer needs no limit.
         """
         frame = encode_frame(message)
         for writer in self._writers.values():

@@ -46,8 +46,8 @@ def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]
 def num_kv_blocks(hello: RankHello, max_model_len: int, block_size: int) -> int:
     """How many blocks of text the cache holds. vLLM keeps one more as its null block.
 
-    Layers with a window count as if they kept all tokens. But the result is never less than the
-    longest prompt, because vLLM has made sure that this prompt fits.
+    Layers with a window count as if they kept all tokens. But with windows, the result is at least
+    the longest prompt's number of blocks, because vLLM has made sure that this prompt fits.
     """
     num_blocks = (hello.num_blocks - 1) // hello.num_groups
     return max(num_blocks, -(-max_model_len // block_size)) if hello.windows else num_blocks

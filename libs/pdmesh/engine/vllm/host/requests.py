@@ -202,11 +202,11 @@ class Requests:
         return self._adapters.slots.request_of(adapter.digest)
 
     async def _read(self, reader: _Reader, prompt: list[int], params: Any, cache_salt: str) -> None:
-        """Give vLLM the request, and forward its outputs. `params` is vLLM's own type, imported
-        late.
+        """Give vLLM the request, and forward its outputs.
 
-        An abort never cancels this task. vLLM takes the request at some unknown point in
-        `add_request`. From then on, the request must be aborted in vLLM.
+        `params` is vLLM's own type, imported late. An abort never cancels this task. vLLM takes the
+        request at some unknown point in `add_request`. From then on, the request must be aborted in
+        vLLM.
         """
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError

@@ -72,7 +72,10 @@ class TierClient:
     async def fetch(
         self, leg: int, names: Sequence[bytes], owner: bytes, first: int
     ) -> tuple[int, int, int] | None:
-        """(leg, first, count) of the blocks that all ranks lease. None if they lease none."""
+        """Let all ranks fetch blocks.
+
+        Returns (leg, first, count) of those that all ranks lease, or None.
+        """
         answered = asyncio.get_running_loop().create_future()
         self._asked[leg] = _Asked(self._num_ranks, answered)
         names = list(names[:MAX_NAMES])
@@ -106,18 +109,18 @@ class TierClient:
         self._broadcast(ForgetLease(leg))
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
-        """Every rank keeps its part of these blocks."""
+        """Let every rank keep its part of these blocks."""
         self._broadcast(Pin([(p.owner, p.until, list(p.names)) for p in prefixes]))
 
     def prefetch(self, wanted: Prefetch) -> None:
-        """Every rank fetches its part of these blocks if it expects that to save time."""
+        """Let every rank fetch its part of these blocks if the rank expects that to save time."""
         peer, names = wanted.peer, list(wanted.names)
         holder = peer.instance_id, peer.incarnation, peer.addresses, 0, len(names)
         owner = owner_of(wanted.cache_salt)
         self._broadcast(PrefetchToPool(names, owner, holder, wanted.chance))
 
     def note_session(self, hint: SessionHint) -> None:
-        """Every rank evicts its part of the session's blocks later or earlier."""
+        """Let every rank evict its part of the session's blocks later or earlier."""
         owner, names = owner_of(hint.tenant), list(hint.names)
         self._broadcast(SessionNote(hint.session, hint.state.value, names, owner, hint.hold_s))
 

@@ -37,9 +37,9 @@ _PLACEHOLDERS: Final = ("image_token_id", "image_token_index", "boi_token_index"
 
 
 def find_facts(llm: AsyncLLM) -> ImageFacts | None:
-    """How the model takes images. None if the mesh serves none. The log then has the reason.
+    """How the model takes images. None if the mesh serves no images with it.
 
-    Blocks while the model's processor runs.
+    In this case the log has the reason. Blocks while the model's processor runs.
     """
     config = llm.model_config
     if config.is_mm_prefix_lm:

@@ -129,7 +129,7 @@ class WeightStream:
         self, plan: WindowPlan, reader: WindowReader | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         buffer = self._allocate(plan)
-        lease: weakref.ref[Any] | None = None  # of the window before; dead if no tensor is kept
+        lease: weakref.ref[Any] | None = None  # on the last window; dead if no tensor is kept
         windows = plan.windows
         self._start(reader, windows[0], buffer)
         for number, window in enumerate(windows):

@@ -53,9 +53,7 @@ def cpu_kernels(cpuinfo: str) -> str:
 
 
 def machine_kernels(device: str) -> str:
-    """Names what decides how KV is packed: a CPU's instruction sets, or the GPU that `device`
-    names.
-    """
+    """Names what decides KV's packing: a CPU's instruction sets, or the GPU in `device`."""
     if device != "cpu":
         return device
     try:

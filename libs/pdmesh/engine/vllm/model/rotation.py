@@ -17,8 +17,7 @@ _CONVOLUTION: Final = "conv"
 def rotate_rightly(config: Any) -> None:
     """On a CPU, let an affected model use PyTorch's operation, unless `engine_args` choose one.
 
-    `config` is vLLM's `VllmConfig`, which is no stable type. It is changed before any process gets
-    it.
+    `config` is vLLM's `VllmConfig`, which is no stable type. Call this before any process gets it.
     """
     operations: list[str] = config.compilation_config.custom_ops
     is_chosen = any(each[1:] == ROTATION for each in operations)

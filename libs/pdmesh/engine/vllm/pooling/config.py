@@ -16,16 +16,16 @@ from pdmesh.engine.vllm.loading.choice import loader_arguments, loader_choice
 
 @dataclass(frozen=True, slots=True)
 class VllmPoolingConfig:
-    """One engine of one instance. `max_model_len`: at most; the model may take less."""
+    """One engine of one instance. The model may allow less than `max_model_len` tokens."""
 
     instance_id: str
     incarnation: int
     model_dir: Path
-    model: str  # the name it answers to
+    model: str  # the name that clients use
     device: str = field(default_factory=installed_device)  # cpu or cuda
     dtype: str = ""  # empty: float32 on a CPU, the model's on a GPU
     kv_cache_dtype: str = "auto"
-    convert: str = "auto"  # what a model that makes answers becomes: embed or classify
+    convert: str = "auto"  # how to use a model that is made for answers: embed or classify
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 512 << 20
     max_model_len: int = 4096

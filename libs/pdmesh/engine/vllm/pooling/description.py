@@ -16,8 +16,7 @@ def takes_token_types(model_config: Any) -> bool:
 
 
 def facts_of(model_config: Any, supported_tasks: tuple[str, ...]) -> PoolingFacts:
-    """The facts about a started pooling model. Raises EngineMisconfigured if its task is not
-    served.
+    """The facts about a started pooling model. Raises EngineMisconfigured if it cannot be served.
 
     A model has only one task: the one for which vLLM itself would serve the model. `model_config`
     is vLLM's own, of no stable type.

@@ -1,9 +1,9 @@
 """Mends how vLLM 0.32 samples on a CPU with speculation and a temperature above 0.
 
-vLLM repeats the temperature, `top_k` and `top_p` of a request for each of its checked tokens. The
+For each proposed token, vLLM needs the temperature, `top_k` and `top_p` of the token's request. The
 CPU kernel writes these values to a copy that is never read, unless they are 64-bit integers. So the
-result stayed unwritten. Logits were divided by the bytes that its memory held before, and `top_k`
-crashed the engine.
+result stayed unwritten. Logits were divided by the bytes that the result's memory held before, and
+`top_k` crashed the engine.
 
 vLLM also runs its check in a step in which nothing is proposed. The check copies the logits. For
 each request it makes as many random numbers as the vocabulary has tokens, to replace a proposed

@@ -1,4 +1,4 @@
-"""vLLM's arguments for speculation, and checks for methods that it cannot run here."""
+"""vLLM's arguments for speculation, and checks for methods that vLLM cannot run here."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 A constraint is a grammar that the answer must follow. vLLM compiles grammars only with a tokenizer,
 and the mesh's engines run without one. So the first constraint gives vLLM's manager of structured
-output a backend of the mesh, with the model's vocabulary. A matcher follows the answer along the
-constraint. If other engines drew the answer's first tokens, these are the last tokens of the
-prompt. The matcher takes them before vLLM gets it. If the request still waits for token 1, the
-matcher takes that token in the request's first step.
+output a backend of the mesh, with the model's vocabulary. A matcher checks the answer's tokens
+against the constraint. If other engines drew the answer's first tokens, they are the last tokens of
+the prompt. The matcher takes these tokens before vLLM gets the matcher. If the request still waits
+for token 1, the matcher takes token 1 in the request's first step.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Grammars:
 
 
 class Drawing:
-    """A guide, with the methods that vLLM calls on a grammar."""
+    """A guide, which applies a constraint to one answer, with the methods that vLLM calls."""
 
     def __init__(self, guide: Guide) -> None:
         self.awaits_first_token = self.has_failed = False
@@ -154,7 +154,7 @@ class RefusedGrammar:
         return []
 
     def rollback(self, num_tokens: int) -> None:
-        """No token was taken."""
+        """There is nothing to take back, because no token was taken."""
 
     def fill_bitmask(self, bitmask: Any, index: int) -> None:
         bitmask[index].fill_(-1)
@@ -178,7 +178,8 @@ def has_failed(request: Any) -> bool:
 def drawing_of(backend: Grammars, request: Any) -> Drawing | RefusedGrammar:
     """Compile the constraint of a vLLM request.
 
-    While the request waits for token 1, the last token of its prompt is a stand-in.
+    While the request waits for token 1, the last token of its prompt is a stand-in, and the
+    constraint does not take it.
     """
     params = request.sampling_params
     num_drawn = num_drawn_before(params)

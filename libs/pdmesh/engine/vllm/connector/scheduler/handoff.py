@@ -25,8 +25,8 @@ STORE, LOAD = "store", "load"
 class Store:
     """Order to stage a computed prompt under a ticket.
 
-    To stage is to copy the prompt's KV into an arena range. The ticket is the right to pull it
-    there.
+    To stage is to copy the prompt's KV into an arena range. The ticket is a decode's right to pull
+    the KV from there.
     """
 
     ticket_id: str
@@ -57,8 +57,9 @@ class KvLoad:
     """Order to pull a ticket's KV into a request's blocks.
 
     The first `num_local_blocks` blocks are in the prefix cache already. If `block_ids` is empty,
-    all blocks are, and nothing is pulled. A load waits for its turn before it pulls. `timeout_s`
-    limits that wait, and again the pull. It does not limit the time until a step begins the load.
+    all blocks are cached, and nothing is pulled. A load waits for its turn before it pulls.
+    `timeout_s` is the limit for that wait, and also for the pull. The time until a step begins the
+    load has no limit here.
     """
 
     key: str  # vLLM's name of the request

@@ -2,7 +2,7 @@
 
 One rank, the first of the last stage, records when it computes each step. These times arrive with
 the output of a later step. All processes of an engine run on one machine, so they share a clock.
-The sums go to the host with vLLM's own statistics of a step.
+`StepTimes` sums the times up. The sums go to the host with vLLM's own statistics of a step.
 """
 
 from __future__ import annotations

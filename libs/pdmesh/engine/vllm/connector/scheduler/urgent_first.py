@@ -44,7 +44,8 @@ class UrgentFirstScheduler(Scheduler):
         return step
 
     def _order_running(self) -> None:
-        """Sort so that answers get a step's tokens before prompts, since an answer takes few.
+        """Sort the running requests: first answers, which take few of a step's tokens, then
+        prompts.
 
         Prompts are in order of urgency.
         """
@@ -56,7 +57,7 @@ class UrgentFirstScheduler(Scheduler):
     def _next_to_begin(self) -> Request | None:
         """The waiting request that this step would begin if running prompts left it tokens.
 
-        Or None.
+        None if there is no such request, or if the blocks for it are not free.
         """
         if len(self.running) >= self.max_num_active_reqs:
             return None

@@ -31,7 +31,7 @@ _DIGEST_CHARS = 12
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """One layout for all layers of a rank. An opaque block cannot be cut by heads."""
+    """One layout for all layers of a rank. An opaque block cannot be split by heads."""
 
     where: HeadBlocks
     block: str  # digest of a block's inner layout during a transfer

@@ -56,17 +56,18 @@ class PagedCaches(Protocol):
     ) -> None:
         """Scatter `source` before the model's next step.
 
-        `source` has all layers, with all heads or only `heads`. It may be reused after `on_done`.
+        `source` has all layers, with all heads or only `heads`. The caller may reuse `source` after
+        `on_done`.
         """
         ...
 
     def scatter_part(
         self, data: KvBytes, offset: int, block_ids: Sequence[int], heads: Span | None = None
     ) -> None:
-        """Scatter a part of the bytes that `scatter` takes, which begins at `offset`.
+        """Scatter a part of the bytes that `scatter` takes. The part begins at `offset`.
 
-        The part has whole blocks of heads. The call runs on the KV agent's thread. The copy is
-        complete when the call returns.
+        The part must have whole blocks of heads. The call runs on the KV agent's thread. The copy
+        is complete when the call returns.
         """
         ...
 

@@ -4,9 +4,10 @@ A pull together with its blocks is a load. `core.kv.transfer.incoming_blocks` ma
 about loads, and this module carries them out. vLLM keeps the blocks until the load is reported as
 over, even if the request was aborted. Ranges are scattered as they arrive, on the KV agent's thread
 and without the lock. All other effects hold the lock, so that they keep the order of the decisions.
-A pull from a sender with another number of ranks consists of several pieces. Such a pull does not
-wait for its turn, because only the lease at the rank of the same number can be renewed during a
-wait.
+
+If the sender has another number of ranks, a pull consists of several pieces. Such a pull begins
+without waiting for its turn. During a wait, it could renew only one of the sender's leases, at the
+rank of the same number.
 """
 
 from __future__ import annotations
@@ -138,8 +139,7 @@ class IncomingKv:
         self._tell(LoadCancelled(leg))
 
     def take_results(self, is_empty_step: bool = False) -> tuple[set[str], set[str]]:
-        """Returns the keys of loads that have completed since the last call, and of loads that
-        failed.
+        """Returns the keys of loads that completed, and of loads that failed, since the last call.
 
         After a step that computed nothing, the call waits a moment for a load under way to end.
         """

@@ -189,7 +189,7 @@ class Outgoing:
     def _serve(self, store: Store, layout: KvLayout) -> None:
         """Open the ticket, because the bytes are in place now.
 
-        The host may have released the ticket before. Then it is reported as closed.
+        If the host has released the ticket before, report it as closed instead.
         """
         with self._lock:
             if self._over.pop(store.ticket_id, store) is None:

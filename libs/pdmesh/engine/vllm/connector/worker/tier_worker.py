@@ -111,7 +111,7 @@ class TierWorker:
 
         async def fetch(
             *args: Any, **options: Any
-        ) -> Sequence[bytes]:  # Any: the arguments are passed on
+        ) -> Sequence[bytes]:  # Any, because the arguments are passed on
             return await asyncio.wrap_future(agent.fetch(*args, **options))
 
         self.stack.peers = AgentPeers(
@@ -125,11 +125,14 @@ class TierWorker:
     # -- a step, on vLLM's thread ------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The step begins. The time from here to `save` counts as the model's."""
+        """The step begins. The time from here to `save` is taken as the model's computing time."""
         self._step_began = self._clock()
 
     def load(self, plan: StepCopies) -> None:
-        """Called before the forward, or after it if there are only leases to close."""
+        """Copy leased blocks into vLLM's blocks.
+
+        Called before the forward, or after it if there are only leases to close.
+        """
         for load in plan.loads:
             with self._lock:
                 lease = self._leases.pop(load.leg, None)
@@ -152,7 +155,10 @@ class TierWorker:
         lease.close()
 
     def save(self, plan: StepCopies) -> None:
-        """After the forward, while the requests hold their blocks."""
+        """Copy computed blocks into the pool, after the forward.
+
+        The requests still hold their blocks.
+        """
         if plan.saves and plan.num_tokens >= self._blocks.size:
             self._caches.wait_for_model()  # the first gather would wait, too
             duration_s = self._clock() - self._step_began

@@ -4,7 +4,8 @@ With asynchronous scheduling, vLLM's first model runner enters -1 for a token th
 enters the id one step later, but only if a request of the batch needs ids, for example for
 penalties. When such a request joins the batch, vLLM 0.32 replaces all the -1 at the end of another
 answer by one id. That answer becomes shorter, so `min_tokens` and the position of a seeded draw
-would be wrong. This patch keeps the -1 of earlier tokens, because nothing reads their ids.
+would be wrong. This patch puts the lost -1 back. That is enough, because nothing reads the ids of
+these tokens.
 """
 
 from __future__ import annotations
