@@ -1,8 +1,8 @@
 """Decides, in a prefill's scheduler, which of the fetched image embeddings a step uses.
 
-A request names the images whose embeddings the workers have fetched for it. Only this request uses
-these embeddings, and the workers keep them until it ends. So no embedding that a step needs can be
-missing. The step encodes all other images of its requests.
+A request names the images whose embeddings the workers have fetched for it. No other request uses
+these embeddings, and the workers keep them until the request ends. So no embedding that a step
+needs can be missing. The step encodes all other images of its requests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Turns the outputs of one vLLM engine and its workers' messages into outputs for the host.
 
 Facts about a job arrive in two ways and in any order: tokens through vLLM, and reports on KV
-through the control socket. This module puts them into one order for the host. A ticket, which is
-the right to pull one prompt's KV, is announced when every rank has staged or opened it. A decode's
-tokens come after its KV. A reserved range of memory is given back when every rank is done with it.
+through the control socket. This module puts the facts into one order for the host. A ticket, which
+is the right to pull one prompt's KV, is announced when every rank has staged or opened it. A
+decode's tokens come after its KV. A reserved range of memory is given back when every rank is done
+with it.
 """
 
 from __future__ import annotations

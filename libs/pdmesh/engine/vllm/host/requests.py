@@ -138,7 +138,8 @@ class Requests:
         task.add_done_callback(lambda _: self._forget(leg))
 
     def cancel(self, leg: int) -> None:
-        """Abort the request in vLLM. Its task ends with the output that reports the abort.
+        """Abort the request in vLLM. The request's task ends with the output that reports the
+        abort.
 
         A request that waits for its adapter ends at once, because loading an adapter may take long.
         """

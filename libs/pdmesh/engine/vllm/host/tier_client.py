@@ -72,9 +72,10 @@ class TierClient:
     async def fetch(
         self, leg: int, names: Sequence[bytes], owner: bytes, first: int
     ) -> tuple[int, int, int] | None:
-        """Let all ranks fetch blocks.
+        """Let all ranks fetch blocks and lease them.
 
-        Returns (leg, first, count) of those that all ranks lease, or None.
+        Returns (leg, first, count) of the run of blocks that all ranks lease. None if there is no
+        run.
         """
         answered = asyncio.get_running_loop().create_future()
         self._asked[leg] = _Asked(self._num_ranks, answered)

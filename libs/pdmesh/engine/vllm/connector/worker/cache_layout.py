@@ -78,7 +78,7 @@ def with_windows(block: str, windows: Sequence[int]) -> str:
 
 
 def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str | None:
-    """The axes of a GPU cache. None if the shape is none of those that vLLM's kernels use."""
+    """The axes of a GPU cache. None for a shape that vLLM's attention kernels do not use."""
     match shape:
         case (blocks, heads, _, _) if (blocks, heads) == (num_blocks, num_heads):
             return "bhnc"

@@ -6,8 +6,8 @@ over, even if the request was aborted. Ranges are scattered as they arrive, on t
 and without the lock. All other effects hold the lock, so that they keep the order of the decisions.
 
 If the sender has another number of ranks, a pull consists of several pieces. Such a pull begins
-without waiting for its turn. During a wait, it could renew only one of the sender's leases, at the
-rank of the same number.
+without waiting for its turn. During a wait, the pull could renew only one of the sender's leases:
+the one at the rank of the same number.
 """
 
 from __future__ import annotations

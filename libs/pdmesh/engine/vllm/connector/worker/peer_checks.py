@@ -73,9 +73,9 @@ class PeerChecks:
 
 
 class PeerProber:
-    """The worker's half. `send` sends a message to the host.
+    """The worker's half, on the thread that receives the host's messages.
 
-    It runs on the thread that receives the host's messages.
+    `send` sends a message to the host.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Records when a rank computes its steps, and reports the times to vLLM's scheduler (S139).
 
-On a GPU, the calls that are timed here only launch a step, so the times are those of the launch.
+On a GPU, the calls that are timed here only launch a step, so the recorded times are launch times.
 """
 
 from __future__ import annotations

@@ -73,9 +73,9 @@ class TierWorker:
         die: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`die` is called with an error of the tiers. It ends the process.
+        """`die` ends the process after an error of the tiers.
 
-        Otherwise the host would rely on tiers that are not in the state that it assumes.
+        Otherwise the host would assume a wrong state of the tiers.
         """
         self._config = TierConfig(**config)
         self._caches, self._blocks, self._send = caches, blocks, send
@@ -90,7 +90,7 @@ class TierWorker:
         )
         self._lock = threading.Lock()  # guards the leases
         self._leases: dict[int, BlockLease] = {}  # by leg
-        # By leg; only the loop's thread uses these two.
+        # By leg. Only the loop's thread uses these two.
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._holders: dict[int, asyncio.Future[Sequence[PeerHolding]]] = {}
         self._step_began = 0.0
