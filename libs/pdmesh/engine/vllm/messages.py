@@ -1,11 +1,10 @@
 """The messages between the host and vLLM's worker processes, beside vLLM's own channels.
 
 The host is the part of an instance outside the engine. vLLM starts its workers as children of the
-host's process. Each worker has a KV agent, which stages and pulls KV. The control socket is a unix
-socket in a private directory, with one connection for each worker. Workers report on tickets,
-pulls, tiers and their work, and the host gives orders. Each docstring begins with the sender of the
-message. A frame is a little-endian uint32 length and one msgpack array with a tag. When a
-connection ends, the worker exits, and the host's engine fails.
+host's process, and each worker has a KV agent, which stages and pulls KV. Each worker has one
+connection to a unix socket in a private directory. When a connection ends, the worker exits, and
+the host's engine fails. A frame is a little-endian uint32 length and one msgpack array with a tag.
+The docstring of each message begins with its sender.
 """
 
 from __future__ import annotations

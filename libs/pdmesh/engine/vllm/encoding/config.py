@@ -138,5 +138,4 @@ def ec_config(
 
 
 def embeddings_path(private_dir: Path) -> Path:
-    """The path of the control socket for embeddings."""
     return private_dir / "embeddings.sock"

@@ -6,9 +6,7 @@ because a tenant must not learn, from the time that an answer takes, which image
 sends.
 
 A prefill gets the image. A decode gets only the name, since the KV that it pulls was computed with
-the image. In a model with M-RoPE, all positions after an image depend on the number of rows of the
-image's tokens. So a decode of such a model gets this number as well. Otherwise the tokens of an
-answer would not have the positions that follow the prompt.
+the image.
 """
 
 from __future__ import annotations
@@ -136,9 +134,11 @@ def _check_places(prompt: Sequence[int], images: Sequence[PromptImage], facts: I
 
 
 def _rows_of(image: PromptImage, merge_size: int) -> Any:
-    """An image's grid, on which positions depend, without the pixels. The type is vLLM's own.
+    """An image's grid without the pixels, of vLLM's own type.
 
-    vLLM's scheduler also gives only the grid to a worker that already has the image's KV.
+    With M-RoPE, the positions of all tokens after an image depend on the grid. So a decode needs
+    the grid to compute the answer. vLLM's scheduler also gives only the grid to a worker that
+    already has the image's KV.
     """
     import torch
     from vllm.multimodal.inputs import (

@@ -168,8 +168,6 @@ def changed(path: Path) -> EngineFailed:
 
 
 class _Progress:
-    """Logs the progress of all threads now and then."""
-
     def __init__(self, folder: str, total: int) -> None:
         self._folder, self._total, self._done = folder, total, 0
         self._said_at, self._lock = time.monotonic(), threading.Lock()

@@ -2,10 +2,10 @@
 
 A constraint is a grammar that the answer must follow. vLLM compiles grammars only with a tokenizer,
 and the mesh's engines run without one. So the first constraint gives vLLM's manager of structured
-output a backend of the mesh, with the model's vocabulary. A matcher checks the answer's tokens
-against the constraint. If other engines drew the answer's first tokens, they are the last tokens of
-the prompt. The matcher takes these tokens before vLLM gets the matcher. If the request still waits
-for token 1, the matcher takes token 1 in the request's first step.
+output a backend of the mesh, with the model's vocabulary. If other engines drew the answer's first
+tokens, they are the last tokens of the prompt. The constraint takes these tokens before vLLM gets
+it. If the request still waits for token 1, the constraint takes token 1 in the request's first
+step.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The interface to vLLM's paged KV cache. Each kind of device has its own implementation.
 
-To gather is to copy blocks into one contiguous buffer for a transfer. To scatter is to copy them
-back from such a buffer. The buffer is [layer][head][block], see `core.kv.layout.head_blocks`. An
-opaque block, whose heads cannot be separated, counts as one head. Layers are in the order in which
-the model computes them. This order is the same on every rank and instance with the same
-fingerprint.
+To gather is to copy blocks into one contiguous buffer for a transfer, and to scatter is the
+reverse. The buffer is [layer][head][block], see `core.kv.layout.head_blocks`. An opaque block,
+whose heads cannot be separated, counts as one head. Layers are in the order in which the model
+computes them. This order is the same wherever the fingerprint is the same.
 """
 
 from __future__ import annotations

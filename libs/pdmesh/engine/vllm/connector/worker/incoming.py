@@ -4,10 +4,6 @@ A pull together with its blocks is a load. `core.kv.transfer.incoming_blocks` ma
 about loads, and this module carries them out. vLLM keeps the blocks until the load is reported as
 over, even if the request was aborted. Ranges are scattered as they arrive, on the KV agent's thread
 and without the lock. All other effects hold the lock, so that they keep the order of the decisions.
-
-If the sender has another number of ranks, a pull consists of several pieces. Such a pull begins
-without waiting for its turn. During a wait, the pull could renew only one of the sender's leases:
-the one at the rank of the same number.
 """
 
 from __future__ import annotations
@@ -109,6 +105,12 @@ class IncomingKv:
     # -- a step -----------------------------------------------------------------------------------
 
     def pull(self, load: KvLoad) -> None:
+        """Begin a load. Its pull may have to wait for a turn.
+
+        If the sender has another number of ranks, the pull consists of several pieces and takes no
+        turn. During a wait, it could renew only one of the sender's leases: the one at the rank of
+        the same number.
+        """
         pieces = self._share.pieces(load.ticket, load.landing, self._num_bytes(load))
         takes_turn = load.block_ids and not load.is_early and self._share.is_like(load.ticket)
         started = LoadStarted(

@@ -3,12 +3,7 @@
 vLLM's first model runner makes a generator when an engine request begins, and advances it once per
 step. In the mesh, an answer continues in another engine request at decode, and again after a
 migration. So before each draw, this module moves the generator to the token's position in the
-answer.
-
-A prompt that is computed in chunks draws at each step, and all draws but the last are discarded.
-vLLM rewinds the generator after each discarded draw. On a CPU, a generator has no offset to rewind,
-and the engine would crash. vLLM's second model runner needs no patch, because its noise is a
-function of seed and position.
+answer. vLLM's second model runner needs no patch, because its noise is already such a function.
 """
 
 from __future__ import annotations
@@ -58,7 +53,12 @@ class SeededDraws(torch.Generator):
         return 0 if self.device.type == "cpu" else int(super().get_offset())
 
     def set_offset(self, offset: int) -> None:
-        """vLLM calls this to rewind a discarded draw. On a CPU, `move_to` does that instead."""
+        """vLLM calls this to rewind the generator after a draw that is discarded.
+
+        A prompt that is computed in chunks draws at each step, and only the last draw is kept. On a
+        CPU, a generator has no offset, and the engine would crash. `move_to` does the rewinding
+        there.
+        """
         if self.device.type != "cpu":
             super().set_offset(offset)
 
