@@ -59,7 +59,6 @@ def unusable(name: str, problem: str) -> EngineMisconfigured:
 
 
 def _words(action: argparse.Action, option: str, value: object) -> list[str]:
-    """The words of a command line that set the argument."""
     if action.nargs == 0:
         is_on = value if isinstance(value, bool) else _FLAGS.get(str(value).lower())
         if is_on is None:
@@ -75,9 +74,5 @@ def _text(value: object) -> str:
 
 
 def _short(text: str) -> str:
-    """The text in one line, cut to a length.
-
-    Some errors, such as pydantic's, have several lines.
-    """
     line = " ".join(text.split())
     return line if len(line) <= _MAX_PROBLEM_CHARS else f"{line[:_MAX_PROBLEM_CHARS]}..."

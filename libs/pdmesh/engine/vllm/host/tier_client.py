@@ -137,7 +137,6 @@ def _find_died(error: BaseException) -> None:
 
 
 def outputs_of(news: TierNews) -> list[Output]:
-    """A rank's news as outputs for the host."""
     outputs: list[Output] = []
     if news.stored or news.removed:
         changed = BlocksChanged(tuple(news.stored), tuple(news.removed), tier=Tier.HOST)

@@ -38,8 +38,6 @@ class _Handing:
 
 
 class WholePrefills:
-    """`ticket_of` makes the ticket of a job."""
-
     def __init__(self, num_ranks: int, ticket_of: Callable[[PrefillJob], Ticket]) -> None:
         self._num_ranks, self._ticket_of = num_ranks, ticket_of
         self._by_leg: dict[int, _Handing] = {}

@@ -155,7 +155,6 @@ def _rows_of(image: PromptImage, merge_size: int) -> Any:
 
 
 def _check_wanted(is_cancelled: Callable[[], bool]) -> None:
-    """Raises EngineFailed."""
     if is_cancelled():
         raise EngineFailed("it was given up")
 

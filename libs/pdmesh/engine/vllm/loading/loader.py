@@ -72,7 +72,6 @@ class FileOrderLoader(DefaultModelLoader):
     def _named(
         self, stream: WeightStream, prefix: str, ranks: NodeRanks
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stream's tensors, as vLLM names them."""
         for name, tensor in stream:
             if not should_skip_weight(name, self.local_expert_ids):
                 yield prefix + name, tensor

@@ -194,7 +194,6 @@ class WeightStream:
 
 
 def _header(told: Mapping[str, Any]) -> WeightHeader:
-    """A header from the JSON that another rank sent."""
     tensors = tuple(
         StoredTensor(**{**each, "shape": tuple(each["shape"])}) for each in told["tensors"]
     )

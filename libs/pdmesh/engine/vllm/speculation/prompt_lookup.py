@@ -83,7 +83,6 @@ class PromptLookup:
         return min(self._max_model_len - end, int(num_left)) - 1
 
     def _cursor(self, row: int, text: NDArray[np.int32]) -> CopyCursor:
-        """The request's cursor, at the end of its text."""
         request_id = self._request_ids[row]
         cursor = self._cursors.get(request_id)
         num_behind = len(text) - len(cursor) if cursor is not None else -1

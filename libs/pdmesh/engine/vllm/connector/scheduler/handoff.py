@@ -254,7 +254,6 @@ class HandoffPlanner:
             self._plan.entered.append(Entered(load.leg, computed))
 
     def finished(self, key: str) -> None:
-        """The request is over: it was computed, failed or was aborted."""
         store = self._stores.pop(key, None)
         self._num_gathered.pop(key, None)
         self._unjoined.discard(key)
