@@ -1,6 +1,6 @@
 """The vLLM engine's configuration, and how it becomes vLLM's arguments and environment.
 
-Most differences between a laptop's CPU and a GPU are decided here, by `device`.
+Most differences between an engine on a CPU and one on a GPU are decided here, by `device`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from pdmesh.kv.tiers.config import TierConfig
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
 SCHEDULERS = "pdmesh.engine.vllm.connector.scheduler"
-# A step on a CPU must end soon, for decodes in the same step wait for it, and so do pings. Short
-# steps cost nothing: a prompt of 1,900 tokens took 6.1 s of a core in steps of this size, and 6.5 s
-# in a single step (SmolLM2-135M, float32). On a busy machine, the longest ping took 4 s, and 18 s
-# with a single step. On a CPU without instructions for the model's number format, a step of this
-# size takes 13 s.
+# A step on a CPU must be short, because pings and the decodes in the same step wait for its end.
+# Short steps cost nothing: a prompt of 1,900 tokens took 6.1 s of a core in steps of this size, and
+# 6.5 s in a single step (SmolLM2-135M, float32). On a busy machine, the longest ping took 4 s with
+# steps of this size, and 18 s with a single step. On a CPU without instructions for the model's
+# number format, a step of this size takes 13 s.
 CPU_STEP_TOKENS = 512
-MEMORY_SHARE = 0.3  # of a GPU's memory, which must be free: several engines may share the GPU
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allows for its slots
+MEMORY_SHARE = 0.3  # this share of a GPU's memory must be free; engines may share a GPU
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM allows for its slots
 MAX_IMAGES = 8  # in a prompt
 
 
 def installed_device() -> str:
-    """The build of torch that is installed, without importing it; vLLM's build must match it."""
+    """The device that the installed build of torch is for, found without importing torch.
+
+    vLLM's build must match it.
+    """
     try:
         return "cpu" if "+cpu" in version("torch") else "cuda"
     except PackageNotFoundError:
@@ -78,20 +81,20 @@ class VllmConfig:
     instance_id: str
     incarnation: int
     model_dir: Path
-    model: str  # the name it answers to
+    model: str  # the name that clients use
     device: str = field(default_factory=installed_device)  # cpu or cuda
     dtype: str = (
         ""  # empty: float32 on a CPU (equal outputs on every instance), the model's on a GPU
     )
-    kv_cache_dtype: str = "auto"  # of the stored K and V; auto: as computed. fp8 halves what moves
+    kv_cache_dtype: str = "auto"  # format of stored K and V; auto: as computed; fp8: half the bytes
     block_size: int = 64  # tokens
-    kv_cache_bytes: int = 512 << 20  # 0: what `gpu_memory_utilization` leaves
+    kv_cache_bytes: int = 512 << 20  # 0: the memory that `gpu_memory_utilization` leaves
     staging_bytes: int = 256 << 20  # 0: this instance hands on no KV
     landing_bytes: int = 256 << 20  # 0: this instance takes no KV
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
-    kv_memory: KvMemory = KvMemory.AUTO  # where KV waits and lands, on a GPU
+    kv_memory: KvMemory = KvMemory.AUTO  # on a GPU, the memory in which KV is staged and lands
     requires_rdma: bool = False
-    group_id: str = ""  # KV is handed on only within it
+    group_id: str = ""  # KV is handed on only within this group
     max_pulls: int = MAX_PULLS  # pulls of KV at once
     lease_s: float = TICKET_LEASE_S  # how long a staged prompt waits for its decode
     max_model_len: int = 2048
@@ -99,14 +102,14 @@ class VllmConfig:
     max_num_batched_tokens: int = 0  # per step; 0: `CPU_STEP_TOKENS` on a CPU, vLLM's own on a GPU
     tensor_parallel_size: int = 1  # ranks of each pipeline stage
     pipeline_parallel_size: int = 1  # stages, each with some of the model's layers
-    domain: DomainRank | None = None  # its place in a data-parallel domain; None: it has none
+    domain: DomainRank | None = None  # place in a data-parallel domain, if there is one
     tiers: TierConfig = field(default_factory=TierConfig)
     speculation: Speculation = NO_SPECULATION
-    async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # a step while another is computed
+    async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # plan a step while one is computed
     weights_loader: WeightsLoader = WeightsLoader.AUTO
     engine_args: EngineArgs = field(default_factory=dict)  # more of vLLM's arguments
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
-    max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
+    max_adapters: int = 0  # LoRA adapters loaded at once
     max_adapter_rank: int = 16
     # SHA-256 of the model's files by name, if they were verified before the engine is built.
     file_digests: Mapping[str, str] = field(default_factory=dict)
@@ -126,22 +129,29 @@ class VllmConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens computed per step at most; at least one for each sequence. 0: vLLM's choice."""
+        """The most tokens that a step computes, at least one for each sequence.
+
+        0 is vLLM's choice.
+        """
         asked = self.max_num_batched_tokens or (CPU_STEP_TOKENS if self.device == "cpu" else 0)
         return max(asked, self.max_num_seqs) if asked else 0
 
     @property
     def num_spare_adapter_slots(self) -> int:
-        """On a CPU, one more slot than there are adapters.
+        """On a CPU, vLLM gets one slot more than there are adapters.
 
-        If a row of a batch has an adapter, vLLM computes the rows without one with the adapter in
-        its last slot (index -1). It always fills the first free slot, so the spare one stays empty.
+        If one row of a batch has an adapter, vLLM computes the rows without an adapter as if they
+        had the adapter in the last slot (index -1). vLLM always fills the first free slot, so the
+        spare slot stays empty.
         """
         return 1 if self.device == "cpu" else 0
 
     @property
     def scheduling(self) -> Decision:
-        """Whether steps are scheduled asynchronously. With staging and no landing: a prefill."""
+        """Whether steps are scheduled asynchronously.
+
+        An engine with memory to stage KV, and none for KV to land in, serves prefill.
+        """
         return decide(
             self.async_scheduling,
             Schedules(
@@ -159,22 +169,26 @@ class VllmConfig:
 
     @property
     def has_worker_process(self) -> bool:
-        """Whether each rank computes in a process beside the scheduler's.
+        """Whether each rank computes in its own process, apart from the scheduler's.
 
-        In one process on a CPU, a step is computed by the thread that schedules.
+        In one process on a CPU, the thread that schedules also computes the steps.
         """
         return self.num_ranks > 1 or (self.device == "cpu" and self.scheduling.is_async)
 
     @property
     def is_eager(self) -> bool:
-        """True on a CPU, where a compiled start takes minutes with a cold cache."""
+        """Whether vLLM runs without compilation.
+
+        On a CPU, a compiled start takes minutes with a cold cache.
+        """
         return self.device == "cpu"
 
 
 def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
-    """The environment that vLLM needs before it is imported; values that are set already are kept.
+    """The environment variables that vLLM needs before its import. Variables already set are kept.
 
-    It makes vLLM offline and silent: no download, no usage report, and no request in a log.
+    The variables make vLLM offline and silent: no download, no usage report, and no request in a
+    log.
     """
     values = {
         "HF_HUB_OFFLINE": "1",
@@ -190,8 +204,8 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
         values |= {
             "OMP_NUM_THREADS": str(threads_per_rank(len(cores), num_ranks)),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            # AsyncLLM keeps EngineCore in a child process in either case. With 0, a single rank's
-            # worker may live in that child, too, which saves 5 s and 300 MB.
+            # AsyncLLM runs EngineCore in a child process in either case. With 0, a single rank's
+            # worker may run in the same child, which saves 5 s and 300 MB.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_ranks == 1 else "1",
         }
         if config.has_worker_process:
@@ -201,15 +215,19 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_per_rank(num_cores: int, num_ranks: int) -> int:
-    """Half of the cores for one rank, since prefill and decode share them; or each rank's share."""
+    """How many threads each rank computes with.
+
+    A single rank gets half of the cores, because prefill and decode share them. Several ranks share
+    the cores equally.
+    """
     return max(1, num_cores // max(2, num_ranks))
 
 
 def thread_binding(cores: Sequence[int], num_ranks: int) -> str:
-    """The cores that each rank computes on, as vLLM reads it: "0,1|2,3".
+    """The cores that each rank computes on, in vLLM's notation: "0,1|2,3" for two ranks.
 
     Ranks wait for each other in every layer, so two ranks on one core would wait for each other's
-    time slice. With fewer cores than ranks, nothing is bound, and the system shares the cores out.
+    time slice. With fewer cores than ranks, no thread is bound to a core.
     """
     share = len(cores) // num_ranks
     if not share:
@@ -219,7 +237,7 @@ def thread_binding(cores: Sequence[int], num_ranks: int) -> str:
 
 
 def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs` (Any: vLLM's own mixture of types)."""
+    """Keyword arguments of `AsyncEngineArgs`. vLLM mixes their types, hence Any."""
     from vllm.config import KVEventsConfig, KVTransferConfig
 
     arguments: dict[str, Any] = {
@@ -283,7 +301,10 @@ def scheduler_class(config: VllmConfig) -> str:
 
 
 def lora_arguments(config: VllmConfig) -> dict[str, Any]:
-    """As many adapters in host memory as in slots, so that vLLM never evicts one by itself."""
+    """vLLM's arguments for LoRA adapters.
+
+    Host memory takes as many adapters as there are slots, so that vLLM never evicts one by itself.
+    """
     num_slots = config.max_adapters + config.num_spare_adapter_slots
     return {
         "enable_lora": True,
@@ -303,12 +324,12 @@ def has_vision(model_dir: Path) -> bool:
 
 
 def vision_arguments() -> dict[str, Any]:
-    """For a model that reads images. vLLM's processor needs a tokenizer beside the images.
+    """vLLM's arguments for a model that reads images. vLLM's image processor needs a tokenizer.
 
-    Its cache of processed images is off: each image is processed where its prompt is computed, and
-    the encoder's cache spares the costly part. vLLM's own code of most such models needs
-    torchvision, whose builds on PyPI do not run with a CPU's torch. Without torchvision, vLLM runs
-    the model with the code of transformers.
+    The processor's cache of images is off: each image is processed where its prompt is computed,
+    and the encoder's cache spares the costly part. For most such models, vLLM's own code needs
+    torchvision. The builds of torchvision on PyPI do not run with torch for CPUs. Without
+    torchvision, vLLM runs the model with the code of transformers.
     """
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": False,
@@ -321,17 +342,17 @@ def vision_arguments() -> dict[str, Any]:
 
 
 def engine_seed(config: VllmConfig) -> int:
-    """The seed of the draws whose request has no seed.
+    """The seed for the draws of requests without a seed.
 
-    vLLM's default is 0 for each engine. Then a decode would draw an answer's second token with the
-    same noise with which prefill drew the first.
+    vLLM's default is 0 in each engine. With this default, a decode would draw an answer's second
+    token with the same noise with which prefill drew the first.
     """
     name = f"{config.instance_id}/{config.incarnation}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little")
 
 
 def connector_config(config: VllmConfig, private_dir: Path, computation: str) -> dict[str, Any]:
-    """What our connector reads in the worker, as the plain values that vLLM passes on."""
+    """The settings for our connector, as plain values that vLLM passes on to its processes."""
     return {
         "control_path": str(control_path(private_dir)),
         "instance_id": config.instance_id,

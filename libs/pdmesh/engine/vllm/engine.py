@@ -1,7 +1,9 @@
-"""The vLLM engine of one instance: `Engine` over AsyncLLM.
+"""Runs vLLM as the engine of one instance: `VllmEngine` implements `Engine` over vLLM's AsyncLLM.
 
-Each job is one vLLM request (`Requests`). `Jobs` decides what the requests' outputs and the
-workers' reports about KV mean. This file starts and stops vLLM, and connects these parts.
+A job is the instance's order to prefill or decode one request, and becomes one vLLM request.
+`Requests` gives these requests to vLLM. `Jobs` turns their outputs, and the workers' reports about
+KV, into outputs for the host, which is the part of the instance outside the engine. This module
+starts and stops vLLM, and connects these parts.
 """
 
 from __future__ import annotations
@@ -106,12 +108,15 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-STAND_IN = 0  # for token 1 of a decode that starts without it
+STAND_IN = 0  # takes the place of token 1 in a decode that starts before the token is known
 NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
 
 
 class VllmEngine:
-    """See `pdmesh.engine.base.Engine`. There is one per process group; start it only once."""
+    """`pdmesh.engine.base.Engine` describes the methods.
+
+    A process has one engine, started only once.
+    """
 
     def __init__(self, config: VllmConfig, find_holders: FindHolders | None = None) -> None:
         self._config, self._find_holders = config, find_holders
@@ -160,7 +165,10 @@ class VllmEngine:
             raise
 
     def _read_draft(self) -> ModelFiles | None:
-        """The draft's KV travels in the same blocks, so its files decide their names, too."""
+        """The files of speculation's draft model, or None.
+
+        The blocks of KV include the draft's KV, so these files also decide the blocks' names.
+        """
         if not (folder := self._config.speculation.model):
             return None
         remedy = "the part `model` of the option `speculation` must name the draft's directory"
@@ -221,7 +229,10 @@ class VllmEngine:
         return info
 
     async def _launch(self, arguments: dict[str, Any]) -> AsyncLLM:
-        """Raises EngineFailed, and EngineMisconfigured if our connector refused the model."""
+        """Start vLLM.
+
+        Raises EngineFailed, and EngineMisconfigured if our connector refused the model.
+        """
         try:
             return await self._process.start(arguments, self._view, START_TIMEOUT_S)
         except EngineFailed as error:
@@ -327,10 +338,10 @@ class VllmEngine:
         )
 
     def _names_to_fetch(self, job: PrefillJob) -> Sequence[bytes]:
-        """The names of the blocks that need not be computed; the last token is always computed.
+        """The names of the prompt's blocks that the tiers may provide.
 
-        All of them are fetched, even if the engine seems to hold them: it may have evicted some by
-        the time of the step.
+        The last token is always computed. Blocks that the engine seems to hold are included,
+        because the engine may evict some before the step.
         """
         is_all_computed = job.sampling.num_prompt_logprobs is not None
         if self._tiers is None or not job.cache_salt or is_all_computed:
@@ -430,7 +441,7 @@ class VllmEngine:
             yield batch
 
     async def ping(self) -> None:
-        """Ask the engine's process, which answers between two steps."""
+        """Check that vLLM's engine process is alive. The process answers between two steps."""
         if not await self._process.is_alive():
             self._die("vLLM's engine process died; see its log")
 
@@ -462,7 +473,7 @@ class VllmEngine:
         return self._jobs.is_idle and self._requests.is_idle
 
     def check_idle(self) -> None:
-        """Assert that everything was given back; tests call it when no job is left."""
+        """Assert that everything was given back. Tests call this when no job is left."""
         assert self._jobs is not None
         self._jobs.check_invariants()
         assert self.is_idle
@@ -474,7 +485,7 @@ class VllmEngine:
     # -- one job ----------------------------------------------------------------------------------
 
     def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task that the mesh relies on: if it fails, the engine is dead."""
+        """Start a task that the engine needs. If the task fails, the engine counts as dead."""
         return watched(work, name, lambda error: self._task_died(name, error))
 
     def _task_died(self, name: str, error: BaseException) -> None:
@@ -495,7 +506,10 @@ class VllmEngine:
         self._pull_ended(leg)
 
     def _pull_begun(self, leg: int) -> None:
-        """Bound the pull. The time before and after it is bounded by the engine's own progress."""
+        """Limit the time of the pull.
+
+        Other waits of the leg depend only on the engine's own progress.
+        """
         assert self._jobs is not None
         most_s = self._jobs.pull_deadline_s(leg) + PULL_GRACE_S
         loop = asyncio.get_running_loop()
@@ -551,7 +565,7 @@ class VllmEngine:
                 self._working[message.rank] = message
                 return
             case EmbeddingsFetched() | EmbeddingsHeld():
-                return  # they come to the EmbeddingClient
+                return  # the EmbeddingClient receives these on its own socket
         if self._jobs is not None:
             self._apply(self._jobs.handle(message))
 

@@ -1,4 +1,7 @@
-"""Jobs of an engine without KV (pooling, encoding): each is one task, whose outputs are queued."""
+"""Runs the jobs of an engine without KV (pooling, encoding). Each job is one task.
+
+The outputs of all tasks go into one queue, which the host reads.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 
 class JobTasks:
-    """The engine is dead once a task fails with an error that its job does not handle."""
+    """If a task fails with an error that its job does not handle, the engine counts as dead."""
 
     def __init__(self, process: LlmProcess) -> None:
         self._process = process
@@ -50,7 +53,7 @@ class JobTasks:
             yield batch
 
     async def ping(self) -> None:
-        """Ask the engine's process, which answers between two steps."""
+        """Check that vLLM's engine process is alive. The process answers between two steps."""
         if not await self._process.is_alive():
             self.engine_died()
 
@@ -64,7 +67,7 @@ class JobTasks:
         self._queue.fail(EngineFailed(message, reason="ENGINE_DEAD"))
 
     async def stop(self) -> None:
-        """End the tasks; from now on, nothing counts as the engine's death."""
+        """End the tasks. From now on, no failure counts as the engine's death."""
         self._is_stopping = True
         await end(self._tasks.values())
 

@@ -1,10 +1,10 @@
-"""The messages between the instance host and vLLM's worker processes, beside vLLM's own channels.
+"""The messages between the host and vLLM's worker processes, beside vLLM's own channels.
 
-vLLM starts its workers as children of the host, and the KV agent lives in the worker. There is one
-unix socket per rank, in a private directory. Reports on tickets, pulls, tiers and work travel to
-the host, and orders travel to the worker. A frame is a little-endian uint32 length and one msgpack
-array with a tag. Both sides act on the end of the connection: a worker without its host exits, and
-a host without one of its workers fails.
+The host is the part of an instance outside the engine. vLLM starts its workers as children of the
+host's process, and each worker has a KV agent, which stages and pulls KV. Each worker has one
+connection to a unix socket in a private directory. When a connection ends, the worker exits, and
+the host's engine fails. A frame is a little-endian uint32 length and one msgpack array with a tag.
+The docstring of each message begins with its sender.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class RankMessage(msgspec.Struct, array_like=True, tag=True):
-    """Base of all messages; subclasses are told apart by their name."""
+    """Base of all messages. A subclass's name is the tag in its frames."""
 
 
 class RankHello(RankMessage):
@@ -39,10 +39,10 @@ class RankHello(RankMessage):
     num_blocks: int
     block_bytes: int  # of one block over all layers of this rank
     num_layers: int
-    windows: tuple[int, ...] = ()  # by layer, in tokens; 0: it needs all; (): all layers do
+    windows: tuple[int, ...] = ()  # by layer, in tokens; 0 if it has none; () if no layer has one
     num_groups: int = 1  # cache groups, which share the blocks
     named_group: int = 0  # the group whose blocks stand for a prefix
-    kv_path: str = ""  # where its arenas are, and why: "host: the engine computes on a CPU"
+    kv_path: str = ""  # where the arenas are, and why: "host: the engine computes on a CPU"
 
 
 class RankTicketOpened(RankMessage):
@@ -83,9 +83,9 @@ class Pulling(RankMessage):
 
 
 class Arrived(RankMessage):
-    """Worker: the pulled KV is in its blocks; the leg waits for a place in a step.
+    """Worker: the pulled KV is in the leg's blocks. The leg waits for a place in a step.
 
-    It comes before Received, even within a step.
+    Arrived comes before Received, even in the same step.
     """
 
     rank: int
@@ -93,7 +93,7 @@ class Arrived(RankMessage):
 
 
 class Received(RankMessage):
-    """Worker: the pulled KV is in its blocks, and the leg is in the step about to run."""
+    """Worker: the pulled KV is in the leg's blocks, and the leg is in the step about to run."""
 
     rank: int
     leg: int
@@ -104,7 +104,7 @@ class Received(RankMessage):
 
 
 class PullFailed(RankMessage):
-    """Worker: the leg's KV did not arrive; vLLM fails the request with the next step."""
+    """Worker: the leg's KV did not arrive. vLLM fails the request with the next step."""
 
     rank: int
     leg: int
@@ -135,7 +135,7 @@ class FetchToPool(RankMessage):
     leg: int
     names: list[bytes]
     owner: bytes
-    first: int  # blocks before it are in the engine
+    first: int  # blocks before this one are in the engine
     timeout_s: float
     asks_peers: bool = False  # if set, Holders follows
 
@@ -143,7 +143,7 @@ class FetchToPool(RankMessage):
 class Holders(RankMessage):
     """Host: which peers hold blocks of the leg's prompt.
 
-    Each is (instance, incarnation, addresses, first, count).
+    Each holding is (instance, incarnation, addresses, first, count).
     """
 
     leg: int
@@ -151,15 +151,15 @@ class Holders(RankMessage):
 
 
 class ForgetLease(RankMessage):
-    """Host: the leg's lease will not be used; Fetched need not follow."""
+    """Host: the leg's lease will not be used. Fetched need not follow."""
 
     leg: int
 
 
 class Pin(RankMessage):
-    """Host: evict no block of these prefixes; they replace the prefixes of the last Pin.
+    """Host: evict no block of these prefixes. They replace the prefixes of the last Pin.
 
-    Each is (owner, until in unix seconds, names).
+    Each prefix is (owner, until in unix seconds, names).
     """
 
     prefixes: list[tuple[bytes, float, list[bytes]]]
@@ -175,7 +175,10 @@ class PrefetchToPool(RankMessage):
 
 
 class SessionNote(RankMessage):
-    """Host: what a session's client said of its blocks (`TierStack.note_session`)."""
+    """Host: a chat session has paused, goes on or is done, as its client said in a request.
+
+    `TierStack.note_session` takes this message.
+    """
 
     session: str
     state: str
@@ -184,7 +187,7 @@ class SessionNote(RankMessage):
     hold_s: float
 
 
-# What the host asks of a worker's tiers.
+# The host's orders to a worker's tiers.
 TierOrder = FetchToPool | Holders | ForgetLease | Pin | PrefetchToPool | SessionNote
 
 
@@ -198,7 +201,7 @@ class Fetched(RankMessage):
 
 
 class TierNews(RankMessage):
-    """Worker: what its tiers did since the last report. See `kv.tiers.report`."""
+    """Worker: changes of its tiers since the last report. See `kv.tiers.report`."""
 
     rank: int
     counts: list[tuple[str, str, int]]  # tier, event, blocks
@@ -212,7 +215,7 @@ class TierNews(RankMessage):
 
 
 class Open(RankMessage):
-    """Host: a per-layer prefill is about to run; its ticket may be pulled from now on.
+    """Host: a per-layer prefill is about to run. Its ticket may be pulled from now on.
 
     Answered by RankTicketOpened.
     """
@@ -226,14 +229,14 @@ class Open(RankMessage):
 
 
 class Join(RankMessage):
-    """Host: token 1 of a decode that was started without it."""
+    """Host: token 1 of a decode that began before the token was known."""
 
     leg: int
     token_id: int
 
 
 class ProbePeer(RankMessage):
-    """Host: pull a probe from the peer's ranks that KV would come from.
+    """Host: pull a probe from the ranks of the peer that KV would come from.
 
     Answered by Probed.
     """
@@ -246,7 +249,7 @@ class ProbePeer(RankMessage):
 
 
 class Probed(RankMessage):
-    """Worker: the result of a probe; `reason` is empty if every rank's answer was correct."""
+    """Worker: the result of a probe. `reason` is empty if every rank's answer was correct."""
 
     rank: int
     check_id: int
@@ -255,14 +258,14 @@ class Probed(RankMessage):
 
 
 class Connections(RankMessage):
-    """Worker: how many KV connections it has now, opened by either side."""
+    """Worker: how many KV connections are open now, whichever side opened them."""
 
     rank: int
     num_open: int
 
 
 class Working(RankMessage):
-    """Worker: it computes.
+    """Worker: it is computing.
 
     Sent at the beginning of a step and within the step, at most a few times a second.
     """
@@ -288,13 +291,13 @@ class FetchEmbeddings(RankMessage):
 
 
 class ForgetEmbeddings(RankMessage):
-    """Host: no request will use the leg's embeddings; EmbeddingsFetched need not follow."""
+    """Host: no request will use the leg's embeddings. EmbeddingsFetched need not follow."""
 
     leg: int
 
 
 class EmbeddingsFetched(RankMessage):
-    """Worker: the first `num_images` of the prompt have their embeddings here."""
+    """Worker: the embeddings of the prompt's first `num_images` images have arrived."""
 
     rank: int
     leg: int
@@ -303,7 +306,10 @@ class EmbeddingsFetched(RankMessage):
 
 
 class EmbeddingsHeld(RankMessage):
-    """Worker: what its pool has stored since the last report, and what it removed or never took."""
+    """Worker: the embeddings that its pool stored since the last report, and the lost ones.
+
+    `removed` has the names of embeddings that the pool evicted or did not take.
+    """
 
     rank: int
     stored: list[bytes]
@@ -378,7 +384,10 @@ def decode_to_host(frame: bytes) -> ToHost:
 
 
 class WorkerControl:
-    """The worker's end: it sends from any thread and receives on its own thread."""
+    """The worker's end of the connection.
+
+    Messages are sent from any thread and received on a separate thread.
+    """
 
     def __init__(
         self, path: str, on_message: Callable[[ToWorker], None], on_closed: Callable[[], None]
@@ -391,7 +400,7 @@ class WorkerControl:
         threading.Thread(target=self._receive, name="pdmesh-control", daemon=True).start()
 
     def send(self, message: RankMessage) -> None:
-        """Blocks while the host does not read, so that a frozen host's messages fill no memory."""
+        """Blocks while the host does not read, so that messages to a frozen host fill no memory."""
         try:
             with self._lock:
                 self._socket.sendall(encode_frame(message))
@@ -415,4 +424,4 @@ class WorkerControl:
         except Exception:
             log.exception("vllm.control.died")
         if not self._is_closing:
-            self._on_closed()  # whatever happened: the host's messages no longer arrive
+            self._on_closed()  # in each case, the host's messages no longer arrive

@@ -1,6 +1,6 @@
-"""The main module of vLLM's child processes: it ends them when their parent is gone.
+"""The main module of vLLM's child processes. It ends a child when the child's parent is gone.
 
-A spawned child imports its parent's main module first. With this module in its place, the child
+A spawned child imports its parent's main module first. With this module in that place, the child
 skips the service's imports (2 s) and is guarded from its first moment. Without the guard, a vLLM
 that starts may wait minutes for a dead parent.
 """
@@ -18,7 +18,8 @@ POLL_S = 0.5
 def _guard(host: int, parent: int) -> None:
     """Poll, since no portable call waits for the end of a process that is not a child.
 
-    The parent's pid is not enough: the parent may die before this process reads the pid.
+    The host is watched as well, because the parent may die before this process reads the parent's
+    pid.
     """
     while os.getppid() == parent and _is_alive(host):
         time.sleep(POLL_S)

@@ -1,7 +1,7 @@
-"""Reads from a processor's flags what the processor cannot do, or does slowly, before vLLM fails.
+"""Finds out from a processor's flags which settings the processor cannot run, or runs slowly.
 
-Only `own_flags` reads a file. On a machine whose flags cannot be read, nothing is refused: vLLM
-reports what is wrong.
+So a bad setting is reported before vLLM fails. Only `own_flags` reads a file. If a machine's flags
+cannot be read, nothing is refused, and vLLM itself reports what is wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def flags_of(cpuinfo: str) -> frozenset[str]:
 
 
 def own_flags() -> frozenset[str]:
-    """This machine's flags; none if they cannot be read."""
+    """This machine's flags. Empty if they cannot be read."""
     try:
         return flags_of(CPUINFO.read_text())
     except OSError:
@@ -35,7 +35,7 @@ def own_flags() -> frozenset[str]:
 def missing_for(kv_cache_dtype: str, flags: frozenset[str]) -> str:
     """Why this processor cannot store KV in this format, in one line.
 
-    Empty if it can, or if nothing is known.
+    Empty if it can, or if its flags are not known.
     """
     if not flags or not kv_cache_dtype.startswith("fp8") or _AMX in flags or flags >= _AVX512:
         return ""
@@ -46,7 +46,7 @@ def missing_for(kv_cache_dtype: str, flags: frozenset[str]) -> str:
 
 
 def slow_for(dtype: str, flags: frozenset[str]) -> str:
-    """Why this processor computes slowly in `dtype`, in one line; empty if it does not."""
+    """Why this processor computes slowly in `dtype`, in one line. Empty if it does not."""
     if not flags or dtype not in ("bfloat16", "auto") or flags & _BF16:
         return ""
     return (

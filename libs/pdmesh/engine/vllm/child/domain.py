@@ -1,9 +1,10 @@
-"""vLLM's arguments for a data-parallel domain: its external mode, one engine process per rank.
+"""vLLM's arguments for a domain: instances that compute one model together, data-parallel.
 
-The ranks of a mixture of experts share the experts, so their engines connect to rank 0 and step
-together. The ranks of a dense model have nothing to share. vLLM refuses the external mode for them
-("launch independent vLLM instances without --data-parallel-* arguments"), so each is an engine of
-its own.
+Each instance is one rank of the domain, with its own engine process. vLLM calls this its external
+mode. The ranks of a mixture of experts share the experts, so their engines connect to rank 0 and
+step together. The ranks of a dense model have nothing to share. For them, vLLM refuses the external
+mode ("launch independent vLLM instances without --data-parallel-* arguments"), so each rank has an
+independent engine.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ log = structlog.get_logger(__name__)
 def domain_arguments(
     domain: DomainRank | None, device: str, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """More keyword arguments of `AsyncEngineArgs` (Any: vLLM's own mixture of types).
+    """Keyword arguments of `AsyncEngineArgs` for the domain. vLLM mixes their types, hence Any.
 
-    `arguments` are the others. Raises EngineMisconfigured for a mixture of experts on a CPU.
+    `arguments` are the engine's other arguments. Raises EngineMisconfigured for a mixture of
+    experts on a CPU.
     """
     if domain is None:
         return {}

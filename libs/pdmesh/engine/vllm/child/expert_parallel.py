@@ -1,4 +1,4 @@
-"""What vLLM cannot share out over ranks on a CPU: whole experts (S122)."""
+"""Refuses the setting that gives each rank whole experts, if the engine runs on a CPU (S122)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pdmesh.errors import EngineMisconfigured
 
 
 def check_experts(vllm_config: Any) -> None:
-    """`vllm_config`: vLLM's own, of no stable type. Raises EngineMisconfigured.
+    """Raises EngineMisconfigured. `vllm_config` is vLLM's own, of no stable type.
 
-    vLLM 0.32 accepts the setting. But its kernel for CPUs uses an expert's global number as an
-    index into the rank's own experts and reads beyond them. A rank then crashes with a segmentation
-    fault in its first step, also without pdmesh.
+    vLLM 0.32 accepts the setting. But vLLM's kernel for CPUs uses an expert's global number as an
+    index into the rank's own experts, and reads beyond them. A rank then crashes with a
+    segmentation fault in its first step, also without pdmesh.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     is_shared_out = parallel.enable_expert_parallel and model.is_moe and parallel.world_size > 1

@@ -1,4 +1,7 @@
-"""Reads `engine_args` with vLLM's own parser, so names, kinds and choices are vLLM's."""
+"""Reads the setting `engine_args` with vLLM's own parser.
+
+So the names, types and choices of these arguments are vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ _MAX_PROBLEM_CHARS: Final = 240
 
 
 def extra_arguments(engine_args: EngineArgs) -> dict[str, Any]:
-    """The arguments as keyword arguments of `AsyncEngineArgs` (Any: vLLM's own mixture of types).
+    """`engine_args` as keyword arguments of `AsyncEngineArgs`. vLLM mixes their types, hence Any.
 
-    Imports vLLM. Raises EngineMisconfigured that names the first argument that is not usable.
+    Imports vLLM. Raises EngineMisconfigured, which names the first argument that is not usable.
     """
     if not engine_args:
         return {}
@@ -56,7 +59,6 @@ def unusable(name: str, problem: str) -> EngineMisconfigured:
 
 
 def _words(action: argparse.Action, option: str, value: object) -> list[str]:
-    """The words of a command line that set the argument."""
     if action.nargs == 0:
         is_on = value if isinstance(value, bool) else _FLAGS.get(str(value).lower())
         if is_on is None:
@@ -72,6 +74,5 @@ def _text(value: object) -> str:
 
 
 def _short(text: str) -> str:
-    """The text in one line, cut to a length: pydantic's errors, which some raise, have several."""
     line = " ".join(text.split())
     return line if len(line) <= _MAX_PROBLEM_CHARS else f"{line[:_MAX_PROBLEM_CHARS]}..."

@@ -1,7 +1,7 @@
 """Starts vLLM's AsyncLLM in a thread beside the event loop, and stops it with its processes.
 
-A cancelled start leaves a thread that cannot be cancelled and children that are not known yet. Both
-are gone when `stop` returns, unless its waiting time ran out first.
+A cancelled start leaves a thread that cannot be cancelled, and may leave child processes. `stop`
+waits for the thread and kills the children, for at most a limited time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdmesh.engine.vllm.host.stats import SchedulerView
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-START_TIMEOUT_S = 600.0  # of every engine, whatever its role
+START_TIMEOUT_S = 600.0  # for engines of all roles
 STOP_TIMEOUT_S = 15.0
 # how long a cancelled start may take to end; the caller of `stop` waits longer
 BUILD_STOP_S = 8.0
@@ -44,7 +44,7 @@ class LlmProcess:
         return llm
 
     async def is_alive(self) -> bool:
-        """Ask vLLM's engine process, which answers between two steps.
+        """Whether vLLM's engine process is alive. The process answers between two steps.
 
         Returns True before the start and after the stop.
         """
@@ -73,8 +73,8 @@ class LlmProcess:
     async def _end_build(self, building: asyncio.Future[AsyncLLM]) -> AsyncLLM | None:
         """End a start under way, with its processes and the thread that waits for them.
 
-        The build may start another process at any moment, so wait for its thread, for a bounded
-        time.
+        The thread may start another process at any moment, so this waits for the thread to end, for
+        at most `BUILD_STOP_S`.
         """
         until = time.monotonic() + BUILD_STOP_S
         while not building.done() and time.monotonic() < until:

@@ -1,6 +1,7 @@
 """Refuses settings that cannot be combined with a pipeline, before vLLM's processes start.
 
-vLLM plans a step while the steps before it are still on their way through the stages.
+The stages of a pipeline have different layers of the model. vLLM plans a step while earlier steps
+are still on their way through the stages.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from pdmesh.errors import EngineMisconfigured
 
 
 def check_pipeline(config: VllmConfig) -> None:
-    """Raises EngineMisconfigured that names the setting.
+    """Raises EngineMisconfigured, which names the setting.
 
-    With proposed tokens, vLLM 0.32 plans the step after the next one before it knows which of them
-    were right (`EngineCore.post_step`), and computes other tokens than it should.
+    With speculation, vLLM 0.32 plans the step after the next one before it knows which proposed
+    tokens were right (`EngineCore.post_step`). It then computes other tokens than it should.
     """
     if config.pipeline_parallel_size == 1:
         return
@@ -34,7 +35,10 @@ def check_pipeline(config: VllmConfig) -> None:
 
 
 def check_stages(vllm_config: Any) -> None:
-    """`vllm_config`: vLLM's own, of no stable type. Raises EngineMisconfigured."""
+    """Raises EngineMisconfigured if the layers cannot be split into the stages.
+
+    `vllm_config` is vLLM's own, of no stable type.
+    """
     try:
         stages = layers_by_stage(vllm_config)
     except ValueError as error:

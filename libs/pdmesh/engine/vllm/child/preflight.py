@@ -1,4 +1,7 @@
-"""Checks before the start, since vLLM fails late and hides the cause in its child's log."""
+"""Checks the machine's memory and processor before vLLM starts.
+
+vLLM would fail late, and hide the cause in its child process's log.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ def weight_bytes(model_dir: Path) -> int:
 def needed_bytes(config: Placed, weights: int) -> int:
     """Roughly how much memory an engine's workers take on a CPU. Each holds a part of the weights.
 
-    Arenas do not count: their memory is committed as it is used.
+    Arenas, the memory for transfers, are left out, because they take memory only as they are used.
     """
     loaded = weights * _DTYPE_BYTES.get(config.effective_dtype, 2) // 2
     return loaded + config.num_ranks * (config.kv_cache_bytes + RUNTIME_BYTES)
 
 
 def available_bytes(meminfo: str) -> int | None:
-    """MemAvailable of /proc/meminfo; None if it is not there."""
+    """MemAvailable of /proc/meminfo, in bytes. None if the line is missing."""
     for line in meminfo.splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
@@ -39,7 +42,7 @@ def available_bytes(meminfo: str) -> int | None:
 
 
 def check_memory(config: Placed, draft_dir: Path | None = None) -> None:
-    """Raises EngineFailed if a CPU's free memory cannot hold the workers and their draft model.
+    """Raises EngineFailed if a CPU's free memory cannot hold the workers and the draft model.
 
     vLLM itself checks a GPU's memory.
     """
@@ -61,7 +64,7 @@ def check_memory(config: Placed, draft_dir: Path | None = None) -> None:
 
 
 def check_processor(config: Placed) -> None:
-    """Raises EngineMisconfigured for what this processor cannot do; logs what it does slowly.
+    """Raises EngineMisconfigured for settings that this processor cannot run. Logs slow settings.
 
     vLLM itself checks a GPU.
     """

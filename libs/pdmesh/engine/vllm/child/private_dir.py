@@ -1,4 +1,7 @@
-"""The directory of an engine's sockets: private, with a short path, removed if its owner died."""
+"""Makes the directory of an engine's sockets, which is private and has a short path.
+
+Directories of processes that have died are removed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _PREFIX = "pdmesh-vllm-"
 
 
 def make_private_dir(parent: Path | None = None) -> Path:
-    """A new directory with mode 0700. Removes our directories whose process is gone."""
+    """A new directory with mode 0700. Removes this user's directories whose process is gone."""
     parent = parent or Path(tempfile.gettempdir())
     for left in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or already removed

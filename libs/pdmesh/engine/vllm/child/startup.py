@@ -1,4 +1,4 @@
-"""Starts vLLM in the host's process: imports it, builds its engine, and logs progress meanwhile."""
+"""Starts vLLM from the host's process: imports vLLM, builds its engine, and logs progress."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ PROGRESS_EVERY_S = 5.0
 
 
 async def with_progress(event: str, work: Any, timeout_s: float = 600.0) -> Any:
-    """Await `work` (Any: whatever it returns), with a log line every few seconds."""
+    """Await `work` and return its result, with a log line every few seconds.
+
+    Raises EngineFailed if it takes longer than `timeout_s`.
+    """
     task, started = asyncio.ensure_future(work), time.monotonic()
     while not (await asyncio.wait([task], timeout=PROGRESS_EVERY_S))[0]:
         waited = time.monotonic() - started
@@ -59,10 +62,10 @@ def vllm_version() -> str:
 def build(
     arguments: dict[str, Any], view: SchedulerView, is_wanted: Callable[[], bool]
 ) -> AsyncLLM:
-    """Start vLLM's processes and load the model. Blocks; raises EngineFailed with vLLM's own cause.
+    """Start vLLM's processes and load the model. Blocks. Raises EngineFailed with vLLM's own cause.
 
-    The thread that runs this cannot be cancelled, so it asks `is_wanted` before it starts a
-    process.
+    The thread that runs this function cannot be cancelled, so the function asks `is_wanted` before
+    it starts a process.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -99,7 +102,10 @@ def build(
 
 
 def model_config(arguments: Mapping[str, Any]) -> Any:
-    """vLLM's view of the model (Any: no stable type). Imports vLLM; raises EngineMisconfigured."""
+    """vLLM's configuration of the model, of no stable type.
+
+    Imports vLLM. Raises EngineMisconfigured.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     try:
@@ -109,9 +115,9 @@ def model_config(arguments: Mapping[str, Any]) -> Any:
 
 
 def engine_config(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """vLLM's configuration (Any: no stable type). Raises EngineMisconfigured with vLLM's objection.
+    """vLLM's configuration, of no stable type. Raises EngineMisconfigured with vLLM's objection.
 
-    vLLM starts nothing before this, so what it refuses is the arguments or the model.
+    vLLM has started nothing yet, so an error can only concern the arguments or the model.
     """
     try:
         return make(**arguments).create_engine_config()
@@ -136,7 +142,7 @@ def guarded_children() -> Iterator[None]:
 
 
 def missing_library(error: ImportError) -> str:
-    """What a model needs that is not installed, in one line.
+    """The library that a model needs and that is not installed, as a message in one line.
 
     The processors of Qwen2-VL and its successors need torchvision, if only for videos.
     """
@@ -149,7 +155,10 @@ def missing_library(error: ImportError) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The cause in one line. pydantic's first line only counts problems; the others name them."""
+    """The cause in one line.
+
+    The first line of pydantic's errors only counts the problems, so all problems are named.
+    """
     if isinstance(error, ValidationError):
         found = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         return f"{error.title}: {'; '.join(line.removeprefix(': ') for line in found)}"

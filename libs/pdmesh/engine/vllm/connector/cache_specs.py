@@ -1,4 +1,7 @@
-"""Reads a model's cache groups from vLLM's specifications of its KV caches."""
+"""Reads a model's cache groups from vLLM's specifications of its KV caches.
+
+A cache group is a set of layers that need the same share of a text: all of it, or a window.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ _REMEDY = "engine_args.disable_hybrid_kv_cache_manager may make its layers alike
 
 
 def groups_of(config: KVCacheConfig, block_size: int) -> CacheGroups:
-    """Raises CannotMoveKv that names a kind of cache that the mesh cannot move."""
+    """The model's cache groups, whose blocks must all have `block_size` tokens.
+
+    Raises CannotMoveKv if the mesh cannot move a group's KV. The message names the kind of cache.
+    """
     windows: list[int] = []
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -47,7 +53,10 @@ def group_of_layers(config: KVCacheConfig) -> dict[str, int]:
 
 
 def state_specs(config: KVCacheConfig) -> dict[str, MambaSpec]:
-    """The specifications of layers that keep a state instead of KV by token, in vLLM's order."""
+    """The specifications of layers that keep one state instead of KV for each token.
+
+    The layers are in vLLM's order.
+    """
     found: dict[str, MambaSpec] = {}
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -61,7 +70,7 @@ def state_specs(config: KVCacheConfig) -> dict[str, MambaSpec]:
 def with_state_pages(
     kv_caches: Mapping[str, torch.Tensor], specs: Mapping[str, MambaSpec]
 ) -> dict[str, torch.Tensor]:
-    """The same caches, but a layer with a state has its whole blocks, as uint8 [blocks, bytes].
+    """Replaces the cache of each layer with a state by its whole blocks, as uint8 [blocks, bytes].
 
     vLLM pads a state to the size of other layers' blocks. The padding travels with the state, so
     that all layers have blocks of one size.
@@ -73,7 +82,7 @@ def with_state_pages(
 
 
 def states_text(specs: Mapping[str, MambaSpec]) -> str:
-    """What lies in the blocks of layers with a state; equal texts mean equal blocks."""
+    """Describes the blocks of layers with a state. Equal texts mean equally laid out blocks."""
     return "; ".join(
         f"{name} {spec.mamba_type.name} {spec.shapes} {spec.dtypes}"
         for name, spec in sorted(specs.items())
@@ -103,9 +112,9 @@ def _state_window(spec: MambaSpec) -> int:
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """How many tokens of a text a layer needs; 0: all.
+    """The number of last tokens of a text whose KV a layer needs. 0 means all tokens.
 
-    Subclasses of these specifications keep something else, so the exact class counts.
+    The exact class of `spec` is compared, because subclasses keep something else.
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         (window,) = {_window(each) for each in spec.kv_cache_specs.values()}

@@ -1,8 +1,9 @@
-"""vLLM's side of the hand-over: a `KVConnectorBase_V1` that forwards to the planner and the worker.
+"""The KV connector that vLLM loads. It moves prompts' KV from one instance of the mesh to another.
 
-It leaves the decisions to them. vLLM loads this class by `kv_connector_module_path`, once in its
-scheduler and once in each worker. The KV of a request without our `kv_transfer_params` is never
-handed over; only the tiers may hold it.
+vLLM creates `PdmeshConnector` once in its scheduler and once in each worker. The class only passes
+vLLM's calls on: in the scheduler to `HandoffPlanner`, and in a worker to `HandoffWorker`. The KV of
+a request without the mesh's `kv_transfer_params` never moves to another instance. Only the tiers,
+which keep KV in host memory and in files, may store such KV.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ if TYPE_CHECKING:
 
 
 class PlanMetadata(KVConnectorMetadata):
-    """Carries one step's plan from the scheduler to the workers, over vLLM's own channel."""
+    """Carries one step's plan from the scheduler to the workers, through vLLM's own channel."""
 
     def __init__(self, plan: StepPlan, tiers: StepCopies | None, num_tokens: int) -> None:
         self.plan = plan
         self.tiers = tiers
-        self.num_tokens = num_tokens  # tokens that the step computes, without proposed ones
+        self.num_tokens = num_tokens  # tokens that the step computes, not counting proposed ones
 
 
 class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
@@ -75,7 +76,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # vLLM finds non-causal layers, whose prefixes may not be reused, only in its own process.
+        # Prefixes of non-causal layers may not be reused. vLLM finds such layers only in its own
+        # process.
         if not may_reuse_prefixes(vllm_config):
             raise ValueError("pdmesh moves no KV of a model whose prefixes vLLM does not cache")
         told = self._kv_transfer_config.kv_connector_extra_config
@@ -119,8 +121,10 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: KV to hand over was gathered in the step that computed it, so a request that is
-        preempted after that step may still end with the token that the step drew.
+        """False, because the step that computes KV also gathers it for the hand-over.
+
+        A request that vLLM preempts after that step may still finish with the token that the step
+        drew.
         """
         return False
 
@@ -156,7 +160,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             self._lost.add(request.request_id)
             return missing, True
         if external == 0 and self._tiers is not None:
-            # Blocks of the tiers load within the step: their bytes are in this machine's memory.
+            # Blocks of the tiers load within the step, because their bytes are already in host
+            # memory.
             local = self._tiers.num_external_tokens(request.request_id, num_computed_tokens)
             return local, False
         return external, external is None or external > 0
@@ -196,7 +201,10 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks go back at once, for KV to hand over was gathered in the step that computed it."""
+        """Let vLLM reuse the blocks at once.
+
+        KV to hand over was gathered in the step that computed it.
+        """
         self.planner.finished(request.request_id)
         self._lost.discard(request.request_id)
         if self._tiers is not None:
@@ -206,7 +214,10 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         return False, {CONSTRAINT_FAILED: True} if has_failed(request) else None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """First tokens come with, or before, the report that their requests' KV is there."""
+        """Take the first tokens that the workers report.
+
+        A request's first token comes with the report that its KV is loaded, or before that report.
+        """
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, StepNews):
             for leg, token_id in news.first_tokens.items():
@@ -221,7 +232,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """vLLM orders the layers by cache group; the worker gets them in the model's order."""
+        """vLLM orders the layers by cache group. The worker gets them in the model's order."""
         order = list(self._vllm_config.compilation_config.static_forward_context)
         in_order = {name: kv_caches[name] for name in sorted(kv_caches, key=order.index)}
         told = self._kv_transfer_config.kv_connector_extra_config
@@ -235,7 +246,10 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.start(with_state_pages(in_order, specs), facts)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin the step here: vLLM calls `start_load_kv` after a forward that awaits no load."""
+        """Begin the step here.
+
+        If the step awaits no load, `start_load_kv` comes only after the forward.
+        """
         super().bind_connector_metadata(connector_metadata)
         metadata = self._metadata()
         self.worker.begin(metadata.plan, metadata.num_tokens)
@@ -245,12 +259,15 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.tiers.load(self._step_copies())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads end before a step, never inside one."""
+        """There is nothing to wait for: loads end before a step, never inside one."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Prompts that are handed on whole are gathered in `wait_for_save`."""
+        """Gather the layer's KV of prompts that are handed on per layer.
+
+        `wait_for_save` gathers the prompts that are handed on whole.
+        """
         self.worker.put_layer(self._plan(), layer_name)
 
     def wait_for_save(self) -> None:

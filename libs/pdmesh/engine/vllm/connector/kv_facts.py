@@ -13,7 +13,7 @@ from pdmesh.engine.vllm.model.fingerprint import digest
 from pdmesh.engine.vllm.model.rotation import rotation_text
 
 BESIDE = "per-token-head"  # scales lie in the same block as the numbers and travel with them
-CHECKPOINT = "per-tensor-checkpoint"  # one scale per tensor, which comes with the model's files
+CHECKPOINT = "per-tensor-checkpoint"  # one scale per tensor, from the model's files
 _DIGEST_CHARS = 8
 _ALIASES = {"fp8": "fp8_e4m3"}
 # Kinds of rope whose rotation does not depend on the longest position.
@@ -25,22 +25,22 @@ _BY_LENGTH: Final = ("llama4",)  # models whose attention depends on the longest
 class KvFacts:
     dtype: str
     scales: str
-    num_heads: int  # KV heads of the whole model; 1 for latent attention, which all ranks copy
-    computed: str  # digest of all that decides the numbers, apart from the model's files
-    backends: str  # names of the attention kernels, which lay out the inside of an opaque block
+    num_heads: int  # KV heads of the model; 1 for latent attention, which each rank has whole
+    computed: str  # digest of the settings that change the numbers
+    backends: str  # names of the attention kernels, which decide an opaque block's inner layout
 
 
 def as_stage(facts: KvFacts) -> KvFacts:
-    """The facts without what differs from one pipeline stage to the next: its layers' scales.
+    """The facts without the layers' scales, which differ between pipeline stages.
 
-    Scales come with the model's files, of which the fingerprint has a digest.
+    The scales come from the model's files, and the fingerprint has a digest of these files.
     """
     is_tensors = facts.scales not in (UNSCALED, BESIDE)
     return replace(facts, scales=CHECKPOINT if is_tensors else facts.scales)
 
 
 def layers_by_stage(vllm_config: Any) -> tuple[int, ...]:
-    """How many of the model's layers each pipeline stage has; (): there is only one stage.
+    """How many of the model's layers each pipeline stage has. Empty if there is only one stage.
 
     Raises ValueError if `VLLM_PP_LAYER_PARTITION` does not fit the model.
     """
@@ -61,9 +61,9 @@ def rank_place(vllm_config: Any) -> RankPlace:
 
 
 def kv_facts(vllm_config: Any, layer_names: Iterable[str]) -> KvFacts:
-    """Call it when the weights are loaded, since they may bring scales.
+    """Reads the facts of the given layers. The weights must be loaded, because they may set scales.
 
-    Any: vLLM's configuration is no stable type.
+    `vllm_config` is Any because vLLM does not promise a stable type.
     """
     model = vllm_config.model_config
     stored = vllm_config.cache_config.cache_dtype
@@ -82,9 +82,9 @@ def kv_facts(vllm_config: Any, layer_names: Iterable[str]) -> KvFacts:
 
 
 def how_computed(vllm_config: Any) -> list[str]:
-    """The settings that vLLM derived from its own configuration and the model's.
+    """Settings that change the KV, as vLLM derived them from its own configuration and the model's.
 
-    If any of them differs, equal weights give different KV.
+    If one of these settings differs, two engines with equal weights compute different KV.
     """
     model = vllm_config.model_config
     text = model.hf_text_config
@@ -105,21 +105,25 @@ def how_computed(vllm_config: Any) -> list[str]:
 
 
 def _window(model: Any) -> str:
-    """The window. `whole` excludes KV of release 0.1.0, which was wrong if there was a window."""
+    """The attention window, as text.
+
+    With a window, release 0.1.0 computed wrong KV. The word `whole` prevents an exchange of KV with
+    that release.
+    """
     window = model.get_sliding_window()
     return f"{window} {model.disable_sliding_window}" + (" whole" if window is not None else "")
 
 
 def length_decides(model_type: str, rope: object) -> bool:
-    """Whether `max_model_len` changes the KV of a prompt that is shorter.
+    """Whether `max_model_len` changes the KV of prompts that are shorter than this limit.
 
-    To be safe, unknown kinds of rope count as if they depended on it.
+    The answer for unknown kinds of rope is True, to be safe.
     """
     return model_type.startswith(_BY_LENGTH) or not _rope_types(rope) <= _ANY_LENGTH
 
 
 def _rope_types(rope: object) -> set[str]:
-    """The rope types of all layers: some models have one rope for each type of layer."""
+    """The rope types of all layers. Some models have one rope for each type of layer."""
     if not isinstance(rope, Mapping):
         return set()
     kinds = {str(rope[key]) for key in ("rope_type", "type") if rope.get(key) is not None}
@@ -127,14 +131,17 @@ def _rope_types(rope: object) -> set[str]:
 
 
 def _plain(value: object) -> str:
-    """The same text for the same value in every process."""
+    """A text of `value` that is the same in every process."""
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
     return json.dumps(value, sort_keys=True, default=str)
 
 
 def kv_dtype(stored: str, computed: str) -> str:
-    """The number format of `kv_cache_dtype` = `stored`, of a model computed in `computed`."""
+    """The number format of the stored KV.
+
+    `stored` is vLLM's setting `kv_cache_dtype`. The model computes in the format `computed`.
+    """
     if stored == "auto":
         return computed
     return _ALIASES.get(stored, stored).removesuffix("_per_token_head")
@@ -143,8 +150,8 @@ def kv_dtype(stored: str, computed: str) -> str:
 def kv_scales(stored: str, values: Iterable[tuple[float, float]]) -> str:
     """How the stored numbers are scaled.
 
-    `values` are each layer's scales of K and V, if one scale holds for all numbers. They come with
-    the checkpoint, so both sides have them and need only compare them.
+    `values` has each layer's scales of K and V, for formats with one scale per tensor. Both
+    instances of a hand-over read these scales from the checkpoint, so it is enough to compare them.
     """
     if stored.endswith("_per_token_head"):
         return BESIDE

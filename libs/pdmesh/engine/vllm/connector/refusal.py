@@ -1,7 +1,8 @@
-"""How the connector tells the host why it cannot move a model's KV.
+"""Tells the host why the connector cannot move a model's KV.
 
-vLLM's processes crash with the error, and vLLM tells the host only that they ended. So the
-connector writes the cause to a file beside the control socket.
+The host is the part of an instance outside vLLM. It learns from vLLM only that vLLM's processes
+ended. So before the connector lets a process crash, it writes the cause to a file beside the
+control socket.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _FILE: Final = "refusal"
 
 
 class CannotMoveKv(ValueError):
-    """The mesh does not move caches of the model's kind. The message names the kind in one line."""
+    """The mesh cannot move KV caches of this kind. The message names the kind in one line."""
 
     reason = "MODEL_UNSUPPORTED"
     page = "docs/cache-kinds.md"
@@ -37,7 +38,7 @@ class KvRefusal:
 
 @contextlib.contextmanager
 def told_to_host(control_path: str) -> Iterator[None]:
-    """Leave the cause for the host if the block raises CannotMoveKv."""
+    """If the `with` block raises CannotMoveKv, write the cause to the file for the host."""
     try:
         yield
     except CannotMoveKv as error:
@@ -46,7 +47,10 @@ def told_to_host(control_path: str) -> Iterator[None]:
 
 
 def read_refusal(control_path: Path) -> KvRefusal | None:
-    """The refusal that a process of this engine left; None if the cause was another one."""
+    """The refusal that a process of this engine wrote.
+
+    None if the engine ended for another reason.
+    """
     try:
         reason, _, message = _file(control_path).read_text().partition(" ")
     except FileNotFoundError:

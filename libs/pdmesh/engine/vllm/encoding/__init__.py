@@ -1,1 +1,1 @@
-"""vLLM as an encoder apart from prefill: our own ECConnector moves the embeddings (S130)."""
+"""Runs vLLM as an encoder apart from prefill. Our own ECConnector moves the embeddings (S130)."""

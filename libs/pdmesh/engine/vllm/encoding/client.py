@@ -1,6 +1,8 @@
-"""The host's half at a prefill: awaits an encoder, and has the workers fetch from it.
+"""The host's half of fetching image embeddings at a prefill.
 
-A request uses the embeddings that all ranks have; this engine encodes the other images.
+An encoder is an instance that makes the embeddings of images. The host waits for the encoder of a
+request, and orders the workers to fetch from it. The request uses the embeddings that all ranks
+have. The prefill's own engine encodes the other images.
 """
 
 from __future__ import annotations
@@ -58,9 +60,9 @@ class EmbeddingClient:
             await self._control.close()
 
     async def landed(self, leg: int, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Wait for a request's embeddings; returns what vLLM is told of them.
+        """Wait for a request's embeddings. Returns the parameters that name them to vLLM.
 
-        `request`: vLLM's input, which has images.
+        `request` is vLLM's input, which has images.
         """
         (hashes,) = request["mm_hashes"].values()
         (places,) = request["mm_placeholders"].values()
@@ -76,9 +78,10 @@ class EmbeddingClient:
     async def _fetch(
         self, leg: int, images: Mapping[str, int], encoder: KvPeer, deadline_s: float
     ) -> int:
-        """How many of the first images all ranks have. `images`: their lengths in tokens.
+        """Let all ranks fetch the embeddings. Returns how many of the first images all ranks have.
 
-        Raises KvTransferFailed if the fetch failed at any rank.
+        `images` has the length of each image in tokens. Raises KvTransferFailed if the fetch failed
+        at any rank.
         """
         assert self._control is not None
         fetching = self._fetching[leg] = _Fetching(self._num_ranks)
@@ -97,7 +100,7 @@ class EmbeddingClient:
         finally:
             del self._fetching[leg]
         num = fetching.done.result() if done else 0
-        if not num:  # some rank may have some, or may get them later
+        if not num:  # some rank may have embeddings, or get them later
             self._control.broadcast(ForgetEmbeddings(leg))
         failure = fetching.failure if done else PullFailure.TIMEOUT
         if failure:

@@ -17,7 +17,7 @@ EC_CONNECTOR_CLASS: Final = "PdmeshEcConnector"
 
 
 class CarriesEmbeddings(Protocol):
-    """What the connector reads of an engine's configuration, at either end."""
+    """The settings that the connector needs from the configuration of an encoder or a prefill."""
 
     @property
     def instance_id(self) -> str: ...
@@ -33,17 +33,17 @@ class CarriesEmbeddings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VllmEncoderConfig:
-    """One encoder of one instance; it has one rank."""
+    """One encoder of one instance. An encoder has one rank."""
 
     instance_id: str
     incarnation: int
     model_dir: Path
-    model: str  # the name it answers to
+    model: str  # the name that clients use
     device: str = field(default_factory=installed_device)  # cpu or cuda
-    dtype: str = ""  # must be that of the prefills; "": the default for the device
+    dtype: str = ""  # must equal the prefills' dtype; empty: the default for the device
     kv_host: str = "127.0.0.1"
     group_id: str = ""
-    kv_cache_bytes: int = 512 << 20  # only if it loads the language model, too; 0: vLLM decides
+    kv_cache_bytes: int = 512 << 20  # used only with the language model; 0: vLLM decides
     max_model_len: int = 2048  # tokens of the longest request; a request is one image
     max_num_seqs: int = 8
     pool_bytes: int = 256 << 20
@@ -68,11 +68,12 @@ class VllmEncoderConfig:
 
     @property
     def has_language_model(self) -> bool:
-        """Whether it loads all of the model, and computes one token of each image.
+        """Whether the encoder loads all of the model, and computes one token of each image.
 
-        With its own code, vLLM leaves the language model out of an encoder. With the code of
-        transformers, which `vision_arguments` chooses without torchvision, vLLM 0.32 would then not
-        start ("Layer 0 does not dispatch through the Transformers attention interface").
+        With its own code, vLLM leaves the language model out of an encoder. Without torchvision,
+        `vision_arguments` chooses the code of transformers instead. With that code, vLLM 0.32 does
+        not start unless the language model is loaded ("Layer 0 does not dispatch through the
+        Transformers attention interface").
         """
         return find_spec("torchvision") is None
 
@@ -80,7 +81,7 @@ class VllmEncoderConfig:
 def encoder_arguments(
     config: VllmEncoderConfig, private_dir: Path, computation: str
 ) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs` (Any: vLLM's own mixture of types).
+    """Keyword arguments of `AsyncEngineArgs`. vLLM mixes their types, hence Any.
 
     Prefix caching is off, since vLLM does not encode the image of a prompt whose KV is cached.
     """
@@ -112,8 +113,10 @@ EcRole = Literal["ec_producer", "ec_consumer", "ec_both"]
 def ec_config(
     config: CarriesEmbeddings, role: EcRole, computation: str, path: Path, pool_bytes: int = 0
 ) -> Any:
-    """vLLM's ECTransferConfig (Any: imported late). `computation`: a digest of the model's files,
-    dtype and the like, which must be equal at both ends.
+    """vLLM's ECTransferConfig. The type is Any because vLLM is imported late.
+
+    `computation` is a digest of the model's files, dtype and the like. It must be equal at both
+    ends.
     """
     from vllm.config import ECTransferConfig
 
@@ -135,5 +138,4 @@ def ec_config(
 
 
 def embeddings_path(private_dir: Path) -> Path:
-    """The path of the control socket for embeddings."""
     return private_dir / "embeddings.sock"

@@ -1,8 +1,9 @@
-"""vLLM's side of separate encoders: an `ECConnectorBase` that forwards to planner and worker.
+"""The connector that moves image embeddings from an encoder to the prefills that need them.
 
-vLLM loads this class by `ec_connector_module_path`, once in its scheduler and once in each worker.
-An encoder publishes what it encoded. A prefill takes what was fetched for a request, and encodes
-the rest.
+vLLM loads `PdmeshEcConnector` by `ec_connector_module_path`, once in its scheduler and once in each
+worker. The class passes vLLM's calls on to `EmbeddingPlanner` and `EmbeddingWorker`. An encoder
+publishes the embeddings that it made. A prefill uses the embeddings that were fetched for a
+request, and encodes the other images itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class EmbeddingMetadata(ECConnectorMetadata):
-    """Carries one step's plan to the workers. `images`: those of requests new in this step."""
+    """Carries one step's plan to the workers.
+
+    `images` are the images of the step's new requests.
+    """
 
     def __init__(self, plan: EmbeddingPlan, images: tuple[str, ...]) -> None:
         self.plan, self.images = plan, images
@@ -51,7 +55,7 @@ class PdmeshEcConnector(ECConnectorBase):
     # -- scheduler --------------------------------------------------------------------------------
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """vLLM calls it right before it asks about the images of the request."""
+        """vLLM calls this right before it asks about the images of the request."""
         self._planner.consider(request.kv_transfer_params)
         return True
 
@@ -86,7 +90,10 @@ class PdmeshEcConnector(ECConnectorBase):
         self.worker.load(self._metadata().plan, encoder_cache)
 
     def start_save_caches(self, **kwargs: Any) -> None:
-        """Publish what vLLM still has: it will not encode this again if the pool evicted it."""
+        """Publish embeddings that vLLM still has in its cache.
+
+        The pool may have evicted them, and vLLM does not encode these images again.
+        """
         encoder_cache: dict[str, torch.Tensor] = kwargs["encoder_cache"]
         for identifier in self._metadata().images:
             if identifier in encoder_cache:

@@ -1,4 +1,4 @@
-"""The vLLM engine of an encoder: `EncoderEngine` over AsyncLLM.
+"""Runs vLLM as the engine of an encoder, an instance that makes image embeddings for prefills.
 
 Each image is one vLLM request. Jobs that need the image at the same time share the request. The
 worker reports which embeddings its pool holds, and an image in the pool is not encoded again.
@@ -55,7 +55,10 @@ _STORED_S: Final = 2.0  # longest wait for the worker's report after the end of 
 
 
 class VllmEncoderEngine(NoKv):
-    """See `pdmesh.engine.base.EncoderEngine`. There is one per process; start it only once."""
+    """`pdmesh.engine.base.EncoderEngine` describes the methods.
+
+    A process has one engine, started only once.
+    """
 
     def __init__(self, config: VllmEncoderConfig) -> None:
         self._config = config
@@ -152,7 +155,7 @@ class VllmEncoderEngine(NoKv):
         self._jobs.begin(job.leg, f"encode-{job.leg}", self._run(job))
 
     def abort(self, leg: int) -> None:
-        """Some images of an aborted job are still encoded: a later prompt with them benefits."""
+        """Some images of an aborted job are still encoded, because a later prompt may have them."""
         self._jobs.abort(leg)
 
     def outputs(self) -> AsyncIterator[list[Output]]:
@@ -225,7 +228,7 @@ class VllmEncoderEngine(NoKv):
         task.add_done_callback(lambda done: self._ended(name, done))
 
     def _ended(self, name: bytes, task: asyncio.Task[None]) -> None:
-        if self._encodings.get(name) is task:  # otherwise it was dropped, and may have begun anew
+        if self._encodings.get(name) is task:  # otherwise it was dropped, and may have begun again
             del self._encodings[name]
             self._stored.pop(name, None)
         if not task.cancelled():

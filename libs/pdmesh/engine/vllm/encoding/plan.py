@@ -1,8 +1,8 @@
-"""Decides which fetched embeddings a step uses: the scheduler's half at a prefill.
+"""Decides, in a prefill's scheduler, which of the fetched image embeddings a step uses.
 
-A request names those of its images whose embeddings the workers have fetched. Only this request
-uses them, and the workers keep them until it ends. So no embedding that a step needs can be
-missing. All other images of the step are encoded in it.
+A request names the images whose embeddings the workers have fetched for it. No other request uses
+these embeddings, and the workers keep them until the request ends. So no embedding that a step
+needs can be missing. The step encodes all other images of its requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def landed_params(leg: int, identifiers: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class EmbeddingPlan:
-    """What the workers do before a step's forward, in this order."""
+    """The workers' work before a step's forward, in this order."""
 
     loads: list[tuple[int, str]] = field(default_factory=list)  # (leg, image)
     dropped_legs: list[int] = field(default_factory=list)

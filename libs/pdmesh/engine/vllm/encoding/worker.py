@@ -1,7 +1,8 @@
-"""A worker's embeddings: those that an encoder publishes, and those that a prefill fetched.
+"""Publishes image embeddings in a worker of an encoder, and fetches them in a worker of a prefill.
 
-Embeddings have a KV agent of their own, whose fingerprint includes the encoder's model. One thread
-computes steps, one listens to the host, and one is the agent's.
+Embeddings have a separate KV agent, which moves bytes between instances. The agent's fingerprint
+must be equal at both ends, and includes a digest of the model. One thread computes steps, one
+listens to the host, and one is the agent's.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ log = structlog.get_logger(__name__)
 
 
 class EmbeddingWorker:
-    """`width`: length of one token's embedding. The pool of a prefill is empty: it has 0 bytes."""
+    """`width` is the length of one token's embedding. A prefill's pool is empty: it has 0 bytes."""
 
     def __init__(
         self, config: Mapping[str, Any], rank: int, num_ranks: int, width: int, dtype: torch.dtype
@@ -79,7 +80,7 @@ class EmbeddingWorker:
     # -- an encoder -------------------------------------------------------------------------------
 
     def publish(self, identifier: str, encoded: torch.Tensor) -> None:
-        """Hold what was encoded for the instances that will fetch it, and tell the host."""
+        """Put an embedding into the pool, from which prefills fetch, and report it to the host."""
         name = embedding_name(identifier)
         if name in self._pool:
             return
@@ -127,7 +128,7 @@ class EmbeddingWorker:
         """Fetch into tensors that only this leg uses, so a late write after a failure does no harm.
 
         All embeddings of one fetch have the same length. So there is a fetch for each length, and
-        these run at the same time.
+        these fetches run at the same time.
         """
         import torch
 
@@ -183,10 +184,10 @@ class EmbeddingWorker:
 def first_fetched(
     fetches: Sequence[Future[Sequence[bytes]]], sizes: Sequence[int]
 ) -> tuple[int, str]:
-    """How many of the first images came, and why a fetch failed. If one failed, no image counts.
+    """Returns how many of the first images arrived, and why a fetch failed.
 
-    All `fetches` have ended; `sizes` has the number of images of each. A fetch may bring fewer,
-    because the encoder may have evicted the others.
+    If any fetch failed, the number is 0. All `fetches` have ended, and `sizes` has the number of
+    images of each fetch. A fetch may bring fewer images, because the encoder may have evicted some.
     """
     for fetched in fetches:
         if fetched.cancelled():
@@ -210,7 +211,7 @@ def _bytes_of(tensor: torch.Tensor) -> ByteArray:
 
 
 def _ignore(event: object) -> None:
-    """No ticket of this agent outlives a fetch, and nothing lands in an arena."""
+    """This agent's events need no action: it has no tickets that outlive a fetch, and no arenas."""
 
 
 def _die(error: BaseException) -> None:
@@ -219,5 +220,5 @@ def _die(error: BaseException) -> None:
 
 
 def _exit() -> None:
-    """The host is gone."""
+    """Exit at once, because the host is gone."""
     os._exit(1)

@@ -1,8 +1,9 @@
-"""LoRA adapters in vLLM's slots.
+"""Loads LoRA adapters into vLLM's slots.
 
-vLLM names a block of its prefix cache by the adapter's name and path, and a slot by an integer.
-Here, all three follow from the digest of the adapter's content. The same content has the same names
-whenever it is loaded. Other content never has them, whatever name operators give it.
+vLLM names a block of its prefix cache by the adapter's name and path, and names a slot by an
+integer. Here, name, path and integer follow from the digest of the adapter's content. So equal
+content has the same names whenever it is loaded. Other content never has these names, even if
+operators give it the same name.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ def slot_id(digest: str) -> int:
 
 
 class VllmSlots:
-    """See `AdapterLoader`."""
+    """Implements `AdapterLoader`."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._loaded: dict[str, LoRARequest] = {}
 
     def request_of(self, digest: str) -> LoRARequest:
-        """What a job with this adapter passes to vLLM. The adapter must be loaded."""
+        """The argument by which a vLLM request uses this adapter. The adapter must be loaded."""
         return self._loaded[digest]
 
     async def load(self, digest: str, folder: Path) -> None:

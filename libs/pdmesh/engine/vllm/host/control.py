@@ -29,7 +29,7 @@ class WorkerLost(Exception):
 
 
 class ControlServer:
-    """Listens before the workers start; `ready` is the ranks' greetings, in order of rank."""
+    """Listens before the workers start. `ready` has the ranks' greetings, in order of rank."""
 
     def __init__(
         self, on_message: Callable[[ToHost], None], on_lost: Callable[[WorkerLost], None]
@@ -48,7 +48,7 @@ class ControlServer:
     def broadcast(self, message: RankMessage) -> None:
         """Send to every rank.
 
-        Messages are small and rare, so the write buffer needs no bound of its own.
+        Messages are small and rare, so the write buffer needs no limit.
         """
         frame = encode_frame(message)
         for writer in self._writers.values():

@@ -1,6 +1,7 @@
-"""Describes a started vLLM to the mesh: the endpoint of its tickets and its `EngineInfo`.
+"""Describes a started vLLM to the mesh, from its workers' greetings.
 
-Both are made from its workers' greetings.
+An `Endpoint` has the fields that all of the engine's tickets share. The instance publishes the
+`EngineInfo`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from pdmesh.errors import EngineMisconfigured
 
 
 def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]) -> Endpoint:
-    """`block_size` is vLLM's own, in tokens.
+    """`block_size` is the size that vLLM chose, in tokens.
 
-    Raises EngineMisconfigured if it is not ours, or if the ranks differ.
+    Raises EngineMisconfigured if it is not the configured size, or if the ranks differ.
     """
     first = hellos[0]
     if block_size != config.block_size:
@@ -43,10 +44,10 @@ def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]
 
 
 def num_kv_blocks(hello: RankHello, max_model_len: int, block_size: int) -> int:
-    """How many blocks of a text the cache holds; vLLM keeps one as its null block.
+    """How many blocks of text the cache holds. vLLM keeps one more as its null block.
 
-    Layers with a window count as if they kept all tokens. But vLLM has made sure that the longest
-    prompt fits.
+    Layers with a window count as if they kept all tokens. But with windows, the result is at least
+    the longest prompt's number of blocks, because vLLM has made sure that this prompt fits.
     """
     num_blocks = (hello.num_blocks - 1) // hello.num_groups
     return max(num_blocks, -(-max_model_len // block_size)) if hello.windows else num_blocks
@@ -80,7 +81,10 @@ def info_of(
 
 
 def unsupported_shaping(config: VllmConfig) -> tuple[str, ...]:
-    """The shaping that this engine cannot do: fields of LogitShaping, or logprob_token_ids."""
+    """The sampling options that this engine cannot apply.
+
+    These are names of fields of LogitShaping, or logprob_token_ids.
+    """
     # vLLM cannot apply these to the tokens that it proposes.
     proposed = ("min_p", "logit_bias", "thinking_token_budget", "logprob_token_ids")
     if config.speculation.max_tokens:

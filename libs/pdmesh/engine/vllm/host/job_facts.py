@@ -1,4 +1,4 @@
-"""The facts about a vLLM engine's jobs and the effects on it, beside the outputs for the host."""
+"""The facts that `Jobs` takes about a vLLM engine's jobs, and the effects that it returns."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from pdmesh.errors import EngineFailed
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """vLLM drew tokens for a leg; if `is_error` is set, it failed the request instead.
+    """vLLM drew tokens for a leg, which is a request's stay on this instance.
 
-    `is_constraint_error`: it did so because of the request's constraint.
+    If `is_error` is set, vLLM failed the request instead. `is_constraint_error` means that the
+    request's constraint was the reason.
     """
 
     leg: int
@@ -59,7 +60,7 @@ class CancelRequest:
 
 
 def failure_of(drawn: Drawn) -> Failed:
-    """What the host learns about a request that vLLM failed."""
+    """The output for the host about a request that vLLM failed."""
     if drawn.is_constraint_error:
         return constraint_failed(drawn.leg)
     return Failed(drawn.leg, EngineFailed.default_reason, "vLLM failed the request")

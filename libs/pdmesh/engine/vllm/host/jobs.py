@@ -1,9 +1,10 @@
-"""The jobs of one vLLM engine: what its outputs and its workers' messages mean to the host.
+"""Turns the outputs of one vLLM engine and its workers' messages into outputs for the host.
 
-Facts about a job come in two ways, in any order: tokens through vLLM, and reports on KV through the
-control socket. This module decides the one order that the host sees. A ticket is announced when
-every rank has staged or opened it, a decode's tokens come after its KV, and a reserved range is
-given back when every rank is done with it.
+Facts about a job arrive in two ways and in any order: tokens through vLLM, and reports on KV
+through the control socket. This module puts the facts into one order for the host. A ticket, which
+is the right to pull one prompt's KV, is announced when every rank has staged or opened it. A
+decode's tokens come after its KV. A reserved range of memory is given back when every rank is done
+with it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from pdmesh.errors import KvFormatMismatch, KvTransferFailed
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What all tickets of this engine have in common."""
+    """The fields that all tickets of this engine have in common."""
 
     instance_id: str
     incarnation: int
@@ -68,7 +69,7 @@ class Endpoint:
     block_size: int
     lease_ms: int
     max_model_len: int
-    windows: tuple[int, ...] = ()  # by layer, in tokens; 0: it needs all; (): all layers do
+    windows: tuple[int, ...] = ()  # by layer, in tokens; 0 if it has none; () if no layer has one
     named_group: int = 0  # the cache group whose blocks stand for a prefix
 
     def ticket(self, job: PrefillJob) -> Ticket:
@@ -108,7 +109,10 @@ class _Local:
 
 
 class Jobs:
-    """`handle` takes a fact and returns its effects; the host commands starts and aborts."""
+    """`handle` takes a fact and returns its effects.
+
+    The host starts and aborts jobs by other methods.
+    """
 
     def __init__(self, endpoint: Endpoint, num_ranks: int) -> None:
         self._endpoint, self._num_ranks = endpoint, num_ranks
@@ -194,7 +198,7 @@ class Jobs:
         return self._taking[leg].job.deadline_s
 
     def overdue(self, leg: int) -> list[Effect]:
-        """The deadline of the leg's pull is over, and its workers have not reported its end."""
+        """The leg's pull has reached its deadline. Fail the leg unless all ranks have all bytes."""
         taking = self._taking.get(leg)
         if taking is None or taking.is_over or len(taking.arrived) == self._num_ranks:
             return []

@@ -1,9 +1,10 @@
-"""vLLM's prefix-cache events, translated to mesh hashes (S80).
+"""Translates vLLM's prefix-cache events into the mesh's names of blocks (S80).
 
-vLLM names blocks by its own hashes and publishes their tokens and parent. The mesh's hash is
-computed from the same tokens under the root that came as the job's cache salt. Blocks without a
-salt have no name in the mesh. Events are hints: after a gap, any block may have been removed, so
-the view starts again, empty. Names stay known as parents of later blocks.
+vLLM identifies blocks by its own hashes, and publishes each block's tokens and parent. The mesh's
+name of a block is a hash of the same tokens, under a root that came as the job's cache salt. Blocks
+without a salt have no name in the mesh. If events are missing, any block may have been removed, so
+the set of held blocks starts empty again. The names of these blocks are kept, because later blocks
+may have them as parents.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pdmesh.engine.base import BlocksChanged
 
 
 class BlockStored(msgspec.Struct, tag=True):
-    """vLLM's event as it is published; unknown fields are skipped."""
+    """vLLM's event as it is published. Unknown fields are skipped."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -61,11 +62,12 @@ def decode_batch(payload: bytes) -> list[CacheEvent]:
 
 @dataclass(slots=True)
 class BlockNames:
-    """Maps vLLM's block hashes to the mesh's.
+    """Maps vLLM's block hashes to the mesh's names.
 
-    `capacity` bounds how many are remembered; the least recent is forgotten first. vLLM reports a
-    block once for each cache group, and `group` is the one that counts: a group without a window
-    keeps a prefix longest, and vLLM itself checks that a prefix is held by all groups.
+    `capacity` limits how many names are remembered. The least recent name is forgotten first. A
+    cache group is a set of layers that need the same share of a text. vLLM reports a block once for
+    each cache group, and only the reports about `group` are used. A group without a window keeps a
+    prefix longest, and vLLM itself checks that all groups hold a prefix.
     """
 
     capacity: int
@@ -78,7 +80,10 @@ class BlockNames:
     _next_sequence: int | None = None
 
     def handle(self, sequence: int, events: Sequence[CacheEvent]) -> BlocksChanged | None:
-        """What one published batch changes; None if nothing in it has a name in the mesh."""
+        """The changes that one published batch makes.
+
+        None if no block with a name in the mesh changes.
+        """
         is_cleared = self._next_sequence is not None and sequence != self._next_sequence
         if is_cleared:
             self._held.clear()
@@ -145,7 +150,10 @@ class BlockNames:
             self._removed[name] = None
 
     def _origin(self, event: BlockStored) -> tuple[bytes, bytes] | None:
-        """(root, parent's mesh hash) of the event's first block; None if it has no mesh name."""
+        """(root, parent's name) of the event's first block.
+
+        None if the block has no name in the mesh.
+        """
         if event.parent_block_hash is not None:
             known = self._names.get(event.parent_block_hash)
             return (known[1], known[0]) if known else None
@@ -162,10 +170,10 @@ class BlockNames:
 def images_in(
     extra_keys: Sequence[Sequence[Any] | None], block_size: int
 ) -> Sequence[tuple[int, bytes]]:
-    """The images that begin in the blocks of an event: their places among its tokens, and digests.
+    """The images that begin in the blocks of an event: (place among the event's tokens, digest).
 
-    vLLM names an image in each of its blocks, as a pair: its name, and its place relative to the
-    block. An adapter's name may stand before the digest.
+    vLLM lists an image in each of its blocks, as a pair: the image's name, and its place relative
+    to the block. The name ends with the digest, and may begin with an adapter's name.
     """
     found: list[tuple[int, bytes]] = []
     for block, keys in enumerate(extra_keys):
@@ -181,7 +189,7 @@ async def read_events(
 ) -> None:
     """Follow vLLM's publisher until cancelled.
 
-    Messages: topic, 8-byte big-endian sequence, payload.
+    A message has three parts: topic, 8-byte big-endian sequence number, payload.
     """
     context = zmq.asyncio.Context()
     subscriber = context.socket(zmq.SUB)

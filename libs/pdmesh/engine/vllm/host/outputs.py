@@ -23,7 +23,7 @@ from pdmesh.errors import EngineFailed
 
 
 class OutputQueue:
-    """Bounded by the host's admission: it holds outputs of admitted legs only."""
+    """The host's admission bounds the queue, which holds outputs of admitted legs only."""
 
     def __init__(self) -> None:
         self._outputs: list[Output] = []
@@ -37,14 +37,15 @@ class OutputQueue:
             self._changed.set()
 
     def drop(self, leg: int) -> None:
-        """Forget the unread outputs of an aborted leg, except those that give its ranges back.
+        """Forget the unread outputs of an aborted leg, except those that give its memory ranges
+        back.
 
-        The end of a prefill is such an output, for an ended job gets no `TicketClosed`.
+        A `Prefilled` without a ticket is kept, because no `TicketClosed` follows it.
         """
         self._outputs = [o for o in self._outputs if not _belongs_to(o, leg)]
 
     def fail(self, failure: EngineFailed) -> None:
-        """The engine is dead: the reader gets what is left, then the failure."""
+        """The engine is dead. The reader gets the outputs that are left, and then the failure."""
         self._failure = self._failure or failure
         self._changed.set()
 

@@ -1,8 +1,8 @@
-"""Prefills of one vLLM engine whose KV is handed on per layer, while they still compute.
+"""Prefills of one vLLM engine whose KV is handed on layer by layer, during the computation.
 
-A ticket is announced when every rank has opened it. It may be closed, with its KV taken, before
-token 1 is read here. The host gets `TicketClosed` once for each ticket that was announced or
-aborted, however the job ends.
+A ticket is the right to pull one prompt's KV. The ticket is announced to the host when every rank
+has opened it. The KV may have been taken, and the ticket closed, before token 1 is read here. The
+host gets `TicketClosed` once for each ticket that was announced or aborted, however the job ends.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class PerLayerPrefills:
         return [TicketOpened(streaming.job.leg, streaming.ticket)]
 
     def _end(self, streaming: _Streaming) -> list[Effect]:
-        """The KV is no longer wanted: each rank closes the ticket if it has not done so."""
+        """The KV is no longer wanted. Each rank closes the ticket if it has not done so."""
         streaming.is_over = True
         self._forget_if_done(streaming)
         is_closed = len(streaming.ended) == self._num_ranks

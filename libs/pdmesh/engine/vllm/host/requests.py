@@ -1,8 +1,9 @@
-"""Gives the legs' requests to vLLM once the tiers have answered; a task reads each one's outputs.
+"""Gives requests to vLLM, and reads the outputs of each request in a task.
 
-`Jobs` decides what the outputs mean. If vLLM refuses a request or fails it, only that request ends.
-If the task of a request that vLLM took crashes, the engine is dead, since the state of the request
-is unknown.
+Before vLLM gets a request, its adapter is loaded, and the tiers have answered which blocks of its
+prompt they provide. `Jobs` decides what the outputs mean. If vLLM refuses a request or fails it,
+only that request ends. If the task of a request that vLLM took crashes, the engine counts as dead,
+since the state of the request is unknown.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Reader:
-    """One vLLM request; `request_id` is vLLM's name of it, empty until vLLM has taken it."""
+    """One vLLM request.
+
+    `request_id` is vLLM's name of the request, empty until vLLM has taken it.
+    """
 
     leg: int
     num_top: int | None
@@ -66,13 +70,13 @@ class RequestEvents:
 
 
 class GathersEmbeddings(Protocol):
-    """The host's half of the transfer of embeddings that an encoder makes for requests here."""
+    """The host's half of fetching the image embeddings that an encoder instance makes."""
 
     @property
     def awaited(self) -> AwaitedEmbeddings: ...
 
     async def landed(self, leg: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What vLLM is told of the embeddings that were fetched; empty if there are none."""
+        """Wait for the leg's embeddings. Returns parameters for vLLM, empty if none arrived."""
         ...
 
     def forget(self, leg: int) -> None:
@@ -121,9 +125,9 @@ class Requests:
         images: Sequence[PromptImage] = (),
         priority: int = DEFAULT_PRIORITY,
     ) -> None:
-        """`names`: the blocks that the tiers should provide if they can.
+        """`names` are the blocks that the tiers should provide if they can.
 
-        The request counts as arrived now, however long its adapter and its blocks take to come.
+        The request's arrival time is now, even if its adapter and its blocks take long to load.
         """
         reader = self._readers[leg] = _Reader(leg, num_told(sampling), adapter, images, priority)
         work = self._begin(
@@ -134,7 +138,8 @@ class Requests:
         task.add_done_callback(lambda _: self._forget(leg))
 
     def cancel(self, leg: int) -> None:
-        """Abort the request in vLLM; its task ends with the output that reports the abort.
+        """Abort the request in vLLM. The request's task ends with the output that reports the
+        abort.
 
         A request that waits for its adapter ends at once, because loading an adapter may take long.
         """
@@ -146,7 +151,7 @@ class Requests:
             self._tasks[leg].cancel()
             return
         if self.embeddings is not None:
-            self.embeddings.awaited.tell(leg, None)  # it waits no longer
+            self.embeddings.awaited.tell(leg, None)  # the leg waits no longer
         if reader.request_id:
             name = f"vllm-abort-{leg}"
             abort = self._llm.abort(reader.request_id, internal=True)
@@ -164,7 +169,7 @@ class Requests:
         kv_transfer_params: dict[str, Any] | None,
         names: Sequence[bytes],
     ) -> None:
-        """Put its adapter and the tiers' blocks in place, then give vLLM the request (S77)."""
+        """Load the adapter, let the tiers fetch blocks, and then give vLLM the request (S77)."""
         if reader.adapter is not None:
             reader.awaits_adapter = True
             try:
@@ -198,10 +203,11 @@ class Requests:
         return self._adapters.slots.request_of(adapter.digest)
 
     async def _read(self, reader: _Reader, prompt: list[int], params: Any, cache_salt: str) -> None:
-        """Forward the request's outputs. `params` is vLLM's own type, imported late.
+        """Give vLLM the request, and forward its outputs.
 
-        An abort never cancels this task: at some unknown point in `add_request`, vLLM takes the
-        request, and from then on it must be aborted in vLLM.
+        `params` is vLLM's own type, imported late. An abort never cancels this task. vLLM takes the
+        request at some unknown point in `add_request`. From then on, the request must be aborted in
+        vLLM.
         """
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -250,7 +256,10 @@ class Requests:
                 queue.close()
 
     async def _gather_embeddings(self, leg: int, request: Any, params: Any) -> None:
-        """Wait for embeddings that an encoder makes, if there is one. Any: vLLM's own types."""
+        """If an encoder makes embeddings for the request, wait for them.
+
+        Embeddings that arrive are named in `params`.
+        """
         if self.embeddings is not None and leg in self.embeddings.awaited:
             landed = await self.embeddings.landed(leg, request)
             if landed:

@@ -1,4 +1,4 @@
-"""Between the mesh's jobs and vLLM's requests: sampling parameters in, drawn tokens out."""
+"""Translates the mesh's sampling parameters into vLLM's, and vLLM's outputs into drawn tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs, Logprob
 
-# In `extra_args`: the token ids after which the constraint begins.
+# A key in `extra_args`: the token ids after which the constraint begins.
 BEGINS_AFTER: Final = "pdmesh_begins_after"
-# Also there: how many tokens may be reasoning, and the ids of its begin and end marks.
+# A key in `extra_args`: how many tokens may be reasoning, and the ids of its begin and end marks.
 THINKING: Final = "pdmesh_thinking"
-# In the `kv_transfer_params` of a request's last output: the request failed at its constraint.
+# A key in the `kv_transfer_params` of a request's last output: its constraint made it fail.
 CONSTRAINT_FAILED: Final = "pdmesh_constraint_failed"
 ALL_TOLD: Final = -1  # for `num_top`: all tokens for which vLLM gives log probabilities
 _LARGEST_SEED: Final = (1 << 63) - 1
@@ -28,7 +28,10 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 def sampling_params(
     sampling: Sampling, max_tokens: int, kv_transfer_params: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """vLLM gets no tokenizer: only token ids end a request, and no id is turned into text."""
+    """vLLM's parameters for a request.
+
+    vLLM gets no tokenizer, so only token ids end a request, and no id is turned into text.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -75,7 +78,10 @@ def sampling_params(
 
 
 def thinking_budget_of(params: Any) -> ThinkingBudget | None:
-    """`params`: vLLM's SamplingParams, or None for a request that draws nothing."""
+    """The thinking budget that `sampling_params` wrote, if there is one.
+
+    `params` is vLLM's SamplingParams, or None for a request that draws nothing.
+    """
     extra = params.extra_args if params is not None else None
     if not extra or THINKING not in extra:
         return None
@@ -86,18 +92,22 @@ def thinking_budget_of(params: Any) -> ThinkingBudget | None:
 def honoured(seed: int | None) -> int | None:
     """The seed for vLLM, which takes -1 for no seed.
 
-    The largest seed stands in for -1; no choice of a request has that seed (`check_choices`).
+    The largest seed stands in for -1, because no choice of a request has that seed
+    (`check_choices`).
     """
     return _LARGEST_SEED if seed == -1 else seed
 
 
 def num_told(sampling: Sampling) -> int | None:
-    """How many tokens get log probabilities besides each drawn token; None: not even that one."""
+    """How many tokens get log probabilities besides each drawn token.
+
+    None means that the drawn token gets none either.
+    """
     return ALL_TOLD if sampling.logprob_token_ids else sampling.num_logprobs
 
 
 def drawn(leg: int, output: RequestOutput, num_top: int | None) -> Drawn:
-    """The meaning of one streamed output.
+    """Translates one streamed output of vLLM.
 
     A finish reason that the mesh does not know means that vLLM failed the request.
     """
@@ -121,7 +131,7 @@ def drawn(leg: int, output: RequestOutput, num_top: int | None) -> Drawn:
 
 
 def prompt_logprobs(found: FlatLogprobs) -> PromptLogprobs:
-    """The first position is that of the prompt's first token, which has none."""
+    """The log probabilities of the prompt's tokens. The first token has none."""
     size = found.end_indices[-1] - found.start_indices[-1]  # the token and the likeliest ones
     ranks = [found.ranks[start] or 0 for start in found.start_indices[1:]]
     return PromptLogprobs(max(0, size - 1), found.token_ids, found.logprobs, ranks)
@@ -133,7 +143,8 @@ def token_logprobs(
     """For each token its log probability and the `num_top` likeliest tokens.
 
     vLLM adds the drawn token if it is not among the likeliest. With `ALL_TOLD`, all tokens that
-    vLLM gives are taken in its order: the drawn token, and then those that were asked for.
+    vLLM gives are taken in vLLM's order: first the drawn token, then the tokens that the request
+    asked for.
     """
     result = []
     for token, choices in zip(tokens, logprobs, strict=True):

@@ -10,7 +10,7 @@ STEP_TOTALS: Final = "pdmesh_step_totals"  # a key in a step's statistics of the
 
 
 class SchedulerView:
-    """vLLM's stat logger fills it on the host's event loop, once per step."""
+    """vLLM's stat logger updates these counters on the host's event loop, once per step."""
 
     def __init__(self) -> None:
         self.kv_cache_usage = 0.0
@@ -41,7 +41,10 @@ class SchedulerView:
         }
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """Any: SchedulerStats and IterationStats, which vLLM does not call stable."""
+        """Take the SchedulerStats and IterationStats of a step.
+
+        vLLM's types are not stable, hence Any.
+        """
         self.num_steps += 1
         if scheduler is not None:
             self.kv_cache_usage = scheduler.kv_cache_usage
@@ -61,9 +64,9 @@ class SchedulerView:
             self.num_prompt_tokens_pulled += sources.external_kv_transfer
 
     def logger_factory(self) -> Any:
-        """A class of loggers that write to this view; vLLM makes one logger per engine.
+        """A class of loggers that write to this view. vLLM makes one logger per engine.
 
-        Any: vLLM's StatLoggerFactory.
+        The class is a StatLoggerFactory of vLLM.
         """
         from vllm.v1.metrics.loggers import StatLoggerBase
 

@@ -1,4 +1,8 @@
-"""The host's half of the tiers: before vLLM gets a prompt, every rank leases blocks for it."""
+"""The host's half of the tiers, which keep KV in host memory, in peers' memory and in files.
+
+Before vLLM gets a prompt, every rank fetches the prompt's blocks from the tiers, and leases them: a
+leased block stays in host memory until vLLM has loaded it.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,11 @@ class TierClient:
     async def fetch(
         self, leg: int, names: Sequence[bytes], owner: bytes, first: int
     ) -> tuple[int, int, int] | None:
-        """(leg, first, count) of the blocks that all ranks lease; None if they lease none."""
+        """Let all ranks fetch blocks and lease them.
+
+        Returns (leg, first, count) of the run of blocks that all ranks lease. None if there is no
+        run.
+        """
         answered = asyncio.get_running_loop().create_future()
         self._asked[leg] = _Asked(self._num_ranks, answered)
         names = list(names[:MAX_NAMES])
@@ -102,18 +110,18 @@ class TierClient:
         self._broadcast(ForgetLease(leg))
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
-        """Every rank keeps its part of these blocks."""
+        """Let every rank keep its part of these blocks."""
         self._broadcast(Pin([(p.owner, p.until, list(p.names)) for p in prefixes]))
 
     def prefetch(self, wanted: Prefetch) -> None:
-        """Every rank fetches its part of these blocks if it expects that to save time."""
+        """Let every rank fetch its part of these blocks if the rank expects that to save time."""
         peer, names = wanted.peer, list(wanted.names)
         holder = peer.instance_id, peer.incarnation, peer.addresses, 0, len(names)
         owner = owner_of(wanted.cache_salt)
         self._broadcast(PrefetchToPool(names, owner, holder, wanted.chance))
 
     def note_session(self, hint: SessionHint) -> None:
-        """Every rank evicts its part of the session's blocks later or earlier."""
+        """Let every rank evict its part of the session's blocks later or earlier."""
         owner, names = owner_of(hint.tenant), list(hint.names)
         self._broadcast(SessionNote(hint.session, hint.state.value, names, owner, hint.hold_s))
 
@@ -124,12 +132,11 @@ class TierClient:
 
 
 def _find_died(error: BaseException) -> None:
-    """The search failed: the ranks wait for its answer until their time is over."""
+    """The search failed. The ranks wait for its result until their time is over."""
     log.error("kv.tier.find_died", exc_info=error)
 
 
 def outputs_of(news: TierNews) -> list[Output]:
-    """A rank's news as outputs for the host."""
     outputs: list[Output] = []
     if news.stored or news.removed:
         changed = BlocksChanged(tuple(news.stored), tuple(news.removed), tier=Tier.HOST)

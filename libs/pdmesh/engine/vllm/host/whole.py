@@ -1,8 +1,9 @@
-"""Prefills of one vLLM engine whose KV is handed on whole.
+"""Prefills of one vLLM engine whose KV is handed on whole, after the prompt is computed.
 
-A ticket is announced when vLLM has drawn token 1 and every rank has staged, and `TicketClosed`
-comes after that. The ranks' reports and vLLM's tokens come in any order. If no ticket is announced,
-the prefill's end is announced when all ranks have closed the ticket.
+A ticket is the right to pull one prompt's KV. The ticket is announced to the host when vLLM has
+drawn token 1 and every rank has staged the KV. `TicketClosed` comes after that. The ranks' reports
+and vLLM's tokens may arrive in any order. If no ticket is announced, the prefill's end is announced
+when all ranks have closed the ticket.
 """
 
 from __future__ import annotations
@@ -37,8 +38,6 @@ class _Handing:
 
 
 class WholePrefills:
-    """`ticket_of` makes the ticket of a job."""
-
     def __init__(self, num_ranks: int, ticket_of: Callable[[PrefillJob], Ticket]) -> None:
         self._num_ranks, self._ticket_of = num_ranks, ticket_of
         self._by_leg: dict[int, _Handing] = {}
@@ -97,7 +96,11 @@ class WholePrefills:
         return self._settle(handing)
 
     def _settle(self, handing: _Handing) -> list[Effect]:
-        """Announce the prefill's end once all have reported, or have the ranks end the ticket."""
+        """Announce the prefill's end when all reports that it needs have arrived.
+
+        After a failure, or an answer that stops at token 1, the ranks have to close the ticket
+        first.
+        """
         job, drawn = handing.job, handing.drawn
         if len(handing.ended) == self._num_ranks:
             return self._close(handing)

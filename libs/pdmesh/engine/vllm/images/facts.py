@@ -1,7 +1,8 @@
-"""How a model takes images, found by running its processor on images of several sizes.
+"""Finds out how a model takes images, by running its processor on images of several sizes.
 
-The mesh counts the tokens of an image before anything reads its pixels. So it serves models whose
-images all take the same tokens, and models with M-RoPE that resize images as Qwen2-VL does.
+The mesh counts the tokens of an image before anything reads its pixels. So the mesh serves models
+in which all images take the same tokens, and models with M-RoPE that resize images as Qwen2-VL
+does.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ log = structlog.get_logger(__name__)
 
 Size = tuple[int, int]  # width and height, in pixels
 _TRIED_SIZES: Final = ((64, 64), (640, 120), (90, 700))
-# Processors may refuse these; many refuse a single pixel.
+# Processors may refuse these sizes. Many refuse a single pixel.
 _EXTREME_SIZES: Final = ((1, 1), (4096, 21))
-# Where configurations name the token that a template writes for an image.
+# Keys for the token that a template writes for an image, in models' configurations.
 _PLACEHOLDERS: Final = ("image_token_id", "image_token_index", "boi_token_index")
 
 
 def find_facts(llm: AsyncLLM) -> ImageFacts | None:
-    """How the model takes images; None, with the reason in the log, if the mesh serves none.
+    """How the model takes images. None if the mesh serves no images with it.
 
-    Blocks: it runs the model's processor.
+    In this case the log has the reason. Blocks while the model's processor runs.
     """
     config = llm.model_config
     if config.is_mm_prefix_lm:
@@ -56,7 +57,7 @@ def find_facts(llm: AsyncLLM) -> ImageFacts | None:
 
 
 def _fixed(llm: AsyncLLM) -> ImageFacts | None:
-    """The facts of a model whose images all take the same tokens; None for other models."""
+    """The facts of a model whose images all take the same tokens. None for other models."""
     for name in _PLACEHOLDERS:
         placeholder = getattr(llm.model_config.hf_config, name, None)
         if isinstance(placeholder, int) and (tried := _tried(llm, placeholder)) is not None:
@@ -68,7 +69,7 @@ def _fixed(llm: AsyncLLM) -> ImageFacts | None:
 
 
 def _gridded(llm: AsyncLLM) -> ImageFacts | None:
-    """The facts of a model whose images take tokens by their size; None for other models."""
+    """The facts of a model whose images take tokens by their size. None for other models."""
     config = llm.model_config.hf_config
     placeholder, merge_size = getattr(config, "image_token_id", None), merge_size_of(config)
     rule = _rule_of(llm)
@@ -88,7 +89,10 @@ def _gridded(llm: AsyncLLM) -> ImageFacts | None:
 
 
 def _rule_of(llm: AsyncLLM) -> GridRule | None:
-    """The rule in the settings of the model's processor; the tried images must confirm it."""
+    """The rule for resizing images, from the settings of the model's processor.
+
+    The tried images must confirm it.
+    """
     try:
         processor = llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
         least, most = (int(processor.size[name]) for name in ("shortest_edge", "longest_edge"))
@@ -101,7 +105,7 @@ def _rule_of(llm: AsyncLLM) -> GridRule | None:
 def _tried(
     llm: AsyncLLM, placeholder: int, *further: Size
 ) -> Sequence[tuple[Size, ProcessedImage]] | None:
-    """What the processor makes of several sizes of images; None if it refuses an ordinary one."""
+    """The processor's results for images of several sizes. None if it refuses an ordinary size."""
     from PIL import Image
 
     found = []

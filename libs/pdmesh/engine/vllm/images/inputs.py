@@ -1,13 +1,12 @@
-"""The inputs of a vLLM request that has images.
+"""Makes the inputs of a vLLM request that has images.
 
-In vLLM, an image's name is its digest, with the owner of the KV before it. The name is part of the
-names of blocks, and vLLM keeps the output of its encoder under it. The owner is there because a
-tenant must not learn from the time of an answer which images another tenant sends.
+In vLLM, an image's name is the owner of its KV, followed by the image's digest. The name is part of
+the names of KV blocks, and vLLM keeps its encoder's output under the name. The owner is included
+because a tenant must not learn, from the time that an answer takes, which images another tenant
+sends.
 
-A prefill gets the image; a decode gets only the name, since the KV that it pulls was computed with
-the image. In a model with M-RoPE, all positions after an image depend on the rows in which its
-tokens stand. A decode of such a model gets these rows, too: without them, the tokens of an answer
-would not have the positions that follow the prompt.
+A prefill gets the image. A decode gets only the name, since the KV that it pulls was computed with
+the image.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _MAX_DECODED: Final = 2  # images that are decoded and processed at once
 
 
 class VllmImages:
-    """Makes the inputs of requests with images. `facts` None: the model takes none."""
+    """Makes the inputs of requests with images. `facts` is None if the model takes no images."""
 
     def __init__(self, llm: AsyncLLM, facts: ImageFacts | None) -> None:
         self._llm, self._facts = llm, facts
@@ -55,10 +54,10 @@ class VllmImages:
         cache_salt: str,
         is_cancelled: Callable[[], bool],
     ) -> Any:
-        """Any: vLLM's own type.
+        """The request's input, of vLLM's own type.
 
-        Raises ImageUnusable; ImageMisfit if the prompt was made for another instance's model; and
-        EngineFailed if the request was cancelled meanwhile.
+        Raises ImageUnusable, ImageMisfit if the prompt was made for another instance's model, and
+        EngineFailed if the request was cancelled during the call.
         """
         from vllm.inputs import mm_input
 
@@ -82,10 +81,10 @@ class VllmImages:
         )
 
     async def _made(self, image: PromptImage, is_cancelled: Callable[[], bool]) -> tuple[Any, Any]:
-        """What vLLM's processor makes of an image, and its place in a prompt of its own.
+        """Process one image, as a prompt of its own. Returns vLLM's item, and the image's place.
 
-        Each image is decoded, processed and dropped before the next one. What the processor makes
-        of an image never depends on the others; vLLM's cache of it relies on that.
+        Each image is decoded, processed and dropped before the next one. The item never depends on
+        other images, and vLLM's cache of items relies on this.
         """
         assert self._facts is not None
         _check_wanted(is_cancelled)
@@ -107,9 +106,9 @@ class VllmImages:
         return merge_size_of(self._llm.model_config.hf_config)
 
     def _check_made(self, image: PromptImage, found: ProcessedImage) -> None:
-        """Raises ImageMisfit; ImageUnusable if metadata turn the image by 90 degrees.
+        """Raises ImageMisfit, or ImageUnusable if metadata turn the image by 90 degrees.
 
-        A gateway reads such metadata only from the Exif data of a JPEG image.
+        Gateways read metadata of this kind only from the Exif data of a JPEG image.
         """
         assert self._facts is not None
         expected = self._facts.tokens_of(image.num_tokens)
@@ -122,7 +121,7 @@ class VllmImages:
 
 
 def _check_places(prompt: Sequence[int], images: Sequence[PromptImage], facts: ImageFacts) -> None:
-    """Raises ImageMisfit; ImageUnusable if vLLM would take two images for one."""
+    """Raises ImageMisfit, or ImageUnusable if vLLM would take two images for one."""
     for image in images:
         expected = facts.tokens_of(image.num_tokens)
         if tuple(prompt[image.position : image.end]) != expected:
@@ -135,9 +134,11 @@ def _check_places(prompt: Sequence[int], images: Sequence[PromptImage], facts: I
 
 
 def _rows_of(image: PromptImage, merge_size: int) -> Any:
-    """The grid of an image, on which positions depend, without the pixels. Any: vLLM's own type.
+    """An image's grid without the pixels, of vLLM's own type.
 
-    vLLM's scheduler, too, gives only this to a worker that already has the image's KV.
+    With M-RoPE, the positions of all tokens after an image depend on the grid. So a decode needs
+    the grid to compute the answer. vLLM's scheduler also gives only the grid to a worker that
+    already has the image's KV.
     """
     import torch
     from vllm.multimodal.inputs import (
@@ -154,7 +155,6 @@ def _rows_of(image: PromptImage, merge_size: int) -> Any:
 
 
 def _check_wanted(is_cancelled: Callable[[], bool]) -> None:
-    """Raises EngineFailed."""
     if is_cancelled():
         raise EngineFailed("it was given up")
 

@@ -1,4 +1,4 @@
-"""One image in vLLM: its picture, and what the model's processor makes of it."""
+"""Decodes one image, and runs the model's image processor on it in vLLM."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 IMAGE: Final = "image"  # vLLM's name of this kind of input
-GRID: Final = "image_grid_thw"  # of an image in vLLM: frames, rows and columns of its patches
+GRID: Final = "image_grid_thw"  # vLLM's key for an image's frames, rows and columns of patches
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """What a processor makes of an image that is a prompt of its own. Any: vLLM's types."""
+    """A processor's result for a prompt that is one image. Any stands for types of vLLM."""
 
     tokens: tuple[int, ...]
     item: Any
@@ -32,7 +32,7 @@ class ProcessedImage:
         return (self.place.offset, self.place.length) == (0, len(self.tokens))
 
     def num_rows(self, merge_size: int) -> int:
-        """The number of rows of tokens; a token's square has `merge_size` patches on a side."""
+        """The number of rows of tokens. A token's square has `merge_size` patches on a side."""
         _, num_rows, _ = self.item[GRID].data.tolist()
         return int(num_rows) // merge_size
 
@@ -49,19 +49,22 @@ def processing(llm: AsyncLLM, placeholder: int, picture: Any) -> Future[Any]:
 
 
 def processed(made: Any) -> ProcessedImage:
-    """Any: what `processing` found."""
+    """`made` is the result of `processing`."""
     (item,), (place,) = made["mm_kwargs"][IMAGE], made["mm_placeholders"][IMAGE]
     return ProcessedImage(tuple(made["prompt_token_ids"]), item, place)
 
 
 def merge_size_of(hf_config: Any) -> int:
-    """Patches on a side of a token's square; 0 if unknown. Any: the model's own type."""
+    """How many patches are on a side of a token's square. 0 if unknown.
+
+    `hf_config` is the model's own type.
+    """
     size = getattr(getattr(hf_config, "vision_config", None), "spatial_merge_size", 0)
     return size if isinstance(size, int) else 0
 
 
 def decoded(data: bytes) -> Any:
-    """The picture, as plain vLLM reads it. Any: PIL's type. Raises ImageUnusable."""
+    """The picture, of PIL's type, as plain vLLM reads it. Raises ImageUnusable."""
     from vllm.multimodal.image import convert_image_mode, normalize_image
 
     image = opened(data)
@@ -74,7 +77,7 @@ def decoded(data: bytes) -> Any:
 
 
 def opened(data: bytes) -> Any:
-    """The picture before its pixels are decoded. Any: PIL's type. Raises ImageUnusable.
+    """The picture, of PIL's type, before its pixels are decoded. Raises ImageUnusable.
 
     Only the decoder of the header's format is tried. The picture's size must be the header's,
     because only the header's size was checked.

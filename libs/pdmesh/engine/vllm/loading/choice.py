@@ -1,7 +1,7 @@
-"""Chooses an engine's loader, tells vLLM of it, and checks the files before vLLM starts.
+"""Chooses the loader of an engine's weights, and checks the weight files before vLLM starts.
 
-vLLM hides the cause of a failed start in its worker's log, so a file that is cut off or missing is
-reported from here.
+vLLM hides the cause of a failed start in its worker's log, so this module reports a file that is
+cut off or missing.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def loader_arguments(choice: LoaderChoice) -> dict[str, Any]:
 
 
 def check_weights(choice: LoaderChoice, model_dir: Path) -> None:
-    """Read the headers of the files that our loader will read. Blocks; raises WeightsUnreadable.
+    """Read the headers of the files that our loader will read. Blocks. Raises WeightsUnreadable.
 
-    A folder in Mistral's own format is left to vLLM, which decides which of its files it reads.
+    A folder in Mistral's own format is not checked, because vLLM decides which of its files it
+    reads.
     """
     found = [path.name for path in model_dir.glob("*.safetensors")]
     if not choice.is_file_order or not found or any(n.startswith("consolidated") for n in found):

@@ -1,7 +1,8 @@
-"""Our loader in vLLM's registry: vLLM chooses the files, we read them.
+"""Our loader in vLLM's registry. vLLM chooses the weight files, and this loader reads them.
 
-vLLM imports this module in each worker, by the name of `WorkerExtension`, before a model is loaded.
-vLLM itself reads what is not a safetensors file. LoRA adapters have a loader of their own.
+vLLM imports this module in each worker before it loads a model, because a setting names
+`WorkerExtension`. vLLM itself reads files that are not safetensors files. LoRA adapters have
+another loader.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class FileOrderLoader(DefaultModelLoader):
         super().__init__(replace(load_config, load_format="auto"))
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As vLLM's, for a `DefaultModelLoader.Source`."""
+        """Like vLLM's method. `source` is a `DefaultModelLoader.Source`."""
         ranks = node_ranks()
         folder, paths, is_safetensors, index_file = self._prepare_weights(
             source.model_or_path,
@@ -71,7 +72,6 @@ class FileOrderLoader(DefaultModelLoader):
     def _named(
         self, stream: WeightStream, prefix: str, ranks: NodeRanks
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stream's tensors, as vLLM names them."""
         for name, tensor in stream:
             if not should_skip_weight(name, self.local_expert_ids):
                 yield prefix + name, tensor
@@ -80,7 +80,10 @@ class FileOrderLoader(DefaultModelLoader):
 
 
 def node_ranks() -> NodeRanks | None:
-    """This worker's tensor-parallel ranks; None if they are on several nodes. Collective."""
+    """This worker's tensor-parallel ranks. None if they are on several nodes.
+
+    All of these ranks must call it.
+    """
     group = get_tp_group()
     if group.world_size == 1:
         return LoneRank()
@@ -91,5 +94,5 @@ def node_ranks() -> NodeRanks | None:
 
 @functools.cache
 def _ranks_of(members: tuple[int, ...]) -> TorchRanks:
-    """One object for the process's life: a model and its draft are loaded by the same ranks."""
+    """One object for the process's life, because the same ranks load a model and its draft."""
     return TorchRanks(members)

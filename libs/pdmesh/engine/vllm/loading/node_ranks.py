@@ -1,7 +1,7 @@
-"""What the ranks of a node tell each other while one of them reads the weights.
+"""Lets the ranks of a node exchange values while one of them reads the weights.
 
-Every call is collective: each rank makes the same calls in the same order. Waiting is bounded, and
-the end of a rank's process is noticed at once, since its connection ends.
+Every call is collective: each rank makes the same calls in the same order. Each wait has a limit.
+When a rank's process ends, the other ranks notice at once, because its connection ends.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class NodeRanks(Protocol):
     @property
     def is_reader(self) -> bool: ...
     def highest(self, values: Sequence[int]) -> list[int]:
-        """The largest of the ranks' values, for each place. Raises RankLost."""
+        """The largest of the ranks' values, for each position. Raises RankLost."""
         ...
 
     def from_reader(self, data: bytes) -> bytes:
-        """The reader's `data`; that of the others is ignored. Raises RankLost."""
+        """The reader's `data`. The `data` of other ranks is ignored. Raises RankLost."""
         ...
 
 
@@ -50,14 +50,14 @@ class LoneRank:
 
 
 class TorchRanks:
-    """The ranks of a torch.distributed group of their own, over gloo. The first is the reader.
+    """Ranks with a separate torch.distributed group, over gloo. The first rank is the reader.
 
-    A process makes only one for the same members: torch would give a second group the name of the
-    first, and the second would wait at the addresses of the first.
+    A process makes only one object for the same members. torch would give a second group the name
+    of the first, and the second would wait at the addresses of the first.
     """
 
     def __init__(self, members: Sequence[int], wait_s: float = WAIT_S) -> None:
-        """`members`: global ranks. Each of them makes this object; others do nothing."""
+        """`members` are global ranks. Each member makes this object. Other ranks do nothing."""
         import torch.distributed as dist
 
         self._dist: Any = dist

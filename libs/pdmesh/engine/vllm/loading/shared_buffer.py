@@ -1,7 +1,7 @@
-"""One piece of memory that all ranks of a node see: one rank writes weights to it, all read them.
+"""Memory that all ranks of a node share. One rank writes weights to it, and all ranks read them.
 
-It has no name in the file system, so nothing is left when the processes end, and the small /dev/shm
-of a container does not bound it.
+The memory has no name in the file system, so nothing is left when the processes end. The small
+/dev/shm of a container does not limit the memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PLACE = struct.Struct("<qqq")  # the reader's pid, its file descriptor, bytes
 
 
 def allocate(num_bytes: int, ranks: NodeRanks) -> mmap.mmap:
-    """The same memory in each rank. Collective; raises EngineFailed, in all ranks.
+    """Returns the same memory in each rank. All ranks call it. Raises EngineFailed in all ranks.
 
     The memory is freed when no rank refers to it any more.
     """
@@ -42,7 +42,7 @@ def allocate(num_bytes: int, ranks: NodeRanks) -> mmap.mmap:
 
 
 def _create(size: int) -> int:
-    """-1 if it cannot be created."""
+    """A descriptor of new memory, or -1 if it cannot be created."""
     try:
         made = os.memfd_create("pdmesh-weights")
         os.ftruncate(made, size)

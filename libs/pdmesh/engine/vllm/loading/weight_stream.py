@@ -1,11 +1,11 @@
 """Hands the tensors of weight files to a model, file by file, in every rank of a node.
 
-The reader reads window i+1 into shared memory while all ranks copy the weights of window i. Between
-two windows the ranks wait for each other, so that no window is overwritten while a rank still
-copies it.
+A window is a run of tensors in one file. One rank, the reader, reads window i+1 into shared memory
+while all ranks copy the weights of window i. Between two windows the ranks wait for each other, so
+that no window is overwritten while a rank still copies it.
 
-A tensor is a view of the buffer, and valid until the next tensor is asked for. If a model keeps one
-nevertheless, it keeps the buffer, and another buffer is allocated.
+A tensor is a view of the buffer, and valid until the next tensor is asked for. If a model keeps a
+tensor nevertheless, the buffer stays in memory, and another buffer is allocated.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _TORCH_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class WeightStreamOptions:
-    """`wait_s`: for one window, and for the slowest rank."""
+    """`wait_s` limits the wait for one window, and the wait for the slowest rank."""
 
     window_bytes: int = WINDOW_BYTES
     wait_s: float = WAIT_S
     open_file: OpenFile = open_file
-    overlaps: bool = True  # False: to measure what overlapping is worth
+    overlaps: bool = True  # False only to measure what overlapping gains
 
 
 @dataclass(slots=True)
 class StreamReport:
-    """What one stream did, at this rank. Times in seconds."""
+    """Measurements of one stream at this rank. Times are in seconds."""
 
     num_files: int = 0
     num_windows: int = 0
@@ -65,7 +65,7 @@ class StreamReport:
     num_allocations: int = 0
     buffer_bytes: int = 0
     waited_s: float = 0.0  # for the reader and for slower ranks
-    handed_s: float = 0.0  # in which the model copied weights
+    handed_s: float = 0.0  # while the model copied weights
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -129,7 +129,7 @@ class WeightStream:
         self, plan: WindowPlan, reader: WindowReader | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         buffer = self._allocate(plan)
-        lease: weakref.ref[Any] | None = None  # of the window before; dead if no tensor is kept
+        lease: weakref.ref[Any] | None = None  # on the last window; dead if no tensor is kept
         windows = plan.windows
         self._start(reader, windows[0], buffer)
         for number, window in enumerate(windows):
@@ -172,8 +172,10 @@ class WeightStream:
         return bool(is_any_kept)
 
     def _handed(self, window: WeightWindow, memory: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The last tensor is a copy, so that it does not count as kept: the consumer's loop still
-        refers to it when it asks for the next one.
+        """Yields the window's tensors. The last tensor is a copy.
+
+        The consumer's loop still refers to the last tensor when it asks for the next one. A view
+        would therefore look like a tensor that the model keeps.
         """
         import torch
 
@@ -192,7 +194,6 @@ class WeightStream:
 
 
 def _header(told: Mapping[str, Any]) -> WeightHeader:
-    """From its JSON, as another rank sent it."""
     tensors = tuple(
         StoredTensor(**{**each, "shape": tuple(each["shape"])}) for each in told["tensors"]
     )

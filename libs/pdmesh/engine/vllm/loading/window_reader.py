@@ -1,6 +1,7 @@
-"""Reads files in a thread of its own, one window after the other, into memory that it is given.
+"""Reads weight files in a thread, one window after the other, into memory of the caller.
 
-Reads are sequential within a file, in pieces, and each byte is read once.
+A window is a run of tensors in one file. Reads are sequential within a file, in pieces, and each
+byte is read once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ PIECE_BYTES: Final = 8 << 20  # the most bytes of one read
 
 
 class WeightFile(Protocol):
-    """An open file. Reads begin at the offset and may return fewer bytes than asked; 0: the end."""
+    """An open file. A read begins at the offset, and may return fewer bytes than asked.
+
+    A result of 0 means the end of the file.
+    """
 
     @property
     def num_bytes(self) -> int: ...
@@ -74,7 +78,7 @@ def read_window(file: WeightFile, window: WeightWindow, memory: memoryview) -> N
 
 
 class WindowReader:
-    """At most one window is being read at a time; `close` does not wait for it."""
+    """At most one window is being read at a time. `close` does not wait for the read."""
 
     def __init__(self, folder: Path, open_file: OpenFile = open_file) -> None:
         self._folder, self._open_file = folder, open_file
@@ -87,7 +91,7 @@ class WindowReader:
         self._asked.put((window, memory))
 
     def wait(self, window: WeightWindow, timeout_s: float) -> WeightsUnreadable | None:
-        """The fault of the window that was started, if it has one."""
+        """Wait for the window that was started. Returns its fault, or None."""
         try:
             return self._done.get(timeout=timeout_s)
         except queue.Empty:
@@ -125,7 +129,7 @@ def _named(file: str) -> Iterator[None]:
 
 
 def _fill(file: WeightFile, memory: memoryview, offset: int) -> int:
-    """Read until `memory` is full or the file ends; returns how many bytes were read."""
+    """Read until `memory` is full or the file ends. Returns how many bytes were read."""
     at = 0
     while at < len(memory):
         num_bytes = file.read_into(memory[at : at + PIECE_BYTES], offset + at)

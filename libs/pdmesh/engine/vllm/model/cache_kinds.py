@@ -1,4 +1,8 @@
-"""Which models keep what the mesh can move: KV by token, or a state beside KV by token."""
+"""Decides whether the mesh can move a model's caches.
+
+The mesh moves models that keep KV for each token. Some of their layers may keep one state for all
+tokens instead.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ _CONVOLUTION: Final = "conv"
 
 
 def check_cache_kinds(model: Any, *, reuses_prefixes: bool, has_tiers: bool = False) -> None:
-    """Raises EngineMisconfigured that names what of the model cannot be moved or kept.
+    """Raises EngineMisconfigured, which names the part of the model that cannot be moved or kept.
 
-    `reuses_prefixes`: whether the KV of a prefix may be used again (`may_reuse_prefixes`).
-    `has_tiers`: blocks are to be kept outside vLLM. Any: vLLM's `ModelConfig`, which is no stable
-    type.
+    `reuses_prefixes` says whether the KV of a prefix may be used again (`may_reuse_prefixes`).
+    `has_tiers` says whether KV is also kept outside vLLM. `model` is vLLM's `ModelConfig`, which is
+    no stable type.
     """
     name = model.served_model_name
     if not reuses_prefixes:  # pools, files and migrations would reuse what vLLM itself does not
@@ -38,25 +42,25 @@ def check_cache_kinds(model: Any, *, reuses_prefixes: bool, has_tiers: bool = Fa
 
 
 def may_reuse_prefixes(config: Any) -> bool:
-    """Whether prefixes may be reused: vLLM caches them, or only its kernel prevents that.
+    """Whether a prefix's KV may be reused: vLLM caches prefixes, or only its kernel prevents that.
 
-    With its reference kernel of latent attention for CPUs, vLLM caches none. But that KV depends
-    only on the tokens before it, and the kernel can compute tokens after a prefix. Any: vLLM's
-    `VllmConfig`, which is no stable type.
+    With its reference kernel of latent attention for CPUs, vLLM caches no prefixes. But the KV
+    still depends only on the tokens before it, and the kernel can compute the tokens after a
+    prefix. `config` is vLLM's `VllmConfig`, which is no stable type.
     """
     has_reference_kernel = config.model_config.use_mla and config.device_config.device_type == "cpu"
     return bool(config.cache_config.enable_prefix_caching or has_reference_kernel)
 
 
 def without_kv(model: Any) -> str | None:
-    """The kind of the model's layers, in words, if it has no KV that the mesh can name; or None."""
+    """The kind of the model's layers if they have no KV that the mesh can name, else None."""
     if model.is_attention_free:
         return "state-space layers alone"
     return "cross attention" if model.is_encoder_decoder else None
 
 
 def states_of(model: Any) -> str | None:
-    """The kind of layers, in words, that keep a state for all tokens; None if there are none."""
+    """The kind of layers that keep one state for all tokens, or None."""
     if not model.has_inner_state:
         return None
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()

@@ -3,7 +3,7 @@
 A cached digest is used only if the file's device, inode, size, mtime and ctime are unchanged, the
 times to the nanosecond. No program can set the ctime, so a file that was replaced or written in
 place is hashed again. The digest of a file that changed a moment ago is not cached, since another
-change might not show in its times. A cache that is doubtful in any other way is not used.
+change might not show in the file's times. A cache file that cannot be trusted is not used.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FileDigest:
 
 
 def default_cache_dir() -> Path | None:
-    """None if the user has no home, or if XDG_CACHE_HOME is not absolute."""
+    """The cache's folder. None if the user has no home, or if XDG_CACHE_HOME is not absolute."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -77,7 +77,7 @@ def default_cache_dir() -> Path | None:
 
 
 class FileDigests:
-    """`of` blocks, so call it in a thread. The loop's thread ends it with `stop`."""
+    """`of` blocks, so call it in a thread. The event loop's thread can end the call with `stop`."""
 
     def __init__(self, cache_dir: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._cache_dir, self._clock = cache_dir, clock
@@ -89,7 +89,7 @@ class FileDigests:
     def of(self, folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
         """The digests of files in a folder.
 
-        Raises OSError, and EngineFailed when a file changes meanwhile, or after `stop`.
+        Raises OSError, and EngineFailed if a file changes during the call, or after `stop`.
         """
         with self._cache(folder) as cache:
             known = cache.read() if cache else {}
@@ -133,7 +133,7 @@ class FileDigests:
 
     @contextlib.contextmanager
     def _cache(self, folder: Path) -> Iterator[_Cache | None]:
-        """One process at a time hashes a folder; other processes wait and find the result."""
+        """One process at a time hashes a folder. Other processes wait and find the result."""
         cache = _Cache.open(self._cache_dir, folder) if self._cache_dir is not None else None
         if cache is None:
             yield None
@@ -144,9 +144,9 @@ class FileDigests:
             cache.close()
 
     def _has_lock(self, cache: _Cache, folder: Path) -> bool:
-        """Wait for the lock; False if there are no locks here, or after `_LOCK_S`.
+        """Wait for the lock. Returns False if the file system has no locks, or after `_LOCK_S`.
 
-        By then the process with the lock may be frozen.
+        After that time, the process with the lock may be frozen.
         """
         ends = time.monotonic() + _LOCK_S
         try:
@@ -168,8 +168,6 @@ def changed(path: Path) -> EngineFailed:
 
 
 class _Progress:
-    """Logs the progress of all threads now and then."""
-
     def __init__(self, folder: str, total: int) -> None:
         self._folder, self._total, self._done = folder, total, 0
         self._said_at, self._lock = time.monotonic(), threading.Lock()
@@ -185,14 +183,17 @@ class _Progress:
 
 
 class _Cache:
-    """One folder's digests, in a file of its own. `directory` and `lock` are descriptors."""
+    """The cached digests of one folder, in one file.
+
+    `directory` and `lock` are file descriptors.
+    """
 
     def __init__(self, directory: int, lock: int, name: str) -> None:
         self._directory, self._lock, self._name = directory, lock, name
 
     @classmethod
     def open(cls, cache_dir: Path, folder: Path) -> _Cache | None:
-        """None if the folder cannot be made, or if it is not private."""
+        """None if the cache's folder cannot be made, or if it is not private."""
         name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
         try:
             cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -247,9 +248,9 @@ class _Cache:
             log.warning("digests.not_kept", error=error.strerror)
 
     def _prune(self) -> None:
-        """Forget the folders that were hashed longest ago.
+        """Forget the folders that were hashed longest ago, and remove their lock files.
 
-        Their lock files go, too, so two processes may hash such a folder at the same time.
+        Without a lock file, two processes may hash a folder at the same time.
         """
         names = [e.name for e in os.scandir(self._directory) if e.name.endswith(".json")]
         if len(names) <= _MAX_FOLDERS:
@@ -265,7 +266,7 @@ class _Cache:
 
 
 def _check_private(descriptor: int) -> None:
-    """Raises OSError unless this user owns it, and no other user may read or write it."""
+    """Raises OSError unless this user owns the file or folder, and no other user has access."""
     status = os.fstat(descriptor)
     is_kind = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
     if not is_kind or status.st_uid != os.geteuid() or status.st_mode & 0o077:

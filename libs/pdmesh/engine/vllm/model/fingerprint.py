@@ -1,9 +1,10 @@
-"""Digests of what decides the bytes of a KV block.
+"""Computes the parts of a fingerprint, which two engines must have in common to exchange KV.
 
-`core.kv.layout.compatibility` joins them into one string. The host contributes the model's files
-and how the model is run. The worker adds the settings that vLLM derived (`kv_facts`) and the layout
-of its KV cache. On a CPU the layout includes the instruction sets, because vLLM's CPU kernels pack
-K and V differently for each. For opaque blocks on a GPU it includes the name of the GPU.
+`core.kv.layout.compatibility` joins the parts into one string. The host contributes the model's
+files and how the model is run. The worker adds the settings that vLLM derived (`kv_facts`) and the
+layout of its KV cache. On a CPU, the layout includes the instruction sets, because vLLM's CPU
+kernels pack K and V differently for each. For opaque blocks on a GPU, whose inner layout is
+unknown, it includes the name of the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ COMPUTATION_CHARS = 16
 
 
 def digest(parts: Iterable[str]) -> str:
-    """A hex digest of the parts in order; no two lists of parts are digested as the same bytes."""
+    """A hex digest of the parts in order. Different lists of parts give different bytes to hash."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode()
@@ -32,7 +33,7 @@ def digest(parts: Iterable[str]) -> str:
 def computation_digest(
     model: str, dtype: str, vllm_version: str, engine_args: EngineArgs | None = None
 ) -> str:
-    """A digest of what the host knows about the KV's contents before the engine runs.
+    """A digest of everything that decides the KV's contents and is known before the engine runs.
 
     `model` is `ModelFiles.digest`.
     """
@@ -52,7 +53,7 @@ def cpu_kernels(cpuinfo: str) -> str:
 
 
 def machine_kernels(device: str) -> str:
-    """What decides the packing: a CPU's instruction sets, or `device`, which names the GPU."""
+    """Names what decides KV's packing: a CPU's instruction sets, or the GPU in `device`."""
     if device != "cpu":
         return device
     try:

@@ -1,8 +1,8 @@
-"""Which model a folder holds: a digest of all its files that decide the contents of KV.
+"""Identifies the model in a folder by a digest of all files that decide the contents of KV.
 
-Two checkpoints of one layout may differ only in one projection of one layer, so only all bytes
-together tell them apart. If their digests were equal, one model's KV would be used for the other,
-in every tier and between instances.
+Two checkpoints may differ only in one projection of one layer, so the digest covers all bytes. If
+two models had equal digests, one model's KV would be used for the other, in every tier and between
+instances.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pdmesh.errors import EngineFailed
 CONFIG: Final = "config.json"
 _REMEDY: Final = "prepare it with `make model`, or name a local Hugging Face directory with --model"
 WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"})
-# JSON files that say nothing about how KV is computed: text to tokens, how to draw, and our own
-# notes about a download. Files that say how an image is read do decide KV, so they are not here.
+# JSON files that do not change how KV is computed: tokenizers, settings for drawing, and our own
+# notes about a download. Files about how to read an image do change KV, so they are not listed.
 _OF_TEXT: Final = (
     "tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template", "generation_config",
     "pdmesh-manifest",
@@ -36,7 +36,7 @@ _OF_TEXT: Final = (
 def decides_kv(name: str) -> bool:
     """Whether a file has weights, or says how they are arranged, quantised and used.
 
-    An unknown JSON file counts.
+    An unknown JSON file is taken to decide KV.
     """
     suffix = PurePath(name).suffix
     if name.startswith("."):
@@ -58,7 +58,7 @@ class ModelFiles:
     def check_unchanged(self, digests: FileDigests) -> None:
         """Check that the loaded files are the files that were hashed. Blocks.
 
-        Raises EngineFailed: MODEL_CHANGED.
+        Raises EngineFailed with the reason MODEL_CHANGED.
         """
         try:
             names = _names(self.folder)
@@ -81,11 +81,11 @@ def read_model(
     known: Mapping[str, str] | None = None,
     remedy: str = _REMEDY,
 ) -> ModelFiles:
-    """`known`: the SHA-256 of files that were verified a moment ago. `remedy`: what to do if there
-    is no model.
+    """Identify the model in a folder. Blocks while it hashes the files.
 
-    Blocks while it hashes the other files. Raises EngineFailed if the folder does not hold a
-    Hugging Face model.
+    `known` has the SHA-256 of files that were verified a moment ago. These files are not hashed
+    again. `remedy` is the advice in the error if there is no model. Raises EngineFailed if the
+    folder does not hold a Hugging Face model.
     """
     known = known or {}
     try:

@@ -1,9 +1,9 @@
 """Replaces vLLM's rotary embedding for CPUs in models for which its kernel is wrong.
 
 vLLM 0.32's CPU kernel takes queries of [tokens, heads * size], and applies the rotary embedding of
-position i to row i. Some models pass [tokens, heads, size], which has tokens * heads rows. Then the
-kernel uses wrong positions for the first `tokens` of them, and leaves the others unchanged. So an
-answer depends on its place in a batch. vLLM's operation in PyTorch takes both shapes.
+position i to row i. Some models pass [tokens, heads, size], which has tokens * heads rows. The
+kernel then uses wrong positions for the first `tokens` rows, and leaves the other rows unchanged.
+So an answer depends on its place in a batch. vLLM's operation in PyTorch takes both shapes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _CONVOLUTION: Final = "conv"
 
 
 def rotate_rightly(config: Any) -> None:
-    """On a CPU, make such a model use PyTorch's operation, unless `engine_args` choose one.
+    """On a CPU, let an affected model use PyTorch's operation, unless `engine_args` choose one.
 
-    Any: vLLM's `VllmConfig`, which is no stable type. It is changed before any process gets it.
+    `config` is vLLM's `VllmConfig`, which is no stable type. Call this before any process gets it.
     """
     operations: list[str] = config.compilation_config.custom_ops
     is_chosen = any(each[1:] == ROTATION for each in operations)
@@ -28,7 +28,10 @@ def rotate_rightly(config: Any) -> None:
 
 
 def rotation_text(config: Any) -> list[str]:
-    """What a fingerprint says of the rotation, where the kernel and PyTorch give different KV."""
+    """The fingerprint's part about the rotation.
+
+    Empty where the kernel and PyTorch give equal KV.
+    """
     if config.device_config.device_type != "cpu" or not rotates_by_head(config.model_config):
         return []
     is_right = f"-{ROTATION}" in config.compilation_config.custom_ops
@@ -36,7 +39,10 @@ def rotation_text(config: Any) -> list[str]:
 
 
 def rotates_by_head(model: Any) -> bool:
-    """Whether it may pass [tokens, heads, size]: with latent attention or convolutions (LFM2)."""
+    """Whether the model may pass [tokens, heads, size].
+
+    Models with latent attention or convolutions (LFM2) may do this.
+    """
     facts = model.hf_text_config
     is_latent = bool(model.use_mla) or getattr(facts, "kv_lora_rank", None) is not None
     return is_latent or _CONVOLUTION in (getattr(facts, "layer_types", None) or ())

@@ -1,8 +1,8 @@
-"""Makes room for what a pipeline stage gets from the stage before it, on a CPU.
+"""Allocates a pipeline stage's memory for the inputs from the stage before it, on a CPU.
 
-vLLM 0.32's first model runner allocates this room when it profiles a model. On a CPU it does not
-profile a model that runs eagerly with a given size of its KV cache. Then the first step fails, and
-the engine with it: the last stage reports that it computed no request.
+vLLM 0.32's first model runner allocates this memory when it profiles a model. On a CPU, vLLM does
+not profile a model that runs eagerly with a given size of its KV cache. Without the memory, the
+last stage reports that it computed no request, and the engine fails in its first step.
 """
 
 from __future__ import annotations

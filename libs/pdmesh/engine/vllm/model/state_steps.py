@@ -1,8 +1,8 @@
-"""Decides whether a step may be as long as asked, for models whose layers keep Mamba-2's states.
+"""Refuses steps that are too long for models with Mamba-2 layers on a CPU.
 
-Where a step passes a block's end, vLLM keeps the state there for prefixes. Its Mamba-2 for CPUs
-(0.32) returns no states within a step, and its engine crashes with an IndexError at the first
-prompt that is longer than a block.
+Where a step passes a block's end, vLLM keeps the layers' state at that place, to reuse prefixes.
+vLLM 0.32's Mamba-2 for CPUs returns no states within a step. The engine crashes with an IndexError
+at the first prompt that is longer than a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pdmesh.errors import EngineMisconfigured
 
 
 def check_state_steps(config: Any) -> None:
-    """Raises EngineMisconfigured that names the setting. Any: vLLM's `VllmConfig`."""
+    """Raises EngineMisconfigured, which names the setting. `config` is vLLM's `VllmConfig`."""
     block_size = config.cache_config.block_size
     step_tokens = config.scheduler_config.max_num_batched_tokens
     if config.device_config.device_type != "cpu" or step_tokens <= block_size:
@@ -33,7 +33,7 @@ def check_state_steps(config: Any) -> None:
 
 
 def keeps_mamba2_states(model: Any) -> bool:
-    """Mamba-2 computes in chunks, whose size is in the model's configuration."""
+    """Whether the model has Mamba-2 layers. Their chunk size is in its configuration."""
     facts = model.hf_text_config
     names = ("mamba_chunk_size", "chunk_size")
     return bool(model.has_inner_state) and any(getattr(facts, name, None) for name in names)

@@ -1,8 +1,8 @@
-"""Makes a `tokenizer.json` from what a model has: tekken, tiktoken, SentencePiece, vocab.json.
+"""Makes a `tokenizer.json` from a model's tokenizer: tekken, tiktoken, SentencePiece or vocab.json.
 
-The library with which vLLM reads these formats converts them, in a process of its own: it needs
-seconds and hundreds of megabytes, once. It loads no code from the model's folder: a model whose
-tokenizer is code needs a `tokenizer.json` beside it.
+vLLM reads these formats with a library, which also converts them. The library runs in a child
+process, because it needs seconds and hundreds of megabytes, once. It loads no code from the model's
+folder, so a model whose tokenizer is code needs a `tokenizer.json` beside it.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def main() -> None:
             shutil.copyfile(source / name, target / name)
 
 
-# Any: the library has no types.
+# The library has no types.
 def _tekken(source: Path):  # type: ignore[no-untyped-def]
     """The tokenizer has the chat template of Mistral's library, unless the folder has one.
 
-    A prompt begins with BOS, as in vLLM; the library's converter leaves BOS out.
+    A prompt begins with BOS, as in vLLM. The library's converter leaves BOS out.
     """
     from tokenizers.processors import TemplateProcessing
     from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer

@@ -1,1 +1,4 @@
-"""vLLM for the role pooling: no KV leaves it, so it needs no connector and no tiers."""
+"""Runs vLLM for the role pooling.
+
+No KV leaves the engine, so it needs no connector and no tiers.
+"""

@@ -16,16 +16,16 @@ from pdmesh.engine.vllm.loading.choice import loader_arguments, loader_choice
 
 @dataclass(frozen=True, slots=True)
 class VllmPoolingConfig:
-    """One engine of one instance. `max_model_len`: at most; the model may take less."""
+    """One engine of one instance. The model may allow less than `max_model_len` tokens."""
 
     instance_id: str
     incarnation: int
     model_dir: Path
-    model: str  # the name it answers to
+    model: str  # the name that clients use
     device: str = field(default_factory=installed_device)  # cpu or cuda
     dtype: str = ""  # empty: float32 on a CPU, the model's on a GPU
     kv_cache_dtype: str = "auto"
-    convert: str = "auto"  # what a model that makes answers becomes: embed or classify
+    convert: str = "auto"  # how to use a model that is made for answers: embed or classify
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 512 << 20
     max_model_len: int = 4096
@@ -46,7 +46,7 @@ class VllmPoolingConfig:
 
     @property
     def scheduling(self) -> Decision:
-        """Whatever is asked: steps of a pooling model are scheduled one after the other."""
+        """Steps of a pooling model are always scheduled one after the other."""
         return decide(AsyncScheduling.AUTO, Schedules(self.device, is_pooling=True))
 
     @property
@@ -58,7 +58,7 @@ class VllmPoolingConfig:
         return self.tensor_parallel_size > 1
 
     def step_tokens(self, max_model_len: int, *, is_chunked: bool) -> int:
-        """Tokens computed per step at most; 0: vLLM's choice.
+        """The most tokens that a step computes. 0 is vLLM's choice.
 
         A model whose inputs cannot be computed in parts needs steps as long as its longest input.
         """
@@ -67,8 +67,9 @@ class VllmPoolingConfig:
 
 
 def pooling_arguments(config: VllmPoolingConfig) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs` (Any: vLLM's own mixture of types), without those that
-    `fitted` adds.
+    """Keyword arguments of `AsyncEngineArgs`, without the arguments that `fitted` adds.
+
+    vLLM mixes their types, hence Any.
     """
     arguments: dict[str, Any] = {
         "model": str(config.model_dir),
@@ -92,9 +93,9 @@ def pooling_arguments(config: VllmPoolingConfig) -> dict[str, Any]:
 
 
 def fitted(config: VllmPoolingConfig, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the longest input that the model and the settings allow. Blocks.
+    """Adds the longest input that the model and the settings allow. Blocks.
 
-    Raises ValueError, OSError and others of vLLM's.
+    Raises ValueError, OSError and other errors of vLLM.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 

@@ -16,9 +16,10 @@ def takes_token_types(model_config: Any) -> bool:
 
 
 def facts_of(model_config: Any, supported_tasks: tuple[str, ...]) -> PoolingFacts:
-    """`model_config` is vLLM's (Any: it is not called stable). Raises EngineMisconfigured.
+    """The facts about a started pooling model. Raises EngineMisconfigured if it cannot be served.
 
-    A model has only one task: the one for which vLLM itself would serve it.
+    A model has only one task: the one for which vLLM itself would serve the model. `model_config`
+    is vLLM's own, of no stable type.
     """
     chosen = str(model_config.get_pooling_task(supported_tasks) or "").partition("&")[0]
     task = _TASKS.get(chosen)
@@ -45,8 +46,9 @@ def facts_of(model_config: Any, supported_tasks: tuple[str, ...]) -> PoolingFact
 
 
 def _refuse_template(model_config: Any) -> None:
-    """Raises EngineMisconfigured for a model whose class writes pairs of texts in a form that
-    pdmesh's gateways cannot write.
+    """Raises EngineMisconfigured for a model with its own template for pairs of texts.
+
+    The mesh's gateways cannot write pairs in this form.
     """
     from vllm.model_executor.model_loader import get_model_cls
     from vllm.model_executor.models.interfaces import supports_score_template

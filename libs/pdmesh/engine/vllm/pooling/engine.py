@@ -1,7 +1,7 @@
-"""The vLLM engine of a pooling instance: `PoolingEngine` over AsyncLLM.
+"""Runs vLLM as the engine of a pooling instance, which makes vectors or scores of whole texts.
 
-Each input of a job is one vLLM request; vLLM batches them with those of other jobs. Liveness is
-vLLM's own: its engine process answers pings between two steps, and each step is a sign of work.
+Each input of a job is one vLLM request. vLLM batches the requests of several jobs. vLLM's engine
+process answers pings between two steps, and each step is a sign of work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ log = structlog.get_logger(__name__)
 
 
 class VllmPoolingEngine(NoKv):
-    """See `pdmesh.engine.base.PoolingEngine`. There is one per process; start it only once."""
+    """`pdmesh.engine.base.PoolingEngine` describes the methods.
+
+    A process has one engine, started only once.
+    """
 
     def __init__(self, config: VllmPoolingConfig) -> None:
         self._config = config
@@ -53,7 +56,7 @@ class VllmPoolingEngine(NoKv):
         self._view = SchedulerView()
         self._jobs = JobTasks(self._process)
         self._num_tokens = self._num_open_tokens = 0
-        self._step_limit: StepTimeLimit | None = None  # None: every step is short
+        self._step_limit: StepTimeLimit | None = None  # None if every step is short
         self._takes_types = False
         self._is_stopping = False
 
@@ -199,7 +202,7 @@ class VllmPoolingEngine(NoKv):
 
 
 def failure_of(leg: int, error: Exception, refusals: tuple[type[Exception], ...]) -> Failed:
-    """`refusals`: what vLLM raises for a request that every instance would refuse."""
+    """`refusals` are vLLM's errors for a request that every instance would refuse."""
     name = error.__class__.__name__
     if isinstance(error, refusals):
         return Failed(leg, InvalidRequest.default_reason, f"vLLM refused it: {name}", False)
@@ -207,7 +210,7 @@ def failure_of(leg: int, error: Exception, refusals: tuple[type[Exception], ...]
 
 
 def pooling_params(job: PoolJob, place: int, *, takes_types: bool) -> Any:
-    """vLLM's PoolingParams (Any: imported late)."""
+    """vLLM's PoolingParams. The type is Any because vLLM is imported late."""
     from vllm import PoolingParams
 
     extra = None

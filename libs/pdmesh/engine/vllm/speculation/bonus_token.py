@@ -1,8 +1,8 @@
-"""Mends `min_tokens` in vLLM 0.32 for the token that is drawn after a proposal.
+"""Corrects `min_tokens` in vLLM 0.32 for the token that a step draws after its proposed tokens.
 
-vLLM forbids the tokens that end an answer until `min_tokens` are drawn. For the token after the
-proposal it counts only the tokens that were drawn before the step. So it would forbid the end of an
-answer that is long enough with the proposed tokens.
+vLLM forbids the tokens that end an answer until `min_tokens` tokens are drawn. For the token after
+the proposed ones, vLLM counts only the tokens that were drawn before the step. So without this
+patch, vLLM would forbid the end of an answer that is long enough with the proposed tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def count_proposed_tokens() -> None:
     if getattr(shape, "counts_proposed", False):
         return
 
-    # Any: vLLM's tensors and metadata, passed on unchanged.
+    # Any, because vLLM's tensors and metadata are passed on unchanged.
     @functools.wraps(shape)
     def apply_logits_processors(
         sampler: Any, logits: Any, sampling_metadata: Any, predict_bonus_token: bool
@@ -36,7 +36,7 @@ def count_proposed_tokens() -> None:
 
 @contextlib.contextmanager
 def _long_enough(sampling_metadata: Any, num_proposed: list[int]) -> Iterator[None]:
-    """Within the block, rows that reach `min_tokens` with their proposal may end."""
+    """Within the `with` block, rows that reach `min_tokens` with their proposed tokens may end."""
     import torch
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 

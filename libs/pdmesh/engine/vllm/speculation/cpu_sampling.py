@@ -1,15 +1,12 @@
 """Mends how vLLM 0.32 samples on a CPU with speculation and a temperature above 0.
 
-Each checked token needs the temperature, `top_k` and `top_p` of its request. vLLM's CPU kernel
-writes them to a copy that is never read, unless they are 64-bit integers. So the result stayed
-unwritten. Logits were divided by the bytes that its memory held before, and `top_k` crashed the
-engine.
+For each proposed token, vLLM needs the temperature, `top_k` and `top_p` of the token's request. The
+CPU kernel writes these values to a copy that is never read, unless they are 64-bit integers. So the
+result stayed unwritten. Logits were divided by the bytes that the result's memory held before, and
+`top_k` crashed the engine.
 
-vLLM also runs its check in a step in which nothing is proposed. It copies the logits, and for each
-request it makes as many random numbers as the vocabulary has tokens, to replace a proposed token
-that is refused. On a CPU this slowed a batch of 32 by a fifth. With this patch, a step without
-proposals samples as if speculation were off. In other steps, only rows with proposed tokens get
-these numbers.
+vLLM also did the work of checking tokens where none were proposed. This slowed a batch of 32 by a
+fifth. With this module, a step without proposals samples as if speculation were off.
 """
 
 from __future__ import annotations
@@ -37,7 +34,10 @@ def mend_drawing_on_cpu() -> None:
 
 
 def only_if_proposed(check: Callable[..., Any]) -> Callable[..., Any]:
-    """`check` (`RejectionSampler.forward`) for steps that check tokens; others only draw."""
+    """Calls `check` only in steps with proposed tokens. Other steps only draw.
+
+    `check` is vLLM's `RejectionSampler.forward`, which copies the logits.
+    """
 
     @functools.wraps(check)
     def draw(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, asked: Any) -> Any:
@@ -50,7 +50,11 @@ def only_if_proposed(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def only_where_proposed(recover: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`recover` (vLLM's `sample_recovered_tokens`) for only the rows with proposed tokens."""
+    """Calls `recover` for only the rows with proposed tokens.
+
+    `recover` is vLLM's `sample_recovered_tokens`. For each row, it makes as many random numbers as
+    the vocabulary has tokens, to replace a proposed token that is refused.
+    """
 
     @functools.wraps(recover)
     def recover_proposed(
@@ -88,7 +92,10 @@ def expanded(
     replace_from: int = 0,
     replace_to: int = 0,
 ) -> torch.Tensor:
-    """Each request's value, once per token; `cu_num_tokens`: sums of the token counts so far."""
+    """Repeats each request's value for each of its tokens.
+
+    `cu_num_tokens` has the running sum of the requests' numbers of tokens.
+    """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = x.masked_fill(x == replace_from, replace_to)
     return values.repeat_interleave(counts, output_size=num_tokens)

@@ -1,4 +1,4 @@
-"""vLLM's arguments for speculation, and checks for methods that it cannot run here."""
+"""vLLM's arguments for speculation, and checks for methods that vLLM cannot run here."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _unusable(field: str, problem: str) -> EngineMisconfigured:
 
 
 def speculative_config(speculation: Speculation, max_batch: int) -> dict[str, Any]:
-    """As vLLM's argument of this name.
+    """vLLM's argument of this name.
 
-    The schedule is for the configured acceptance. `AdaptiveScheduler` replaces it as tokens are
-    checked (S118).
+    The schedule says how many tokens to propose at each batch size, for the configured acceptance.
+    `AdaptiveScheduler` replaces the schedule as tokens are checked (S118).
     """
     told: dict[str, Any] = {"num_speculative_tokens": speculation.max_tokens}
     if not speculation.is_fixed:

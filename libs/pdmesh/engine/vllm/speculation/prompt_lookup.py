@@ -1,9 +1,10 @@
-"""Prompt lookup with a cursor, as a proposer of vLLM's (method `custom_class`).
+"""Proposes tokens by prompt lookup, as a proposer for vLLM's method `custom_class`.
 
-vLLM's own n-gram proposer searches each request's whole text in each step. This one keeps a cursor
-for each request (`CopyCursor`). vLLM tells such a proposer neither which requests are in the batch
-nor how many tokens the step's schedule allows; both are read from its model runner. A cursor may
-be lost or wrong at no cost but a worse proposal: the model checks each token.
+Prompt lookup proposes the text that follows an earlier place of the same text. vLLM's own n-gram
+proposer searches each request's whole text in each step. This proposer keeps a `CopyCursor` for
+each request, which is the place to copy from. vLLM tells a proposer neither which requests are in
+the batch nor how many tokens the step's schedule allows. Both are read from vLLM's model runner. A
+lost or wrong cursor costs only a worse proposal, because the model checks each token.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from numpy.typing import NDArray
 from pdmesh.core.speculation.copy_cursor import CopyCursor
 from pdmesh.engine.vllm.sampling_extras import num_drawn_before
 
-# A cursor that is further behind its text than this many tokens is made anew, by numpy.
+# If a cursor is further behind its text than this many tokens, numpy makes a new cursor.
 MAX_BEHIND: Final = 1024
-MAX_TEXT: Final = 1 << 17  # the last tokens of a request's text that are searched, at least
+MAX_TEXT: Final = 1 << 17  # at least this many of a text's last tokens are searched
 
 
 class PromptLookup:
-    """Any: vLLM's configuration and states, of no stable type."""
+    """The types are Any because vLLM's configuration and states have no stable types."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._max_model_len: int = vllm_config.model_config.max_model_len
@@ -34,14 +35,19 @@ class PromptLookup:
         self._num_tokens = 0
 
     def load_model(self, model: Any) -> None:
-        """There is no model to load. But vLLM's runner is imported by now and can be patched."""
+        """There is no model to load.
+
+        But at this call, vLLM's runner is imported and can be patched.
+        """
         tell_proposer_of_steps()
 
     def begin_step(
         self, request_ids: Sequence[str], requests: Mapping[str, Any], num_tokens: int
     ) -> None:
-        """A step begins: the requests of the batch by row, all requests that the runner knows, and
-        how many tokens each row may propose.
+        """A step begins.
+
+        `request_ids` are the requests of the batch by row, and `requests` are all requests that
+        vLLM's runner knows. Each row may propose `num_tokens` tokens.
         """
         self._request_ids, self._requests, self._num_tokens = request_ids, requests, num_tokens
         for gone in self._cursors.keys() - requests.keys():
@@ -54,8 +60,10 @@ class PromptLookup:
         texts: NDArray[np.int32],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """The arguments, by row: what this step drew (nothing while a prompt is computed), the
-        length of the text, and the text.
+        """Returns each row's proposed tokens.
+
+        `drawn` has the tokens that this step drew in each row, none while a prompt is computed.
+        `texts` has each row's text, whose length is in `num_tokens`.
         """
         proposals: list[list[int]] = []
         for row, tokens in enumerate(drawn):
@@ -67,7 +75,7 @@ class PromptLookup:
     def _room(self, row: int, end: int) -> int:
         """How many proposed tokens the answer can take, besides the one that the step draws.
 
-        More would need blocks that no admission has counted (S49).
+        More tokens would need blocks that the request's admission has not counted (S49).
         """
         state = self._requests[self._request_ids[row]]
         params = state.sampling_params
@@ -75,7 +83,6 @@ class PromptLookup:
         return min(self._max_model_len - end, int(num_left)) - 1
 
     def _cursor(self, row: int, text: NDArray[np.int32]) -> CopyCursor:
-        """The request's cursor, at the end of its text."""
         request_id = self._request_ids[row]
         cursor = self._cursors.get(request_id)
         num_behind = len(text) - len(cursor) if cursor is not None else -1

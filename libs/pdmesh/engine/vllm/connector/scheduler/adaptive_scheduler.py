@@ -1,10 +1,11 @@
-"""vLLM's scheduler with a number of proposed tokens that adapts (S118).
+"""vLLM's scheduler with speculation whose number of proposed tokens adapts (S118).
 
-The number depends on how many proposed tokens were right, and on what checking them costs. vLLM
-reads it from a table by batch size, which vLLM itself makes only once. This scheduler replaces the
-table before each step. It reports to the core how many tokens were checked and accepted, and how
-long each step took that computed no prompt. vLLM is synchronous here: a step has ended when its
-output is processed.
+With speculation, an engine proposes tokens and checks them in one step. How many tokens it should
+propose depends on how many were right so far, and on the time that checking takes. vLLM looks the
+number up by batch size in a table, which it fills only once. This scheduler replaces the table
+before each step. `AdaptiveSpeculation` computes the table from the numbers of checked and accepted
+tokens, and from the durations of steps that computed no prompt. vLLM is synchronous with this
+scheduler, so a step has ended when vLLM processes its output.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pdmesh.engine.vllm.connector.scheduler.timed_scheduler import TimedSchedule
 
 
 class AdaptiveScheduler(TimedScheduler):
-    """Any: arguments and results of vLLM's scheduler, passed on unchanged."""
+    """The type of arguments and results is Any because they are vLLM's, passed on unchanged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

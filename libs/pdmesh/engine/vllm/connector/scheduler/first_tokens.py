@@ -1,10 +1,11 @@
-"""Sets token 1 of a request that vLLM got before the token was known (S48).
+"""Sets token 1 of a request that vLLM gets before the token is known (S48).
 
-The scheduler holds such a request in WAITING_FOR_REMOTE_KVS, with a stand-in as the last token of
-its prompt. Nothing reads the stand-in until the token is set: cached prefixes end before the last
-token, blocks are named when they are computed, and the model gets the prompt with the first step.
-There is one exception: if the prompt fills its last block, that block's hash includes the stand-in
-and is computed again.
+An early decode begins to pull a prompt's KV while prefill still computes it. Until prefill draws
+token 1, a stand-in is the last token of the decode's prompt. vLLM's scheduler keeps the request in
+WAITING_FOR_REMOTE_KVS until this module sets the token. Nothing reads the stand-in before: cached
+prefixes end before the last token, blocks are named when they are computed, and the model gets the
+prompt with the request's first step. There is one exception. If the prompt fills its last block,
+vLLM has hashed that block with the stand-in, so the hash is computed again.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-# tokens kept that arrived before their request; beyond this, the oldest is dropped, and its leg
-# times out
+# How many tokens are kept that arrived before their request. Beyond this number, the oldest token
+# is dropped, and its request times out.
 MAX_EARLY = 1024
 
 
 class EarlyRequests:
-    """The requests at the scheduler that wait for token 1."""
+    """The requests that wait for token 1.
+
+    A leg is the number of a request's stay on one instance.
+    """
 
     def __init__(self, hash_block_size: int) -> None:
         self._hash_block_size = hash_block_size
@@ -29,7 +33,7 @@ class EarlyRequests:
         self._came_first: OrderedDict[int, int] = OrderedDict()
 
     def add(self, leg: int, request: Request) -> bool:
-        """Returns whether the request's token is already there."""
+        """Returns whether the request's token had arrived before the request."""
         token_id = self._came_first.pop(leg, None)
         if token_id is None:
             self._waiting[leg] = request
@@ -38,7 +42,10 @@ class EarlyRequests:
         return True
 
     def tell(self, leg: int, token_id: int) -> str | None:
-        """Returns the key of the request that now has its token; None if it has not arrived."""
+        """Returns the key of the request that now has its token.
+
+        None if the request has not arrived.
+        """
         request = self._waiting.pop(leg, None)
         if request is not None:
             self._put(request, token_id)

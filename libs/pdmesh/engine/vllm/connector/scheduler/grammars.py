@@ -1,9 +1,11 @@
-"""Compiles constraints in vLLM's scheduler, beside its steps, and passes them the answer so far.
+"""Compiles constraints for vLLM's scheduler, on threads beside its steps.
 
-vLLM compiles grammars only with a tokenizer of its own, which the mesh's engines do not have. Here
-its manager of structured output gets the vocabulary with the first constraint. If other engines
-drew the last tokens of the prompt for the answer, a matcher takes these tokens before vLLM gets it.
-If the request waits for token 1, its matcher takes that token with the first step.
+A constraint is a grammar that the answer must follow. vLLM compiles grammars only with a tokenizer,
+and the mesh's engines run without one. So the first constraint gives vLLM's manager of structured
+output a backend of the mesh, with the model's vocabulary. If other engines drew the answer's first
+tokens, they are the last tokens of the prompt. The constraint takes these tokens before vLLM gets
+it. If the request still waits for token 1, the constraint takes token 1 in the request's first
+step.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def compile_with_drawn() -> None:
 
 
 def _prepare(manager: Any) -> None:
-    """Give vLLM's manager threads and a backend, since it makes neither without a tokenizer."""
+    """Give vLLM's manager threads and a backend. vLLM makes neither without a tokenizer."""
     if not hasattr(manager, "executor"):
         manager.executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
     config = manager.vllm_config.model_config
@@ -67,14 +69,17 @@ def _prepare(manager: Any) -> None:
 
 
 class Grammars:
-    """What vLLM calls a backend of structured output."""
+    """The backend that vLLM's manager of structured output calls."""
 
     def __init__(self, model_dir: Path, vocab_size: int) -> None:
         self._compiler = GrammarCompiler(lambda: load_vocabulary(model_dir, vocab_size))
 
     def drawing(self, constraint: Constraint, drawn: Sequence[int]) -> Drawing | RefusedGrammar:
-        """Called on a thread, beside the steps."""
-        import xgrammar  # noqa: F401 - takes 2 s; otherwise the first step with a mask waits
+        """Compile the constraint, and let it take the tokens drawn so far.
+
+        Called on a thread, beside the steps.
+        """
+        import xgrammar  # noqa: F401 - takes 2 s, which a step would wait for later
 
         try:
             return Drawing(Guide.after(constraint, self._compiler, drawn))
@@ -82,7 +87,7 @@ class Grammars:
             return RefusedGrammar()
 
     def allocate_token_bitmask(self, num_rows: int) -> Any:
-        """Does without llguidance.torch, whose import takes 3 s and 120 MB."""
+        """Avoids llguidance.torch, whose import takes 3 s and 120 MB."""
         import torch
 
         num_words = -(-self._compiler.vocabulary.vocab_size // 32)
@@ -94,14 +99,14 @@ class Grammars:
 
 
 class Drawing:
-    """A guide with the methods of what vLLM calls a grammar."""
+    """A guide, which applies a constraint to one answer, with the methods that vLLM calls."""
 
     def __init__(self, guide: Guide) -> None:
         self.awaits_first_token = self.has_failed = False
         self._guide = guide
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """After False, vLLM fails the request: its text would not be what was asked for."""
+        """Returns whether the constraint allows the tokens. If not, vLLM fails the request."""
         self.has_failed = not self._guide.accept(tokens)
         return not self.has_failed
 
@@ -120,7 +125,10 @@ class Drawing:
             self._guide.matcher.unsafe_compute_mask_ptr(row.data_ptr(), num_bytes)
 
     def is_terminated(self) -> bool:
-        """Always False: True matters only for tokens proposed after the end, which do not occur."""
+        """Always False.
+
+        True would matter only for tokens proposed after the end. There are none.
+        """
         return False
 
     def reset(self) -> None:
@@ -130,8 +138,8 @@ class Drawing:
 class RefusedGrammar:
     """Stands in for a grammar that does not compile, and fails its request with the next token.
 
-    vLLM would end such a request by itself, but would not tell the host why. The host could not
-    distinguish this from KV that did not come, after which another engine could serve the request.
+    vLLM itself would end the request without telling the host why. The host would take this for KV
+    that did not arrive, and the mesh would try the request on another engine.
     """
 
     has_failed = True
@@ -146,7 +154,7 @@ class RefusedGrammar:
         return []
 
     def rollback(self, num_tokens: int) -> None:
-        """No token was taken."""
+        """There is nothing to take back, because no token was taken."""
 
     def fill_bitmask(self, bitmask: Any, index: int) -> None:
         bitmask[index].fill_(-1)
@@ -159,16 +167,20 @@ class RefusedGrammar:
 
 
 def has_failed(request: Any) -> bool:
-    """Whether a request of vLLM's ended because of its constraint.
+    """Whether a vLLM request ended because of its constraint.
 
-    The constraint did not compile, or did not allow the last token.
+    Either the constraint did not compile, or it did not allow the last token.
     """
     asked = request.structured_output_request
     return asked is not None and getattr(asked.grammar, "has_failed", False)
 
 
 def drawing_of(backend: Grammars, request: Any) -> Drawing | RefusedGrammar:
-    """`request`: vLLM's. While it waits for token 1, the last token of its prompt is a stand-in."""
+    """Compile the constraint of a vLLM request.
+
+    While the request waits for token 1, the last token of its prompt is a stand-in, and the
+    constraint does not take it.
+    """
     params = request.sampling_params
     num_drawn = num_drawn_before(params)
     drawn = request.prompt_token_ids[-num_drawn:] if num_drawn else []

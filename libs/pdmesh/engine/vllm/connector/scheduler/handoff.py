@@ -1,10 +1,11 @@
-"""Which blocks a step gathers or receives for the mesh: the scheduler's half of the hand-over.
+"""Plans, in vLLM's scheduler, which blocks of KV each step gathers or receives for the mesh.
 
-It decides from what the scheduler reports, step by step; the worker half carries the plan out in
-the same step. A prompt's blocks are gathered in the step that computes its last token, so that they
-can go back to the prefix cache at once. If a prompt is handed on per layer, each step that fills
-blocks gathers them (S48). The plan also names requests that end before their KV is moved, so that
-the side that reserved bytes for them learns that nothing will touch these bytes.
+This is the scheduler's half of the hand-over, which passes a prompt's KV from prefill to decode.
+The worker's half carries out the plan in the same step. The step that computes a prompt's last
+token gathers the prompt's blocks, so that they can go back to the prefix cache at once. If a prompt
+is handed on per layer, each step gathers the blocks that it fills (S48). The plan also names
+requests that end before their KV is moved. The memory that is reserved for that KV can then be
+freed, because nothing will touch it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ STORE, LOAD = "store", "load"
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Stage a computed prompt under a ticket."""
+    """Order to stage a computed prompt under a ticket.
+
+    To stage is to copy the prompt's KV into an arena range. The ticket is a decode's right to pull
+    the KV from there.
+    """
 
     ticket_id: str
     attempt: int
@@ -30,33 +35,34 @@ class Store:
     lease_s: float
     num_tokens: int
     is_per_layer: bool = False
-    block_ids: BlockIds = ()  # the blocks that travel
+    block_ids: BlockIds = ()  # the blocks that are handed on
 
 
 @dataclass(frozen=True, slots=True)
 class StorePart:
-    """Gather the blocks that a step fills, each layer as soon as it is computed.
+    """Order to gather the blocks that a step fills, each layer as soon as it is computed.
 
-    `is_last`: once this part of a layer is gathered, the layer may be pulled.
+    If `is_last`, a layer may be pulled as soon as this part of the layer is gathered.
     """
 
     store: Store  # without its blocks
     first_block: int  # earlier steps have gathered the blocks below it
     end_block: int
-    block_ids: BlockIds  # those below `end_block` that travel
+    block_ids: BlockIds  # the blocks below `end_block` that are handed on
     is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class KvLoad:
-    """Pull a ticket's KV into blocks. The first `num_local_blocks` are in the prefix cache already.
-    If `block_ids` is empty, all blocks are.
+    """Order to pull a ticket's KV into a request's blocks.
 
-    `timeout_s` bounds the wait for its turn, and again the pull itself. The time until a step
-    begins the load counts for neither bound.
+    The first `num_local_blocks` blocks are in the prefix cache already. If `block_ids` is empty,
+    all blocks are cached, and nothing is pulled. A load waits for its turn before it pulls.
+    `timeout_s` is the limit for that wait, and also for the pull. The time until a step begins the
+    load has no limit here.
     """
 
-    key: str  # the engine's own name of the request
+    key: str  # vLLM's name of the request
     leg: int
     ticket: Ticket
     landing: ArenaRange
@@ -65,7 +71,7 @@ class KvLoad:
     is_early: bool = False  # token 1 is not known yet: the request's last token is a stand-in
     num_local_blocks: int = 0
     block_ids: BlockIds = ()
-    stall_s: float = math.inf  # longest silence of the sender, once it has all of the bytes
+    stall_s: float = math.inf  # longest silence of a sender that has computed all of the bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,10 @@ class Entered:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One engine step, in this order: drops, loads, entries; stores after the step's forward."""
+    """What a rank does in one engine step.
+
+    Drops, loads and entries come before the step's forward, in this order. Stores come after it.
+    """
 
     stores: list[Store] = field(default_factory=list)
     parts: list[StorePart] = field(default_factory=list)  # gathered within the forward
@@ -88,7 +97,7 @@ class StepPlan:
         default_factory=list
     )  # all blocks are cached here, so there is only an ack to send
     entered: list[Entered] = field(default_factory=list)
-    cancelled: list[KvLoad] = field(default_factory=list)  # started loads that are not wanted now
+    cancelled: list[KvLoad] = field(default_factory=list)  # started loads of ended requests
     dropped_tickets: list[str] = field(default_factory=list)
     dropped_legs: list[int] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # requests that can only be computed elsewhere
@@ -162,7 +171,10 @@ def _load(key: str, params: Mapping[str, Any]) -> KvLoad:
 
 
 class HandoffPlanner:
-    """Makes one `StepPlan` per step from what it is told. `key` is the engine's request name."""
+    """Makes one `StepPlan` per step from the scheduler's reports.
+
+    `key` is vLLM's name of a request.
+    """
 
     def __init__(self, groups: CacheGroups) -> None:
         self._groups, self._block_size = groups, groups.block_size
@@ -193,15 +205,19 @@ class HandoffPlanner:
     def num_external_tokens(self, key: str, num_local_tokens: int) -> int | None:
         """How many tokens after the locally cached ones will be pulled.
 
-        0: there are none, or they are pulled already. None: ask again. It is returned while token 1
-        is not known and nothing is to be pulled: with 0 the request would be computed at once.
+        0 means that there are none, or that they are pulled already. With 0, the scheduler computes
+        the request at once. So while token 1 is not known, the result is None instead, and the
+        scheduler asks again.
         """
         load = self._loads.get(key)
         num_external = max(0, load.num_tokens - num_local_tokens) if load else 0
         return None if not num_external and key in self._unjoined else num_external
 
     def allocated(self, key: str, block_ids: BlockLists, num_external_tokens: int) -> None:
-        """The request has its blocks: start its load, or acknowledge a load that needs no bytes."""
+        """vLLM gave the request blocks.
+
+        Plan its load, or only an ack if nothing is to be pulled.
+        """
         load = self._loads.pop(key, None)
         if load is None:
             return
@@ -238,7 +254,6 @@ class HandoffPlanner:
             self._plan.entered.append(Entered(load.leg, computed))
 
     def finished(self, key: str) -> None:
-        """The request is over, whatever the reason."""
         store = self._stores.pop(key, None)
         self._num_gathered.pop(key, None)
         self._unjoined.discard(key)
@@ -252,7 +267,7 @@ class HandoffPlanner:
             self._plan.cancelled.append(load)
 
     def lose(self, key: str) -> None:
-        """The request needs KV that no instance sends any more: it fails."""
+        """Fail the request, because it needs KV that no instance sends any more."""
         self._plan.lost.append(key)
 
     def take_plan(self) -> StepPlan:

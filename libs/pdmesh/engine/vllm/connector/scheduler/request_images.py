@@ -1,8 +1,8 @@
-"""The images of a vLLM request: their places and names, and whether the engine has them.
+"""Reads the images of a vLLM request: their places and digests, and whether pixels are missing.
 
-A decode has no pixels of an image, since it pulls the image's KV. If vLLM preempts the request, the
-KV is lost, and without pixels vLLM would compute wrong KV. So such a request fails here, and the
-gateway has it computed by an instance that gets the image.
+A decode pulls an image's KV and does not get its pixels. If vLLM preempts the request, the KV is
+lost, and without pixels vLLM would compute wrong KV. So the connector fails the request, and the
+gateway sends it to an instance that gets the image.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pdmesh.engine.vllm.images.processing import GRID
 
 
 def images_at(request: Any) -> Sequence[ImageAt]:
-    """The images' places and digests. An adapter's name may stand before a digest.
+    """Each image's first token position and digest.
 
-    Any: vLLM's request.
+    vLLM may write an adapter's name before a digest. The name is left out.
     """
     return [
         (feature.mm_position.offset, bytes.fromhex(feature.identifier.rpartition(":")[2]))
@@ -26,7 +26,7 @@ def images_at(request: Any) -> Sequence[ImageAt]:
 
 
 def num_without_image(request: Any, num_computed_tokens: int) -> int:
-    """How many tokens after the computed ones cannot be computed here: an image is missing."""
+    """How many of the next tokens cannot be computed here, because an image has no pixels."""
     ends = [
         feature.mm_position.offset + feature.mm_position.length
         for feature in request.mm_features or ()
@@ -36,5 +36,5 @@ def num_without_image(request: Any, num_computed_tokens: int) -> int:
 
 
 def _has_pixels(data: Any) -> bool:
-    """Any: vLLM's type, or None. A decode has at most the grid of an image's patches."""
+    """Whether an image's `data` has pixels. A decode has at most the grid of its patches."""
     return data is not None and set(data) != {GRID}

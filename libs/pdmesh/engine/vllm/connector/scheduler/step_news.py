@@ -1,4 +1,4 @@
-"""What the workers tell the scheduler with a step's output."""
+"""The message from the workers to the scheduler that comes with a step's output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdmesh.core.instance.step_times import ComputedStep
 
 
 class StepNews(KVConnectorWorkerMetadata):
-    """First tokens by leg, from any rank, and the first rank's times of the last steps."""
+    """Token 1 of requests by leg, from any rank, and the times of the last steps, from one rank."""
 
     def __init__(
         self, first_tokens: Mapping[int, int], computed: Sequence[ComputedStep] = ()

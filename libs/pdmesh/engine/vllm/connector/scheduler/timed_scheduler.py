@@ -1,8 +1,8 @@
-"""vLLM's schedulers, which note when they schedule a step and when they process it (S139, S140).
+"""vLLM's schedulers, extended to record when a step is scheduled and processed (S139, S140).
 
-The first rank that draws notes when it computes; its times come back with the output of a later
-step. All processes of an engine are on one machine, so they have one clock. The sums go to the host
-with vLLM's own statistics of a step.
+One rank, the first of the last stage, records when it computes each step. These times arrive with
+the output of a later step. All processes of an engine run on one machine, so they share a clock.
+`StepTimes` sums the times up. The sums go to the host with vLLM's own statistics of a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdmesh.engine.vllm.host.stats import STEP_TOTALS
 
 
 class TimedScheduler(UrgentFirstScheduler):
-    """Any: arguments and results of vLLM's scheduler, passed on unchanged."""
+    """The type of arguments and results is Any because they are vLLM's, passed on unchanged."""
 
     dynamic_sd_lookup: list[int] | None
 
@@ -27,8 +27,8 @@ class TimedScheduler(UrgentFirstScheduler):
         super().__init__(*args, **kwargs)
         self._times: Final = StepTimes()
         if self.num_spec_tokens and self.dynamic_sd_lookup is None:
-            # Without a table, vLLM proposes tokens of -1 for a request that begins to decode. Its
-            # CPU kernel would read them as indices, and could accept them.
+            # Without a table, vLLM proposes tokens with the id -1 for a request that begins to
+            # decode. vLLM's CPU kernel would read -1 as an index, and could accept the tokens.
             size = self.scheduler_config.max_num_seqs + 1
             self.dynamic_sd_lookup = [self.num_spec_tokens] * size
 
@@ -59,9 +59,10 @@ class TimedScheduler(UrgentFirstScheduler):
 
 
 class TimedAsyncScheduler(TimedScheduler, AsyncScheduler):
-    """The same for vLLM's asynchronous scheduler, which is one step ahead.
+    """The same for vLLM's asynchronous scheduler, which schedules one step ahead.
 
-    A request may end while the next step already computes it. The tokens of that step are counted.
+    A request may end when the next step already computes it. `num_tokens_past_end` counts the
+    tokens that are computed in vain.
     """
 
     def update_from_output(self, step: Any, output: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Waiting requests by urgency: vLLM's queue for its policy `priority`, in our order.
+"""A queue of waiting requests in order of urgency, for vLLM's policy `priority`.
 
-vLLM's own queue orders by priority first, so requests of a low priority may wait forever.
+vLLM's own queue orders by priority first, so requests of a low priority may wait forever. This
+queue orders by turn, which is a request's arrival plus a time that depends on its priority.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ def urgency_of(request: Request) -> Urgency:
 
 
 class UrgencyQueue(RequestQueue):
-    """A heap by turn; requests with equal turns are in the order in which they were added."""
+    """A heap ordered by turn.
+
+    Requests with equal turns stay in the order in which they were added.
+    """
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
@@ -32,15 +36,15 @@ class UrgencyQueue(RequestQueue):
         heapq.heappush(self._heap, (urgency_of(request).turn_at, self._num_added, request))
 
     def pop_request(self) -> Request:
-        """Raises IndexError if it is empty."""
+        """Raises IndexError if the queue is empty."""
         return heapq.heappop(self._heap)[2]
 
     def peek_request(self) -> Request:
-        """Raises IndexError if it is empty."""
+        """Raises IndexError if the queue is empty."""
         return self._heap[0][2]
 
     def prepend_request(self, request: Request) -> None:
-        """A request that is put back takes its place by its own turn."""
+        """Insert the request by its turn, not at the front."""
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -62,5 +66,5 @@ class UrgencyQueue(RequestQueue):
         return len(self._heap)
 
     def __iter__(self) -> Iterator[Request]:
-        """By turn; the queue stays as it is."""
+        """Yields the requests in order of turn, and removes none."""
         return (request for _, _, request in sorted(self._heap, key=lambda entry: entry[:2]))

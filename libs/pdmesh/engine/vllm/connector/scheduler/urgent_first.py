@@ -1,9 +1,10 @@
-"""vLLM's scheduler, in which a prompt under way stands back for a more urgent one (S83).
+"""vLLM's scheduler, changed so that a running prompt stands back for a more urgent one (S83).
 
-vLLM's policy `priority` orders the requests that wait, and preempts the least urgent one if
-blocks are lacking. But a prompt that has begun takes all tokens of each step until it is done,
-whatever waits. Here it gets none in a step in which a more urgent one can begin. With `fcfs`, or if
-all requests have one priority, nothing differs from vLLM's scheduler.
+vLLM's policy `priority` orders the waiting requests, and preempts the least urgent running request
+if blocks are lacking. But a prompt that has begun takes all tokens of each step until it is
+computed, even if a more urgent request waits. Here, the running prompt gets no tokens in a step in
+which a more urgent request can begin. With the policy `fcfs`, or if all requests have one priority,
+this scheduler does the same as vLLM's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pdmesh.engine.vllm.connector.scheduler.urgency_queue import UrgencyQueue, u
 
 
 class UrgentFirstScheduler(Scheduler):
-    """Any: arguments and results of vLLM's scheduler, passed on unchanged."""
+    """The type of arguments and results is Any because they are vLLM's, passed on unchanged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,23 +38,31 @@ class UrgentFirstScheduler(Scheduler):
             if urgent is not None:
                 self._stand_back_for(urgent)
         step = super().schedule(*args, **kwargs)
-        # vLLM may have another reason not to begin it. Then no prompt stands back in the next step.
+        # vLLM may have another reason not to begin the urgent request. In that case, no prompt
+        # stands back in the next step.
         self._was_in_vain = urgent is not None and urgent.status is not RequestStatus.RUNNING
         return step
 
     def _order_running(self) -> None:
-        """A step's tokens go first to answers, which take few, and then to prompts by urgency."""
+        """Sort the running requests: first answers, which take few of a step's tokens, then
+        prompts.
+
+        Prompts are in order of urgency.
+        """
         if has_several_classes(request.priority for request in self.running):
             self.running.sort(
                 key=lambda r: (r.is_prefill_chunk, urgency_of(r).turn_at * r.is_prefill_chunk)
             )
 
     def _next_to_begin(self) -> Request | None:
-        """The request that this step would begin, if no prompt under way took its tokens."""
+        """The waiting request that this step would begin if running prompts left it tokens.
+
+        None if there is no such request, or if the blocks for it are not free.
+        """
         if len(self.running) >= self.max_num_active_reqs:
             return None
         if all(not (r.is_prefill_chunk and r.priority) for r in self.running):
-            return None  # no prompt under way may stand back: all are of the most urgent class
+            return None  # all running prompts are of the most urgent class, so none may stand back
         for queue in (self.kv_holding_waiting, self.waiting):
             ready = next((request for request in queue if self._is_ready(request)), None)
             if ready is not None:
@@ -68,14 +77,14 @@ class UrgentFirstScheduler(Scheduler):
         return request not in self.deferred_waiting
 
     def _has_room(self, request: Request) -> bool:
-        """Whether enough blocks are free. If not, only the prompts under way can free them."""
+        """Whether enough blocks are free. Otherwise only running prompts can free them."""
         num_lacking: int = request.num_tokens - request.num_computed_tokens
         block_size: int = self.block_size
         num_free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
         return -(-num_lacking // block_size) <= num_free
 
     def _stand_back_for(self, urgent: Request) -> None:
-        """Make less urgent prompts eligible only later: vLLM then leaves them out of this step."""
+        """Let vLLM skip less urgent prompts in this step, by making them eligible only later."""
         waiting = urgency_of(urgent)
         for request in self.running:
             if request.is_prefill_chunk and urgency_of(request).stands_back_for(waiting):

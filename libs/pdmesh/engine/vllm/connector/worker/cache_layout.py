@@ -1,10 +1,11 @@
-"""How vLLM laid out a rank's KV cache, and whether its blocks can be cut by heads.
+"""Finds out how vLLM laid out a rank's KV cache, and whether its blocks can be split by heads.
 
-On a GPU the tensor shows the axes of a block, whatever their order in memory. vLLM's CPU kernels
-pack K and V of a head in one piece, differently for each instruction set. So on a CPU a head's
-block is moved without looking into it, but heads are told apart, and instances may have different
-numbers of ranks. Latent attention (MLA) has one head, of which every rank has a copy. Any other
-block is opaque: it moves whole, between equal numbers of ranks.
+Engines with different numbers of ranks can exchange KV only if blocks can be split by heads. On a
+GPU, the tensor's shape shows the axes of a block, in whichever order they lie in memory. On a CPU,
+vLLM's kernels pack K and V of a head into one piece, differently for each instruction set. The mesh
+moves such a piece without looking into it, but can still separate the heads. Latent attention (MLA)
+has one head, of which every rank has a copy. Any other block is opaque: it moves whole, and only
+between engines with equal numbers of ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _DIGEST_CHARS = 12
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """One layout for all layers of a rank. An opaque block cannot be cut by heads."""
+    """One layout for all layers of a rank. An opaque block cannot be split by heads."""
 
     where: HeadBlocks
-    block: str  # digest of a block's inner layout as it travels
+    block: str  # digest of a block's inner layout during a transfer
     is_opaque: bool
 
 
@@ -46,11 +47,12 @@ def read_layout(
     kernels: str = "",
     is_stage: bool = False,
 ) -> CacheLayout:
-    """`num_heads` are this rank's; `is_packed`: kernels decide the order within a head's block.
+    """The layout that all layers of a rank share. `num_heads` is this rank's number of KV heads.
 
-    `kernels` names these kernels. `is_stage`: other ranks have other layers, so the digest includes
-    neither these layers' names nor their number. Raises ValueError if layers differ, or if a
-    layer's blocks are not contiguous.
+    `is_packed` means that the attention kernels decide the order within a head's block. `kernels`
+    names these kernels. `is_stage` means that other ranks have other layers. In this case the
+    digest includes neither the names nor the number of this rank's layers. Raises ValueError if
+    layers differ, or if a layer's blocks are not contiguous.
     """
     caches = list(kv_caches.values())
     count = "stage" if is_stage else str(len(caches))
@@ -58,7 +60,7 @@ def read_layout(
         heads = packed_heads(caches, num_blocks, num_heads, (kernels, count))
         return heads or _opaque(kv_caches, num_blocks, kernels, is_stage=is_stage)
     axes = known_axes(tuple(caches[0].shape), num_blocks, num_heads)
-    has_states = len({cache.ndim for cache in caches}) > 1  # whole blocks beside KV by token
+    has_states = len({cache.ndim for cache in caches}) > 1  # some keep a state, not KV
     if axes is None or has_states:
         return _opaque(kv_caches, num_blocks, kernels, is_stage=is_stage)
     item = caches[0].element_size()
@@ -71,12 +73,12 @@ def read_layout(
 
 
 def with_windows(block: str, windows: Sequence[int]) -> str:
-    """The digest of a layout whose layers send only these windows; 0: all tokens."""
+    """The digest of a layout whose layers send only these windows. 0 means all tokens."""
     return _digest(block, *map(str, windows)) if any(windows) else block
 
 
 def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str | None:
-    """The axes of a GPU cache; None if vLLM's attention kernels use no such shape."""
+    """The axes of a GPU cache. None for a shape that vLLM's attention kernels do not use."""
     match shape:
         case (blocks, heads, _, _) if (blocks, heads) == (num_blocks, num_heads):
             return "bhnc"
@@ -90,9 +92,10 @@ def known_axes(shape: tuple[int, ...], num_blocks: int, num_heads: int) -> str |
 def packed_heads(
     caches: Sequence[torch.Tensor], num_blocks: int, num_heads: int, named: tuple[str, str]
 ) -> CacheLayout | None:
-    """[blocks, heads, ...] with each head's block in one piece; None if the caches differ.
+    """The layout of caches of shape [blocks, heads, ...], with each head's block in one piece.
 
-    `named`: the kernels, and the number of layers as the digest has it.
+    None if the caches differ or have another shape. `named` holds two texts for the digest: the
+    names of the kernels, and the number of layers.
     """
     shape = tuple(caches[0].shape)
     if shape[:2] != (num_blocks, num_heads) or len({c.dtype for c in caches}) != 1:
@@ -144,7 +147,7 @@ def _opaque(
 
 
 def any_layer(name: str) -> str:
-    """A layer's name, or a text with such names, without the layers' numbers."""
+    """Replaces the numbers of layers by # in a layer's name, or in a text with several names."""
     return re.sub(r"\b\d+\b", "#", name)
 
 

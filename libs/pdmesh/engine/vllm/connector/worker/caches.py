@@ -1,8 +1,9 @@
-"""Gather and scatter over vLLM's paged KV cache. The cache's device decides the implementation.
+"""The interface to vLLM's paged KV cache. Each kind of device has its own implementation.
 
-The contiguous side is [layer][head][block], see `core.kv.layout.head_blocks`; opaque blocks count
-as one head. Layers are in the order in which the model computes them, which is the same on every
-rank and instance with the same fingerprint.
+To gather is to copy blocks into one contiguous buffer for a transfer, and to scatter is the
+reverse. The buffer is [layer][head][block], see `core.kv.layout.head_blocks`. An opaque block,
+whose heads cannot be separated, counts as one head. Layers are in the order in which the model
+computes them. This order is the same wherever the fingerprint is the same.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PagedCaches(Protocol):
     def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
         """Gather all layers of the blocks into `out`, as the model has written them so far.
 
-        The model may overwrite the blocks as soon as this returns.
+        The model may overwrite the blocks as soon as the call returns.
         """
         ...
 
@@ -54,16 +55,18 @@ class PagedCaches(Protocol):
     ) -> None:
         """Scatter `source` before the model's next step.
 
-        It has `heads`, or all heads, of all layers. After `on_done` it may be reused.
+        `source` has all layers, with all heads or only `heads`. The caller may reuse `source` after
+        `on_done`.
         """
         ...
 
     def scatter_part(
         self, data: KvBytes, offset: int, block_ids: Sequence[int], heads: Span | None = None
     ) -> None:
-        """Scatter a part of the bytes that `scatter` takes: whole blocks of a head, from `offset`.
+        """Scatter a part of the bytes that `scatter` takes. The part begins at `offset`.
 
-        It runs on the KV agent's thread and is complete when it returns.
+        The part must have whole blocks of heads. The call runs on the KV agent's thread. The copy
+        is complete when the call returns.
         """
         ...
 
@@ -75,9 +78,9 @@ class PagedCaches(Protocol):
         block_ids: Sequence[int],
         heads: Span | None = None,
     ) -> None:
-        """`scatter_part` for one layer and its own blocks; `offset` is within the layer.
+        """Like `scatter_part`, for one layer and its own blocks. `offset` is within the layer.
 
-        It is complete when it returns.
+        The copy is complete when the call returns.
         """
         ...
 
@@ -85,7 +88,10 @@ class PagedCaches(Protocol):
 def layout_of(
     caches: PagedCaches, num_blocks: int, fingerprint: str, first_blocks: tuple[int, ...] = ()
 ) -> KvLayout:
-    """The layout of the contiguous side of `num_blocks` blocks; `first_blocks` as in `KvLayout`."""
+    """The layout of the contiguous buffer of `num_blocks` blocks.
+
+    `first_blocks` has the same meaning as in `KvLayout`.
+    """
     return KvLayout(
         caches.num_layers,
         num_blocks,

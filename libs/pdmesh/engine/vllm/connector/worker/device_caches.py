@@ -1,4 +1,4 @@
-"""vLLM's paged KV cache on a GPU: `PagedCaches` by the device operators."""
+"""Implements `PagedCaches` for vLLM's paged KV cache on a GPU, with the copies of `kv.device`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """A rank's paged caches, with a list of block ids for each cache group of a request.
 
-A transfer's buffer has, for each layer, only the blocks that the layer's group still needs
-(`core.kv.layout.cache_groups`). With one group, copies take all layers at once; otherwise each
-layer is copied with its own ids.
+A cache group is a set of layers that need the same share of a text: all of it, or a window. For
+each layer, a transfer's buffer has only the blocks that the layer's group still needs
+(`core.kv.layout.cache_groups`). If the model has one group, a copy takes all layers at once.
+Otherwise each layer is copied with the block ids of its group.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class GroupCaches:
         if out.size != end:
             raise ValueError(f"the blocks need {end} bytes, the buffer has {out.size}")
         for layer, start, size in self._rows(block_ids, self.block_bytes):
-            # Copies end in the order in which they begin.
+            # Copies end in the order in which they begin, so the last one's end is the end of all.
             done = on_done if start + size == end else _nothing
             ids = self.of_layer(layer, block_ids)
             self._caches.gather_layer(layer, ids, out[start : start + size], done)
@@ -63,7 +64,7 @@ class GroupCaches:
     def gather_layer(
         self, layer: int, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None
     ) -> None:
-        """`block_ids` are those of the layer's group."""
+        """`block_ids` has the ids in the layer's group."""
         self._caches.gather_layer(layer, block_ids, out, on_done)
 
     def scatter(self, source: KvBytes, block_ids: BlockIds) -> None:
@@ -93,9 +94,10 @@ class GroupCaches:
                 self._caches.scatter_layer(layer, part, low - start, ids, heads)
 
     def _rows(self, block_ids: BlockIds, width: int) -> Iterator[tuple[int, int, int]]:
-        """Each layer's place in the buffer: layer, start, bytes.
+        """Yields each layer's place in the buffer: layer, start, bytes.
 
-        `width`: the bytes of a block in one layer, of the heads that are copied.
+        `width` is the size in bytes of a block in one layer, counting only the heads that are
+        copied.
         """
         start = 0
         for layer, group in enumerate(self._group_of):
@@ -106,11 +108,11 @@ class GroupCaches:
     # -- single blocks, with all layers ------------------------------------------------------------
 
     def gather_block(self, block_ids: Sequence[int], out: KvBytes) -> None:
-        """One block of a prompt; `block_ids` has its id in each group."""
+        """Gather one block of a prompt. `block_ids` has the block's id in each group."""
         self.gather(tuple((block_id,) for block_id in block_ids), out)
 
     def scatter_block(self, data: KvBytes, block_ids: Sequence[int]) -> None:
-        """The inverse of `gather_block`, except for groups that do not need the block."""
+        """Scatter one block, except in groups that do not need the block."""
         if len(block_ids) == 1:
             self._caches.scatter(data, block_ids)
             return
@@ -122,4 +124,4 @@ class GroupCaches:
 
 
 def _nothing() -> None:
-    """Called at the end of each copy but the last."""
+    """The `on_done` of each copy but the last."""

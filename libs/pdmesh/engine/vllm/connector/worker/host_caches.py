@@ -1,4 +1,4 @@
-"""vLLM's paged KV cache in host memory: `PagedCaches` by numpy."""
+"""Implements `PagedCaches` for vLLM's paged KV cache in host memory, with numpy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pdmesh.kv.transport.memory_access import in_host
 
 
 class HostCaches:
-    """For caches whose heads' blocks are one piece each. An opaque block counts as one head.
+    """For caches in which each head's block is one piece. An opaque block counts as one head.
 
-    A layer's rows are heads' blocks: head `h` of block `b` is row `b * num_heads + h`.
+    A layer is an array of such pieces: head `h` of block `b` is row `b * num_heads + h`.
     """
 
     def __init__(self, rows: Sequence[npt.NDArray[np.uint8]], num_heads: int = 1) -> None:
@@ -29,7 +29,7 @@ class HostCaches:
         self.block_bytes = num_heads * int(rows[0].shape[1])
 
     def wait_for_model(self) -> None:
-        """Nothing to wait for: the model computes on the calling thread."""
+        """There is nothing to wait for, because the model computes on the calling thread."""
 
     def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
         self._blocks.gather(self._rows(block_ids, None), in_host(out))
@@ -70,7 +70,7 @@ class HostCaches:
         self._layers[layer].scatter_part(in_host(data), offset, self._rows(block_ids, heads))
 
     def _rows(self, block_ids: Sequence[int], heads: Span | None) -> npt.NDArray[np.intp]:
-        """The rows of these heads of the blocks, head after head, as they travel."""
+        """The rows of the blocks' `heads`, head after head, as in the buffer of a transfer."""
         first, count = heads or (0, self.num_heads)
         assert first + count <= self.num_heads, "opaque blocks have no heads"
         starts = np.asarray(block_ids, dtype=np.intp) * self.num_heads
@@ -78,13 +78,13 @@ class HostCaches:
 
 
 def dense_rows(caches: Sequence[torch.Tensor], where: HeadBlocks) -> list[npt.NDArray[np.uint8]]:
-    """The rows of `HostCaches`, if each cache is nothing but heads' blocks (`is_dense`)."""
+    """The rows for `HostCaches` of caches without gaps between the heads' blocks (`is_dense`)."""
     shape = (where.blocks.count * where.heads.count, where.head_bytes)
     return [c.view(torch.uint8).reshape(-1).numpy().reshape(shape) for c in caches]
 
 
 class HostHeads:
-    """Blocks with separable heads, in host memory: the device operators' work, by numpy."""
+    """For caches in which a head's block may be in several pieces, at regular distances."""
 
     def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
         self._where = where
@@ -93,7 +93,7 @@ class HostHeads:
         self.block_bytes = where.block_bytes
 
     def wait_for_model(self) -> None:
-        """Nothing to wait for: the model computes on the calling thread."""
+        """There is nothing to wait for, because the model computes on the calling thread."""
 
     def gather(self, block_ids: Sequence[int], out: KvBytes, on_done: OnDone = None) -> None:
         by_layer = self._buffer(out, self.num_layers, self.num_heads, len(block_ids))

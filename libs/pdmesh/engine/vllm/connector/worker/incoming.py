@@ -1,11 +1,9 @@
-"""Pulls one rank's KV, and scatters it into the blocks of the request that waits for it.
+"""Pulls KV to one rank of a decode, and scatters it into the blocks of the request that awaits it.
 
-`core.kv.transfer.incoming_blocks` decides; this module carries out the decisions. vLLM keeps the
-blocks until the load is reported as over, even if the request was aborted. Ranges are scattered as
-they land, on the agent's thread and without the lock. All other effects hold the lock, so that they
-keep the order of the decisions. A pull from a sender with another number of ranks consists of
-pieces. It does not wait for a turn, because only the lease at the rank of the same number can be
-renewed during such a wait.
+A pull together with its blocks is a load. `core.kv.transfer.incoming_blocks` makes the decisions
+about loads, and this module carries them out. vLLM keeps the blocks until the load is reported as
+over, even if the request was aborted. Ranges are scattered as they arrive, on the KV agent's thread
+and without the lock. All other effects hold the lock, so that they keep the order of the decisions.
 """
 
 from __future__ import annotations
@@ -67,9 +65,9 @@ from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.transport.base import KvBytes
 
-# While all requests wait for their KV, vLLM runs empty steps, a millisecond apart. They hold the
-# GIL that the agent's thread needs, so each waits this long for news. A request that comes
-# meanwhile is seen after at most this time.
+# While all requests wait for their KV, vLLM runs an empty step every millisecond. These steps hold
+# the GIL, which the agent's thread needs. So each empty step waits up to this long for news of a
+# load. A new request has to wait for at most this time.
 _EMPTY_STEP_S: Final = 0.003
 
 
@@ -77,13 +75,13 @@ _EMPTY_STEP_S: Final = 0.003
 class _Loading:
     load: KvLoad
     pieces: tuple[PiecePull, ...]
-    pull: TogetherPull | None = None  # None until its turn comes
+    pull: TogetherPull | None = None  # None until the pull begins
 
 
 class IncomingKv:
-    """`send` sends to the host.
+    """The loads of one rank. `send` sends a message to the host.
 
-    The step's thread calls `pull`, `cancel`, `take_results` and `entered`.
+    vLLM's thread, which runs the steps, calls the methods from `pull` to `take_first_tokens`.
     """
 
     def __init__(
@@ -100,13 +98,19 @@ class IncomingKv:
         self._has_news = threading.Condition(self._lock)
         self._blocks = IncomingBlocks(max_pulls)
         self._loading: dict[int, _Loading] = {}  # by leg, until the load is over
-        self._over: dict[int, tuple[KvLoad, bool]] = {}  # by leg: load, whether it is complete
-        self._first_tokens: dict[int, int] = {}  # by leg: those that the scheduler does not know
+        self._over: dict[int, tuple[KvLoad, bool]] = {}  # by leg: load, whether all KV arrived
+        self._first_tokens: dict[int, int] = {}  # by leg: token 1 that vLLM's scheduler lacks
         self._arrived: dict[int, tuple[int, float, float]] = {}  # by leg: bytes, duration, wait
 
     # -- a step -----------------------------------------------------------------------------------
 
     def pull(self, load: KvLoad) -> None:
+        """Begin a load. Its pull may have to wait for a turn.
+
+        If the sender has another number of ranks, the pull consists of several pieces and takes no
+        turn. During a wait, it could renew only one of the sender's leases: the one at the rank of
+        the same number.
+        """
         pieces = self._share.pieces(load.ticket, load.landing, self._num_bytes(load))
         takes_turn = load.block_ids and not load.is_early and self._share.is_like(load.ticket)
         started = LoadStarted(
@@ -121,11 +125,11 @@ class IncomingKv:
         with self._lock:
             self._loading[load.leg] = _Loading(load, pieces)
             self._tell(started)
-            if not load.block_ids:  # its pull only acknowledges, and nothing waits for it
+            if not load.block_ids:  # the pull sends only an ack, and nothing waits for it
                 del self._loading[load.leg]
 
     def cancel(self, load: KvLoad) -> None:
-        """The load is no longer wanted; `take_results` reports when its blocks may be freed."""
+        """Give up the load. `take_results` reports when vLLM may free the blocks."""
         with self._lock:
             self._arrived.pop(load.leg, None)
             if load.leg in self._over:
@@ -137,9 +141,9 @@ class IncomingKv:
         self._tell(LoadCancelled(leg))
 
     def take_results(self, is_empty_step: bool = False) -> tuple[set[str], set[str]]:
-        """The keys of loads that are complete, and of those that failed, since the last call.
+        """Returns the keys of loads that completed, and of loads that failed, since the last call.
 
-        After a step that computed nothing, it waits a moment for the first of the loads under way.
+        After a step that computed nothing, the call waits a moment for a load under way to end.
         """
         with self._lock:
             self._tell(Tick())
@@ -153,7 +157,7 @@ class IncomingKv:
         return received, {load.key for load, is_complete in over if not is_complete}
 
     def _spoil(self, block_ids: BlockIds, action: str | None) -> None:
-        """Obey a failpoint: zero all KV that came, or only the states."""
+        """Do what a test's failpoint orders: zero all KV that arrived, or only the states."""
         if action == "zero-states":
             block_ids = self._caches.groups.states(block_ids)
         if action in ("zero-kv", "zero-states"):
@@ -250,7 +254,7 @@ class IncomingKv:
         failpoints.hit("decode.range")
 
     def _report(self, report: ReportLoad) -> None:
-        """Report at once, for the current step may take longer than a pull."""
+        """Report to the host at once, because the current step may take longer than a pull."""
         leg, failure = report.leg, report.failure
         if failure is None:
             num_bytes = self._num_bytes(self._loading[leg].load)

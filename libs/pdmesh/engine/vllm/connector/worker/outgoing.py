@@ -1,9 +1,10 @@
-"""Gathers one rank's prompts into the staging arena, and keeps their tickets.
+"""Gathers the KV of one rank's prompts into the staging arena, and keeps the prompts' tickets.
 
-A prompt that is handed on whole is gathered after the step that completes it. For a prompt that is
-handed on per layer, the ticket is opened before the prompt is computed; each layer's blocks are
-gathered within the forward, as soon as the layer's attention has run (S48). Steps run on vLLM's
-thread, orders come on the control socket's thread, and tickets close on the agent's thread.
+A ticket is a decode's right to pull one prompt's staged KV, for the length of a lease. A prompt
+that is handed on whole is gathered after the step that completes it. For a prompt that is handed on
+per layer, the ticket is opened before the prompt is computed. Each layer's blocks are then gathered
+within the forward, as soon as the layer's attention has run (S48). Steps run on vLLM's thread, the
+host's orders arrive on the control socket's thread, and tickets close on the agent's thread.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from pdmesh.engine.vllm.messages import (
 )
 from pdmesh.kv.agent.thread import AgentThread
 
-MAX_REMEMBERED = 1024  # tickets in each list below; one that was forgotten ends with its lease
+MAX_REMEMBERED = 1024  # tickets in `_over` and in `_begun`; a forgotten one ends with its lease
 
 
 class Outgoing:
-    """`send` sends to the host.
+    """`send` sends a message to the host.
 
-    Each ticket gets exactly one `RankTicketClosed`, when nothing touches its range any more.
+    The host gets exactly one `RankTicketClosed` for each ticket, when nothing touches the ticket's
+    staging range any more.
     """
 
     def __init__(
@@ -92,12 +94,15 @@ class Outgoing:
         self._send(RankTicketClosed(self._rank, ticket_id, "released"))
 
     def stage(self, stores: Iterable[Store]) -> None:
-        """Gather the prompts completed in this step; their blocks may be reused after it."""
+        """Gather the prompts that this step completed.
+
+        Their blocks may be reused after the call.
+        """
         for store in stores:
             self._stage(store)
 
     def put_layer(self, parts: Sequence[StorePart], layer: int) -> None:
-        """The current step has computed a layer: gather the layers that may be gathered now."""
+        """The current step has computed `layer`. Gather the layers that may be gathered now."""
         self._put_layers(parts, self._order.told(layer))
 
     def end_step(self, parts: Sequence[StorePart]) -> None:
@@ -118,7 +123,7 @@ class Outgoing:
     # -- inside -----------------------------------------------------------------------------------
 
     def _open(self, store: Store) -> None:
-        """Open a ticket: by the host's order or in the step, whichever comes first.
+        """Open a ticket, by the host's order or in the step. The first of the two opens it.
 
         A ticket that was closed is not opened again.
         """
@@ -148,9 +153,9 @@ class Outgoing:
                     self._put(part, layer)
 
     def _put(self, part: StorePart, layer: int) -> None:
-        """Gather a part of a layer if blocks are opaque.
+        """Gather a part of a layer if there is one head. Opaque blocks count as one head.
 
-        With separable heads, the whole layer is gathered with its last part.
+        With several heads, the whole layer is gathered with its last part.
         """
         is_whole = self._caches.num_heads > 1
         layout = self._caches.layout(part.store.num_tokens)
@@ -182,7 +187,10 @@ class Outgoing:
             self._failed(store.ticket_id, error)
 
     def _serve(self, store: Store, layout: KvLayout) -> None:
-        """The bytes are in place; the host may have released the ticket meanwhile."""
+        """Open the ticket, because the bytes are in place now.
+
+        If the host has released the ticket before, report it as closed instead.
+        """
         with self._lock:
             if self._over.pop(store.ticket_id, store) is None:
                 self._send(RankTicketClosed(self._rank, store.ticket_id, "released"))

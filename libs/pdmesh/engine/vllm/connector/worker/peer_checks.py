@@ -1,7 +1,8 @@
-"""Checks whether KV arrives from a peer: each rank asks the ranks that it will pull from (S16).
+"""Checks whether KV arrives from a peer, which is an instance to pull KV from (S16).
 
-Rank i asks only rank i, unless the peer has another number of ranks: then it asks the ranks whose
-heads it needs. The host starts the check and collects the answers.
+Each rank asks the ranks of the peer that it will pull from. If both have the same number of ranks,
+rank i asks only rank i. Otherwise a rank asks the ranks whose heads it needs. The host starts the
+check and collects the answers.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class PeerChecks:
 
 
 class PeerProber:
-    """The worker's half, on the thread that receives from the host; `send` sends to the host."""
+    """The worker's half, on the thread that receives the host's messages.
+
+    `send` sends a message to the host.
+    """
 
     def __init__(
         self, share: Share, agent: AgentThread, send: Callable[[RankMessage], None]

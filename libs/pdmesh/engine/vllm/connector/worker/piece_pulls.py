@@ -1,9 +1,10 @@
 """Pulls one prompt's KV from one or several ranks of its sender, as one pull (S57).
 
-If both sides have the same number of ranks, the pull is one piece: the whole ticket, from the rank
-of the same number. Otherwise each piece has some heads of one source rank and lands in its own part
-of the landing range. The pull is over when the last piece has ended, successful or not: only then
-nothing writes into the range any more. A rank of a pipeline pulls from its own stage's ranks alone.
+The pull writes into a landing, which is a range of the decode's memory. If both sides have the same
+number of ranks, the pull is one piece: all of the ticket's KV, from the rank of the same number.
+Otherwise each piece has some heads of one source rank, and has its own part of the landing. The
+pull is over when the last piece has ended, with or without success. Only then does nothing write
+into the landing any more. In a pipeline, a rank pulls only from ranks of its own stage.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from pdmesh.kv.transport.base import KvBytes
 
 @dataclass(frozen=True, slots=True)
 class PiecePull:
-    """`heads` of the source, as (first, number), become the heads `here` of this rank.
+    """One piece of a pull. `heads` of the source rank become the heads `here` of this rank.
 
-    None: all heads. A piece with a `count` of 0 brings nothing.
+    Both are (first, number), and None means all heads. A piece with a `count` of 0 brings no bytes.
     """
 
     source_rank: int
@@ -52,7 +53,10 @@ class Share:
         return len(ticket.addresses) == self.place.num_ranks
 
     def sources(self, num_sources: int) -> tuple[int, ...]:
-        """The ranks of `num_sources` that this rank pulls from. Raises ValueError like `pieces`."""
+        """The ranks that this rank pulls from, if the sender has `num_sources` ranks.
+
+        Raises ValueError like `pieces`.
+        """
         place = self.place
         if num_sources == place.num_ranks:
             return (place.rank,)
@@ -66,7 +70,7 @@ class Share:
         """The pieces to pull for a prompt: from which rank, and to which part of `landing`.
 
         This rank takes `num_bytes` of the prompt. Raises ValueError if the ranks cannot share the
-        heads equally; `Jobs.decode` refuses such a ticket before it comes here.
+        heads equally. But `Jobs.decode` refuses the ticket earlier in this case.
         """
         place, num_heads = self.place, self.num_heads
         num_beside, rank = place.num_beside, place.rank_in_stage
@@ -107,7 +111,7 @@ def pull_pieces(
     on_silent: Callable[[], None] = lambda: None,
     on_range: Callable[[PiecePull, int, KvBytes], None] | None = None,
 ) -> TogetherPull:
-    """Pull all pieces at once: the prompt's blocks from `first_block` on.
+    """Pull all pieces at once. The pull begins with the prompt's block `first_block`.
 
     `on_range` is as in `KvAgent.pull`, with offsets within the piece.
     """
@@ -139,7 +143,10 @@ def _of_stage(ticket: Ticket, piece: PiecePull) -> Ticket:
 
 
 class TogetherPull:
-    """Several pulls that count as one. It calls back on the thread that ends the last of them."""
+    """Several pulls that count as one.
+
+    The callback runs on the thread that ends the last of the pulls.
+    """
 
     def __init__(self, pulls: Sequence[tuple[PiecePull, Future[PullResult]]]) -> None:
         self._pulls = list(pulls)
@@ -148,7 +155,7 @@ class TogetherPull:
         self._on_done: Callable[[], None] = lambda: None
 
     def start(self, on_done: Callable[[], None]) -> None:
-        """Call back once, when all pulls have ended. They are under way already."""
+        """Call `on_done` once, when all pulls have ended. The pulls are under way already."""
         self._on_done = on_done
         for _, pull in self._pulls:
             pull.add_done_callback(self._on_ended)
@@ -158,9 +165,9 @@ class TogetherPull:
             pull.cancel()
 
     def error(self) -> BaseException | None:
-        """The first failure that is not a cancellation, or else a cancellation; None if all came.
+        """The first failure, or None if all pieces arrived. Valid only after all pulls have ended.
 
-        Valid only after the end.
+        A cancellation is returned only if there is no other failure.
         """
         errors = [e for piece, pull in self._pulls if (e := self._error(piece, pull)) is not None]
         told = [e for e in errors if not isinstance(e, CancelledError)]
@@ -168,7 +175,10 @@ class TogetherPull:
 
     @property
     def arrived(self) -> list[PiecePull]:
-        """Pieces whose landing the caller owns; the agent frees the others' landings later."""
+        """Pieces whose landing the caller owns.
+
+        The agent frees the landings of other pieces later.
+        """
         return [p for p, pull in self._pulls if not pull.cancelled() and not pull.exception()]
 
     @staticmethod
@@ -184,7 +194,7 @@ class TogetherPull:
 
     def _on_ended(self, pull: Future[PullResult]) -> None:
         if pull.cancelled() or pull.exception() is not None:
-            self.cancel()  # the others are useless now
+            self.cancel()  # the other pulls are useless now
         with self._lock:
             self._num_open -= 1
             is_over = not self._num_open

@@ -1,6 +1,6 @@
-"""Notes for the scheduler when a rank computes its steps (S139).
+"""Records when a rank computes its steps, and reports the times to vLLM's scheduler (S139).
 
-On a GPU, the calls that are timed here only launch a step, so its times are those of the launch.
+On a GPU, the calls that are timed here only launch a step, so the recorded times are launch times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST_KEPT: Final = 64  # steps kept until the next `take`
 
 
 class StepClock:
-    """Called on vLLM's thread. A step is the forward of some tokens and then their draw."""
+    """Called on vLLM's thread. A step is a forward pass, followed by the draw of tokens."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -56,7 +56,7 @@ def time_steps(clock: StepClock) -> None:
     GPUModelRunner.step_clock = clock
     if hasattr(GPUModelRunner.execute_model, "is_timed"):
         return
-    # Any: vLLM's own types
+    # Any, because vLLM's functions are replaced
     forward: Any = GPUModelRunner.execute_model
     draw: Any = GPUModelRunner.sample_tokens
 

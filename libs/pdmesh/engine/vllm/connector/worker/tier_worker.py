@@ -1,8 +1,9 @@
-"""One rank's tiers: leases on fetched blocks, and copies between its pool and vLLM's blocks.
+"""One rank's tiers: a pool of KV blocks in host memory, and behind it peers' pools and files.
 
-Fetches run on a thread and loop of their own; only the step's thread touches vLLM's blocks. A lease
-stays open until a step has loaded its blocks, or no step will. So the pool never overwrites a block
-that a step is loading.
+Blocks that a request needs are first fetched into the pool, and then copied into vLLM's blocks by a
+step. A lease keeps fetched blocks in the pool until a step has loaded them, or until no step will.
+So the pool never overwrites a block that a step is loading. Fetches run on their own thread and
+event loop. Only vLLM's thread, which runs the steps, touches vLLM's blocks.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _CLOSE_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankBlocks:
-    """What a rank's blocks are: their model, their size, and which share of each the rank has."""
+    """A rank's blocks: the model, their size, and the share of each block that the rank has."""
 
     model_fingerprint: str
     size: int  # tokens
@@ -72,7 +73,10 @@ class TierWorker:
         die: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`die` ends the process if its tiers are not in the state that the host assumes."""
+        """`die` ends the process after an error of the tiers.
+
+        Otherwise the host would assume a wrong state of the tiers.
+        """
         self._config = TierConfig(**config)
         self._caches, self._blocks, self._send = caches, blocks, send
         self._die, self._clock = die, clock
@@ -86,7 +90,7 @@ class TierWorker:
         )
         self._lock = threading.Lock()  # guards the leases
         self._leases: dict[int, BlockLease] = {}  # by leg
-        # By leg; only the loop's thread uses these two.
+        # By leg. Only the loop's thread uses these two.
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._holders: dict[int, asyncio.Future[Sequence[PeerHolding]]] = {}
         self._step_began = 0.0
@@ -96,15 +100,18 @@ class TierWorker:
         self._thread.start()
 
     def source(self) -> PoolSource:
-        """What peers may fetch from this rank."""
+        """The blocks that peers may fetch from this rank."""
         return PoolSource(self.stack.pool, self.stack.counts)
 
     def ask_peers(self, agent: AgentThread) -> None:
-        """Fetch peers' blocks over this agent. Call it before the host's first message."""
+        """Fetch peers' blocks through this agent.
+
+        Call it before the host's first message arrives.
+        """
 
         async def fetch(
             *args: Any, **options: Any
-        ) -> Sequence[bytes]:  # Any: the arguments are passed on
+        ) -> Sequence[bytes]:  # Any, because the arguments are passed on
             return await asyncio.wrap_future(agent.fetch(*args, **options))
 
         self.stack.peers = AgentPeers(
@@ -118,11 +125,14 @@ class TierWorker:
     # -- a step, on vLLM's thread ------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The step begins: until `save`, the time counts as the model's."""
+        """The step begins. The time from here to `save` is taken as the model's computing time."""
         self._step_began = self._clock()
 
     def load(self, plan: StepCopies) -> None:
-        """Called before the forward, or after it if there are only leases to close."""
+        """Copy leased blocks into vLLM's blocks.
+
+        Called before the forward, or after it if there are only leases to close.
+        """
         for load in plan.loads:
             with self._lock:
                 lease = self._leases.pop(load.leg, None)
@@ -132,8 +142,8 @@ class TierWorker:
 
     def _load(self, load: PoolLoad, lease: BlockLease | None) -> None:
         if lease is None:
-            # This cannot happen as long as the host submits after `Fetched`, and forgets only
-            # leases that it did not submit.
+            # This cannot happen as long as the host submits a request only after `Fetched`, and
+            # sends `ForgetLease` only for requests that it did not submit.
             self._failed_blocks.update(*load.block_ids)
             return
         if load.block_ids:
@@ -145,9 +155,12 @@ class TierWorker:
         lease.close()
 
     def save(self, plan: StepCopies) -> None:
-        """After the forward, while the requests hold their blocks."""
+        """Copy computed blocks into the pool, after the forward.
+
+        The requests still hold their blocks.
+        """
         if plan.saves and plan.num_tokens >= self._blocks.size:
-            self._caches.wait_for_model()  # the first gather would wait for it, too
+            self._caches.wait_for_model()  # the first gather would wait, too
             duration_s = self._clock() - self._step_began
             self.stack.costs.computed(plan.num_tokens / self._blocks.size, duration_s)
         for save in plan.saves:
@@ -211,7 +224,7 @@ class TierWorker:
         self.stack.prefetch(message.names, message.owner, holder, message.chance, timeout_s)
 
     def _told(self, leg: int, holdings: Sequence[PeerHolding]) -> None:
-        """The host has said which peers hold the leg's blocks, or the fetch has ended."""
+        """The host has named the peers that hold the leg's blocks, or the fetch has ended."""
         holders = self._holders.get(leg)
         if holders is not None and not holders.done():
             holders.set_result(holdings)
@@ -275,9 +288,9 @@ class TierWorker:
 
 
 def news_of(report: TierReport, rank: int) -> list[TierNews]:
-    """The report in messages of bounded size.
+    """Splits the report into messages of bounded size.
 
-    The first rank reports for all ranks; only failures come from every rank.
+    The first rank reports for all ranks. Other ranks report only failures.
     """
     faults = [(f.tier.value, f.reason, f.message, f.source) for f in report.faults]
     if rank:

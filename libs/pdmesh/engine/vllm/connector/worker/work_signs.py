@@ -1,11 +1,11 @@
-"""What a worker reports while it computes, so that a long step does not look like a hung engine.
+"""Tells the host that a worker computes, so that a long step does not look like a hung engine.
 
-vLLM answers a ping only between two steps, so each layer of a step is a sign, too. On a CPU, where
-a step may take seconds, a layer is noted when it has been computed. On a GPU it has only been
-queued by then; but there, steps are short and are signs themselves. CPU time would show nothing:
-threads that wait for each other use it, too, and a GPU leaves the CPU idle.
+vLLM answers a ping only between two steps, so each layer of a step is reported as a sign of work.
+On a CPU, where a step may take seconds, a layer is noted when it has been computed. On a GPU, the
+layer has only been queued at that time, but steps are short there. CPU time would be no sign:
+threads that wait for each other use it too, and a busy GPU leaves the CPU idle.
 
-No step is computed while vLLM loads a LoRA adapter, so each layer of the adapter is a sign.
+vLLM computes no step while it loads a LoRA adapter, so each layer of the adapter is a sign.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class WorkSigns:
     def step(self, num_tokens: int) -> None:
         """A step begins.
 
-        A step that computes nothing is not a sign: vLLM runs such steps while all requests wait for
-        KV.
+        A step that computes nothing is not a sign, because vLLM runs empty steps while all requests
+        wait for KV.
         """
         if num_tokens:
             self._num_tokens += num_tokens
@@ -52,14 +52,15 @@ class WorkSigns:
 
 
 def sign_adapter_loads(sign: Callable[[], None]) -> None:
-    """Patch vLLM's loading of LoRA adapters. Call it only once per process.
+    """Patch vLLM's loading of LoRA adapters to call `sign`. Call it only once per process.
 
-    vLLM calls the first function for each layer that it reads, the second for each layer of a slot.
+    vLLM calls `from_config` for each layer that it reads, and `_get_lora_layer_weights` for each
+    layer that it puts into a slot.
     """
     from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.lora.model_manager import LoRAModelManager
 
-    # Any: vLLM's own types
+    # Any, because vLLM's functions are replaced
     read: Any = LoRALayerWeights.from_config.__func__
     find: Any = LoRAModelManager._get_lora_layer_weights
 

@@ -1,6 +1,7 @@
-"""The worker's half of the hand-over: carries out each step's plan with the rank's KV agent.
+"""The worker's half of the hand-over, which passes a prompt's KV from prefill to decode.
 
-The agent has its own thread.
+`HandoffWorker` carries out each step's plan with the rank's KV agent. The agent stages KV and pulls
+it over UCX, on its own thread.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ log = structlog.get_logger(__name__)
 
 
 class HandoffWorker:
-    """`outgoing` and `incoming` exist from `start` on, if the instance hands KV over at all."""
+    """`outgoing` and `incoming` are None until `start`, and remain None if no KV is handed over."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class HandoffWorker:
         self._fingerprint = ""
         self._layers: dict[str, int] = {}  # by vLLM's name, in order of computation
         self._agent: AgentThread | None = None
-        self._path: KvPath | None = None  # None: no KV leaves or arrives
+        self._path: KvPath | None = None  # None if no KV leaves or arrives
         self.outgoing: Outgoing | None = None
         self._lost: set[str] = set()  # requests that fail with the next results
         self._is_empty_step = False  # the step computes nothing
@@ -92,7 +93,7 @@ class HandoffWorker:
         self.signs = WorkSigns(place.rank, self._control.send)
 
     def start(self, kv_caches: Mapping[str, torch.Tensor], facts: KvFacts) -> None:
-        """Open the agent over the allocated cache and greet the host.
+        """Open the KV agent on the allocated cache, and send a RankHello to the host.
 
         `kv_caches` are in the order in which the model computes the layers. Raises CannotMoveKv.
         """
@@ -178,7 +179,10 @@ class HandoffWorker:
             raise CannotMoveKv(str(error)) from error
 
     def _decide_path(self) -> KvPath:
-        """Where the arenas are. Raises HasNoKvPath if the machine lacks what the settings ask."""
+        """Decide whether the arenas are in host memory or on the device.
+
+        Raises HasNoKvPath if the machine lacks the path that the settings ask for.
+        """
         config = self._config
         num_bytes = config["staging_bytes"] + config["landing_bytes"]
         try:
@@ -196,7 +200,10 @@ class HandoffWorker:
         return self._path is not None and self._path.memory is KvMemory.DEVICE
 
     def _group(self, layer_name: str) -> int:
-        """Raises CannotMoveKv for a layer without a group: it uses another layer's cache."""
+        """The layer's cache group.
+
+        Raises CannotMoveKv for a layer without a group, because it uses another layer's cache.
+        """
         if len(self._groups) == 1:
             return 0
         if layer_name not in self._group_of:
@@ -273,7 +280,7 @@ class HandoffWorker:
             incoming.entered(entered)
 
     def put_layer(self, plan: StepPlan, layer_name: str) -> None:
-        """Within the forward: put a layer of the prompts that are handed on per layer."""
+        """Within the forward: gather a layer of the prompts that are handed on per layer."""
         self.signs.layer()
         if plan.parts and self.outgoing is not None:
             self.outgoing.put_layer(plan.parts, self._layers[layer_name])
@@ -285,7 +292,7 @@ class HandoffWorker:
             self.outgoing.stage(plan.stores)
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """The keys of the loads that arrived, and of those that failed."""
+        """The keys of the loads that arrived, and the keys of the loads that failed."""
         lost, self._lost = self._lost, set()
         if self.incoming is None:
             return set(), lost
@@ -293,7 +300,7 @@ class HandoffWorker:
         return received, failed | lost
 
     def take_first_tokens(self) -> dict[int, int]:
-        """Token 1 by leg, of decodes that were started without it."""
+        """Token 1 by leg, for decodes that began before the token was known."""
         return self.incoming.take_first_tokens() if self.incoming is not None else {}
 
     def close(self) -> None:
@@ -333,7 +340,7 @@ class HandoffWorker:
 
 
 def _die(error: BaseException) -> None:
-    """End the process, because a part that the host relies on failed; the host sees it at once."""
+    """End the process, because a part failed on which the host relies. The host notices at once."""
     log.critical("vllm.worker.died", exc_info=error)
     os._exit(1)
 
@@ -341,6 +348,6 @@ def _die(error: BaseException) -> None:
 def _exit() -> None:
     """Exit at once, because the host is gone.
 
-    Nothing here is worth keeping, and vLLM may wait a long time for a dead parent.
+    This process has no state to save, and vLLM may wait a long time for a dead parent.
     """
     os._exit(1)

@@ -1,12 +1,12 @@
-"""Makes vLLM count an answer's tokens as output if another engine drew them, and not as prompt.
+"""Makes vLLM count tokens that another engine drew as output of the answer, not as prompt.
 
-In the mesh, an answer continues in another engine request, at decode and after a migration. vLLM's
-penalties, `min_tokens`, `bad_words` and seeded draws look at the tokens that an engine request has
-drawn. So the new one begins in the model runner as if it had been preempted: its prompt ends where
-the answer begins, and the tokens drawn so far are its output. The scheduler still counts these
-tokens as prompt.
+In the mesh, an answer continues in another engine request at decode, and again after a migration.
+vLLM's penalties, `min_tokens`, `bad_words` and seeded draws look at the tokens that an engine
+request has drawn. So a new request begins in the model runner as if it had been preempted. The
+request's prompt ends where the answer begins, and the tokens drawn so far are the request's output.
+The scheduler still counts these tokens as prompt.
 
-This patches vLLM's first model runner, the only model runner that computes on a CPU.
+This module patches vLLM's first model runner, the only one that computes on a CPU.
 """
 
 from __future__ import annotations
@@ -42,22 +42,26 @@ def count_drawn_as_output() -> None:
 
 
 def move_drawn_to_output(state: Any) -> None:
-    """`state`: vLLM's own state of a request that begins, with its whole prompt."""
+    """Move the tokens that were drawn elsewhere from a request's prompt to its output.
+
+    `state` is vLLM's own state of a request that begins. It has the whole prompt.
+    """
     num = num_drawn_before(state.sampling_params)
     if not num or state.prompt_token_ids is None:
         return
     state.output_token_ids[:0] = state.prompt_token_ids[-num:]
     state.prompt_token_ids = state.prompt_token_ids[:-num]
     state.num_prompt_tokens -= num
-    if state.sampling_params.min_tokens:  # which counts only what this engine request draws
+    if state.sampling_params.min_tokens:  # counts only tokens that this engine request draws
         state.sampling_params = state.sampling_params.clone()
         state.sampling_params.min_tokens += num
 
 
 def count_as_scheduler_does_not(requests: Any, cached: Any) -> None:
-    """Add tokens drawn elsewhere to the scheduler's counts of output, which leave them out.
+    """Add the tokens that were drawn elsewhere to the scheduler's counts of output tokens.
 
-    `cached`: these counts for running requests, which the runner compares with its own.
+    The scheduler leaves these tokens out, but the runner compares its own counts with the
+    scheduler's. `cached` has the scheduler's counts for running requests.
     """
     for index, request_id in enumerate(cached.req_ids):
         if num := num_drawn_before(requests[request_id].sampling_params):

@@ -1,10 +1,11 @@
-"""Keeps count of an answer's tokens while their ids are on their way (S141).
+"""Keeps the length of an answer right while vLLM does not know the ids of its tokens yet (S141).
 
 With asynchronous scheduling, vLLM's first model runner enters -1 for a token that it has drawn. It
-enters the id one step later, but only if a request of the batch needs ids, for penalties for
-example. When such a request joins, vLLM 0.32 replaces all the -1 at the end of another answer by
-one id, which makes that answer shorter. Then `min_tokens` and the position of a seeded draw would
-be wrong. So the -1 that stand for earlier tokens are kept: nothing reads their ids.
+enters the id one step later, but only if a request of the batch needs ids, for example for
+penalties. When such a request joins the batch, vLLM 0.32 replaces all the -1 at the end of another
+answer by one id. That answer becomes shorter, so `min_tokens` and the position of a seeded draw
+would be wrong. This patch puts the lost -1 back. That is enough, because nothing reads the ids of
+these tokens.
 """
 
 from __future__ import annotations

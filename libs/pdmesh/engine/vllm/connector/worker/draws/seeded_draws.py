@@ -1,13 +1,9 @@
 """Makes the noise of a seeded draw a function of the seed and the token's position in the answer.
 
 vLLM's first model runner makes a generator when an engine request begins, and advances it once per
-step. In the mesh, an answer continues in another engine request, at decode and after a migration.
-So before each draw, the generator is moved to the token's position in the answer.
-
-A prompt that is computed in chunks draws at each step, and all draws but the last are discarded.
-vLLM would rewind the generator after each of these. But a generator on a CPU has no offset, and the
-engine would crash. vLLM's second model runner needs none of this: its noise is a function of seed
-and position.
+step. In the mesh, an answer continues in another engine request at decode, and again after a
+migration. So before each draw, this module moves the generator to the token's position in the
+answer. vLLM's second model runner needs no patch, because its noise is already such a function.
 """
 
 from __future__ import annotations
@@ -25,8 +21,8 @@ class SeededDraws(torch.Generator):
     """The noise of one engine request. `position` is the number of draws since it was seeded.
 
     A step that checks proposed tokens does not use the noise of one draw per token. So after the
-    first such step (`has_checked`), the generator is not moved any more. It continues from where it
-    is, and no noise is used twice.
+    first step of this kind (`has_checked`), the generator is not moved any more. It continues from
+    its current state, and no noise is used twice.
     """
 
     def begin(self, seed: int) -> None:
@@ -34,9 +30,9 @@ class SeededDraws(torch.Generator):
         self.manual_seed(seed)
 
     def move_to(self, position: int, row: torch.Tensor, *, is_word: bool) -> None:
-        """Move to where token `position` of the answer is drawn.
+        """Move the generator to the state in which it draws token `position` of the answer.
 
-        A draw takes one word, or as many numbers as `row` holds.
+        Each draw takes one word if `is_word`, and otherwise as many numbers as `row` has.
         """
         if position != self.position:
             self.manual_seed(self.seed_asked)
@@ -57,7 +53,12 @@ class SeededDraws(torch.Generator):
         return 0 if self.device.type == "cpu" else int(super().get_offset())
 
     def set_offset(self, offset: int) -> None:
-        """vLLM rewinds a discarded draw with this; on a CPU, `move_to` does that instead."""
+        """vLLM calls this to rewind the generator after a draw that is discarded.
+
+        A prompt that is computed in chunks draws at each step, and only the last draw is kept. On a
+        CPU, a generator has no offset, and the engine would crash. `move_to` does the rewinding
+        there.
+        """
         if self.device.type != "cpu":
             super().set_offset(offset)
 
@@ -84,9 +85,10 @@ def draw_by_position() -> None:
 def put_generators(runner: Any, logits: torch.Tensor, num_proposed: Sequence[int] = ()) -> None:
     """Move each seeded request's generator to the position of the request's next token.
 
-    The position is the number of its output tokens. Because of `drawn_before`, this number includes
-    tokens that another engine drew. `runner` is vLLM's own, of no stable type. `num_proposed`: how
-    many proposed tokens this step checks, by row; empty if it checks none.
+    The position is the request's number of output tokens. `drawn_before` makes this number include
+    tokens that another engine drew. `runner` is vLLM's model runner, which has no stable type.
+    `num_proposed` has, by row, the number of proposed tokens that this step checks. It is empty if
+    the step checks none.
     """
     batch, sampler = runner.input_batch, runner.sampler.topk_topp_sampler
     is_fp64 = sampler.use_fp64_gumbel

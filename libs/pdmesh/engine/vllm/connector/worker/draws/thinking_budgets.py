@@ -1,11 +1,12 @@
-"""Keeps answers within their thinking budgets, whichever engines draw their tokens.
+"""Keeps an answer within its thinking budget, even if several engines draw its tokens.
 
-The rule is vLLM's own. vLLM applies it with marks from the engine's settings, and follows an answer
-from its first token on. In the mesh, the marks come with each request, because the gateway knows
-the model's reasoning parser. An answer that continues here is followed from its first token, too:
-the rule sees the tokens drawn elsewhere as if they were drawn here one by one.
+A thinking budget limits the tokens that a model draws between the marks of its reasoning. vLLM has
+a rule for this, takes the marks from the engine's settings, and follows an answer from its first
+token on. In the mesh, the marks come with each request, because the gateway knows the model's
+reasoning parser. When an answer continues on this engine, vLLM's rule also sees the tokens that
+other engines drew, as if this engine had drawn them one by one.
 
-This is for vLLM's first model runner.
+This module patches vLLM's first model runner.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def keep_thinking_budgets() -> None:
 
 
 class ThinkingBudgets:
-    """Takes the place of vLLM's holder of thinking budgets, and has one holder per set of marks.
+    """Replaces vLLM's holder of thinking budgets, and has one such holder for each set of marks.
 
     An engine has one model, so there is one holder unless a gateway changes its parser.
     """
@@ -82,7 +83,7 @@ class ThinkingBudgets:
 
 
 class ReplayingHolder(ThinkingBudgetStateHolder):
-    """vLLM's holder, for requests that begin with output."""
+    """vLLM's holder, extended for requests that begin with output drawn elsewhere."""
 
     def __init__(self, marks: ThinkingMarks, runner: Any) -> None:
         config = SimpleNamespace(
@@ -98,7 +99,7 @@ class ReplayingHolder(ThinkingBudgetStateHolder):
 
     @staticmethod
     def _find_last_sequence_index(target_list: list[int], token_ids: list[int]) -> int:
-        """As vLLM's, but as fast as a list's own search."""
+        """Like vLLM's method, but as fast as a list's own search."""
         if not token_ids:
             return -1
         backwards, last = target_list[::-1], token_ids[-1]
@@ -119,7 +120,7 @@ class ReplayingHolder(ThinkingBudgetStateHolder):
         super()._update_think_state(state)
 
     def _follow(self, state: dict[str, Any]) -> None:
-        """Bring the state of a new request to where it was before the last drawn token."""
+        """Replay the drawn tokens of a new request, up to the one before the last."""
         drawn, proposed = state["output_tok_ids"], state["spec_token_ids"]
         state["spec_token_ids"] = []
         for num in self._telling(state, drawn):
@@ -129,9 +130,10 @@ class ReplayingHolder(ThinkingBudgetStateHolder):
         state["force_index"] = []
 
     def _telling(self, state: dict[str, Any], drawn: Sequence[int]) -> Iterator[int]:
-        """Numbers of drawn tokens after which the rule must look at the answer.
+        """Yields the numbers of drawn tokens after which vLLM's rule must look at the answer.
 
-        It must look where it does more than count down, and one token before that.
+        The rule must look at each token for which it does more than count down, and one token
+        before.
         """
         begins, ends = self.think_start_token_ids, self.think_end_token_ids
         num = 0
@@ -162,7 +164,7 @@ def _index(drawn: Sequence[int], token_id: int, start: int) -> int | None:
 def _of_marks(
     update: BatchUpdate, budgets: Sequence[ThinkingBudget | None], marks: ThinkingMarks
 ) -> BatchUpdate:
-    """The update for one set of marks: added requests with other marks count as unlimited."""
+    """The update for one set of marks. Added requests with other marks count as unlimited."""
     added = [
         (
             index,

@@ -1,8 +1,8 @@
-"""Keeps the log probabilities of requests in one batch apart.
+"""Gives each request of a batch the log probabilities that it asked for.
 
-vLLM's first model runner gives a whole batch the likeliest tokens. If one request of the batch asks
-for tokens by their ids, the runner gives the batch only those. The other requests would then get
-log probabilities of no token. So their rows are filled with their likeliest tokens.
+vLLM's first model runner reports the likeliest tokens for all requests of a batch. But if one
+request asks for tokens by their ids, the runner reports only these tokens. The other requests of
+the batch would get no log probabilities. So this patch fills their rows with the likeliest tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def tell_each_its_own() -> None:
 
 
 def with_likeliest(found: Any, logprobs: torch.Tensor, ids_by_row: dict[int, list[int]]) -> Any:
-    """`found`: vLLM's own, the drawn token in its first column."""
+    """Fill the rows whose requests did not ask for tokens by id.
+
+    `found` is vLLM's own result. It has the drawn token in its first column.
+    """
     num_rows, vocab_size = logprobs.shape
     others = [row for row in range(num_rows) if row not in ids_by_row]
     if not others:
