@@ -305,7 +305,7 @@ class VllmEngine:
 
     def prefill(self, job: PrefillJob) -> None:
         failpoints.hit("prefill.accepted")
-        assert self._jobs is not None, "start() has returned"
+        assert self._jobs is not None, "start() has not returned"
         self._jobs.prefill(job)
         if job.awaits_embeddings and self._embeddings is not None:
             self._embeddings.awaited.expect(job.leg)
@@ -350,7 +350,7 @@ class VllmEngine:
 
     def decode(self, job: DecodeJob) -> None:
         failpoints.hit("decode.accepted")
-        assert self._jobs is not None, "start() has returned"
+        assert self._jobs is not None, "start() has not returned"
         if refusal := self._jobs.decode(job):
             self._apply(refusal)
             return
@@ -408,7 +408,7 @@ class VllmEngine:
             self._apply(self._jobs.release(ticket_id))
 
     async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None:
-        assert self._checks is not None, "start() has returned"
+        assert self._checks is not None, "start() has not returned"
         await self._checks.verify(peer, timeout_s)
 
     def forget_peer(self, peer: KvPeer) -> None:

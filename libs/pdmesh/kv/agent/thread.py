@@ -259,7 +259,7 @@ class AgentThread:
         return self._agent
 
     def _made(self) -> KvAgent:
-        assert self._agent is not None, "start() has returned"
+        assert self._agent is not None, "start() has not returned"
         return self._agent
 
     def _post(self, what: Callable[[], None]) -> Future[None]:

@@ -188,7 +188,7 @@ class VllmPoolingEngine(NoKv):
         """The values of one input, and how many of its tokens were cached."""
         from vllm.inputs import tokens_input
 
-        assert self._llm is not None, "start() has returned"
+        assert self._llm is not None, "start() has not returned"
         prompt = tokens_input(list(job.inputs[place]), cache_salt=job.cache_salt or None)
         name = f"{self._config.instance_id}-{job.leg}-{place}"
         params = pooling_params(job, place, takes_types=self._takes_types)
