@@ -1,7 +1,8 @@
 """The input of the group controller: wanted groups, seen instances and given assignments.
 
-The desired state says which groups the mesh should have. Instances report themselves in records,
-and the controller has written their assignments. `Observed` has all of these for one round.
+The desired state says which groups of instances the mesh should have. Instances report their state
+in records, and the controller gives them assignments. `Observed` has all of these for one round. A
+blank instance has no role yet.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class WantedGroups:
     """All groups, and limits for the controller's own changes (S28, S31).
 
     `floors` has the number of instances that the controller must leave in service, by scenario and
-    role. `num_lent` has the number of blank instances that are kept for borrowers of groups, by
-    region. An empty key stands for any region.
+    role. `num_lent` has the number of blank instances that are kept for the pools that have
+    borrowed groups, by region. An empty key stands for any region.
     """
 
     groups: Mapping[str, WantedGroup] = field(default_factory=dict)

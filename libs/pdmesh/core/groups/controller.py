@@ -243,7 +243,7 @@ class GroupController:
         return RoleSpec(seen.role, seen.group_id, seen.scenario, seen.revision, domain=seen.domain)
 
     def _in_order(self, round_: Round) -> list[str]:
-        """Groups that serve come first. They lack instances because of a fault."""
+        """Sort the groups. Serving ones come first, because they lack instances after a fault."""
 
         def rank(group_id: str) -> tuple[bool, str]:
             return (not any(m.is_ready for m in round_.members(group_id)), group_id)
@@ -319,7 +319,10 @@ class GroupController:
                 erase(round_, record, member)
 
     def _finish_leaving(self, round_: Round, group_id: str, now: float) -> None:
-        """Make leaving instances blank: when drained and forgotten by peers, or too late (S26)."""
+        """Make instances blank that are drained and that no peer is connected to any more (S26).
+
+        An instance that takes too long to drain becomes blank as well.
+        """
         record, members = self._record(group_id), round_.members(group_id)
         for member in members:
             if member.stage is not Stage.DRAIN:

@@ -367,9 +367,9 @@ def diff(before: Desired, after: Desired) -> list[Change]:
 def _same_schedules(
     before: Sequence[ScheduleLine], after: Sequence[ScheduleLine]
 ) -> tuple[set[str], set[str]]:
-    """The paths of the schedules that are in both lists, first in `before` and then in `after`.
+    """Find the schedules that are in both lists, in any order.
 
-    Schedules are compared by content, and their order does not matter.
+    Returns their paths in `before` and their paths in `after`.
     """
     places: dict[ScheduleLine, list[int]] = {}
     for i, line in enumerate(before):

@@ -1,9 +1,9 @@
 """Decides which instances of a group leave, and when (S26, S28, S31).
 
 A group is a set of instances that may hand KV to each other. Serving instances with an old revision
-or in a wrong place normally leave when their successors are ready. Successors are made of blank
-instances, which have no role yet. If there are too few of them, some instances leave first and
-become blank:
+or in a wrong place normally leave when their successors are ready. Blank instances, which have no
+role yet, become the successors. If there are too few blank instances, some serving instances leave
+first and become blank:
 
 - Surplus instances leave one at a time. The next one leaves when the one before serves in its new
   place.
@@ -25,7 +25,7 @@ from pdmesh.core.groups.region import is_in_place, is_misplaced
 from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
 
-MAX_VACANCIES: Final = 64  # per role of a group; older vacancies get no announced substitute
+MAX_VACANCIES: Final = 64  # per role of a group; older vacancies are forgotten
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ def erase_unready(round_: Round, record: GroupRecord, members: list[GroupMember]
 def drain(
     round_: Round, record: GroupRecord, members: list[GroupMember], *, may_empty_group: bool
 ) -> str:
-    """Drain the members that may leave. Returns a reason why another must stay, or an empty text.
+    """Drain the members that may leave. Returns the reason why another one must stay, or "".
 
     Members that are not ready become blank without draining.
     """
@@ -129,9 +129,10 @@ def _is_unfit(member: GroupMember, group: WantedGroup) -> bool:
 
 
 def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_short: int) -> str:
-    """Drain as many unfit instances as blank instances are needed. Returns why it cannot, or "".
+    """Drain as many unfit instances as blank instances are missing.
 
-    If too few may leave, none is drained, because the successors need all of the room.
+    If too few may leave, none is drained, because the successors need all of the room. Returns the
+    reason in this case, or an empty text.
     """
     seen = round_.observed.seen
     leaving = (

@@ -28,9 +28,10 @@ def placed(round_: Round, group: WantedGroup) -> WantedGroup:
 
 
 def is_misplaced(member: GroupMember, group: WantedGroup) -> bool:
-    """Whether a member is outside its group's region or racks, or its KV may not stay as it is.
+    """Whether a member must leave because of its place.
 
-    The latter is so if the KV is bound to a region and the group spans regions, or vice versa.
+    The member is outside its group's region or racks. Or its KV is bound to one region although the
+    group spans regions, or the other way round.
     """
     seen, spans = member.seen, member.assignment.role_spec.spans_regions
     kept_in = seen.kv_region if seen.phase is not Phase.BLANK else _kept_in(seen, spans)
@@ -38,7 +39,7 @@ def is_misplaced(member: GroupMember, group: WantedGroup) -> bool:
 
 
 def is_in_place(member: GroupMember, group: WantedGroup) -> bool:
-    """Whether a member is in its group's region and racks. If so, its leaving makes room there."""
+    """Whether a member is in its group's region and racks, and would make room by leaving."""
     is_in_region = group.region in (None, member.seen.region)
     return is_in_region and (not group.racks or member.seen.rack in group.racks)
 

@@ -1,9 +1,10 @@
 """Decides which revision each group runs during an upgrade (S24).
 
-A service is a model with its settings, and a revision is a name for it. When an operator changes
-the service of a scenario, the scenario's groups get the new one after another. The registry keeps
-one `Upgrade` per scenario beside the desired state. It has the proved service, the new service,
-and the groups that run the new one already. The next leader therefore continues the upgrade.
+A service is a model with its settings, and a revision is a name for one version of a service. When
+an operator changes the service of a scenario, one group of the scenario after another gets the new
+service. The registry keeps one `Upgrade` per scenario beside the desired state. An `Upgrade` has
+the old service, the new service, and the groups that already run the new one. A new leading master
+therefore continues the upgrade.
 """
 
 from __future__ import annotations

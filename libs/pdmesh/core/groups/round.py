@@ -106,13 +106,13 @@ class Round:
 
     observed: Observed
     plan: dict[str, Assignment] = field(default_factory=dict)
-    # Instances that are no use after leaving: they end, hang, or are cordoned or ejected.
+    # Instances that get no new role after leaving, since they end, hang, are cordoned or ejected.
     unusable: frozenset[str] = frozenset()
     # The ranks of each data-parallel domain, in order. A domain is one member (`domains.folding`).
     domains: dict[str, tuple[InstanceStatus, ...]] = field(default_factory=dict)
     _blanks: _Blanks | None = None
-    _ids: dict[str, list[str]] = field(default_factory=dict)  # of instances, by group
-    _num_indexed: int = 0  # `_ids` has the first so many instances of the plan
+    _ids: dict[str, list[str]] = field(default_factory=dict)  # instance ids by group
+    _num_indexed: int = 0  # how many of the plan's instances, from its beginning, are in `_ids`
 
     def __post_init__(self) -> None:
         self.domains |= self.observed.domains
@@ -122,7 +122,7 @@ class Round:
                 self.plan[instance_id] = assignment
 
     def members(self, group_id: str) -> list[GroupMember]:
-        """The members of a group, by instance id."""
+        """The members of a group, sorted by instance id."""
         self._index()
         seen, plan = self.observed.seen, self.plan
         return [GroupMember(seen[i], plan[i]) for i in self._ids.get(group_id, ())]
@@ -228,8 +228,9 @@ class Round:
     # --- the capacity of scenarios ---------------------------------------------------------------
 
     def capacity(self, scenario: str, without: str = "") -> Counter[Role]:
-        """The number of members that take requests of the scenario, by role, without `without`.
+        """The number of members that take requests of the scenario, by role.
 
+        The instance `without` is left out.
         Prefills and decodes count only where they can exchange KV. A fusion instance counts for
         both. A canary never counts, because a rollback may remove it at any moment.
         """

@@ -1,6 +1,6 @@
 """Decides which steps of groups and instances are announced to operators, each once and in order.
 
-A step is, for example, that an instance is loaded, ready, draining or lost, or a group complete.
+For example, an instance is loaded, ready, draining or lost, or a group is complete.
 """
 
 from __future__ import annotations

@@ -85,14 +85,17 @@ class StageClock:
         return ""
 
     def is_erase_overdue(self, member: GroupMember, now: float) -> bool:
-        """Whether a member is not blank in time. It hangs, or does not follow this leader."""
+        """Whether a member has not become blank in time.
+
+        It hangs, or it does not follow this leader.
+        """
         return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 
     def _why_unconnected(self, round_: Round, member: GroupMember, now: float) -> str:
         """Why the member must be replaced for lack of a connection, or empty if it need not.
 
-        If it is replaced, the clocks of all connecting members start again, so that these have time
-        to connect to the substitute.
+        If the member must be replaced, the clocks of all connecting members start again. So they
+        have time to connect to the substitute.
         """
         pairs = unverified_pairs(round_.members(member.assignment.role_spec.group_id))
         own = next((pair for pair in pairs if member in pair), None)

@@ -75,8 +75,8 @@ class ShortestQueue:
 def cache_aware(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
     """The rule of SGLang's gateway.
 
-    It chooses the shortest queue if the loads differ a lot. Otherwise it chooses the longest match,
-    if that covers most of the prompt. If not, it chooses the emptiest cache.
+    If the loads differ a lot, the gateway chooses the shortest queue. Otherwise it chooses the
+    longest cached prefix, if that covers most of the prompt. If not, it chooses the emptiest cache.
     """
     used = [i.used_slots() for i in instances]
     lowest, highest = min(used), max(used)

@@ -94,9 +94,9 @@ def _shares(
     recent: Sequence[tuple[float, float]],
     typical: TypicalWork | None,
 ) -> tuple[float, float]:
-    """The share of its time that the mean instance is used, and its decayed work in seconds.
+    """The share of its time that the mean instance is used, and its recent work in seconds.
 
-    `BALANCE_S` is the decay time of the work.
+    The recent work decays with the time `BALANCE_S`, and the backlog is added.
     """
     if typical is not None:
         used_s, even = typical.used_s + typical.backlog_s, typical.balance_s + typical.backlog_s

@@ -1,8 +1,8 @@
 """The master's knowledge of all instances, from which it plans where requests go.
 
-It has each instance's record in the registry, its health, and its load reports. A load report is
-already old when it arrives. So the requests that the master has planned for the instance are added
-to the reported load, until a report names them (see `reservations.py`).
+For each instance, the master knows the record in the registry, the health, and the load reports. A
+load report is already old when it arrives. So the requests that the master has planned for an
+instance are added to its reported load, until a report names them (see `reservations.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OutOfServiceSeen:
 
 @dataclass(frozen=True, slots=True)
 class HealthMonitorLost:
-    """There is no health-monitor, so its last verdicts no longer count."""
+    """No health-monitor is running, so the verdicts of the last one no longer count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource
 from pdmesh.core.model import Role
 from pdmesh.core.placement.predictor import PromptTokens
 
-# The decay times of two sums of compute seconds: after this time, a second counts 1/e.
-USED_S: Final = 60.0  # of the sum that measures how much of its time an instance is used
-BALANCE_S: Final = 300.0  # of the sum that compares the work of instances
+# Two decaying sums of an instance's compute time. After this time, a second of compute counts 1/e.
+USED_S: Final = 60.0  # for the sum that measures how much of its time the instance is used
+BALANCE_S: Final = 300.0  # for the sum by which the work of instances is compared
 _USED_POWER: Final = round(BALANCE_S / USED_S)
 _SPEED_WEIGHT: Final = 0.05
 _SPEED_DRIFT: Final = 0.002  # slowness drifts back to 1, because the kind's fit also adapts

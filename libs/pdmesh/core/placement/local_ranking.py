@@ -26,7 +26,7 @@ from pdmesh.core.placement.shortlist import sampled
 
 MOST_RANKED: Final = 64  # instances of a role; of more, a sample of this size is ranked
 _LEAST_ABLE: Final = 8  # a sample must have so many usable instances of a role; a request tries 8
-_LOADED: Final = MOST_RANKED // 4  # the most that are added for having loaded the query's adapter
+_LOADED: Final = MOST_RANKED // 4  # at most so many with the query's adapter are added to a sample
 _PREFILL_ROLES: Final = (Role.PREFILL, Role.FUSION)
 
 

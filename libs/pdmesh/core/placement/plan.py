@@ -129,9 +129,9 @@ class _Cell:
     def colocated(self, query: Query, exchange: KvExchange) -> _Cell:
         """This cell's instances of both roles, as instances that each do both phases.
 
-        The result serves requests without moving KV, if the cell has lost a role or no pair may
-        exchange KV for now. A prefill is left out if every decode ejects it, because its KV was
-        corrupt.
+        The result serves requests without moving KV. It is for a cell that has lost a role, or in
+        which no pair may exchange KV for now. A prefill is left out if every decode ejects it,
+        because its KV was corrupt.
         """
         cell = _Cell(self.key)
         sound = [
@@ -144,7 +144,10 @@ class _Cell:
         return cell
 
     def has_good_pair(self, exchange: KvExchange) -> bool:
-        """Whether there is a decode that neither ejects nor avoids some prefill of the cell."""
+        """Whether any decode of the cell has a prefill that it neither ejects nor avoids.
+
+        Decodes eject prefills whose KV was corrupt, and avoid prefills whose KV came late.
+        """
         if self.key[2] or not exchange:
             return True
         return any(
@@ -519,7 +522,8 @@ def _has_model(instance: Instance, model: str) -> bool:
 def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> bool:
     """Whether the instance could hold the query if it had no other requests.
 
-    A prefill must hold only the prompt, which only the model's length limits.
+    With `is_local`, a prefill must hold the prompt and the answer. Otherwise it holds only the
+    prompt, whose length only the model limits.
     """
     identity = instance.identity
     if query.adapter and not identity.takes_adapters:

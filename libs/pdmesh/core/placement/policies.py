@@ -88,7 +88,7 @@ class Known:
     now: float
     affine: Sequence[str] = ()
     peers: PeerRuns = NO_PEERS
-    num_cached: Callable[[str], int] = lambda instance_id: 0  # of all blocks an instance holds
+    num_cached: Callable[[str], int] = lambda instance_id: 0  # how many blocks an instance holds
     typical: TypicalWork | None = None
 
 

@@ -69,7 +69,7 @@ class PrefillFit:
     def doubt(self) -> float:
         """How much longer than predicted a prompt may take, as a share of the prediction.
 
-        The first predictions are guesses, so the share is at least 1 until a few observations.
+        The first predictions are guesses, so the share is at least 1 before enough observations.
         """
         return self.error if self.num_observed >= _FEW_OBSERVED else max(1.0, self.error)
 

@@ -31,7 +31,7 @@ def nearest(cells: Sequence[C], region: str) -> list[C]:
     """The cells of the gateway's `region`, or the cells with room if those are full.
 
     A cell is a set of instances that can serve a request together. A cell without a region counts
-    as near. If no cell is near or all are, all of them are returned.
+    as one of the gateway's region. If no cell is in that region, all cells are returned.
     """
     if not region or len(cells) < 2:
         return list(cells)

@@ -20,13 +20,14 @@ from pdmesh.core.ratio.throughput import Profile, Split
 class PlannerLimits:
     """Limits as busy shares, 0..1.
 
-    Instances that stay behind when one leaves may be at most `max_busy`. A role that is less busy
-    than `min_need` is not short.
+    When an instance leaves a role, the load of the remaining ones may be at most `max_busy`. A role
+    that is less busy than `min_need` is not short.
     """
 
     max_busy: float = MAX_BUSY
     min_need: float = 0.6
-    # After the move, the giving role must be less busy than the taking role now, by this much.
+    # The load of the giving role after the move must be below the load of the taking role before
+    # the move, by at least this much.
     min_gain: float = 0.10
 
 

@@ -38,7 +38,7 @@ class Phi:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """n_p and n_d."""
+    """A split of instances into n_p prefills and n_d decodes."""
 
     num_prefill: int
     num_decode: int

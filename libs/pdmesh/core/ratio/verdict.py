@@ -1,6 +1,6 @@
 """Decides whether a change of the ratio of prefills to decodes stays or is undone (S28).
 
-A move gives one role of a scenario's groups another instance. The measurements after the move are
+A move gives one role of a group one more instance. The measurements after the move are
 compared with the measurements that led to it. The move is undone only if it did visible harm: less
 success, slower answers, or fewer answers per second while requests wait. After a move that was
 undone, the same role gets no more instances for a while. After a good move, the other role gets no
@@ -105,7 +105,10 @@ class Cooldown:
         return now < self._until and role is self._role
 
     def failed(self, role: Role, now: float) -> None:
-        """Let moves for `role` wait after a harmful or failed one. The next wait is doubled."""
+        """Let further moves for `role` wait, after a move was harmful or failed.
+
+        The next wait is twice as long.
+        """
         self._until, self._role = now + self._next_s, role
         self._next_s = min(2 * self._next_s, self.max_s)
 

@@ -1,11 +1,11 @@
 """Decides which decode pulls a request's KV while the prefill still computes it (S48, per layer).
 
-A ticket is the right to pull the KV of one prompt. In per-layer mode, a decode is offered the
-ticket when the prefill accepts the request, so that it pulls each layer when the layer is computed.
-It takes over the request at token 1. If the decode rejects the offer, the next one is asked. If it
-fails before token 1, the request continues without an early decode, and a decode is chosen at token
-1, as in whole mode. If it is lost after it has all KV, its ticket is used up, so the prefill must
-be repeated.
+A ticket is the right to pull the KV of one prompt. In per-layer mode, the gateway offers the ticket
+to a decode as soon as the prefill accepts the request. The decode then pulls each layer when the
+layer is computed, and takes over the request at token 1. If a decode rejects the offer, the next
+one is asked. If the decode fails before token 1, the request continues without an early decode, and
+a decode is chosen at token 1, as in whole mode. If the decode is lost after it has all KV, the
+ticket is used up, so the prefill must be repeated.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A leg is a request's stay on one instance. As long as the engine computes other legs, a leg without
 progress may be waiting for its turn, however slow the engine is (S33). But an engine may also have
-forgotten the leg. So after the engine has computed `max_overtaking` times its open work, its work
-no longer counts as progress for the leg.
+forgotten the leg. So once the engine has computed `max_overtaking` times the work that it had open,
+its further work no longer counts as progress for the leg.
 """
 
 from __future__ import annotations
@@ -58,6 +58,6 @@ class LegSilence:
     def engine_unknown(self, now: float) -> None:
         """Count this call as work of the engine, whose older release does not report work.
 
-        Such a leg is limited only by the request's deadline.
+        Such a prefill is limited only by the request's deadline.
         """
         self._worked_at = now

@@ -4,8 +4,8 @@ Some engines compute the prompts of a batch in lockstep, so that each takes as l
 one. These engines pad prompts, or they are ranks of a domain that exchange data in every layer.
 
 A batch is chosen from the first w = max(DP size, |R|) prompts, where R are the waiting prompts. If
-they fit into one batch, all are taken. Otherwise the batch with the least waste is taken. A prompt
-may be passed over by at most `max_passed` batches with prompts from behind it. After that it is
+these prompts fit into one batch, all are taken. Otherwise the batch with the least waste is taken.
+A prompt is passed over by at most `max_passed` batches with prompts from behind it, and is then
 taken first. So it begins at most `max_passed` batches later than in the order of the queue.
 """
 

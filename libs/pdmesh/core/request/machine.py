@@ -1,9 +1,10 @@
 """The state machine of one request in a gateway: plans, rejections, migrations and deadlines.
 
-A request is one choice of a client's call. It gets a plan of candidate instances, and asks one
-after another until a prefill accepts it, and later a decode. A leg is its stay on one instance. A
-rejection is a normal answer and never counts as a failure (S40-S44). A request that lost a leg is
-planned again, with the tokens emitted so far appended to its prompt.
+A request is one choice of a client's call. A plan names candidate instances for it. The gateway
+offers the request to one prefill after another until one accepts, and after token 1 to the decodes
+in the same way. A leg is the request's stay on one instance. A rejection is a normal answer and
+never counts as a failure (S40-S44). A request that lost a leg is planned again, with the tokens
+emitted so far appended to its prompt.
 
 Every leg has a key that is never used again. So a late message of an abandoned leg is recognised
 and dropped. This fence keeps two decodes from answering one request. `transitions.py` has the table
@@ -93,7 +94,7 @@ _ENGINE_DIED: Final = "ENGINE_DIED"
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One request. Only `handle` changes its state, and `push_token`, the short cut for one token.
+    """One request. Only `handle` and `push_token`, its fast path for one token, change the state.
 
     Times are in seconds on the caller's clock. inf means that a time is not set.
     """
@@ -596,8 +597,8 @@ class Request:
     def _on_beside(self, event: LegEvent, now: float) -> list[Effect]:
         """Handle an event of a leg that is not active.
 
-        It may be the early decode or the prefill that holds the ticket. Events of other legs are
-        dropped, because those were given up. This is the fence.
+        The leg may be the early decode, or the prefill that holds the ticket. Events of any other
+        leg are dropped, because the request has given it up. This is the fence.
         """
         if event.key not in self._keys:
             raise IllegalEvent(f"{type(event).__name__} of leg {event.key}, which it never had")
@@ -624,8 +625,8 @@ class Request:
     def _lose(self, error: MeshError, excluded: Sequence[str], now: float) -> list[Effect]:
         """Start another attempt with the emitted tokens, or end the request.
 
-        It ends if the answer is complete, or if a limit on deaths, migrations or retries is
-        reached. The next attempt avoids the instances in `excluded`.
+        The request ends if the answer is complete, or if a limit on deaths, migrations or retries
+        is reached. The next attempt avoids the instances in `excluded`.
         """
         if self._held.has_lost_holder:
             excluded = (*excluded, *self._held.holder_ids)

@@ -44,9 +44,10 @@ class PlanExclusions:
     def narrow(self) -> bool:
         """Keep only the lasting exclusions. Returns whether anything changed.
 
-        The caller uses it when no instances are left to ask. Prefills whose KV no decode could get
-        stay excluded, and so do instances that are too small. The next plan may then name a decode
-        that computes the prompt itself. It has an effect at most once before the request waits.
+        The caller uses this method when no instances are left to ask. Prefills whose KV a decode
+        could not get stay excluded, and so do instances that are too small. The next plan may then
+        name a decode that computes the prompt itself. Before the request waits again, only the
+        first call has an effect.
         """
         lasting = self._out_of_reach | self._too_small
         if self._has_narrowed or not lasting or self._ids.keys() == lasting.keys():

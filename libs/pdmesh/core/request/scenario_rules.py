@@ -5,9 +5,9 @@ applies. Otherwise the first rule that fits decides. If no rule fits, the scenar
 rule may depend on the operation, on the prompt's length, and on how many of the prompt's tokens the
 scenario's best instance would have to compute.
 
-Rules have no lower bound on the tokens to compute. Otherwise a growing chat would leave the
-scenario that caches it as soon as few tokens of a turn are new. An operator can use a later rule
-without an upper bound instead.
+Rules have no lower bound on the tokens to compute. With such a bound, a growing chat would leave
+the scenario that caches it, as soon as few tokens of a turn are new. An operator can get the effect
+of a lower bound by a later rule without an upper bound.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Decides how long a request may wait for its first token, by scenario and prompt length (S9).
 
-A scenario is a kind of requests. It may also have a default text, which is the answer to a request
-that no instance served in time (S44). `is_ttft_met` decides whether an ended call met its limit.
+A scenario is a kind of requests. A scenario may also have a default text, which is the answer to a
+request that no instance served in time (S44). `is_ttft_met` decides whether an ended call met its
+limit.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class WaitingRoom(Generic[W]):
     def leave(self, number: int) -> W | None:
         """Remove a waiter and return it, or return None if it has left before.
 
-        Its entries in the heaps are dropped later, or at once if the room is empty.
+        The waiter's entries in the heaps are dropped later, or at once if the room is empty.
         """
         entry = self._forget(number)
         if entry is None:

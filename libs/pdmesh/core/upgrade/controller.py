@@ -41,7 +41,7 @@ from pdmesh.core.upgrade.trial import Trials
 class UpgradeController:
     """Changes its state only in `handle`.
 
-    The caller writes the records that `handle` returns, and passes them in at the next round.
+    The caller must write the records that `handle` returns, and pass all records to the next round.
     """
 
     kv_transport: str

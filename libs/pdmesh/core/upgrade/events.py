@@ -55,8 +55,8 @@ class GroupsObserved:
     """The input of a round: the desired state and the groups as they are.
 
     `targets` has the service that each scenario should run. `planning` has the scenarios whose
-    groups a plan of moves is changing. `gathering` has those of them whose plan only waits for
-    instances.
+    groups a plan of moves is changing. `gathering` is the subset of `planning` whose plan only
+    waits for instances.
     """
 
     version: int

@@ -1,6 +1,6 @@
 """Builds the input of the upgrade controller, `GroupsObserved`.
 
-It comes from the desired state, the last round of the group controller, and `Surroundings`.
+The input comes from the desired state, the last round of the group controller, and `Surroundings`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Surroundings:
     """Facts from other parts of the master, which the group controller does not have.
 
     `faulty` has the suspected and faulty instances by group and revision, each with a reason.
-    `planning` has the scenarios whose groups a plan of moves is changing. `gathering` has those of
-    them whose plan only waits for instances.
+    `planning` has the scenarios whose groups a plan of moves is changing. `gathering` is the subset
+    of `planning` whose plan only waits for instances.
     """
 
     busy: Busy

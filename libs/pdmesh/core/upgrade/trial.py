@@ -25,14 +25,14 @@ _BEFORE_S: Final = 300.0  # the group's own answers from this time before the ch
 
 @dataclass(slots=True)
 class Trial:
-    """The trial of one group. It is not whole while it is incomplete or does not serve."""
+    """The trial of one group. The group is whole when it is complete and serves."""
 
     group_revision: GroupRevision
     since: float  # when the group got the revision
     unwhole_since: float | None
     whole_since: float | None = None
-    lacking_since: float | None = None  # incomplete only for lack of blank instances
-    incidents: dict[str, str] = field(default_factory=dict)  # lost or faulty instances: reason
+    lacking_since: float | None = None  # when it began to lack blank instances and nothing else
+    incidents: dict[str, str] = field(default_factory=dict)  # reason by lost or faulty instance
 
     def note(self, seen: GroupSeen, now: float) -> None:
         if seen.is_whole:
