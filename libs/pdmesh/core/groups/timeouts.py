@@ -23,8 +23,8 @@ class StageLimits:
     serve_s: float = 15.0
     drain_s: float = 120.0
     disconnect_s: float = 5.0  # after `drain_s`, for the peers to disconnect
-    erase_s: float = 30.0  # until an instance that should be blank has begun a new incarnation
-    gather_s: float = 60.0  # for a group that lost instances in its set-up, to find others
+    erase_s: float = 30.0  # until an instance that should be blank begins a new incarnation
+    gather_s: float = 60.0  # until a group that lost instances in its set-up has found others
     max_tries: int = 3
     cool_s: float = 60.0  # the pause after `max_tries` failures
     avoid_s: float = 300.0  # after a failure, for this time the instance is the last choice

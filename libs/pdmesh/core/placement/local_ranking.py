@@ -24,9 +24,9 @@ from pdmesh.core.model import Role
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.placement.shortlist import sampled
 
-MOST_RANKED: Final = 64  # instances of a role; of more, a sample of this size is ranked
-_LEAST_ABLE: Final = 8  # a sample must have so many usable instances of a role; a request tries 8
-_LOADED: Final = MOST_RANKED // 4  # at most so many with the query's adapter are added to a sample
+MOST_RANKED: Final = 64  # of a role; if there are more, a sample of this size is ranked
+_LEAST_ABLE: Final = 8  # usable instances of a role that a sample must have; a request tries 8
+_LOADED: Final = MOST_RANKED // 4  # the most instances with the query's adapter added to a sample
 _PREFILL_ROLES: Final = (Role.PREFILL, Role.FUSION)
 
 

@@ -24,7 +24,7 @@ from pdmesh.core.placement.shortlist import TypicalWork
 _TIE: Final = 0.03
 _EPSILON: Final = 1e-9
 _TO_LOAD: Final = 8.0  # a decode that must load the adapter first has its score divided by this
-MOST_SCORED: Final = 96  # prefills, and as many decodes; of more, only a shortlist is scored
+MOST_SCORED: Final = 96  # per role; if there are more instances, only a shortlist is scored
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ _LEAD_WEIGHT: Final = 0.05
 _BESIDE_SCALE: Final = 1e-2  # hundreds of sequences
 MAX_KINDS: Final = 256
 _FEW_OBSERVED: Final = 4
-_MANY_OBSERVED: Final = 20  # after so many observations, unusual ones have less weight
+_MANY_OBSERVED: Final = 20  # after this many observations, unusual ones have less weight
 _USUAL_ERRORS: Final = 3.0
 _LEAST_UNUSUAL: Final = 0.5
 

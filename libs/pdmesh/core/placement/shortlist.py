@@ -23,7 +23,7 @@ T = TypeVar("T")
 _HOLDERS: Final = 0.25  # the share of places for instances that hold most of the prompt
 _TRIES: Final = 1024  # the most holders to check; many may be decodes, or in other groups
 _WIDER: Final = 4  # the factor by which the sample grows if no listed instance has a free slot
-_HEARD: Final = 24  # `TypicalWork.hear` uses at least so many of a decision's random instances
+_HEARD: Final = 24  # `TypicalWork.hear` uses at least this many of a decision's random instances
 _HEARD_WEIGHT: Final = 0.05
 
 

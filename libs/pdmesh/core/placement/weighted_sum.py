@@ -12,7 +12,8 @@ from typing import Final
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.policies import Known, Query
 
-# Subtracted for a full instance, which will reject the request, so that it is ranked last.
+# Subtracted from the score of a full instance, because it will reject the request. It then ranks
+# behind nearly every instance with a free slot.
 _FULL: Final = 4.0
 
 

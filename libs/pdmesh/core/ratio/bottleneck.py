@@ -61,8 +61,8 @@ class Window:
 @dataclass(frozen=True, slots=True)
 class DetectorLimits:
     min_requests: int = 20  # windows with fewer requests are ignored
-    num_windows: int = 3  # so many successive windows must agree
-    num_reference: int = 6  # the reference is the mean of so many windows
+    num_windows: int = 3  # this many successive windows must agree
+    num_reference: int = 6  # the reference is the mean of this many windows
     e2e_rise: float = 0.15  # relative
     share_change: float = 0.08  # relative
     saturated: float = 0.85  # the least busy share of a role that is short

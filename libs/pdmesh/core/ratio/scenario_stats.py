@@ -22,7 +22,7 @@ from pdmesh.core.ratio.throughput import Phi
 MAX_SCENARIOS: Final = 256
 _WEIGHT: Final = 0.05  # the weight of the newest request, after the first twenty
 _WINDOW_S: Final = 30.0
-_MAX_ENDS: Final = 100_000  # per scenario and window; of more requests, the rate is too low
+_MAX_ENDS: Final = 100_000  # per scenario and window; with more requests, the rate is too low
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class ScenarioStats:
 class Scenarios:
     """Stats by scenario.
 
-    If there are too many scenarios, the one with the oldest request is forgotten.
+    If there are too many scenarios, the one that has had no request for longest is forgotten.
     """
 
     _stats: OrderedDict[str, ScenarioStats] = field(default_factory=OrderedDict)

@@ -83,8 +83,8 @@ class RequestLimits:
     # A waiting request tries again after this interval, which doubles each time, up to 2 s.
     retry_s: float = 0.25
     max_migrations: int = 3
-    max_deaths: int = MAX_DEATHS  # after so many deaths of instances, the request fails (F38)
-    num_innocent_tokens: int = 16  # after so many tokens of a leg, a death is not its fault
+    max_deaths: int = MAX_DEATHS  # a request fails if this many instances die with it (F38)
+    num_innocent_tokens: int = 16  # a death after this many tokens of a leg does not count
     # A leg without progress is lost after its engine has computed this multiple of its open work.
     max_overtaking: int = 2
     max_candidates: int = 8

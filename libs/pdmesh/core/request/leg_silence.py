@@ -27,7 +27,7 @@ class LegSilence:
         self._kv_stage = KvStage.NONE  # of the active leg, if it decodes
         self._worked_at = -math.inf  # when the leg's engine last worked
         self._turn_of = -math.inf  # the `progress_at` for which `_turn_by` was computed
-        self._turn_by = 0  # after so many computed tokens, the engine has forgotten the leg
+        self._turn_by = 0  # an engine that has computed more tokens has forgotten the leg
 
     @property
     def silent_at(self) -> float:

@@ -1,4 +1,4 @@
-"""Decides which prompts are refused because instances died while they computed them (F38).
+"""Decides which prompts are refused because instances died while computing them (F38).
 
 A prompt that has killed two instances is refused for a while. Otherwise the client's own retries
 would send it to two more instances. Prompts are identified by a digest. If an instance dies, it
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-MAX_DEATHS: Final = 2  # after so many deaths of instances, their common request is to blame
+MAX_DEATHS: Final = 2  # if this many instances die with one request, the request is to blame
 
 Victim = tuple[str, int]  # an instance that died, and its incarnation
 

@@ -1,9 +1,9 @@
 """The table of a request's phases: which events each phase handles, and which phases may follow.
 
 An event that is not in the table is late or impossible. A late event belongs to a leg or a request
-that has ended since it was sent. It changes nothing. An impossible event cannot occur in any order
-of messages. `Request.handle` raises `IllegalEvent` for it. An event that could be either counts as
-late. `python -m tools.request_states` makes docs/request-states.md from this table.
+that has ended since the event was sent, so it changes nothing. No order of messages can lead to an
+impossible event, so `Request.handle` raises `IllegalEvent` for it. An event that could be either
+counts as late. `python -m tools.request_states` makes docs/request-states.md from this table.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ BESIDE: Final[Mapping[RequestPhase, Row]] = {
 
 # Events that only decodes send, and never for a prefill leg.
 _DECODES_WORDS: Final = frozenset({KvAdvanced, LegKvReceived, DecodeTokens, LegFinished})
-# `Submitted` comes once, before all others. It is also impossible that a leg sends an event of
-# another role, or that a plan comes without a question.
+# `Submitted` comes once, before all other events. It is also impossible that a leg sends an event
+# of another role, or that a plan arrives for which the request has not asked.
 IMPOSSIBLE: Final[Mapping[RequestPhase, frozenset[type]]] = {
     **{phase: frozenset({Submitted}) for phase in RequestPhase},
     NEW: frozenset({PlanReceived, PlanFailed, SlotFreed, WaitRefused, StopMatched}),

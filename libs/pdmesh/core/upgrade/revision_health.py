@@ -23,7 +23,7 @@ _BUCKET_S: Final = 5.0
 _NUM_BUCKETS: Final = 120  # ten minutes
 _MIN_ANSWERS: Final = 20  # of each of the two revisions, before times are compared
 _MIN_FAILED: Final = 3
-_MAX_INCIDENTS: Final = 1  # so many lost or faulty instances may be chance
+_MAX_INCIDENTS: Final = 1  # this many lost or faulty instances may be chance
 _T_P_NOISE_S: Final = 0.05  # a smaller increase of the mean is ignored
 _TPOT_NOISE_S: Final = 0.005
 # Reasons that an instance reports in addition to the failure itself.
@@ -100,7 +100,7 @@ class Tally:
 class Answers:
     """The answers of the last ten minutes, by group and revision.
 
-    If there are too many pairs of group and revision, the one with the oldest answer is forgotten.
+    If there are too many pairs of group and revision, the least recently used one is forgotten.
     """
 
     _buckets: OrderedDict[GroupRevision, deque[tuple[float, Tally]]] = field(
@@ -139,7 +139,7 @@ class Answers:
 
 
 def why_too_many(incidents: Mapping[str, str]) -> str:
-    """The lost or faulty instances with their reasons, or empty if so few may be chance."""
+    """The lost or faulty instances with their reasons, or empty if there are too few to matter."""
     if len(incidents) <= _MAX_INCIDENTS:
         return ""
     return ", ".join(f"{instance}: {why}" for instance, why in sorted(incidents.items()))

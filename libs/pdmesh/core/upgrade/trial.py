@@ -20,7 +20,7 @@ from pdmesh.core.upgrade.revision_health import (
     why_worse,
 )
 
-_BEFORE_S: Final = 300.0  # the group's own answers from this time before the change count as old
+_BEFORE_S: Final = 300.0  # period before the change whose answers show the old revision
 
 
 @dataclass(slots=True)
