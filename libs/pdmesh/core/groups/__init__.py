@@ -1,3 +1,3 @@
-"""What groups should be and what they are: which instance joins or leaves, in which region, and
-when a step has taken too long.
+"""Brings groups of instances to the desired state: which instance joins or leaves, in which region,
+and when a step has taken too long.
 """

@@ -1,9 +1,9 @@
-"""Applies the changes that plans have made to the desired state: counts and loans (S11, S28).
+"""Applies adjustments to the desired state (S11, S28).
 
-An adjustment changes the counts of a group, or says that the group is lent. It is valid while the
-desired state asks for the same counts as when the adjustment was made, because an operator's change
-of the counts overrides it. An invalid adjustment is erased, so that it does not return when the
-desired state asks for the old counts again.
+The desired state is the operator's file of groups. An adjustment is a change to it that a plan of
+moves has made: other counts for one group, or the loan of the group to a pool. If the operator
+changes the counts of the group in the file, the adjustment becomes invalid. The caller must erase
+an invalid adjustment. Otherwise it would return when the file has the old counts again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from pdmesh.core.moves.move import (
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """The counts of a group as plans have changed them.
+    """The changed counts of a group.
 
-    `pool`: the pool that has borrowed the group, or OFF_POOL; empty while it serves. `base`: the
-    prefills and decodes that the desired state asked for; `base_fusion`: the fusion instances.
+    `pool` names the pool that has borrowed the group, or is OFF_POOL. It is empty while the group
+    serves. When the adjustment was made, the desired state asked for `base` prefills and decodes
+    and for `base_fusion` fusion instances.
     """
 
     prefill: int
@@ -47,7 +48,10 @@ class CannotMove(Exception):
 
 
 def valid(desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
-    """The adjustments without those whose group is gone or whose counts an operator has changed."""
+    """The adjustments that are still valid.
+
+    The group must exist, and the operator must not have changed its counts.
+    """
     return {
         group_id: adjustment
         for group_id, adjustment in sorted(adjustments.items())
@@ -58,7 +62,7 @@ def valid(desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
 
 
 def adjusted(desired: Desired, adjustments: Adjustments) -> Desired:
-    """The desired state with the adjustments made. Lent groups are left out."""
+    """The desired state with adjusted counts and without the groups that are lent or off."""
     known = valid(desired, adjustments)
     groups: dict[str, Group] = {}
     for group_id, group in desired.groups.items():
@@ -71,7 +75,10 @@ def adjusted(desired: Desired, adjustments: Adjustments) -> Desired:
 
 
 def num_lent(desired: Desired, adjustments: Adjustments) -> Counter[str]:
-    """How many instances are kept for borrowers of groups, by region; an empty region means any."""
+    """How many instances are kept for the pools that borrowed groups, by region.
+
+    An empty region means any region.
+    """
     lent: Counter[str] = Counter()
     for group_id, adjustment in valid(desired, adjustments).items():
         if adjustment.pool not in ("", OFF_POOL):
@@ -81,7 +88,7 @@ def num_lent(desired: Desired, adjustments: Adjustments) -> Counter[str]:
 
 
 def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict[str, GroupShape]:
-    """The groups as plans see them: with their adjusted counts, and their loads."""
+    """The groups as plans of moves see them, with adjusted counts and with loads."""
     known = valid(desired, adjustments)
     states: dict[str, GroupShape] = {}
     for group_id, group in sorted(desired.groups.items()):
@@ -103,7 +110,7 @@ def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict
 
 
 def after(move: Move, desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
-    """The adjustments once this move is included. Raises CannotMove."""
+    """The adjustments after this move. Raises CannotMove."""
     before = group_shapes(desired, adjustments, lambda group_id, role: None)
     for group_id in (move.group_id, *([move.to_group] if move.role and move.to_group else ())):
         if group_id not in before:

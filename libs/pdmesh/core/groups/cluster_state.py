@@ -1,4 +1,9 @@
-"""What the group controller compares: groups as wanted, instances as seen, assignments as given."""
+"""The input of the group controller: wanted groups, seen instances and given assignments.
+
+The desired state says which groups of instances the mesh should have. Instances report their state
+in records, and the controller gives them assignments. `Observed` has all of these for one round. A
+blank instance has no role yet.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +38,15 @@ class WantedGroup:
     scenario: str
     counts: Mapping[Role, int]
     role_specs: Mapping[Role, RoleSpec]
-    regions: tuple[str, ...] = ()  # where it may be, the preferred first; empty: in any single one
-    spans_regions: bool = False  # its instances may be in several regions at once
-    region: str | None = None  # where it should be now (`region.py`); None: in any
-    racks: tuple[str, ...] = ()  # where its instances may be; empty: anywhere
+    # The regions that the group may be in, the preferred one first. Empty means any single region.
+    regions: tuple[str, ...] = ()
+    spans_regions: bool = False  # the group's instances may be in several regions at once
+    region: str | None = None  # the region it should be in now (`region.py`). None means any.
+    racks: tuple[str, ...] = ()  # the racks that its instances may be in. Empty means any.
     dp_sizes: Mapping[Role, int] = field(default_factory=dict)  # instances per member, if not 1
 
     def dp_size(self, role: Role) -> int:
-        """How many instances are one member of this role: the ranks of a domain, or 1."""
+        """How many instances form one member of this role: the ranks of a domain, or 1."""
         return self.dp_sizes.get(role, 1)
 
     @property
@@ -53,16 +59,17 @@ class WantedGroup:
 
     @property
     def size(self) -> int:
-        """The number of its members: a domain is one."""
+        """The number of members. A data-parallel domain is one member."""
         return sum(self.counts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class WantedGroups:
-    """All groups, and how many instances of each role our own changes must leave (S28, S31).
+    """All groups, and limits for the controller's own changes (S28, S31).
 
-    `floors` has that number by scenario and role. `num_lent`: blank instances that are kept for
-    borrowers of groups, by region; the key is empty for any region.
+    `floors` has the number of instances that the controller must leave in service, by scenario and
+    role. `num_lent` has the number of blank instances that are kept for the pools that have
+    borrowed groups, by region. An empty key stands for any region.
     """
 
     groups: Mapping[str, WantedGroup] = field(default_factory=dict)
@@ -79,11 +86,14 @@ def wanted_of(
     num_lent: Mapping[str, int] = NONE_LENT,
     upgrades: Upgrades = NO_UPGRADES,
 ) -> WantedGroups:
-    """`kv_transport`: the version of the KV wire format; instances of different ones never pair."""
+    """The wanted groups and limits that follow from the desired state and its upgrades.
+
+    `kv_transport` is the version of the KV wire format. Instances whose versions differ never pair.
+    """
     groups: dict[str, WantedGroup] = {}
     with_all = with_canaries(desired, upgrades)
     running = services(with_all, upgrades)
-    revisions: dict[int, str] = {}  # by the service's id: many groups run the same one
+    revisions: dict[int, str] = {}  # by the id() of the service, which many groups share
     for group_id, group in with_all.groups.items():
         service = running[group_id]
         revision = revisions.get(id(service))
@@ -124,7 +134,10 @@ def wanted_of(
 
 @dataclass(frozen=True, slots=True)
 class InstanceStatus:
-    """One instance by its record. `assignment_id` 0: it has its role from its own settings."""
+    """One instance as its record in the registry describes it.
+
+    If `assignment_id` is 0, the instance's role comes from its own settings.
+    """
 
     instance_id: str
     incarnation: int
@@ -136,15 +149,15 @@ class InstanceStatus:
     assignment_id: int = 0
     region: str = ""
     rack: str = ""
-    kv_region: str = ""  # where its KV stays; empty: its group spans regions
+    kv_region: str = ""  # the region that its KV stays in, or empty if its group spans regions
     kv_addresses: tuple[str, ...] = ()
     verified: frozenset[PeerId] = frozenset()
     failed: frozenset[PeerId] = frozenset()
     failure: str = ""
     num_slots_used: int = 0
     node_id: str = ""
-    domain: DomainRank | None = None  # None: it computes alone
-    domain_address: str = ""  # where the ranks of a domain would connect to it as rank 0
+    domain: DomainRank | None = None  # None if the instance computes alone
+    domain_address: str = ""  # if it becomes rank 0 of a domain, the other ranks connect here
 
     @property
     def id(self) -> PeerId:
@@ -157,12 +170,15 @@ class InstanceStatus:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The registry, now.
+    """The content of the registry at the beginning of a round.
 
-    `version` is the desired state's; 0: none was ever applied. Of the cordoned and ejected
-    instances, those in `to_drain` drain; those in `out_at_once` become blank at once. `domains`
-    and `lost_ranks` are empty until `domains.folding` has made one instance of each domain: they
-    have the ranks of complete domains in order, and the lost instances of broken ones.
+    `version` is the version of the desired state, or 0 if none was ever applied. Instances that are
+    cordoned or ejected are either in `to_drain` or in `out_at_once`. The latter become blank at
+    once, without draining.
+
+    `domains.folding` fills `domains` and `lost_ranks` when it puts one instance in place of each
+    data-parallel domain. `domains` has the ranks of each complete domain, in order. `lost_ranks`
+    has the lost instances of each broken domain.
     """
 
     epoch: int

@@ -1,19 +1,21 @@
-"""Decides what to assign to instances so that groups match the desired state (S14-S26, S35, S36).
+"""Decides each instance's assignment so that groups match the desired state (S14-S26, S35, S36).
 
-The controller forms, changes, drains and repairs groups, one member at a time. It is
-level-triggered: each round compares the desired state with the records and assignments in the
-registry, and decides what to assign next. So a new leader continues every workflow from where it
-is, and no step is done twice. Between rounds the controller remembers only how long each stage has
-lasted, how often a group has failed, and which steps were announced. These rules hold in every
-round:
+A group is a set of prefills and decodes that may hand KV to each other. An assignment is the
+master's order to one instance: its role, its group, and how far it may go. Each round compares the
+desired state with the records and assignments in the registry, and decides the next assignments.
+A new leader therefore continues every workflow from the registry, and repeats no step. Between
+rounds the controller remembers only how long each stage has lasted, how often a group has failed,
+and which steps it has announced. Every round follows these rules:
 
-- A new group takes instances only when there are enough of them for the whole group. It begins to
-  serve when all pairs of its instances are verified, and its prefills begin last. If its set-up
-  fails several times, all its instances become blank again for a while (S15, S19).
+- A new group takes blank instances, which have no role yet, only when there are enough for the
+  whole group. The group begins to serve when every pair of its instances has a verified
+  connection, and its prefills begin last. If the set-up fails several times, all instances of the
+  group become blank again for a while (S15, S19).
 - One blank instance replaces each instance that is lost, failed or taken out at once. The other
   instances of the group keep serving (S35).
-- A data-parallel domain is one member: `domains` makes one instance of its ranks for the round. So
-  the controller deals with ranks only when it chooses the blank instances that become them (S121).
+- A data-parallel domain, whose ranks compute one model together, is one member of a group. The
+  `domains` package represents it as one instance during the round. The controller deals with ranks
+  only when it chooses the blank instances for a new domain (S121).
 - An instance leaves if it is surplus, out of service or in a wrong place, or has another revision
   or scenario. It leaves when its successors are ready, and only if the scenario keeps its minimum.
   If there is no room for the successors, it leaves before they come (`leave.py`).
@@ -64,7 +66,11 @@ class GroupState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """`lacks`: the blank instances that it waits for; empty while its own instances leave."""
+    """The state of one group, for operators.
+
+    `lacks` says which blank instances the group waits for. It is empty while any instance of the
+    group leaves.
+    """
 
     group_id: str
     state: GroupState
@@ -74,15 +80,13 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True)
 class GiveAssignment:
-    """Write this assignment."""
-
     instance_id: str
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetAssignment:
-    """Remove the assignment: its incarnation is gone."""
+    """Remove the assignment, because the incarnation that it was written for is gone."""
 
     instance_id: str
 
@@ -92,14 +96,14 @@ Effect = GiveAssignment | ForgetAssignment | AnnounceStep
 
 @dataclass(slots=True)
 class GroupController:
-    """The only way to change state is `handle`.
+    """Changes its state only in `handle`.
 
-    The caller must write the effects before the next round, or drop them.
+    Before the next round, the caller must have either written or dropped the effects of this one.
     """
 
     clock: StageClock = field(default_factory=StageClock)
     reports: dict[str, GroupReport] = field(default_factory=dict)
-    # The region that each group should be in now; None means any region.
+    # The region that each group should be in now. None means any region.
     regions: dict[str, str | None] = field(default_factory=dict)
     _steps: StepAnnouncer = field(default_factory=StepAnnouncer)
     _records: dict[str, GroupRecord] = field(default_factory=dict)
@@ -109,13 +113,13 @@ class GroupController:
     _version: int = 0
 
     def handle(self, observed: Observed, now: float) -> list[Effect]:
-        """Run one round, which does nothing before a desired state is applied."""
+        """Run one round. It does nothing until an operator has applied a desired state."""
         if observed.version == 0:
             return []
         registry, observed = observed, folded(observed)
         if observed.version != self._version:
             self._version = observed.version
-            self._records.clear()  # the operator may have repaired what failed
+            self._records.clear()  # the operator may have repaired the cause of the failures
         round_ = Round(observed)
         told = self._steps.begin(observed)
         self._region_watch.note(observed.seen, now)
@@ -135,16 +139,17 @@ class GroupController:
         round_.connect_peers()
         return [*self._writes(round_, registry), *told, *self._steps.end(round_)]
 
-    # --- what was there before -------------------------------------------------------------------
+    # --- changes since the last round ------------------------------------------------------------
 
     def _note_losses(self, round_: Round, now: float) -> None:
         """Vacate the places of instances that are gone and were not asked to leave.
 
-        Other instances fill these places, if possible. If an instance that never served is lost,
-        its assignment may have killed it, and would kill every substitute too. So its loss counts
-        as a failure of the group, unless the region is lost.
+        Blank instances fill these places, if there are any. If an instance is lost before it ever
+        served, its assignment may have killed it, and would kill every substitute as well. So the
+        loss counts as a failure of the group, unless the whole region is lost.
         """
-        # One failure per group, and one for its encoders: a lost node takes several instances.
+        # At most one failure per group, and one for its encoders: the loss of one node may take
+        # several instances.
         unmade: dict[tuple[str, bool], str] = {}
         for instance_id, assignment in sorted(round_.observed.given.items()):
             if instance_id not in round_.plan and assignment.stage < Stage.DRAIN:
@@ -165,9 +170,9 @@ class GroupController:
             self._count_failure(round_, given, why, now)
 
     def _break_up(self, round_: Round) -> None:
-        """Make the other ranks blank if a domain has lost one: their engines wait for it.
+        """Make the other ranks of a domain blank if one is lost, because their engines wait for it.
 
-        `_note_losses` vacates the domain's place; this does not count as another failure.
+        `_note_losses` has vacated the domain's place and counted the failure.
         """
         for instance_id, assignment in sorted(round_.plan.items()):
             domain = assignment.role_spec.domain
@@ -179,9 +184,9 @@ class GroupController:
                 round_.set_stage(member, Stage.BLANK)
 
     def _note_departures(self, round_: Round) -> None:
-        """Vacate the places of processes that were asked to stop: they drain by themselves.
+        """Vacate the places of instances that drain because their processes were asked to stop.
 
-        This does not count as a failure (F41).
+        Such a departure does not count as a failure of the group (F41).
         """
         for instance_id, assignment in sorted(round_.plan.items()):
             member = GroupMember(round_.observed.seen[instance_id], assignment)
@@ -191,7 +196,7 @@ class GroupController:
                 self._ending.add(member.seen.id)
 
     def _unusable(self, round_: Round, now: float) -> frozenset[str]:
-        """Instances that must not get a new role after they have left their groups."""
+        """The instances that must not get a new role after leaving their groups."""
         observed = round_.observed
         self._ending &= {seen.id for seen in observed.seen.values()}
         members = (GroupMember(observed.seen[i], given) for i, given in round_.plan.items())
@@ -200,7 +205,7 @@ class GroupController:
         return observed.to_drain | observed.out_at_once | hanging | ending
 
     def _recover(self, round_: Round) -> None:
-        """Rebuild assignments from the records, in case their bucket was lost (F21)."""
+        """Rebuild assignments from the instances' records if the assignments were lost (F21)."""
         stages = {
             Phase.LOADING: Stage.LOAD,
             Phase.LOADED: Stage.LOAD,
@@ -218,7 +223,7 @@ class GroupController:
                 self._give(round_, seen, role_spec, stages[seen.phase], seen.assignment_id)
 
     def _adopt(self, round_: Round) -> None:
-        """Add instances that took a role from their own settings to the group that they name."""
+        """Adopt instances with a role from their own settings into the group that they name."""
         for instance_id, seen in sorted(round_.observed.seen.items()):
             group = round_.observed.wanted.groups.get(seen.group_id)
             is_own = seen.assignment_id == 0 and seen.phase is Phase.READY
@@ -238,7 +243,7 @@ class GroupController:
         return RoleSpec(seen.role, seen.group_id, seen.scenario, seen.revision, domain=seen.domain)
 
     def _in_order(self, round_: Round) -> list[str]:
-        """Serving groups come first: they lack instances through a fault; a new group can wait."""
+        """Sort the groups. Serving ones come first, because they lack instances after a fault."""
 
         def rank(group_id: str) -> tuple[bool, str]:
             return (not any(m.is_ready for m in round_.members(group_id)), group_id)
@@ -296,7 +301,7 @@ class GroupController:
     # --- instances that leave --------------------------------------------------------------------
 
     def _erase_broken(self, round_: Round, group_id: str, now: float) -> None:
-        """Make failed, taken out and overdue instances blank at once; others take their places."""
+        """Make failed, taken out and overdue instances blank at once, and vacate their places."""
         record = self._record(group_id)
         for member in round_.members(group_id):
             if member.stage is Stage.BLANK:
@@ -314,7 +319,10 @@ class GroupController:
                 erase(round_, record, member)
 
     def _finish_leaving(self, round_: Round, group_id: str, now: float) -> None:
-        """Erase drained instances once their peers forgot them or their time is over (S26)."""
+        """Make instances blank that are drained and that no peer is connected to any more (S26).
+
+        An instance that takes too long to drain becomes blank as well.
+        """
         record, members = self._record(group_id), round_.members(group_id)
         for member in members:
             if member.stage is not Stage.DRAIN:
@@ -333,8 +341,8 @@ class GroupController:
     ) -> int:
         """Give blank instances a role, and return how many are still missing.
 
-        A new group takes as many as it needs, or none; it needs no encoders. A member that is a
-        domain takes all of its ranks at once, or none.
+        A group that never served takes instances only if there are enough for all its members
+        except encoders. A domain gets all of its ranks at once, or none.
         """
         num_blank = round_.num_blanks(group.racks)
         num = num_blank.total() if group.region is None else num_blank[group.region]
@@ -357,7 +365,7 @@ class GroupController:
     def _chosen(
         self, candidates: Sequence[InstanceStatus], size: int, racks: Sequence[str]
     ) -> list[InstanceStatus]:
-        """The blank instances for one new member; empty if there are too few."""
+        """The blank instances for one new member. The list is empty if there are too few."""
         avoided = {s.instance_id for s in candidates if self.clock.is_avoided(s.instance_id)}
         if size > 1:
             return chosen_ranks(candidates, size, avoided, racks)
@@ -393,7 +401,10 @@ class GroupController:
         return now - record.short_since > self.clock.limits.gather_s
 
     def _count_failure(self, round_: Round, assignment: Assignment, why: str, now: float) -> None:
-        """Count an instance's failure. After several, the group pauses, or only its encoders do."""
+        """Count an instance's failure. After several failures the group's set-up pauses.
+
+        After several failures of encoders, only the set-up of encoders pauses.
+        """
         group_id = assignment.role_spec.group_id
         if assignment.role_spec.role is not Role.ENCODER:
             self._fail(round_, group_id, why, now)
@@ -457,9 +468,10 @@ class GroupController:
         )
 
     def _writes(self, round_: Round, registry: Observed) -> Iterator[Effect]:
-        """All assignments to write, including unchanged ones that an earlier leader wrote.
+        """The changes to write to the registry.
 
-        Once this leader has written an assignment, an earlier leader can no longer write it (I7).
+        This leader also rewrites unchanged assignments of an earlier leader, with its own epoch.
+        After that, the earlier leader can no longer write these assignments (I7).
         """
         plan = unfolded(round_.plan, round_.domains)
         for instance_id in sorted(registry.given.keys() - plan.keys()):

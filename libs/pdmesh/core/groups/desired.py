@@ -1,9 +1,9 @@
 """The desired state of the mesh as one value, its problems and its diffs (P/D-Serve 2.2, 3.3).
 
-It has services, scenarios, groups, schedules and regions. An operator writes it as a file,
-and controllers compare it with what instances report. It says how many instances of each role a
-group has, never which ones. The reader of the file (`pdmesh.desired_file`) checks names; `problems`
-finds errors that show only when all parts are seen together.
+An operator writes the desired state as a file of services, scenarios, groups, schedules and
+regions. A service is a model with its settings, and a scenario is a kind of requests for it. The
+file has the number of instances of each role in each group, and names no instances. The reader of
+the file (`pdmesh.desired_file`) checks names. `problems` finds errors that involve several parts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pdmesh.core.request.slo import ScenarioSlo
 
 DEFAULT_NAME: Final = "default"
 SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION, Role.POOLING, Role.ENCODER)
-CANARY_PREFIX: Final = "canary-"  # of the groups that an upgrade adds to a scenario
+CANARY_PREFIX: Final = "canary-"  # of the ids of groups that an upgrade adds to a scenario
 _REVISION_HEX: Final = 12
-# Fields that a file writes in another way.
+# Fields that have another form in the file. For example, `ratio: auto` means has_auto_ratio.
 _SAID_OTHERWISE: Final = frozenset({"has_auto_ratio", "action", "num_groups"})
 
 Options = Mapping[str, str]
@@ -32,18 +32,19 @@ Options = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A model as clients know it, and what its instances load.
+    """A model as clients name it, and the files and settings of its instances.
 
-    Where a value is empty, the instance's own setting holds.
+    If a value is empty, each instance uses its own setting.
     """
 
     model: str = ""
     model_dir: str = ""
-    manifests: Mapping[Role, str] = field(default_factory=dict)  # they differ by role (S17)
-    options: Options = field(default_factory=dict)  # settings of its instances, by name
+    manifests: Mapping[Role, str] = field(default_factory=dict)  # files differ by role (S17)
+    options: Options = field(default_factory=dict)  # settings of the instances, by name
     role_options: Mapping[Role, Options] = field(default_factory=dict)
     release: str = ""  # change it when the same names refer to new files
-    # Ranks of a data-parallel domain, which is one member of a group; 1 if a role is not named.
+    # The number of ranks of a data-parallel domain, which is one member of a group. The default for
+    # a role is 1.
     dp_size: Mapping[Role, int] = field(default_factory=dict)
 
     def ranks_of(self, role: Role) -> int:
@@ -55,11 +56,12 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class UpgradeLimits:
-    """How long a group with a new revision is on trial, and what rolls the upgrade back (S24).
+    """The limits of the trial of a new revision (S24). Beyond them, the upgrade is rolled back.
 
-    The next group gets the revision after `soak_s`. A group must be complete within
-    `group_timeout_s`. `max_failed_share`: the share of its requests that may fail; `max_slowdown`:
-    how many times as long T_p or a token may take.
+    Groups get the new revision one after another. A group must be complete within
+    `group_timeout_s`. It is then on trial for `soak_s`, before the next group gets the revision.
+    During the trial, at most `max_failed_share` of its requests may fail. The prefill time T_p and
+    the time per token may be at most `max_slowdown` times as long as with the old revision.
     """
 
     soak_s: float = 60.0
@@ -70,11 +72,11 @@ class UpgradeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Requests of one kind.
+    """A kind of requests, with its own groups and SLOs.
 
-    `allow_single`: one prefill, one decode or one region is enough, and its loss is an outage (S31,
-    S58). `has_auto_ratio`: its P:D ratio follows what its requests need (S29). If `slo` is None,
-    the gateways' own settings hold.
+    With `allow_single`, the scenario may depend on a single prefill, decode or region (S31, S58).
+    With `has_auto_ratio`, the mesh adapts the ratio of prefills to decodes to the requests (S29).
+    If `slo` is None, the gateways use their own settings.
     """
 
     service: str = DEFAULT_NAME
@@ -88,9 +90,9 @@ class Scenario:
 class Group:
     """Instances that hand KV to each other and to no instance outside (S13).
 
-    A group with pooling instances has no other instances, since its model makes no answers. The
-    encoders of a group encode images for the instances that compute its prompts. Those instances
-    can encode images themselves, so no group needs encoders.
+    A group with pooling instances has no other instances, because its model makes no answers. The
+    encoders of a group encode images for the instances that compute prompts. These instances can
+    also encode images themselves, so encoders are optional.
     """
 
     scenario: str = DEFAULT_NAME
@@ -99,14 +101,14 @@ class Group:
     fusion: int = 0
     pooling: int = 0
     encoder: int = 0
-    region: str = ""  # empty: any region that has room
-    failover: tuple[str, ...] = ()  # regions for it while its own has no room
-    spans_regions: bool = False  # its KV may go from one region to another
-    racks: tuple[str, ...] = ()  # where its instances may be; empty: anywhere
+    region: str = ""  # empty means any region that has room
+    failover: tuple[str, ...] = ()  # other regions for the group while `region` has no room
+    spans_regions: bool = False  # the group's KV may go from one region to another
+    racks: tuple[str, ...] = ()  # the racks that its instances may be in. Empty means any.
 
     @property
     def regions(self) -> tuple[str, ...]:
-        """The regions that it may be in, the preferred one first; empty: any."""
+        """The regions that the group may be in, the preferred one first. Empty means any."""
         return (self.region, *self.failover) if self.region else ()
 
     def num(self, role: Role) -> int:
@@ -125,7 +127,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleLine:
-    """What to do to groups of a scenario at each time of `at` (S11, S21).
+    """An action on groups of a scenario at scheduled times (S11, S21).
 
     `at` is a cron expression: minute hour day month weekday.
     """
@@ -143,10 +145,10 @@ class Desired:
     scenarios: Mapping[str, Scenario] = field(default_factory=dict)
     groups: Mapping[str, Group] = field(default_factory=dict)
     schedules: tuple[ScheduleLine, ...] = ()
-    regions: tuple[str, ...] = ()  # those that groups may name
+    regions: tuple[str, ...] = ()  # the regions that groups may name
 
     def num_instances(self, group: Group) -> int:
-        """Of all members of the group: a data-parallel domain has several."""
+        """The number of instances of the group. A data-parallel domain has several."""
         service = self.service_of(group)
         return sum(group.num(role) * service.ranks_of(role) for role in SERVING_ROLES)
 
@@ -174,7 +176,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One value that differs. `before` None: it was not there; `after` None: it is gone."""
+    """One value that differs. `before` is None for a new value, `after` for a removed value."""
 
     path: str
     before: str | None
@@ -182,7 +184,7 @@ class Change:
 
 
 def problems(desired: Desired) -> Iterator[Problem]:
-    """Unknown names, single points of failure, and parts that cannot serve or be lent."""
+    """Finds unknown names, single points of failure, and parts that cannot serve or be lent."""
     for name, scenario in desired.scenarios.items():
         if scenario.service != DEFAULT_NAME and scenario.service not in desired.services:
             yield Problem(f"scenarios.{name}.service", f"there is no service {scenario.service}")
@@ -260,7 +262,7 @@ def _problems_of_place(path: str, group: Group, regions: Collection[str]) -> Ite
 def _single_region(
     scenario: str, own: Mapping[str, Group], regions: Collection[str]
 ) -> Iterator[Problem]:
-    """S58: the loss of one region must not be the loss of the scenario."""
+    """Checks that the scenario survives the loss of one region (S58)."""
     if len(regions) < 2 or any(not group.regions for group in own.values()):
         return
     used = {region for group in own.values() for region in group.regions}
@@ -274,8 +276,9 @@ def _single_region(
 
 
 def wanted_by_role(groups: Collection[Group]) -> dict[Role, int]:
-    """How many instances of a scenario can do each role's work; a fusion instance does both
-    phases.
+    """How many members of a scenario's groups can do the work of each role.
+
+    A fusion instance counts as a prefill and as a decode.
     """
     if pooling := sum(group.pooling for group in groups):
         return {Role.POOLING: pooling}
@@ -289,7 +292,10 @@ def wanted_by_role(groups: Collection[Group]) -> dict[Role, int]:
 def _unequal_domains(
     scenario: str, own: Mapping[str, Group], desired: Desired
 ) -> Iterator[Problem]:
-    """A change of ratio gives a member the other role, so members of both have equal sizes."""
+    """Checks that prefills and decodes have equally many ranks, so that a member can change role.
+
+    Only a scenario with an automatic ratio changes the roles of members.
+    """
     if not desired.scenarios.get(scenario, Scenario()).has_auto_ratio:
         return
     service = desired.service_of(next(iter(own.values())))
@@ -302,7 +308,7 @@ def _unequal_domains(
 
 
 def _mixed_scenario(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem]:
-    """The groups of a scenario run one model: it makes answers, or vectors and scores."""
+    """Checks that either all groups of the scenario have pooling instances, or none."""
     of_pooling = [name for name, group in own.items() if group.pooling]
     if of_pooling and len(of_pooling) < len(own):
         yield Problem(
@@ -312,7 +318,7 @@ def _mixed_scenario(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem
 
 
 def _single_points(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem]:
-    """S31: the loss of one instance must not be the loss of the scenario."""
+    """Checks that the scenario survives the loss of one instance (S31)."""
     for role, wanted in wanted_by_role(own.values()).items():
         if wanted < MIN_PER_SCENARIO:
             yield Problem(
@@ -326,22 +332,22 @@ def _single_points(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem]
 def revision_of(service: Service, kv_transport: str) -> str:
     """A digest that is equal for instances that may exchange KV (S24).
 
-    It covers what they load, how they keep KV, and how KV travels. It is empty if the service says
-    nothing, because then the instances' own settings hold.
+    The digest covers the model, the KV layout and the KV transport. It is empty if the service has
+    no values, because the instances then use their own settings.
     """
     if service == Service():
         return ""
     plain = _plain(service)
     if isinstance(plain, dict) and not service.dp_size:
-        del plain["dp_size"]  # a file that says nothing of domains keeps its revision
+        del plain["dp_size"]  # a file without domains keeps the revision that it always had
     told = json.dumps([plain, kv_transport], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(told.encode()).hexdigest()[:_REVISION_HEX]
 
 
 def diff(before: Desired, after: Desired) -> list[Change]:
-    """Every value that differs, by its path in a file.
+    """Every value that differs, sorted by its path in the file.
 
-    What comes or goes is listed without the values that are defaults.
+    For parts that are added or removed, default values are left out.
     """
     kept, still = _same_schedules(before.schedules, after.schedules)
     old, new = (
@@ -361,9 +367,9 @@ def diff(before: Desired, after: Desired) -> list[Change]:
 def _same_schedules(
     before: Sequence[ScheduleLine], after: Sequence[ScheduleLine]
 ) -> tuple[set[str], set[str]]:
-    """The paths, before and after, of schedules that both have.
+    """Find the schedules that are in both lists, in any order.
 
-    A schedule is known by its content, not by its place.
+    Returns their paths in `before` and their paths in `after`.
     """
     places: dict[ScheduleLine, list[int]] = {}
     for i, line in enumerate(before):
@@ -399,7 +405,7 @@ class _Leaf:
 
 
 def _leaves(path: str, value: object, default: object = None) -> Iterator[tuple[str, _Leaf]]:
-    """All values by path, as a file writes them."""
+    """All values by path, in the form that they have in the file."""
     match value:
         case None | str() | int() | float():
             yield path, _Leaf(_scalar(value), value == default)

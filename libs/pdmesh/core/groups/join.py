@@ -1,4 +1,6 @@
-"""Decides which members of a group stay, how many it lacks, and how far each may go (S14-S19)."""
+"""Decides which members of a group stay, how many members it lacks, and when each member may begin
+its next stage (S14-S19).
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from pdmesh.core.model import Phase, Role, Stage
 def partition_members(
     round_: Round, group: WantedGroup
 ) -> tuple[list[GroupMember], list[GroupMember]]:
-    """Members to keep, and the others.
+    """The members to keep, and the others.
 
-    The others are surplus, of another scenario or revision, in a wrong place, or out of service.
+    The others are surplus, have another scenario or revision, are in a wrong place, or are out of
+    service.
     """
     keep: list[GroupMember] = []
     others: list[GroupMember] = []
     room = dict(group.counts)
     members = [m for m in round_.members(group.group_id) if m.stage <= Stage.SERVE]
-    # Members that are furthest on leave last; of the members that serve, the busiest leave last.
+    # Keep the members that are furthest in their set-up and, among those that serve, the busiest.
     members.sort(key=lambda m: (-m.stage, not m.is_ready, -m.seen.num_slots_used, m.instance_id))
     for member in members:
         is_to_drain = member.instance_id in round_.observed.to_drain
@@ -35,10 +38,10 @@ def partition_members(
 
 
 def lacking(group: WantedGroup, keep: list[GroupMember]) -> dict[Role, int]:
-    """Instances that are missing, by role.
+    """The number of missing members by role, in the order in which blank instances are given out.
 
-    A role without any instance comes first: the other role needs it. Encoders come last: the
-    group serves without them.
+    A role without any instance comes first, because the other role cannot serve without it.
+    Encoders come last, because the group can serve without encoders.
     """
     have = Counter(m.role for m in keep)
     roles = sorted(group.counts, key=lambda role: (role is Role.ENCODER, have[role] > 0))
@@ -48,10 +51,11 @@ def lacking(group: WantedGroup, keep: list[GroupMember]) -> dict[Role, int]:
 def advance(
     round_: Round, group: WantedGroup, keep: list[GroupMember], *, has_served: bool
 ) -> None:
-    """Move each member on by one stage if what it waits for has come.
+    """Move each member of `keep` to its next stage if the condition for that stage is met.
 
-    A member that should leave holds up no other: it may be draining because it cannot connect. Nor
-    does an encoder, without which prefills encode images themselves (S130).
+    No member waits for the connections of members outside `keep`. These may be leaving because they
+    cannot connect. No member waits for encoders, because prefills can encode images themselves
+    (S130).
     """
     needed = [m for m in keep if m.role is not Role.ENCODER]
     is_gathered = len(needed) == group.size - group.counts.get(Role.ENCODER, 0)

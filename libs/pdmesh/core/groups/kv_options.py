@@ -1,8 +1,9 @@
 """Decides whether the options of prefills and decodes let them exchange KV (S67).
 
-A draft's KV travels in the same blocks as the model's, and some of vLLM's arguments change what is
-in a block. Instances that differ in these never pair. Each of them computes whole requests
-alone, so no failed hand-over shows the mistake.
+The KV of a draft model, which speculation uses, travels in the same blocks as the model's KV. Some
+arguments of vLLM also change the content of a block. Prefills and decodes that differ in such
+options never pair. Each of them computes whole requests alone, so no failed hand-over shows the
+mistake to the operator.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pdmesh.core.instance.engine_args import EngineArgs
 from pdmesh.core.speculation.proposal_length import Method
 
 _METHODS: Final = {method.value: method for method in Method}
-# They change how fast or where a model is computed, not which KV a text has.
+# Arguments of vLLM that change how fast or where a model is computed, but not the KV of a text.
 _SAME_KV: Final = frozenset(
     {
         "aggregate_engine_logging", "all2all_backend", "collect_detailed_traces",
@@ -45,14 +46,14 @@ _SAME_KV: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OptionText:
-    """An option of one role as JSON text, and the setting that gave it."""
+    """An option of one role as JSON text, and the path of the setting that it comes from."""
 
     setting: str
     text: str = ""
 
 
 def _draft(option: dict[str, object]) -> str:
-    """The draft whose KV is kept beside the model's; empty if there is none."""
+    """The draft model whose KV is kept beside the model's KV, or empty if there is none."""
     method = _METHODS.get(str(option.get("method")))
     if method is None or not method.has_kv:
         return ""
@@ -61,17 +62,17 @@ def _draft(option: dict[str, object]) -> str:
 
 
 def kv_identity(args: EngineArgs) -> str:
-    """The arguments that may change the KV of a text, in one form; empty if there are none.
+    """The arguments that may change the KV of a text, as canonical JSON. Empty if there are none.
 
-    Instances with different identities exchange no KV. An argument that is not known to leave KV
-    alone counts as one that changes it.
+    Instances with different identities exchange no KV. Every argument outside `_SAME_KV` is part
+    of the identity.
     """
     changing = {name: _plain(value) for name, value in args.items() if name not in _SAME_KV}
     return json.dumps(changing, sort_keys=True, separators=(",", ":")) if changing else ""
 
 
 def _plain(value: object) -> object:
-    """The value that text stands for: `"0.5"` and 0.5 are one value to vLLM's parser."""
+    """Parse a value that is text, because vLLM's parser treats `"0.5"` and 0.5 alike."""
     if not isinstance(value, str):
         return value
     try:
@@ -80,7 +81,7 @@ def _plain(value: object) -> object:
         return value
 
 
-# By option: the name of the part that decides about KV, and the function that reads this part.
+# For each option: the name of the part that affects KV, and the function that reads this part.
 _DECIDES_KV: Final[Mapping[str, tuple[str, Callable[[dict[str, object]], str]]]] = {
     "speculation": ("the draft", _draft),
     "engine_args": ("what changes KV in engine_args", kv_identity),
@@ -89,7 +90,7 @@ KV_OPTIONS: Final = tuple(_DECIDES_KV)
 
 
 def kv_split(option: str, prefill: OptionText, decode: OptionText) -> str:
-    """One line that says why these prefills and decodes exchange no KV; empty if they do."""
+    """One line on why these prefills and decodes exchange no KV, or empty if they exchange KV."""
     what, decides = _DECIDES_KV[option]
     of_prefill, of_decode = decides(_read(prefill.text)), decides(_read(decode.text))
     if of_prefill == of_decode:
@@ -101,7 +102,7 @@ def kv_split(option: str, prefill: OptionText, decode: OptionText) -> str:
 
 
 def _read(text: str) -> dict[str, object]:
-    """The option; empty for one that an instance will refuse."""
+    """The option as an object. It is empty if the text is invalid, which instances will refuse."""
     try:
         option = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -1,13 +1,15 @@
 """Decides which instances of a group leave, and when (S26, S28, S31).
 
-Instances that serve leave when their successors are ready. If there are too few blank instances to
-become successors, the serving instances leave first and so make room:
+A group is a set of instances that may hand KV to each other. Serving instances with an old revision
+or in a wrong place normally leave when their successors are ready. Blank instances, which have no
+role yet, become the successors. If there are too few blank instances, some serving instances leave
+first and become blank:
 
-- Surplus instances leave one at a time: the next leaves when the one before serves in its new
+- Surplus instances leave one at a time. The next one leaves when the one before serves in its new
   place.
-- As many instances of an old revision or scenario leave as are needed. So do instances whose KV may
-  cross regions while their group's may not, or the other way round.
-- An instance in another region or rack makes no room, so it does not leave first.
+- Of the instances with an old revision or scenario, as many leave as are needed. The same rule
+  applies to instances whose KV may cross regions although their group's KV may not, or vice versa.
+- An instance in a wrong region or rack does not leave first, because it would make no room.
 
 `core.upgrade.controller` decides which group gets another revision, and when.
 """
@@ -23,25 +25,25 @@ from pdmesh.core.groups.region import is_in_place, is_misplaced
 from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
 
-MAX_VACANCIES: Final = 64  # per role of a group: at most this many substitutes are announced
+MAX_VACANCIES: Final = 64  # per role of a group; older vacancies are forgotten
 
 
 @dataclass(slots=True)
 class GroupRecord:
-    """What is remembered of a group beyond the registry."""
+    """The controller's memory of one group between rounds, which is not in the registry."""
 
-    revision: str = ""  # the revision that the failures belong to
+    revision: str = ""  # the revision that had these failures
     num_failures: int = 0
     failure: str = ""
     cools_until: float = 0.0
     num_encoder_failures: int = 0
-    encoders_cool_until: float = 0.0  # the group serves without encoders meanwhile
+    encoders_cool_until: float = 0.0  # until this time the group gets no new encoders
     short_since: float | None = None
     was_complete: bool = False
-    vacancies: dict[Role, deque[str]] = field(default_factory=dict)
+    vacancies: dict[Role, deque[str]] = field(default_factory=dict)  # ids of replaced instances
 
     def begin(self, revision: str) -> None:
-        """Forget failures with another revision: they say nothing about this one."""
+        """Forget the failures of another revision."""
         if self.revision != revision:
             self.revision, self.num_failures, self.failure = revision, 0, ""
             self.cools_until, self.short_since = 0.0, None
@@ -56,14 +58,14 @@ class GroupRecord:
 
 
 def erase(round_: Round, record: GroupRecord, member: GroupMember) -> None:
-    """Make it blank. Unless it was leaving, its place must be filled."""
+    """Make the member blank. Its place becomes vacant unless it was leaving."""
     if member.stage < Stage.DRAIN:
         record.vacate(member.role, member.instance_id)
     round_.set_stage(member, Stage.BLANK)
 
 
 def erase_unready(round_: Round, record: GroupRecord, members: list[GroupMember]) -> None:
-    """Make the members blank that are not ready yet, so that no half-formed group stays."""
+    """Make all members blank that are not ready, so that no half-formed group remains."""
     for member in members:
         if not member.is_ready and member.stage <= Stage.SERVE:
             erase(round_, record, member)
@@ -72,7 +74,10 @@ def erase_unready(round_: Round, record: GroupRecord, members: list[GroupMember]
 def drain(
     round_: Round, record: GroupRecord, members: list[GroupMember], *, may_empty_group: bool
 ) -> str:
-    """Drain the members that may leave; returns why the others may not."""
+    """Drain the members that may leave. Returns the reason why another one must stay, or "".
+
+    Members that are not ready become blank without draining.
+    """
     reason = ""
     for member in members:
         if member.stage >= Stage.DRAIN:
@@ -93,9 +98,9 @@ def drain_serving(
     others: list[GroupMember],
     num_short: int,
 ) -> str:
-    """Drain serving instances that should not stay; returns why some may not leave.
+    """Drain serving instances that should not stay. Returns why some must stay for now, or "".
 
-    `num_short`: how many successors lack a blank instance.
+    `num_short` is the number of blank instances that are missing for successors.
     """
     unfit = [m for m in others if _is_unfit(m, group)]
     if unfit and not num_short:
@@ -114,7 +119,7 @@ def drain_serving(
 
 
 def _is_changing(member: GroupMember, round_: Round) -> bool:
-    """Whether its group lacks it: it leaves, or does not serve in its new place yet."""
+    """Whether the member drains, or is set up and does not serve yet."""
     is_coming = not member.is_ready and member.instance_id not in round_.unusable
     return member.stage is Stage.DRAIN or is_coming
 
@@ -124,9 +129,10 @@ def _is_unfit(member: GroupMember, group: WantedGroup) -> bool:
 
 
 def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_short: int) -> str:
-    """Drain as many of the unfit instances as are needed.
+    """Drain as many unfit instances as blank instances are missing.
 
-    If fewer than that may go, drain none: half the room would be of no use.
+    If too few may leave, none is drained, because the successors need all of the room. Returns the
+    reason in this case, or an empty text.
     """
     seen = round_.observed.seen
     leaving = (
@@ -152,7 +158,10 @@ def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_
 
 
 def _in_pairs(members: list[GroupMember]) -> list[GroupMember]:
-    """The least busy first, and the roles alternating, so that those that stay can serve."""
+    """Sort by load, the least busy first, with alternating roles.
+
+    If the first of them leave, the rest still have both roles and can serve.
+    """
     ranks: dict[str, int] = {}
     for role in {m.role for m in members}:
         own = sorted((m for m in members if m.role is role), key=lambda m: m.seen.num_slots_used)

@@ -1,8 +1,7 @@
-"""Decides which changes of groups are announced, as they are observed (S13).
+"""Finds changes in the membership of groups, to be announced (S13).
 
-A group is a set of instances that may hand KV to each other and to no instance outside. The
-tracker is level-triggered: from all instances that are there now, it finds the groups that differ
-from what was announced last.
+A group is a set of instances that may hand KV to each other and to no instance outside. The tracker
+gets all present instances at each call, and returns the groups that differ from the last call.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pdmesh.core.placement.instance import Instance
 
 @dataclass(frozen=True, slots=True)
 class GroupChanged:
-    """Announce these members. All empty: the group is gone."""
+    """Announce these members of a group. If all lists are empty, the group is gone."""
 
     group_id: str
     scenario: str
@@ -40,7 +39,7 @@ class GroupTracker:
     def observe(self, instances: Iterable[Instance]) -> list[GroupChanged]:
         """The groups whose members changed since the last call.
 
-        Dead members do not count; draining ones do.
+        Draining instances are members, and dead instances are not.
         """
         present = _groups(instances)
         gone = [

@@ -1,11 +1,10 @@
-"""Decides in which region a group is: where it serves, or where there is room for all of it (S58).
+"""Decides in which region a group of instances should be (S58).
 
 A group's KV stays in one region unless the desired state says that the group spans regions. So all
-of the group is in one region: the first that the file names. If that region is lost, the group goes
-to the next region that has room. It goes back when the first region has room for all of it again.
-Instances in the other region leave when the new ones are ready, as for another revision
-(`leave.py`). So nothing is interrupted, and a region that returns gets requests when all of the
-group is there.
+instances of a group are in one region, normally the first that the desired state names. If that
+region is lost, the group moves to the next named region that has room. When the first region has
+room for the whole group again, the group moves back. In both cases the old instances leave when the
+new ones are ready, as in a change of revision (`leave.py`), so that requests are not interrupted.
 """
 
 from __future__ import annotations
@@ -19,24 +18,28 @@ from pdmesh.core.groups.cluster_state import InstanceStatus, WantedGroup
 from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
 
-_LOSS_S: Final = 10.0  # when a region is lost, the leases in it end within this time
-_MIN_LOST: Final = 2  # instances: the loss of one is a crash, even if it is half of its region
+_LOSS_S: Final = 10.0  # when a region is lost, the leases of all its instances end within this time
+_MIN_LOST: Final = 2  # instances; the loss of one is a crash, even if it is half of its region
 
 
 def placed(round_: Round, group: WantedGroup) -> WantedGroup:
-    """The group with the region that its instances should be in now; None: any."""
+    """The group, with `region` set to the region that its instances should be in now."""
     return replace(group, region=None if group.spans_regions else _region_of(round_, group))
 
 
 def is_misplaced(member: GroupMember, group: WantedGroup) -> bool:
-    """Whether it is outside its group's region or racks, or its KV is bound to another region."""
+    """Whether a member must leave because of its place.
+
+    The member is outside its group's region or racks. Or its KV is bound to one region although the
+    group spans regions, or the other way round.
+    """
     seen, spans = member.seen, member.assignment.role_spec.spans_regions
     kept_in = seen.kv_region if seen.phase is not Phase.BLANK else _kept_in(seen, spans)
     return not is_in_place(member, group) or kept_in != _kept_in(seen, group.spans_regions)
 
 
 def is_in_place(member: GroupMember, group: WantedGroup) -> bool:
-    """Whether it is in its group's region and racks, so that its place counts as room there."""
+    """Whether a member is in its group's region and racks, and would make room by leaving."""
     is_in_region = group.region in (None, member.seen.region)
     return is_in_region and (not group.racks or member.seen.rack in group.racks)
 
@@ -50,14 +53,14 @@ def _region_of(round_: Round, group: WantedGroup) -> str:
         return group.regions[0]
     members = round_.members(group.group_id)
     fitting = [m for m in members if m.stage <= Stage.SERVE and not is_misplaced(m, group)]
-    own: Counter[str] = Counter()  # instances, not members: a domain has several
+    own: Counter[str] = Counter()  # instances by region. Each rank of a domain counts.
     for member in fitting:
         own[member.seen.region] += round_.num_ranks(member)
     serving = {r for r in own if _serves(m for m in fitting if m.seen.region == r)}
     if serving and not serving.isdisjoint(group.regions[:1] or serving):
         return group.regions[0] if group.regions else max(sorted(serving), key=own.__getitem__)
-    # Members that leave count as room, too: else the group would go elsewhere while they make room,
-    # and back afterwards.
+    # The places of members that leave also count as room. Otherwise the group would move to another
+    # region while these members leave, and back afterwards.
     mine = [m for m in members if is_in_place(m, group) and m.instance_id not in round_.unusable]
     blanks = round_.num_blanks(group.racks)
     room = Counter(blanks)
@@ -76,10 +79,10 @@ def _serves(members: Iterable[GroupMember]) -> bool:
 
 @dataclass(slots=True)
 class RegionWatch:
-    """Which instances were lost with their region. Call `note` first in each round."""
+    """Remembers which instances were lost lately, and where. Call `note` first in each round."""
 
     _seen: dict[str, str] = field(default_factory=dict)  # region by instance
-    _lost: dict[str, tuple[str, float]] = field(default_factory=dict)  # region, lost when
+    _lost: dict[str, tuple[str, float]] = field(default_factory=dict)  # region, time of the loss
 
     def note(self, seen: Mapping[str, InstanceStatus], now: float) -> None:
         gone = {i: (region, now) for i, region in self._seen.items() if i not in seen}
@@ -88,7 +91,10 @@ class RegionWatch:
         self._seen = {i: each.region for i, each in seen.items()}
 
     def is_losing(self, instance_id: str) -> bool:
-        """Whether half of its region or more was lost with it: its assignment is not to blame."""
+        """Whether at least half of the instance's region was lost with it.
+
+        If so, its assignment is not the cause of the loss.
+        """
         region = self._lost.get(instance_id, ("", 0.0))[0]
         num_lost = sum(each[0] == region for each in self._lost.values())
         num_left = list(self._seen.values()).count(region)

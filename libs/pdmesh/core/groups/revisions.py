@@ -1,8 +1,10 @@
-"""Decides what each group runs while the desired state asks for another revision (S24).
+"""Decides which revision each group runs during an upgrade (S24).
 
-The record is kept in the registry beside the desired state. It says with which service the groups
-of a scenario have proved themselves, which one they should get, and which groups have it already.
-So a new service reaches a group only when its turn comes, and the next leader continues from there.
+A service is a model with its settings, and a revision is a name for one version of a service. When
+an operator changes the service of a scenario, one group of the scenario after another gets the new
+service. The registry keeps one `Upgrade` per scenario beside the desired state. An `Upgrade` has
+the old service, the new service, and the groups that already run the new one. A new leading master
+therefore continues the upgrade.
 """
 
 from __future__ import annotations
@@ -29,15 +31,16 @@ class Upgrade:
     """
 
     scenario: str
-    settled: Service  # what its groups go back to
-    settled_version: int  # the last version of the desired state that asked for it
-    target: Service  # what the desired state asks for
-    version: int  # the first version of the desired state that asked for the target
+    settled: Service  # a rollback returns the groups to this service
+    settled_version: int  # the last version of the desired state that asked for `settled`
+    target: Service  # the service that the desired state asks for
+    version: int  # the first version of the desired state that asked for `target`
     changed: Mapping[str, Service] = field(default_factory=dict)  # groups that do not run `settled`
-    current: str = ""  # the group that is being changed, or is on trial after it
-    canary_share: float = 0.0  # above 0: only the canary group has the target, until promoted
-    back: str = ""  # why it rolls back; empty: it goes forward
-    outcome: str = ""  # why the last one rolled back
+    current: str = ""  # the group that is being changed, or is on trial after its change
+    # If above 0, only the canary group runs `target`, until an operator promotes the upgrade.
+    canary_share: float = 0.0
+    back: str = ""  # why the upgrade rolls back, or empty while it goes forward
+    outcome: str = ""  # why the last upgrade rolled back
     is_proved: bool = False  # a complete group once served with `settled`
 
     def service_of(self, group_id: str) -> Service:
@@ -54,7 +57,7 @@ class Upgrade:
         return self.target == self.settled and not (self.changed or self.current or self.back)
 
     def moved(self, group_id: str) -> Upgrade:
-        """The upgrade with this group at the goal."""
+        """The upgrade after this group has got the service of `goal`."""
         changed = {g: s for g, s in self.changed.items() if g != group_id}
         if self.goal != self.settled:
             changed[group_id] = self.goal
@@ -65,7 +68,7 @@ Upgrades = Mapping[str, Upgrade]  # by scenario
 
 
 def canary_of(scenario: str) -> str:
-    """The canary's group: a small one beside the groups that serve."""
+    """The id of the scenario's canary: an extra, small group that tries a new revision first."""
     return f"{CANARY_PREFIX}{scenario}"
 
 
@@ -74,7 +77,10 @@ def is_canary(group_id: str) -> bool:
 
 
 def with_canaries(desired: Desired, upgrades: Upgrades) -> Desired:
-    """The desired state with the canaries' groups. Each has its share of every role, rounded up."""
+    """Add the canary groups to the desired state.
+
+    A canary has its share of the scenario's instances of every role, rounded up.
+    """
     tried = [each for _, each in sorted(upgrades.items()) if each.canary_share]
     if not tried:
         return desired
@@ -88,9 +94,10 @@ def with_canaries(desired: Desired, upgrades: Upgrades) -> Desired:
 
 
 def _canary(own: Sequence[Group], upgrade: Upgrade) -> Group:
-    """`own`: the scenario's groups. The canary may be in any of their racks.
+    """The canary of a scenario whose groups are `own`.
 
-    It is in their region, or in any region if theirs differ.
+    The canary may be in any rack of these groups. It is in their region, or in any region if the
+    groups are in different regions.
     """
 
     def num(role: Role) -> int:
@@ -111,7 +118,7 @@ def _canary(own: Sequence[Group], upgrade: Upgrade) -> Group:
 
 
 def services(desired: Desired, upgrades: Upgrades) -> dict[str, Service]:
-    """What each group runs now: what its upgrade says, or else the desired state."""
+    """The service that each group runs now, by its upgrade or else by the desired state."""
     found: dict[str, Service] = {}
     for group_id, group in desired.groups.items():
         upgrade = upgrades.get(group.scenario)
@@ -122,7 +129,7 @@ def services(desired: Desired, upgrades: Upgrades) -> dict[str, Service]:
 
 
 class CanaryShare(Protocol):
-    """What `shares` needs of an `Upgrade`; the message that carries an upgrade has it, too."""
+    """The fields that `shares` reads. `Upgrade` and the message of an upgrade have these fields."""
 
     @property
     def scenario(self) -> str: ...
@@ -135,9 +142,9 @@ class CanaryShare(Protocol):
 
 
 def shares(upgrades: Iterable[CanaryShare]) -> dict[str, float]:
-    """The share of the scenario's requests that each canary group gets.
+    """The share of its scenario's requests that each canary group gets, 0..1.
 
-    A canary that was rolled back gets no requests while its instances leave.
+    After a rollback the share is 0, so the canary gets no requests while its instances leave.
     """
     return {
         canary_of(each.scenario): each.canary_share

@@ -1,5 +1,7 @@
-"""The working set of one round of the group controller: what the registry has, and what it should
-have.
+"""The working set of one round of the group controller.
+
+In a round the controller compares the registry with the desired groups. `Round` has the content of
+the registry and the assignments that the controller plans for the living instances.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ class GroupMember:
         return self.assignment.role_spec.revision
 
     def is_stale(self, group: WantedGroup) -> bool:
-        """Its group has another scenario or revision now; an instance keeps its own for life."""
+        """Whether the group now has another scenario or revision than this member.
+
+        An instance keeps its scenario and revision until its incarnation ends.
+        """
         role_spec = self.assignment.role_spec
         return (role_spec.scenario, role_spec.revision) != (group.scenario, group.revision)
 
@@ -63,18 +68,21 @@ class GroupMember:
         return self.seen.is_loaded
 
     def may_exchange(self, other: GroupMember) -> bool:
-        """Whether two of one group may exchange KV: revision and region are equal (S24, S58)."""
+        """Whether two members of one group have equal revisions and KV regions (S24, S58)."""
         mine, yours = self.seen.kv_region, other.seen.kv_region
         return self.revision == other.revision and mine == yours
 
     @property
     def is_departing(self) -> bool:
-        """It drains although no assignment says so."""
+        """Whether the member drains without an order from the controller."""
         return self.stage < Stage.DRAIN and self.seen.phase in (Phase.DRAINING, Phase.DRAINED)
 
     @property
     def is_elsewhere(self) -> bool:
-        """It took another role spec before this assignment was written, and takes only one."""
+        """Whether the instance has taken another role spec than the one in this assignment.
+
+        An incarnation takes only one role spec, so it will never follow this assignment.
+        """
         seen, role_spec = self.seen, self.assignment.role_spec
         told = (seen.role, seen.group_id, seen.scenario, seen.revision)
         given = (role_spec.role, role_spec.group_id, role_spec.scenario, role_spec.revision)
@@ -83,24 +91,28 @@ class GroupMember:
 
 @dataclass(slots=True)
 class _Blanks:
-    num_planned: int  # instances that had an assignment when this was found
+    num_planned: int  # the size of `Round.plan` when the blank instances were collected
     free: list[InstanceStatus]
     counts: dict[tuple[str, ...], Counter[str]] = field(default_factory=dict)  # by racks
 
 
 @dataclass(slots=True)
 class Round:
-    """`plan` starts as the living instances' assignments; it ends as those that they should get."""
+    """The state of a round.
+
+    At the start, `plan` has the current assignments of the living instances. At the end, it has the
+    assignments that these instances should get.
+    """
 
     observed: Observed
     plan: dict[str, Assignment] = field(default_factory=dict)
-    # Instances that make no room by leaving: they end, hang, or are cordoned or ejected.
+    # Instances that get no new role after leaving, since they end, hang, are cordoned or ejected.
     unusable: frozenset[str] = frozenset()
-    # The ranks of each data-parallel domain that is a member, in order (`domains`).
+    # The ranks of each data-parallel domain, in order. A domain is one member (`domains.folding`).
     domains: dict[str, tuple[InstanceStatus, ...]] = field(default_factory=dict)
     _blanks: _Blanks | None = None
-    _ids: dict[str, list[str]] = field(default_factory=dict)  # of instances, by group
-    _num_indexed: int = 0  # how many of the plan's instances, counted from the first, `_ids` has
+    _ids: dict[str, list[str]] = field(default_factory=dict)  # instance ids by group
+    _num_indexed: int = 0  # how many of the plan's instances, from its beginning, are in `_ids`
 
     def __post_init__(self) -> None:
         self.domains |= self.observed.domains
@@ -110,13 +122,13 @@ class Round:
                 self.plan[instance_id] = assignment
 
     def members(self, group_id: str) -> list[GroupMember]:
-        """The members of a group, by instance id."""
+        """The members of a group, sorted by instance id."""
         self._index()
         seen, plan = self.observed.seen, self.plan
         return [GroupMember(seen[i], plan[i]) for i in self._ids.get(group_id, ())]
 
     def _index(self) -> None:
-        """Index what is new: instances are added at the plan's end, and none leaves in a round."""
+        """Add to `_ids` the instances that were appended to the plan since the last call."""
         if len(self.plan) < self._num_indexed:
             self._ids, self._num_indexed = {}, 0
         if len(self.plan) == self._num_indexed:
@@ -132,7 +144,7 @@ class Round:
         return sorted(own | self.observed.wanted.groups.keys())
 
     def form(self, role_spec: RoleSpec, ranks: Sequence[InstanceStatus]) -> InstanceStatus:
-        """Make one instance of the blank instances that become the ranks of a domain, in order."""
+        """Combine blank instances, rank 0 first, into a new domain, which is one instance."""
         assert role_spec.domain is not None
         domain_id = role_spec.domain.domain_id
         self.domains[domain_id] = tuple(ranks)
@@ -145,7 +157,7 @@ class Round:
         return len(self.domains.get(member.instance_id, ())) or 1
 
     def to_blame(self, member: GroupMember) -> list[str]:
-        """The instances of a failed member that have failed themselves; if none has, all."""
+        """The instances that made this member fail: its failed ranks, or all if none has failed."""
         ranks = self.domains.get(member.instance_id, (member.seen,))
         failed = [rank.instance_id for rank in ranks if rank.phase is Phase.FAILED]
         return failed or [rank.instance_id for rank in ranks]
@@ -157,7 +169,10 @@ class Round:
         )
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Sequence[InstanceStatus]:
-        """Instances that may be given a role, without lent ones; only of `racks` if that is set."""
+        """The blank instances that may get a role, except those kept for borrowers of groups.
+
+        If `racks` is not empty, only instances in these racks are included.
+        """
         free = self._all_blanks().free
         return [seen for seen in free if seen.rack in racks] if racks else free
 
@@ -169,7 +184,10 @@ class Round:
         return counts[racks]
 
     def _all_blanks(self) -> _Blanks:
-        """Cached until one of them is given a role: thousands of groups may ask and get none."""
+        """All usable blank instances, cached until the plan grows.
+
+        In a round, thousands of groups may ask for blank instances and get none.
+        """
         if self._blanks is None or self._blanks.num_planned != len(self.plan):
             self._blanks = _Blanks(len(self.plan), self._find_blanks())
         return self._blanks
@@ -195,9 +213,10 @@ class Round:
     # --- peers -----------------------------------------------------------------------------------
 
     def connect_peers(self) -> None:
-        """Give each instance its peers (S25).
+        """Set the peers of each instance (S25).
 
-        They are the instances of the other role, in its group and revision, that it can connect to.
+        A peer is an instance of the same group and revision, and of the other role, that can accept
+        connections.
         """
         for group_id in self.group_ids():
             members = self.members(group_id)
@@ -206,13 +225,14 @@ class Round:
                     peers = tuple(_peer(other) for other in members if _are_peers(member, other))
                     self.plan[member.instance_id] = replace(member.assignment, peers=peers)
 
-    # --- what serves, and what must serve --------------------------------------------------------
+    # --- the capacity of scenarios ---------------------------------------------------------------
 
     def capacity(self, scenario: str, without: str = "") -> Counter[Role]:
-        """Instances that take requests of the scenario, by role, leaving out `without`.
+        """The number of members that take requests of the scenario, by role.
 
-        Prefills and decodes count only where they can exchange KV. A canary never counts: it may
-        have to go at any moment.
+        The instance `without` is left out.
+        Prefills and decodes count only where they can exchange KV. A fusion instance counts for
+        both. A canary never counts, because a rollback may remove it at any moment.
         """
         cells: dict[tuple[str, str, str], Counter[Role]] = {}
         for instance_id, assignment in self.plan.items():
@@ -231,7 +251,10 @@ class Round:
         return total
 
     def why_not_leave(self, member: GroupMember, *, may_empty_group: bool) -> str:
-        """What the scenario or the group would lack if it left; empty if it may leave."""
+        """A reason why the member must stay, or empty if it may leave.
+
+        It must stay if its scenario or its group would lack a role without it.
+        """
         if not member.is_ready:
             return ""
         role_spec = member.assignment.role_spec
@@ -257,7 +280,7 @@ def _are_peers(member: GroupMember, other: GroupMember) -> bool:
         return False
     if other.stage in (Stage.CONNECT, Stage.SERVE):
         return True
-    # Peers that know a draining prefill already may still pull its KV.
+    # Serving peers may still pull KV from a draining prefill.
     return other.stage is Stage.DRAIN and member.is_ready and other.seen.phase is not Phase.DRAINED
 
 
@@ -266,7 +289,7 @@ def _peer(member: GroupMember) -> Peer:
 
 
 def unverified_pairs(members: Iterable[GroupMember]) -> list[tuple[GroupMember, GroupMember]]:
-    """(decode, prefill) pairs that should be connected and are not yet known to be."""
+    """The (decode, prefill) pairs whose connection the decode has not yet reported as verified."""
     met = [m for m in members if m.stage in (Stage.CONNECT, Stage.SERVE) and m.is_loaded]
     return [
         (decode, prefill)

@@ -1,4 +1,7 @@
-"""Decides which steps of groups and instances are announced to operators: each once, in order."""
+"""Decides which steps of groups and instances are announced to operators, each once and in order.
+
+For example, an instance is loaded, ready, draining or lost, or a group is complete.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ _OF_STAGE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AnnounceStep:
-    """Announce a step of the instance or the data-parallel domain `instance_id`.
+    """Announce a step of an instance, of a data-parallel domain, or of a whole group.
 
-    If that is empty, the step is about the whole group.
+    `instance_id` is the id of the instance or the domain. It is empty for a step of the group.
     """
 
     group_id: str
@@ -47,8 +50,8 @@ _Key = tuple[str, int]  # instance, incarnation
 class StepAnnouncer:
     """Finds the steps by comparing each round with the last one.
 
-    The first round after this leader took over announces no phases: the earlier leader has
-    announced them.
+    In a leader's first round, phases are not announced, because an earlier leader has announced
+    them.
     """
 
     group_id: str = ""  # the group that the controller works on now
@@ -59,7 +62,7 @@ class StepAnnouncer:
     _announced: list[AnnounceStep] = field(default_factory=list)
 
     def begin(self, observed: Observed) -> list[AnnounceStep]:
-        """Steps that instances have made since the last round."""
+        """Start a round. Returns the steps that instances have made since the last round."""
         steps: list[AnnounceStep] = []
         phases: dict[_Key, Phase] = {}
         for instance_id, assignment in sorted(observed.given.items()):
@@ -76,9 +79,9 @@ class StepAnnouncer:
         return steps
 
     def lost(self, instance_id: str, assignment: Assignment, detail: str = "") -> bool:
-        """An incarnation is gone and was not asked to leave. False if that was announced before.
+        """Announce, once per incarnation, that an instance is gone without an order to leave.
 
-        `detail`: of a domain, its ranks that are gone.
+        Returns False if the loss was announced before. For a domain, `detail` names its lost ranks.
         """
         key = (instance_id, assignment.incarnation)
         if key in self._gone:
@@ -88,7 +91,7 @@ class StepAnnouncer:
         return True
 
     def stuck(self, instance_id: str, assignment: Assignment) -> None:
-        """Announce, once per incarnation, that it does not become blank although it should."""
+        """Announce, once per incarnation, that an instance does not become blank as ordered."""
         key = (instance_id, assignment.incarnation)
         if key not in self._stuck:
             self._stuck.add(key)
@@ -108,13 +111,13 @@ class StepAnnouncer:
         )
 
     def announce_group(self, step: str, detail: str = "") -> None:
-        """Announce a step of the group, and again only after another step of it."""
+        """Announce a step of the current group, unless it is the same as the group's last step."""
         if self._of_group.get(self.group_id) != (step, detail):
             self._of_group[self.group_id] = (step, detail)
             self._announced.append(AnnounceStep(self.group_id, step, detail=detail))
 
     def end(self, round_: Round) -> list[AnnounceStep]:
-        """All steps of this round.
+        """The other steps of this round, in order.
 
         First come the announcements, then instances moved to a new stage, then released instances.
         """

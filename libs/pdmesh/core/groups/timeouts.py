@@ -1,6 +1,7 @@
-"""Decides when an instance takes too long for a stage.
+"""Decides when an instance takes too long for a stage of its set-up or its departure.
 
-`unpaired` decides which instance of a pair that does not connect in time is to blame.
+The group controller orders each instance from stage to stage: load, connect, serve, drain, blank.
+If a prefill and a decode do not connect in time, `unpaired` decides which of them is replaced.
 """
 
 from __future__ import annotations
@@ -14,33 +15,30 @@ from pdmesh.core.model import Phase, Stage
 
 @dataclass(frozen=True, slots=True)
 class StageLimits:
-    """Times in seconds.
+    """Limits in seconds. `connect_s`, `serve_s` and `drain_s` limit the stages of these names."""
 
-    `react_s`: until an instance reacts to an assignment. `load_s`: to fetch a model and build its
-    engine.
-    """
-
-    react_s: float = 15.0
-    load_s: float = 600.0
+    react_s: float = 15.0  # until a blank instance begins to follow its assignment
+    load_s: float = 600.0  # to fetch a model and build its engine
     connect_s: float = 30.0
     serve_s: float = 15.0
     drain_s: float = 120.0
-    disconnect_s: float = 5.0
-    erase_s: float = 30.0  # until an instance that should be blank has begun a new incarnation
-    gather_s: float = 60.0  # how long a group that lost instances while it formed waits for others
+    disconnect_s: float = 5.0  # after `drain_s`, for the peers to disconnect
+    erase_s: float = 30.0  # until an instance that should be blank begins a new incarnation
+    gather_s: float = 60.0  # until a group that lost instances in its set-up has found others
     max_tries: int = 3
     cool_s: float = 60.0  # the pause after `max_tries` failures
-    avoid_s: float = 300.0  # for this time an instance that failed is the last choice
+    avoid_s: float = 300.0  # after a failure, for this time the instance is the last choice
 
 
-_State = tuple[int, Stage, bool]  # assignment, stage, and whether it takes requests in it
+_State = tuple[int, Stage, bool]  # assignment id, stage, whether the instance is ready
 
 
 @dataclass(slots=True)
 class StageClock:
-    """Call `note` first in each round.
+    """Measures how long each instance has been in its stage. Call `note` first in each round.
 
-    Times count from when this leader first saw a stage, or saw an instance begin or cease to serve.
+    The clock of an instance starts when this leader first sees its stage. It starts again when the
+    instance begins or ceases to be ready.
     """
 
     limits: StageLimits = field(default_factory=StageLimits)
@@ -58,7 +56,7 @@ class StageClock:
         self._avoided = {i: until for i, until in self._avoided.items() if until > now}
 
     def waited_s(self, member: GroupMember, now: float) -> float:
-        """Seconds since it was given its stage, or became or ceased to be ready in it."""
+        """Seconds since the member's clock last started."""
         return now - self._since[member.instance_id][1]
 
     def avoid(self, instance_id: str, now: float) -> None:
@@ -68,7 +66,7 @@ class StageClock:
         return instance_id in self._avoided
 
     def why_broken(self, round_: Round, member: GroupMember, now: float) -> str:
-        """Why a member must become blank; empty if it need not."""
+        """Why a member must become blank at once, or empty if it need not."""
         limits, seen = self.limits, member.seen
         waited_s = self.waited_s(member, now)
         if seen.phase is Phase.FAILED:
@@ -87,13 +85,17 @@ class StageClock:
         return ""
 
     def is_erase_overdue(self, member: GroupMember, now: float) -> bool:
-        """Whether a member should be blank by now: it hangs, or does not follow this leader."""
+        """Whether a member has not become blank in time.
+
+        It hangs, or it does not follow this leader.
+        """
         return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 
     def _why_unconnected(self, round_: Round, member: GroupMember, now: float) -> str:
-        """Why it is unconnected; empty if the other of its pair is to blame, or if it only waits.
+        """Why the member must be replaced for lack of a connection, or empty if it need not.
 
-        The other instances get time to connect to its substitute.
+        If the member must be replaced, the clocks of all connecting members start again. So they
+        have time to connect to the substitute.
         """
         pairs = unverified_pairs(round_.members(member.assignment.role_spec.group_id))
         own = next((pair for pair in pairs if member in pair), None)

@@ -1,8 +1,9 @@
-"""Decides which of two instances that cannot connect is given up and replaced, and which ready
-instances of a group have no partner of the other role.
+"""Finds prefills and decodes of a group that cannot exchange KV.
 
-A ready instance without a partner serves requests all the same: it computes both phases. So nothing
-fails, and only a look at the group shows that no KV is handed over.
+If two instances cannot connect while their group is set up, `is_to_blame` decides which of them is
+replaced. Later, `unpaired` finds ready instances without a partner of the other role. These still
+serve requests, because each computes both phases. So no request fails, and only this check shows
+operators that the group hands over no KV.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pdmesh.core.model import Role
 def is_to_blame(
     member: GroupMember, other: GroupMember, pairs: Sequence[tuple[GroupMember, GroupMember]]
 ) -> bool:
-    """Whether `member` is given up because it and `other` did not connect in time (S16).
+    """Whether `member` is replaced because it and `other` did not connect in time (S16).
 
-    `pairs` are all pairs of their group that are not connected. The one of the two that is in more
-    of them is given up; if they are in equally many, the decode is. An instance that is ready is
-    never given up.
+    `pairs` are all pairs of their group that are not connected. The instance that is in more of
+    these pairs is replaced. If both are in equally many, the decode is replaced. But if `other` is
+    ready, `member` is always replaced.
     """
 
     def blame(each: GroupMember) -> tuple[int, bool]:
@@ -37,18 +38,19 @@ class ReadyInstance:
     role: Role
     model_fingerprint: str
     revision: str = ""
-    kv_region: str = ""  # where its KV stays; empty: anywhere
+    kv_region: str = ""  # the region that its KV stays in. Empty means any region.
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """Equal if a prefill and a decode of one group may exchange KV."""
+        """A prefill and a decode of one group may exchange KV if their kinds are equal."""
         return self.model_fingerprint, self.revision, self.kv_region
 
 
 def unpaired(groups: Mapping[str, Sequence[ReadyInstance]]) -> list[str]:
-    """A line for each kind of instance without a partner: which two differ, and in what.
+    """A line of text for each kind of ready instances that has no partner in its group.
 
-    A group that has only one of the two roles has no line.
+    Each line names an instance of that kind and an instance of the other role, and the difference
+    between the two. A group without prefills or without decodes has no lines.
     """
     lines = []
     for group_id, instances in sorted(groups.items()):
@@ -65,7 +67,7 @@ def unpaired(groups: Mapping[str, Sequence[ReadyInstance]]) -> list[str]:
 def _by_kind(
     instances: Sequence[ReadyInstance], role: Role
 ) -> dict[tuple[str, str, str], ReadyInstance]:
-    """The first instance of each kind, by its id."""
+    """For each kind, the instance of this role with the lowest id."""
     found: dict[tuple[str, str, str], ReadyInstance] = {}
     for each in sorted(instances, key=lambda each: each.instance_id):
         if each.role is role:

@@ -1,1 +1,1 @@
-"""Decides where a request may go, best first, from a picture of all instances."""
+"""Ranks the instances that may serve a request, by their records, health and load."""

@@ -1,6 +1,7 @@
-"""The policies that ours is measured against, and the registry of all policies by name (S6, S7).
+"""Baselines for our placement policy, and the list of all policies by name (S6, S7).
 
-They see the same fleet and index as ours and differ only in how they use them.
+A policy scores the instances that may serve a request. All policies get the same data about
+instances and cached prefixes, so that measurements compare only their rules.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pdmesh.core.placement.policies import (
 from pdmesh.core.placement.weighted_sum import prefix_and_latency
 
 _REPORT_S: Final = 0.1
-_MATCH_THRESHOLD: Final = 0.5  # of the prompt: a longer match decides in `cache_aware`
+_MATCH_THRESHOLD: Final = 0.5  # a match of more than this share decides in `cache_aware`
 _IMBALANCE_ABS: Final = 32
 _IMBALANCE_REL: Final = 1.1
 
@@ -36,7 +37,7 @@ def constant_prefills(query: Query, instances: Sequence[Instance], known: Known)
 
 
 def fewest_used_prefills(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
-    """Least connections: what most load balancers do."""
+    """Least connections, as in most load balancers."""
     return [-float(i.used_slots()) for i in instances]
 
 
@@ -49,15 +50,15 @@ def fewest_used_decodes(query: Query, instances: Sequence[Instance]) -> list[flo
 
 
 def fewest_blocks_decodes(query: Query, instances: Sequence[Instance]) -> list[float]:
-    """Fewest active KV blocks, the decode half of a KV router's cost."""
+    """Prefer the fewest active KV blocks, which is the decode part of a KV router's cost."""
     return [float(i.free_blocks() - i.identity.num_kv_blocks) for i in instances]
 
 
 @dataclass(slots=True)
 class ShortestQueue:
-    """Fewest waiting prompt blocks, as they were up to `period_s` ago (S7).
+    """Prefers the fewest waiting prompt blocks, from a report that is up to `period_s` old (S7).
 
-    Within a period nothing changes, so all requests go to the same instances.
+    Within a period the report does not change, so all requests go to the same instances.
     """
 
     period_s: float = _REPORT_S
@@ -74,8 +75,8 @@ class ShortestQueue:
 def cache_aware(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
     """The rule of SGLang's gateway.
 
-    It takes the shortest queue if the loads differ a lot. Otherwise it takes the longest match if
-    that covers most of the prompt, or else the emptiest cache.
+    If the loads differ a lot, the gateway chooses the shortest queue. Otherwise it chooses the
+    longest cached prefix, if that covers most of the prompt. If not, it chooses the emptiest cache.
     """
     used = [i.used_slots() for i in instances]
     lowest, highest = min(used), max(used)
@@ -89,9 +90,10 @@ def cache_aware(query: Query, instances: Sequence[Instance], known: Known) -> li
 
 
 def block_cost(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
-    """The rule of Dynamo's KV router: the least cost.
+    """The rule of Dynamo's KV router, which chooses the least cost.
 
-    The cost is the prompt blocks to compute, including those that wait, plus the active blocks.
+    The cost is the number of prompt blocks to compute, including waiting prompts, plus the number
+    of active blocks.
     """
     total = len(query.block_hashes)
     scores = []
@@ -104,7 +106,7 @@ def block_cost(query: Query, instances: Sequence[Instance], known: Known) -> lis
 
 
 def lowest_cost(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
-    """Strictly by score; only equal scores are in random order."""
+    """Sort strictly by score. Only equal scores are in random order."""
     shuffled = list(scored)
     rng.shuffle(shuffled)
     return sorted(shuffled, key=lambda s: -s.score)[:count]
@@ -140,7 +142,7 @@ def shortest_queue() -> Policy:
 
 
 def mixed_pool() -> Policy:
-    """Any prefill for any prefix: a pool whose caches are ignored (S6)."""
+    """A random choice, as in a pool of prefills that ignores cached prefixes (S6)."""
     return Policy("mixed_pool", constant_prefills, best_first, constant_decodes, best_first)
 
 

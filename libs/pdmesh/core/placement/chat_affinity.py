@@ -1,7 +1,8 @@
-"""Remembers which instances served a chat last, so that its next turn finds its KV (S94).
+"""Remembers which instances served a chat last, so that the next turn finds the chat's KV (S94).
 
-A plan names them, and then the reports of instances say which of them took the request: it may have
-gone to another candidate than the first. Age and number of the remembered chats are bounded.
+At first these are the best instances of the turn's plan. If another candidate reports that it has
+taken the request, it replaces the planned instance. The age and number of remembered chats are
+bounded.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-TTL_S: Final = 600.0  # a chat that is silent for longer is forgotten
+TTL_S: Final = 600.0  # a chat is forgotten if its last turn is older than this
 MAX_CHATS: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The last turn of a chat, and which instances serve it.
+    """The last turn of a chat, and the instances that serve it.
 
-    `decode_id` is empty if one instance does both phases. `excluded` instances failed for it.
+    `decode_id` is empty if one instance does both phases. `excluded` instances have failed for this
+    turn.
     """
 
     request_id: str
@@ -50,7 +52,7 @@ class ChatAffinity:
         return len(self._chats)
 
     def get(self, chat_id: str, now: float) -> tuple[str, ...]:
-        """Instance ids; empty if the chat is unknown or was silent for too long."""
+        """The ids of the chat's instances, or none if the chat is unknown or too old."""
         found = self._chats.get(chat_id)
         if found is None:
             return ()
@@ -69,7 +71,7 @@ class ChatAffinity:
             self._forget(next(iter(self._chats)))
 
     def admitted(self, instance_id: str, request_ids: Iterable[str], *, is_decode: bool) -> None:
-        """The instance took these requests. Only the last one of a chat says where its KV is."""
+        """Note that the instance has taken these requests. Only a chat's last request counts."""
         for request_id in request_ids:
             chat_id = self._chat_of.get(request_id)
             if chat_id is not None:

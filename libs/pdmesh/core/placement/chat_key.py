@@ -1,10 +1,10 @@
 """Decides which requests belong to one chat, so that a proxy sends them to the same gateway.
 
-The key of a chat is made from the id that its client gives it. Without an id, it is made from the
-messages up to the first of the user, which all turns have. A completion has no messages, so its key
-is made from the first block of its prompt. Equal texts of different tenants give different keys,
-and no key reveals its text.
-`gateway_ranking.py` decides which gateway a key goes to.
+The key of a chat is made from the chat's id, if the client gives one. Without an id, the key is
+made from the messages up to the first user message, because all turns of a chat begin with them. A
+completion has no messages, so its key is made from the first block of its prompt. Equal texts of
+different tenants have different keys, and no key reveals its text. `gateway_ranking.py` chooses the
+gateway for a key.
 """
 
 from __future__ import annotations
@@ -24,21 +24,27 @@ def key_of_id(secret: bytes, tenant: str, chat_id: str) -> str:
 
 
 def key_of_beginning(secret: bytes, tenant: str, beginning: bytes) -> bytes:
-    """`beginning`: the messages that `num_in_beginning` counts, in one form."""
+    """The key of a chat without an id.
+
+    `beginning` has the messages that `num_in_beginning` counts, in a canonical form.
+    """
     return hashlib.blake2b(beginning, digest_size=16, key=_key(secret, tenant)).digest()
 
 
 def num_in_beginning(roles: Sequence[str]) -> int:
-    """How many of the messages all turns of the chat have: those up to the first of the user."""
+    """The number of messages up to and including the first user message.
+
+    All turns of a chat begin with these messages.
+    """
     return next((i for i, role in enumerate(roles) if role == "user"), len(roles)) + 1
 
 
 def key_of(
     by_id: str, by_beginning: Callable[[], bytes], blocks: Callable[[], Sequence[bytes]]
 ) -> bytes:
-    """The first of these that is not empty; to save time, those after it are not computed.
+    """The first of the three keys that is not empty. Later keys are not computed.
 
-    `blocks`: the names of the prompt's blocks.
+    `blocks` returns the names of the prompt's KV blocks, of which the first is a key.
     """
     return by_id.encode() or by_beginning() or next(iter(blocks()), b"")
 

@@ -1,10 +1,9 @@
-"""Our score: the seconds until a request's first token, and what the request costs others (S93,
-S107, S108).
+"""Our placement score: minus the expected seconds until a request's first token, and minus its cost
+for other requests (S93, S107, S108).
 
-Every term is in seconds: the wait for the prompts before this one, the fetch of KV from peers, the
-compute of the rest. So no weight has to compare a block with a slot. A second of compute also
-delays later requests, or evicts their blocks; the few constants of `Prices` say how much of that
-counts.
+Every term is in seconds: the wait for earlier prompts, the fetch of KV from other instances, and
+the compute of the rest of the prompt. So no weight has to compare a block with a slot. A second of
+compute also delays later requests or evicts their blocks. `Prices` converts these costs to seconds.
 """
 
 from __future__ import annotations
@@ -17,20 +16,26 @@ from pdmesh.core.placement.instance import USED_S, Instance
 from pdmesh.core.placement.policies import Known, Query
 from pdmesh.core.placement.shortlist import TypicalWork
 
-_MOST_USED: Final = 0.9  # beyond that share of its time, an instance is as good as full
-_HOME_SHARE: Final = 0.25  # of the balance price, for the home of a chat: new chats spread first
+_MOST_USED: Final = 0.9  # the used share of the instances' time is capped at this value
+# The instances of a chat's last turn pay only this share of the balance price, so that new chats
+# move to other instances first.
+_HOME_SHARE: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a placement costs later requests, in seconds per second.
+    """The costs of a placement for later requests.
 
-    `future` and `eviction` are for each second of compute: `future` times used / (1 - used), where
-    `used` is the mean share of their time that the instances are used; `eviction` times the share
-    of the new blocks that evict others from a full cache. `balance` and `chat` are for each second
-    that the whole prompt takes without reuse: `balance` times how far the instance's recent work is
-    above the mean plus this prompt, relative to that sum; `chat` is a discount on the instances of
-    the chat's last turn. `adapter_s`: seconds to load an adapter.
+    `future` and `eviction` are added for each second of predicted compute. `future` is multiplied
+    by used / (1 - used), where `used` is the mean share of the instances' time in use. `eviction`
+    is multiplied by the share of the new blocks for which a full cache must evict others.
+
+    `balance` and `chat` are for each second that the whole prompt takes without reuse. `balance`
+    is multiplied by work / (mean + prompt) - 1, if that is positive. Here `work` is the instance's
+    recent and waiting work, `mean` is the mean work of all instances, and `prompt` is the time of
+    this prompt. `chat` is a discount for the instances of the chat's last turn.
+
+    `adapter_s` is the number of seconds to load an adapter.
     """
 
     future: float = 6.0
@@ -42,7 +47,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCompletion:
-    """Scores are negative seconds."""
+    """Scores instances in seconds. A score is a cost with a minus sign, so it is at most 0."""
 
     prices: Prices = field(default_factory=Prices)
 
@@ -89,7 +94,10 @@ def _shares(
     recent: Sequence[tuple[float, float]],
     typical: TypicalWork | None,
 ) -> tuple[float, float]:
-    """The share of its time that the mean instance is used, and its work over `BALANCE_S`."""
+    """The share of its time that the mean instance is used, and its recent work in seconds.
+
+    The recent work decays with the time `BALANCE_S`, and the backlog is added.
+    """
     if typical is not None:
         used_s, even = typical.used_s + typical.backlog_s, typical.balance_s + typical.backlog_s
     else:
@@ -100,7 +108,7 @@ def _shares(
 
 
 class _Times:
-    """Predicted seconds of one query, remembered for instances that are alike."""
+    """Predicts the prefill time of one query, and caches it for similar instances."""
 
     def __init__(self, query: Query, known: Known) -> None:
         self._query, self._known = query, known
@@ -133,7 +141,7 @@ class _Times:
         return seconds * instance.slowness
 
     def whole_s(self, instance: Instance) -> float:
-        """The time of the prompt where nothing of it is held."""
+        """The predicted seconds for the prompt without any reuse."""
         kind = instance.kind
         if kind not in self._whole:
             num_tokens = self._query.num_prompt_tokens
@@ -142,7 +150,7 @@ class _Times:
 
 
 def _evicted_share(query: Query, instance: Instance, local: int, known: Known) -> float:
-    """The share of its new blocks for which a full cache must evict others."""
+    """The share of the query's new blocks for which the instance's cache must evict others."""
     num_new = len(query.block_hashes) - local
     if num_new <= 0:
         return 0.0
@@ -151,7 +159,7 @@ def _evicted_share(query: Query, instance: Instance, local: int, known: Known) -
 
 
 def _put_last(instances: Sequence[Instance], costs: list[float]) -> None:
-    """Put full instances, which will refuse, behind all that have a slot."""
+    """Put full instances, which will reject the request, behind all that have a free slot."""
     highest = max(costs)
     for i, instance in enumerate(instances):
         if instance.used_slots() >= instance.num_slots:

@@ -1,8 +1,8 @@
-"""The master's picture of all instances: what they are, their health and their load.
+"""The master's knowledge of all instances, from which it plans where requests go.
 
-Records say which instances exist, health says which may be used, load reports say how busy they
-are. A report is old when it arrives. So requests that were dispatched since are added to it, until
-a report names them (see `reservations.py`).
+For each instance, the master knows the record in the registry, the health, and the load reports. A
+load report is already old when it arrives. So the requests that the master has planned for an
+instance are added to its reported load, until a report names them (see `reservations.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pdmesh.core.placement.predictor import LatencyPredictor, PromptTokens
 from pdmesh.core.placement.reservations import Reservations
 
 _MAX_JUDGED = 65_536
-_MAX_UNTIMED = 64  # computed prompts of an instance whose time is not reported yet
-_MANY_OBSERVED = 50  # of a kind, before its instances are compared with each other
+_MAX_UNTIMED = 64  # computed prompts of one instance whose compute time is not reported yet
+_MANY_OBSERVED = 50  # spans of a kind, before its instances are compared with each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +48,26 @@ class FaultForgotten:
 
 @dataclass(frozen=True, slots=True)
 class OutOfServiceSeen:
-    """All cordoned and ejected instances, whatever they report themselves."""
+    """The ids of all cordoned and ejected instances, which get no requests."""
 
     instance_ids: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class HealthMonitorLost:
-    """There is no health-monitor, so its last verdicts no longer count."""
+    """No health-monitor is running, so the verdicts of the last one no longer count."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillComputed:
-    """A computed prompt. `num_tokens` is 0 if the prompt was given up, or if there is none.
+    """A prompt that an instance has computed.
 
-    `seconds`, if not 0, is the compute time of a span: of this prompt and of those before it that
-    were reported with 0 seconds, without the wait for others. The prompts of the span ended in
-    `num_steps` steps. `num_beside` sequences decoded beside them on average (None: not known).
+    `num_tokens` is 0 if the prompt was given up, or if the entry only reports a time.
+
+    An instance times a span of prompts together, because they share steps. `seconds` is 0 unless
+    the prompt is the last of its span. For the last prompt, `seconds` is the compute time of the
+    span without waiting, and the prompts of the span ended in `num_steps` different steps. On
+    average, `num_beside` sequences decoded in the same steps. None means an unknown number.
     """
 
     request_id: str
@@ -101,14 +104,17 @@ Event = (
 
 @dataclass(slots=True)
 class Fleet:
-    """The only way to change state is `handle`."""
+    """All instances, with their bookings and their prediction of prefill times.
+
+    Only `handle` changes the instances, except for bookings.
+    """
 
     instances: dict[str, Instance] = field(default_factory=dict)
     predictor: LatencyPredictor = field(default_factory=LatencyPredictor)
     reservations: Reservations = field(default_factory=Reservations)
     chats: ChatAffinity = field(default_factory=ChatAffinity)
     version: int = 0  # grows whenever the set of possible candidates may have changed
-    # A verdict may come before the record.
+    # Verdicts by instance id, because a verdict may come before the instance's record.
     _judged: dict[str, HealthJudged] = field(default_factory=dict)
     _faults: dict[str, FaultJudged] = field(default_factory=dict)
     _out_of_service: frozenset[str] = frozenset()
@@ -141,7 +147,10 @@ class Fleet:
         self.reservations.expire(now)
 
     def longest_by_scenario(self, matches: Mapping[str, int]) -> dict[str, int]:
-        """The longest of the matches (blocks by instance) in each scenario, of usable instances."""
+        """The longest match among the usable instances of each scenario.
+
+        `matches` has numbers of blocks by instance id.
+        """
         longest: dict[str, int] = {}
         for instance_id, num_blocks in matches.items():
             instance = self.instances.get(instance_id)

@@ -1,10 +1,11 @@
 """Decides which gateways a proxy should send a request to, best first.
 
-Every gateway can serve every request. Those in the region of the planned instances come first,
-since the answer's tokens come from there. Of these, requests with an equal key go to one gateway,
-which keeps the tokens of their chat, unless it has 1.25 times its share of the open requests: then
-the next one by the key's order takes them (Mirrokni et al.: consistent hashing with bounded loads).
-Requests without a key go to the gateway with the fewest open requests.
+Every gateway can serve every request. The gateways in the region of the planned instances come
+first, because the answer's tokens come from that region. Requests with equal keys belong to one
+chat. They go to one gateway, which caches the tokens of the chat. If that gateway has more than
+1.25 times its share of the open requests, the next one in the key's order takes them (Mirrokni et
+al.: consistent hashing with bounded loads). Requests without a key go to the gateway with the
+fewest open requests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-_SHARE: Final = 1.25  # times the mean of open requests: the most for the gateway of a key
+_SHARE: Final = 1.25  # a key's gateway takes at most this factor times the mean of open requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,10 @@ class GatewayEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class GatewayQuery:
-    """`region`: of the planned instances; empty: any gateway is as near as another.
+    """A request to rank gateways for.
 
-    `only`: the addresses to choose from; None: all.
+    `region` is the region of the planned instances. If it is empty, all gateways are equally near.
+    `only` has the addresses to choose from. None means all.
     """
 
     key: bytes = b""
@@ -43,13 +45,16 @@ class GatewayRanking:
     _gateways: list[GatewayEndpoint] = field(default_factory=list)
 
     def see(self, gateways: Iterable[GatewayEndpoint]) -> None:
-        """`gateways`: all that there are now."""
+        """Replace the known gateways by `gateways`."""
         self._gateways = sorted(gateways, key=lambda g: g.id)
 
     def rank(
         self, query: GatewayQuery, num_open: Callable[[str], int]
     ) -> Sequence[GatewayEndpoint]:
-        """`num_open`: open requests by address, as far as known. An empty result: no gateway."""
+        """The gateways for the query, best first. Empty if there are none.
+
+        `num_open` returns the number of open requests of an address, as far as it is known.
+        """
         only = query.only
         able = [g for g in self._gateways if only is None or g.address in only]
         near = [g for g in able if _is_near(g, query.region)]

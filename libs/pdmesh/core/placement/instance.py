@@ -1,5 +1,8 @@
-"""One instance as placement sees it: its record, its health, its last reported load, and what was
-sent there since that report.
+"""One instance as placement sees it.
+
+Placement ranks the instances that may serve a request. For each instance it knows the record in the
+registry, the health and the last reported load. It also knows the requests that were sent to the
+instance after that report.
 """
 
 from __future__ import annotations
@@ -14,19 +17,20 @@ from pdmesh.core.kv.transfer.source_exclusions import ExcludedSource
 from pdmesh.core.model import Role
 from pdmesh.core.placement.predictor import PromptTokens
 
-USED_S: Final = 60.0  # compute that is this old counts 1/e in the use of an instance
-BALANCE_S: Final = 300.0  # the same for the balance between instances
+# Two decaying sums of an instance's compute time. After this time, a second of compute counts 1/e.
+USED_S: Final = 60.0  # for the sum that measures how much of its time the instance is used
+BALANCE_S: Final = 300.0  # for the sum by which the work of instances is compared
 _USED_POWER: Final = round(BALANCE_S / USED_S)
 _SPEED_WEIGHT: Final = 0.05
-_SPEED_DRIFT: Final = 0.002  # of slowness back to 1: the kind's fit follows all instances
-_MOST_LOG_SPEED: Final = 1.4  # four times as slow, or as fast
+_SPEED_DRIFT: Final = 0.002  # slowness drifts back to 1, because the kind's fit also adapts
+_MOST_LOG_SPEED: Final = 1.4  # natural logarithm of a factor of four, slower or faster
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What an instance's record says.
+    """The content of an instance's record in the registry.
 
-    Two instances may hand KV to each other if `cell` is equal (S13).
+    Two instances may hand KV to each other if their `cell` is equal (S13).
     """
 
     instance_id: str
@@ -43,14 +47,14 @@ class Identity:
     is_draining: bool = False
     excluded_sources: tuple[
         ExcludedSource, ...
-    ] = ()  # of a decode: the prefills it ejects or avoids
-    is_ready: bool = True  # False: it is not connected to its peers yet
-    revision: str = ""  # of what was assigned to it: model, KV layout, transport
-    fetches_from_peers: bool = False  # it fetches blocks from the host pools of peers
+    ] = ()  # the prefills that this decode ejects or avoids
+    is_ready: bool = True  # False until it is connected to its peers
+    revision: str = ""  # the assigned model, KV layout and transport, as one name
+    fetches_from_peers: bool = False  # it fetches KV blocks from the host memory of other instances
     region: str = ""
-    kv_region: str = ""  # where its KV stays; empty: its group spans regions
+    kv_region: str = ""  # the region that its KV stays in, or empty if its group spans regions
     takes_adapters: bool = False
-    adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters that it has loaded
+    adapters: frozenset[str] = frozenset()  # digests of the loaded LoRA adapters
     takes_images: bool = False
 
     @property
@@ -60,14 +64,17 @@ class Identity:
 
 @dataclass(slots=True)
 class RecentWork:
-    """Seconds of compute, in two sums that decay to 1/e: in `USED_S` and in `BALANCE_S`."""
+    """The recent compute seconds of an instance, as two sums that decay exponentially.
+
+    The first sum decays to 1/e in `USED_S`, the second in `BALANCE_S`.
+    """
 
     _used_s: float = 0.0
     _balance_s: float = 0.0
     _at: float = 0.0
 
     def at(self, now: float) -> tuple[float, float]:
-        """Both sums. It computes one exponential, since every decision asks every instance."""
+        """Both sums at `now`. Calls are frequent, so only one exponential is computed."""
         left = math.exp((self._at - now) / BALANCE_S)
         return self._used_s * left**_USED_POWER, self._balance_s * left
 
@@ -78,7 +85,11 @@ class RecentWork:
 
 @dataclass(slots=True)
 class Instance:
-    """One instance as placement sees it."""
+    """The state of one instance.
+
+    A booking is a request that was sent to the instance, before a report of it mentions the
+    request. The backlog is the booked prompts that are not computed yet.
+    """
 
     identity: Identity
     health: Health = Health.HEALTHY
@@ -89,19 +100,19 @@ class Instance:
     num_kv_blocks_free: int = 0
     is_draining: bool = False
     reported_at: float | None = None
-    computed_s: float = 0.0  # the time of all its prefills so far, by its own measure
-    slowness: float = 1.0  # its time for a prompt, divided by the time of its kind
+    computed_s: float = 0.0  # the compute time of all its prompts so far, as it reported
+    slowness: float = 1.0  # its time for a prompt, divided by the usual time of its kind
     id: str = field(init=False)
-    kind: str = field(init=False)  # instances of one kind take equally long for a prompt
-    available_at: float = 0.0  # when all booked prompts will have been computed (S93)
-    backlog_s: float = 0.0
-    num_backlog_blocks: int = 0  # to be computed
-    num_prompts: int = 0  # of the backlog
-    num_booked: int = 0  # requests that no report shows yet
+    kind: str = field(init=False)  # instances of one kind should take equally long for a prompt
+    available_at: float = 0.0  # the predicted time at which the backlog is computed (S93)
+    backlog_s: float = 0.0  # the predicted compute time of the backlog
+    num_backlog_blocks: int = 0  # KV blocks of the backlog, to be computed or fetched
+    num_prompts: int = 0  # the prompts in the backlog
+    num_booked: int = 0
     num_booked_blocks: int = 0
     untimed: list[PromptTokens] = field(
         default_factory=list
-    )  # computed prompts whose time is not reported yet
+    )  # computed prompts whose compute time is not reported yet
     recent: RecentWork = field(default_factory=RecentWork)
 
     def __post_init__(self) -> None:
@@ -116,7 +127,7 @@ class Instance:
 
     @property
     def is_ejected(self) -> bool:
-        """It gets no requests because of a fault that is acted on (S34)."""
+        """Whether the instance gets no requests because of its fault (S34)."""
         return self.fault is not None and self.fault.ejects
 
     @property
@@ -124,7 +135,7 @@ class Instance:
         return self.identity.role is Role.DECODE
 
     def used_slots(self) -> int:
-        """The reported used slots, and the requests dispatched since."""
+        """The used slots of the last report, plus the booked requests."""
         return self.num_slots_used + self.num_booked
 
     def free_blocks(self) -> int:
@@ -132,13 +143,16 @@ class Instance:
 
     @property
     def num_beside(self) -> int:
-        """How many sequences decode there, beside which a prompt would be computed."""
+        """How many sequences decode on the instance now. They share its steps with a prompt."""
         if self.identity.role is Role.PREFILL:
             return 0
         return max(0, self.used_slots() - self.num_prompts)
 
     def wait_s(self, now: float, doubt: float) -> float:
-        """Seconds until its booked prompts are computed: at least `doubt` of the predicted time."""
+        """The predicted seconds until the backlog is computed.
+
+        The result is at least `doubt` times the backlog's whole compute time.
+        """
         return max(self.available_at - now, doubt * self.backlog_s)
 
     def add_computed(self, seconds: float, now: float) -> None:
@@ -146,7 +160,7 @@ class Instance:
         self.recent.add(seconds, now)
 
     def adapt_slowness(self, seconds: float, expected_s: float) -> None:
-        """It took `seconds` where an instance of its kind would take `expected_s`."""
+        """Learn from prompts that took `seconds`, where its kind usually takes `expected_s`."""
         off = math.log(seconds / (expected_s * self.slowness))
         off = max(-_MOST_LOG_SPEED, min(_MOST_LOG_SPEED, off))
         log = math.log(self.slowness) * (1 - _SPEED_DRIFT) + _SPEED_WEIGHT * off
@@ -175,20 +189,20 @@ class Instance:
         self.available_at = max(now, self.available_at - booking.seconds)
 
     def resume_backlog(self, now: float) -> None:
-        """A prompt was computed just now, so the next one begins: predict from here."""
+        """Predict `available_at` from now, because a prompt has ended and the next one begins."""
         self.available_at = now + self.backlog_s
 
 
 @dataclass(slots=True)
 class Booking:
-    """One request's share of an instance. `seconds` and `num_new_blocks` are 0 for a decode."""
+    """One request on one instance. `seconds` and `num_new_blocks` are 0 for a decode."""
 
     instance: Instance
     num_blocks: int
-    seconds: float
-    num_new_blocks: int
+    seconds: float  # predicted compute time of the prompt
+    num_new_blocks: int  # KV blocks of the prompt that the instance must compute or fetch
     at: float
-    num_fetched: int = 0  # tokens of the prompt that peers give
+    num_fetched: int = 0  # tokens of the prompt whose KV other instances supply
     is_admitted: bool = False
 
     @property

@@ -1,14 +1,15 @@
-"""Decides which instances a gateway names for a request while no master answers (S42).
+"""Ranks instances for a request in a gateway, while no master answers (S42).
 
-A gateway knows what the registry says and its own open legs. It names the instances of its region
-first (S58), then the instances with the fewest of these legs. It avoids instances that are about to
-leave or are judged faulty: they are named only if the others cannot serve. A canary gets its share
-of the requests, and more if no other group serves (S24). If no pair can exchange KV, and there is
-no fusion instance, the instances of one role do both phases.
+Normally the master plans which instances serve a request. A gateway knows only the registry and its
+own open legs, which are its requests' stays on instances. It ranks the instances of its region
+first (S58). Among these, the instances with the fewest open legs come first. Instances that are
+about to leave or may be faulty are used only if the others cannot serve. A canary, which tries a
+new revision, gets its share of the requests (S24). If no prefill and decode can exchange KV and
+there is no fusion instance, instances of one role do both phases.
 
-A ranking must not cost more in a larger mesh. So of more than `MOST_RANKED` instances of a role, it
-names random ones, ordered in the same way: the least used of these is nearly the least used of all.
-All are looked at only if few of the drawn ones can serve.
+The cost of a ranking must not grow with the mesh. If a role has more than `MOST_RANKED` instances,
+a random sample of them is ranked. The least used instance of the sample is nearly the least used of
+all. All instances are ranked only if too few in the sample can serve.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from pdmesh.core.model import Role
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.placement.shortlist import sampled
 
-MOST_RANKED: Final = 64  # of a role; if there are no more, all are ranked
-_LEAST_ABLE: Final = 8  # of a role that a draw must find able: as many as a request tries
-_LOADED: Final = MOST_RANKED // 4  # places for instances that have loaded the query's adapter
+MOST_RANKED: Final = 64  # of a role; if there are more, a sample of this size is ranked
+_LEAST_ABLE: Final = 8  # usable instances of a role that a sample must have; a request tries 8
+_LOADED: Final = MOST_RANKED // 4  # the most instances with the query's adapter added to a sample
 _PREFILL_ROLES: Final = (Role.PREFILL, Role.FUSION)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalInstance:
-    """An instance that takes requests, as its record shows it. Empty `scenario`: of any."""
+    """An instance that takes requests, as its record shows it.
+
+    If `scenario` is empty, the instance serves every scenario.
+    """
 
     id: str
     incarnation: int
@@ -48,10 +52,12 @@ class LocalInstance:
 
 @dataclass(frozen=True, slots=True)
 class LocalQuery:
-    """`excluded` instances failed for this request; `avoided` instances are named last.
+    """A request to rank instances for.
 
-    `canary`: the group of the scenario's canary, and whether it gets this request. `adapter`: only
-    instances that take LoRA adapters can serve it; those that have loaded this one come first.
+    `excluded` instances have failed for this request. `avoided` instances are ranked last. `canary`
+    has the id of the scenario's canary group, and whether the canary gets this request. `adapter`
+    is the LoRA adapter that the request needs. Only instances that take adapters can serve it, and
+    instances that have loaded this adapter come first.
     """
 
     model: str
@@ -65,7 +71,10 @@ class LocalQuery:
 
 @dataclass(frozen=True, slots=True)
 class LocalPlan:
-    """Best first. `is_colocated`: one of `prefills` does both phases, whatever its role."""
+    """The ranked instances, best first.
+
+    If `is_colocated`, `prefills` has instances of any role, and one of them does both phases.
+    """
 
     prefills: Sequence[LocalInstance] = ()
     decodes: Sequence[LocalInstance] = ()
@@ -73,15 +82,16 @@ class LocalPlan:
 
 
 _Order = Callable[[LocalInstance], tuple[bool, bool, int, bytes]]
-_Kind = list[LocalInstance]  # alike for every query, but for their names and loaded adapters
+_Kind = list[LocalInstance]  # instances that differ only in their ids and loaded adapters
 
 
 @dataclass(slots=True)
 class LocalRanking:
-    """`region` is the gateway's own.
+    """Ranks the instances for one gateway, whose region is `region`.
 
-    `gateway_id` orders instances that the gateway has used equally, so that gateways without a
-    master do not all begin with the same instance. It also seeds the draws.
+    `gateway_id` decides the order of instances that the gateway has used equally. So gateways
+    without a master do not all begin with the same instance. `gateway_id` also seeds the random
+    samples.
     """
 
     region: str = ""
@@ -96,7 +106,7 @@ class LocalRanking:
         self._rng = random.Random(self.gateway_id)
 
     def see(self, instances: Iterable[LocalInstance]) -> None:
-        """`instances`: all that there are now."""
+        """Replace the known instances by `instances`."""
         self._instances = list(instances)
         self._ties = {i.id: self._ties.get(i.id) or self._tie(i.id) for i in self._instances}
         kinds: dict[object, _Kind] = {}
@@ -108,7 +118,10 @@ class LocalRanking:
         self._kinds = list(kinds.values())
 
     def rank(self, query: LocalQuery, num_open: Callable[[str, int], int]) -> LocalPlan:
-        """`num_open`: own open legs by instance and incarnation. Empty if nothing can serve."""
+        """The instances that can serve the query. The plan is empty if there are none.
+
+        `num_open` returns the gateway's number of open legs for an instance id and incarnation.
+        """
 
         def order(instance: LocalInstance) -> tuple[bool, bool, int, bytes]:
             is_new = bool(query.adapter) and query.adapter not in instance.adapters
@@ -120,7 +133,7 @@ class LocalRanking:
         return self._rank_all(query, order)
 
     def _rank_drawn(self, query: LocalQuery, order: _Order) -> LocalPlan | None:
-        """None: all must be looked at."""
+        """Rank a sample, or return None if too few instances in it can serve."""
         able = [k for k in self._kinds if _can_serve(k[0], query) and _has_its_turn(k[0], query)]
         pairs = {kind[0].pair for kind in able if kind[0].role is Role.PREFILL}
         given = [k for k in able if k[0].role is Role.DECODE and k[0].pair in pairs]
@@ -136,7 +149,11 @@ class LocalRanking:
     def _drawn(
         self, query: LocalQuery, kinds: Sequence[_Kind], order: _Order
     ) -> list[LocalInstance]:
-        """At most MOST_RANKED that may serve the query now, best first; near ones before others."""
+        """A sample of the usable instances of these kinds, best first.
+
+        At most MOST_RANKED are drawn, from the gateway's region if it has enough. Some that have
+        loaded the query's adapter are added.
+        """
         near = [kind for kind in kinds if not self._is_far(kind[0])]
         drawn = list(sampled(near, MOST_RANKED, self._rng))
         if len(drawn) < MOST_RANKED and len(near) < len(kinds):
@@ -194,7 +211,7 @@ def _has_its_turn(instance: LocalInstance, query: LocalQuery) -> bool:
 
 
 def _computes_for(instance: LocalInstance, pairs: Container[str]) -> bool:
-    """Whether it computes prompts, and decodes itself or may hand KV to decodes of these pairs."""
+    """Whether it is a prefill that may hand KV to decodes of these pairs, or a fusion instance."""
     is_pair = instance.role is Role.PREFILL and instance.pair in pairs
     return is_pair or instance.role is Role.FUSION
 

@@ -1,12 +1,13 @@
-"""Decides where a request may go, best first: filter, score, pick (S89, S94, S107, S108).
+"""Ranks the instances that may serve a request (S89, S94, S107, S108).
 
-A plan names prefills and decodes of one cell (group, fingerprint, revision and region of KV), since
-only those can hand KV to each other; or it names fusion instances, which need no decode. If no
-whole cell can serve the request, one instance serves both phases (colocated). It is in a cell that
-has lost one of the two roles, or in which no pair can exchange KV. Cells of the region where the
-request came in go first.
+A plan names candidates for one request, best first. They belong to one cell, which is a set of
+prefills and decodes that can hand KV to each other. These have the same group, model fingerprint,
+revision and KV region. Fusion instances, which need no decode, have cells without decodes. Cells in
+the region of the request's gateway come first. A cell may have lost all its prefills or decodes, or
+no pair in it may be able to exchange KV. If only such cells are left, one instance does both phases
+(colocated).
 
-The ranking is advice: each instance decides itself whether it takes the request.
+A plan is only advice, because each instance decides itself whether it accepts the request.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pdmesh.core.placement.policies import (
 from pdmesh.core.placement.request_region import nearest
 from pdmesh.core.placement.shortlist import Shortlist, TypicalWork, shortlist
 
-DEFAULT_MODEL = "default"  # stands for whatever model the scenario serves
+DEFAULT_MODEL = "default"  # any model that the scenario serves
 DEFAULT_SCENARIO = "default"
 MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
 SCENARIO_NOT_FOUND = "SCENARIO_NOT_FOUND"
@@ -59,31 +60,33 @@ class Plan:
     group_id: str
     prefills: tuple[RankedInstance, ...]
     decodes: tuple[RankedInstance, ...]
-    prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
-    first_token_s: float = 0.0  # from now to token 1 of the best prefill, as predicted
+    prompt_compute_s: float = 0.0  # predicted for an empty cache, or 0 if unknown
+    first_token_s: float = 0.0  # predicted time from now to token 1 of the best prefill
 
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    """There is nothing to rank."""
+    """No instance can serve the request, for this reason."""
 
     reason: str
     message: str
 
 
-CellKey = tuple[str, str, bool]  # group; fingerprint, revision and region of KV; is fusion
+# The group id, then fingerprint, revision and KV region as one text, then whether it is fusion.
+CellKey = tuple[str, str, bool]
 _MAX_CELL_SETS: Final = 256
 _ALL: Final = 1 << 60
-_ADAPTER_PART: Final = 4  # one in so many places is for prefills that have loaded the adapter
-_OTHERS: Final = 4  # prefills drawn per candidate of a plan, if the shortlist has too few
+_ADAPTER_PART: Final = 4  # 1/4 of the shortlist is for prefills that have loaded the adapter
+_OTHERS: Final = 4  # prefills drawn per candidate of a plan, if a cell has too few on the shortlist
 _BY_ID: Final = attrgetter("id")
 
 
 @dataclass(slots=True)
 class _Cell:
-    """Instances that together can serve a query.
+    """Instances that can serve a query together.
 
-    A prompt within `safe_tokens` and `safe_blocks` fits each of them.
+    Every instance of the cell can hold a query of at most `safe_tokens` prompt tokens and
+    `safe_blocks` KV blocks.
     """
 
     key: CellKey
@@ -108,12 +111,12 @@ class _Cell:
 
     @property
     def region(self) -> str:
-        """The region in which its KV stays; empty: it spans regions, or names no region."""
+        """The region that its KV stays in, or empty if there is no such region."""
         return (self.prefills or self.decodes)[0].identity.kv_region
 
     @property
     def has_room(self) -> bool:
-        """Whether an instance of each role that it needs has a free slot."""
+        """Whether an instance of each role of the cell has a free slot."""
         has_prefill = any(i.used_slots() < i.num_slots for i in self.prefills)
         return has_prefill and (
             not self.decodes or any(i.used_slots() < i.num_slots for i in self.decodes)
@@ -124,10 +127,11 @@ class _Cell:
         return bool(self.prefills and (self.decodes or self.key[2]))
 
     def colocated(self, query: Query, exchange: KvExchange) -> _Cell:
-        """A cell of its instances of either role, each for both phases, so that no KV moves.
+        """This cell's instances of both roles, as instances that each do both phases.
 
-        It is for a cell that has lost a role, or in which no pair may exchange KV for now.
-        Prefills that every decode ejects are left out.
+        The result serves requests without moving KV. It is for a cell that has lost a role, or in
+        which no pair may exchange KV for now. A prefill is left out if every decode ejects it,
+        because its KV was corrupt.
         """
         cell = _Cell(self.key)
         sound = [
@@ -140,7 +144,10 @@ class _Cell:
         return cell
 
     def has_good_pair(self, exchange: KvExchange) -> bool:
-        """Whether some decode neither ejects nor avoids some prefill."""
+        """Whether any decode of the cell has a prefill that it neither ejects nor avoids.
+
+        Decodes eject prefills whose KV was corrupt, and avoid prefills whose KV came late.
+        """
         if self.key[2] or not exchange:
             return True
         return any(
@@ -150,9 +157,9 @@ class _Cell:
         )
 
     def narrowed(self, query: Query) -> _Cell:
-        """The cell without instances that are excluded or cannot hold the query.
+        """The cell without the instances that are excluded or cannot hold the query.
 
-        May return the cell itself if there are none.
+        If all instances remain, the result may be this cell itself.
         """
         is_plain = not (query.excluded or query.adapter or query.has_images)
         if is_plain and query.num_prompt_tokens <= self.safe_tokens:
@@ -189,7 +196,11 @@ class _Cell:
         return cell
 
     def _without_lonely_decodes(self, exchange: KvExchange) -> _Cell:
-        """No prefill is ejected by all. Only a decode that reports can eject every prefill."""
+        """The cell without decodes that eject every prefill.
+
+        Only decodes that report exclusions are checked. Every prefill stays, because some decodes
+        report none.
+        """
         lonely = [
             decode_id
             for decode_id in exchange.reporters()
@@ -207,14 +218,18 @@ class _Cell:
 
 @dataclass(slots=True)
 class Placement:
-    """Ranks with one named policy, and books its plans until reports show them."""
+    """Plans requests with one policy.
+
+    Each plan is booked: it counts as load of its instances until their load reports include it.
+    """
 
     fleet: Fleet
     rng: random.Random
     policy: Policy = field(default_factory=POLICIES["default"])
     weights: Weights = field(default_factory=Weights)
     max_candidates: int = 8
-    shares: Mapping[str, float] = field(default_factory=dict)  # of requests, by canary's group
+    # The share of its scenario's requests that each canary group gets.
+    shares: Mapping[str, float] = field(default_factory=dict)
     _cells: dict[tuple[str, str], list[_Cell]] = field(default_factory=dict)
     _cells_version: int = -1
     _exchange: KvExchange = field(default_factory=KvExchange)
@@ -229,10 +244,11 @@ class Placement:
         peers: PeerRuns = NO_PEERS,
         num_cached: Callable[[str], int] = lambda instance_id: 0,
     ) -> Plan | NoPlan:
-        """The candidates of one request, or why there are none.
+        """The candidates of one request, or the reason why there are none. Books the plan.
 
-        `matches`: how many contiguous blocks of the prompt each instance holds; `peers`: what host
-        pools hold of the prompt; `num_cached`: how many blocks an instance holds in all.
+        `matches` has, by instance, the number of blocks from the prompt's beginning whose KV it
+        holds. `peers` has the blocks of the prompt that instances can fetch from the host memory of
+        others. `num_cached` returns the number of all blocks that an instance holds.
         """
         self.fleet.settle(now)
         cells = self._cells_for(query)
@@ -253,11 +269,11 @@ class Placement:
         )
 
     def share_requests(self, shares: Mapping[str, float]) -> None:
-        """From now on each canary's group gets this share of its scenario's requests."""
+        """Set the share of its scenario's requests that each canary group gets."""
         self.shares = shares
 
     def _cells_for(self, query: Query) -> list[_Cell] | NoPlan:
-        """Every set of instances that together can serve the query."""
+        """The cells that can serve the query, restricted by region and by the canary's share."""
         if self._cells_version != self.fleet.version or len(self._cells) > _MAX_CELL_SETS:
             self._cells.clear()
             self._cells_version = self.fleet.version
@@ -275,7 +291,7 @@ class Placement:
         return nearest(alone, query.region) or self._why_none(query)
 
     def _by_share(self, cells: list[_Cell]) -> list[_Cell]:
-        """A group with a share gets only that share of requests while others serve (S24)."""
+        """Choose at random, by the canary's share, between the canary and the other cells (S24)."""
         shared = [cell for cell in cells if cell.key[0] in self.shares]
         if not shared:
             return cells
@@ -312,9 +328,9 @@ class Placement:
     def _rank_prefills(
         self, query: Query, cells: Sequence[_Cell], known: Known
     ) -> tuple[list[Scored], _Cell]:
-        """All cells compete; the candidates are those of the winner's cell.
+        """Rank the prefills of all cells, and return the ones in the cell of the best prefill.
 
-        A prefill that all decodes avoid comes last.
+        Prefills that all decodes of their cell avoid come last.
         """
         listed = self._shortlisted(query, cells, known)
         instances = listed.instances
@@ -339,7 +355,7 @@ class Placement:
         return [Scored(i, s) for i, s in zip(instances, scores, strict=True)]
 
     def _typical(self, query: Query, drawn: Sequence[Instance], now: float) -> TypicalWork:
-        """The mean work of all that could serve such a query."""
+        """The mean work of instances for this scenario, model and region, updated by `drawn`."""
         key = (query.scenario, query.model, query.region)
         if key not in self._works and len(self._works) >= _MAX_CELL_SETS:
             self._works.clear()
@@ -348,7 +364,7 @@ class Placement:
         return work
 
     def _shortlisted(self, query: Query, cells: Sequence[_Cell], known: Known) -> Shortlist:
-        """The prefills to be scored: all, unless there are too many."""
+        """The prefills to score, which are all prefills unless there are too many."""
         most = self.policy.most_scored or _ALL
         by_key = {cell.key: cell for cell in cells}
 
@@ -366,7 +382,7 @@ class Placement:
     def _with_adapter(
         self, query: Query, parts: Sequence[Sequence[Instance]], count: int
     ) -> list[str]:
-        """Some prefills that have loaded the query's adapter; others would have to load it."""
+        """The ids of up to `count` random prefills that have loaded the query's adapter."""
         if not query.adapter:
             return []
         loaded = [i.id for part in parts for i in part if query.adapter in i.identity.adapters]
@@ -375,7 +391,7 @@ class Placement:
     def _with_others(
         self, query: Query, own: list[Scored], cell: _Cell, known: Known
     ) -> list[Scored]:
-        """Few of the cell's prefills were on the shortlist: rank others of the cell behind them."""
+        """Rank other prefills of the cell behind `own`, because the shortlist had too few of it."""
         seen = {s.instance.id for s in own}
         most = _OTHERS * self.max_candidates
         drawn = shortlist([cell.prefills], most, self.rng, known.matches, cell.member).instances
@@ -389,7 +405,7 @@ class Placement:
         return ranked
 
     def _best_fit(self, cell: _Cell, prefill: Instance) -> Fit:
-        """How well the prefill goes with the best decode of its cell."""
+        """The best fit between the prefill and any decode of its cell."""
         if cell.key[2] or not cell.decodes:
             return Fit.GOOD
         if (silent := self._exchange.of_silent(len(cell.decodes))) is not None:
@@ -399,9 +415,9 @@ class Placement:
     def _rank_decodes(
         self, query: Query, cell: _Cell, prefill: Instance, affine: Sequence[str]
     ) -> list[Scored]:
-        """Decodes for the best prefill.
+        """Rank the decodes of the cell for `prefill`, the best prefill.
 
-        Decodes that avoid or eject it come last; other prefills of the plan may use them.
+        Decodes that avoid or eject this prefill come last. Other prefills of the plan may use them.
         """
         if not self._exchange.excludes(prefill.id):
             return self._rank_alike(query, cell.decodes, affine, cell.member)
@@ -418,7 +434,10 @@ class Placement:
         affine: Sequence[str],
         find: Callable[[str], Instance | None],
     ) -> list[Scored]:
-        """Decodes with room now, or else all: one may have room by the time it is asked."""
+        """Rank the decodes that have room now.
+
+        If no decode has room, all are ranked, because one may have room when the request arrives.
+        """
         if not decodes:
             return []
         num_blocks = query.num_blocks(decodes[0])
@@ -501,9 +520,10 @@ def _has_model(instance: Instance, model: str) -> bool:
 
 
 def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> bool:
-    """Whether the instance could hold the query if it were empty.
+    """Whether the instance could hold the query if it had no other requests.
 
-    A prefill holds only the prompt, bounded by the model's length.
+    With `is_local`, a prefill must hold the prompt and the answer. Otherwise it holds only the
+    prompt, whose length only the model limits.
     """
     identity = instance.identity
     if query.adapter and not identity.takes_adapters:

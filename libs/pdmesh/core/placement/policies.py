@@ -1,9 +1,9 @@
-"""What all placement policies share: a query, what is known about its candidates, and how they are
-picked by score (S94, S108).
+"""The common interface of all placement policies (S94, S108).
 
-A policy scores all candidates of one query at once, since some scores are relative to the others.
-Ours is in `expected_completion.py`, the others in `baselines.py`. All have the same interface and
-are selected by name.
+A policy scores the instances that may serve a request, and picks candidates by score. It scores all
+instances of one query at once, because some scores are relative to the others. The default policy
+is in `expected_completion.py`. The policies it is compared with are in `baselines.py`, which also
+selects a policy by name.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.predictor import LatencyPredictor
 from pdmesh.core.placement.shortlist import TypicalWork
 
-# Scores within this share of the best count as equal, and are taken in random order.
+# Scores within this share of the best count as equal, and their instances are in random order.
 _TIE: Final = 0.03
 _EPSILON: Final = 1e-9
-_TO_LOAD: Final = 8.0
-MOST_SCORED: Final = 96  # prefills, and as many decodes; if there are no more, all are scored
+_TO_LOAD: Final = 8.0  # a decode that must load the adapter first has its score divided by this
+MOST_SCORED: Final = 96  # per role; if there are more instances, only a shortlist is scored
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One request to place: lengths and hashes, never its text."""
+    """One request to place, described by lengths and hashes and without its text."""
 
     model: str = ""
     scenario: str = ""
@@ -38,13 +38,13 @@ class Query:
     max_tokens: int = 1
     chat_id: str = ""
     excluded: frozenset[str] = frozenset()
-    request_id: str = ""  # settles its bookings; empty: they expire
-    region: str = ""  # where the request came in: instances there are preferred
-    adapter: str = ""  # digest of the LoRA adapter that it wants; empty: the model itself
+    request_id: str = ""  # reports name it to end the request's bookings; without it they expire
+    region: str = ""  # of the gateway that received the request; instances there are preferred
+    adapter: str = ""  # digest of the LoRA adapter, or empty for the model itself
     has_images: bool = False
 
     def num_blocks(self, instance: Instance) -> int:
-        """KV blocks that prompt and output may need, within the model's length."""
+        """How many KV blocks prompt and output need at most, limited by the model's length."""
         identity = instance.identity
         num_tokens = self.num_prompt_tokens + self.max_tokens
         if identity.max_model_len:
@@ -56,10 +56,11 @@ class Query:
 class Weights:
     """The weights of the terms of `weighted_sum.py`, which is formula (2) of the paper.
 
-    alpha: the prefix that the instance holds itself; beta: the prefix that it could fetch from a
-    peer; gamma: predicted latency; load: the share of its slots in use; chat: it served this chat's
-    last turn; spread: the share of its cache in use, times the share of the prompt that it does not
-    hold; adapter: it has loaded the LoRA adapter.
+    `alpha` weighs the share of the prompt whose KV the instance holds, and `beta` the share that it
+    could also fetch from other instances. `gamma` weighs the predicted latency, and `load` the
+    share of slots in use. `chat` counts if the instance served the chat's last turn, and `adapter`
+    if it has loaded the LoRA adapter. `spread` weighs the share of the cache in use, times the
+    share of the prompt that the instance does not hold.
     """
 
     alpha: float = 1.0
@@ -73,11 +74,12 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known about the candidates of one query.
+    """The data about the candidates of one query.
 
-    `matches`: how many contiguous blocks each candidate holds. `peers`: which of the prompt's
-    blocks host pools can give to an instance that fetches from peers. `typical`: the work of the
-    mean instance, where only a shortlist is scored; None: that of the candidates.
+    `matches` has, by instance, the number of blocks from the prompt's beginning whose KV it holds.
+    `peers` has the blocks of the prompt that instances can fetch from the host memory of others.
+    `affine` has the instances of the chat's last turn. `typical` is the work of the mean instance,
+    if only a shortlist is scored. If it is None, the mean of the scored instances is used.
     """
 
     matches: Mapping[str, int]
@@ -86,13 +88,13 @@ class Known:
     now: float
     affine: Sequence[str] = ()
     peers: PeerRuns = NO_PEERS
-    num_cached: Callable[[str], int] = lambda instance_id: 0  # all blocks that an instance holds
+    num_cached: Callable[[str], int] = lambda instance_id: 0  # how many blocks an instance holds
     typical: TypicalWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Higher is better; scores are comparable only within one plan."""
+    """A scored instance. Higher is better. Scores are comparable only within one plan."""
 
     instance: Instance
     score: float
@@ -105,9 +107,10 @@ Pick = Callable[[Sequence[Scored], random.Random, int], list[Scored]]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How prefills and decodes are scored and picked, in the order in which they are offered.
+    """How prefills and decodes are scored, and how candidates are picked by score, best first.
 
-    `most_scored`: of more prefills or decodes, only a shortlist is scored; 0: all are.
+    If there are more than `most_scored` prefills or decodes, only a shortlist is scored. 0 means
+    that all are scored.
     """
 
     name: str
@@ -119,11 +122,11 @@ class Policy:
 
 
 def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:
-    """The share of KV that stays free times the share of free slots.
+    """Score decodes by the share of KV that stays free times the share of free slots.
 
-    It is tiny but positive when nothing is free. Decodes of one cell have blocks of one size. A
-    decode that must load the query's adapter first gets only a part of this score. So an adapter in
-    great demand spreads over all decodes, and other adapters stay where they are.
+    The score is tiny but positive if nothing is free. A decode that must load the query's adapter
+    first gets only a part of this score. So an adapter in great demand spreads over all decodes,
+    and other adapters stay where they are. All `instances` must have blocks of one size.
     """
     num_blocks = query.num_blocks(instances[0])
     scores = []
@@ -140,7 +143,11 @@ def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:
 
 
 def best_first(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
-    """Sort by score. Scores within 3 % of the best are shuffled, so that gateways do not herd."""
+    """Sort by score, best first.
+
+    Instances whose scores are within 3 % of the best are shuffled, so that requests of several
+    gateways do not all go to the same instance.
+    """
     if not scored:
         return []
     best = max(s.score for s in scored)
@@ -158,9 +165,9 @@ def _score(scored: Scored) -> float:
 
 
 def weighted_random(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
-    """A random order: each place goes to one of the remaining instances, in proportion to score.
+    """Draw `count` instances without replacement, with probabilities in proportion to their scores.
 
-    The method is that of Efraimidis and Spirakis.
+    This is weighted sampling as described by Efraimidis and Spirakis.
     """
     draw, log = rng.random, math.log
     keyed = [(log(1.0 - draw()) / max(_EPSILON, s.score), i) for i, s in enumerate(scored)]
@@ -169,7 +176,7 @@ def weighted_random(scored: Sequence[Scored], rng: random.Random, count: int) ->
 
 @dataclass(slots=True)
 class InTurn:
-    """Round robin: each instance in its turn, whatever the scores."""
+    """Picks instances by round robin and ignores their scores."""
 
     _turns: dict[tuple[str, ...], int] = field(default_factory=dict)
 

@@ -1,15 +1,15 @@
 """Predicts how long a prefill will take, learnt online for each kind of instance (S93, S107).
 
-An instance computes parts of several prompts in one step, and times a span of prompts. So the
-formula is for a span. It is linear in four sums over the span's prompts: of compute, compute^2,
-compute * reuse, and fetched tokens, all in thousands. Each step adds a fixed cost, and a cost of
-the sequences that decode beside it. The formula is fitted by recursive least squares with
-forgetting, so that it follows an instance that becomes slower. Residuals beyond a few times the
-usual error count less (Huber), so that a pause of the machine teaches little.
+An instance computes parts of several prompts in one step. It reports the time of a span of prompts,
+because the prompts of a span share steps. The formula for a span is linear in four sums over its
+prompts: computed tokens, their square, computed times reused tokens, and fetched tokens. All are in
+thousands. Each step adds a fixed cost and a cost for the sequences that decode in the same step.
 
-All prompts of a workload may have one length, so some directions are never excited. The fit forgets
-only along the directions that it observes (Kulhavy's directional forgetting); otherwise the
-uncertainty of the other directions would grow without end.
+The formula is fitted by recursive least squares with forgetting, so that it adapts when instances
+become slower. Residuals beyond a few times the usual error have less weight (Huber), so that a
+pause of the machine has little effect. The prompts of a workload may all have one length, so that
+some directions of the parameters are never observed. The fit forgets only along observed directions
+(Kulhavy's directional forgetting). Otherwise the uncertainty of the others would grow without end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-_SCALE: Final = 1e-3  # thousands of tokens: terms of like size keep the fit well conditioned
+_SCALE: Final = 1e-3  # in thousands of tokens, all terms have similar sizes
 _SIZE: Final = 7
-_PRIOR_S_PER_1K: Final = 0.1  # seconds for a thousand computed tokens before anything was seen
+_PRIOR_S_PER_1K: Final = 0.1  # seconds per thousand computed tokens, before any observation
 _PRIOR_FETCH_S_PER_1K: Final = 0.03  # 2 ms for a block of 64 tokens from a peer
 _LEAST_S_PER_1K: Final = 1e-3  # no instance computes a million tokens a second
 _FIRST_UNCERTAINTY: Final = 100.0
@@ -31,13 +31,13 @@ _LEAD_WEIGHT: Final = 0.05
 _BESIDE_SCALE: Final = 1e-2  # hundreds of sequences
 MAX_KINDS: Final = 256
 _FEW_OBSERVED: Final = 4
-_MANY_OBSERVED: Final = 20  # from then on, what is unusual counts less
+_MANY_OBSERVED: Final = 20  # after this many observations, unusual ones have less weight
 _USUAL_ERRORS: Final = 3.0
 _LEAST_UNUSUAL: Final = 0.5
 
 
 class PromptTokens(NamedTuple):
-    """Tokens of one prompt. `num_fetched` of the reused ones came from peers."""
+    """Tokens of one prompt. The KV of `num_fetched` of the reused tokens came from peers."""
 
     num_tokens: int
     num_reused: int
@@ -46,9 +46,10 @@ class PromptTokens(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillFit:
-    """The formula of one kind. `error` is the recent mean absolute relative error (MAPE).
+    """The formula of one kind of instances.
 
-    `lead_share`: steps per prompt lately, at most 1.
+    `error` is the recent mean absolute relative error (MAPE). `lead_share` is the recent number of
+    steps per prompt, at most 1.
     """
 
     forgetting: float = 0.98
@@ -66,9 +67,9 @@ class PrefillFit:
 
     @property
     def doubt(self) -> float:
-        """How much longer than predicted a prompt may take, as a share; at least 1 at first.
+        """How much longer than predicted a prompt may take, as a share of the prediction.
 
-        A first prediction is a guess, so an instance whose guessed time is over is not yet free.
+        The first predictions are guesses, so the share is at least 1 before enough observations.
         """
         return self.error if self.num_observed >= _FEW_OBSERVED else max(1.0, self.error)
 
@@ -81,10 +82,10 @@ class PrefillFit:
         num_beside: float = 0,
         is_queued: bool = False,
     ) -> float:
-        """Seconds that the prompt adds to what its instance has to do; at least 0.1 ms.
+        """The seconds that the prompt adds to the work of its instance, at least 0.1 ms.
 
-        `num_beside`: sequences that decode meanwhile. A queued prompt may share a step with those
-        before it, and then adds no step of its own.
+        `num_beside` sequences decode in the same steps. A queued prompt may share a step with
+        earlier prompts, so it adds only `lead_share` of a step.
         """
         step, beside, each, linear, square, cross, fetch = self._theta
         reuse = num_reused * _SCALE
@@ -99,7 +100,7 @@ class PrefillFit:
         return max(_MIN_S, seconds + fetch * num_fetched * _SCALE)
 
     def observe(self, num_tokens: int, num_reused: int, seconds: float) -> float:
-        """Learn from a prompt that was computed alone. Returns its prediction's relative error."""
+        """Learn from a prompt that was computed alone. Returns the prediction's relative error."""
         return self.observe_span((PromptTokens(num_tokens, num_reused),), seconds)
 
     def observe_span(
@@ -127,21 +128,21 @@ class PrefillFit:
     def span_s(
         self, prompts: Sequence[PromptTokens], num_steps: int = 1, num_beside: float = 0
     ) -> float:
-        """The time of prompts that are computed together."""
+        """The predicted seconds for prompts that are computed together."""
         return max(_MIN_S, self._of(_features(prompts, num_steps, num_beside)))
 
     def _of(self, x: Sequence[float]) -> float:
         return sum(t * v for t, v in zip(self._theta, x, strict=True))
 
     def _update(self, x: Sequence[float], seconds: float, weight: float) -> None:
-        """Weighted by 1/time, so that relative errors of short and long prompts count alike."""
+        """Update the fit. Weights near 1/time make relative errors of all prompts count alike."""
         x = tuple(v * weight for v in x)
         p, theta = self._p, self._theta
         px = [sum(row[j] * x[j] for j in range(_SIZE)) for row in p]
         spread = max(1e-12, sum(x[i] * px[i] for i in range(_SIZE)))
         residual = (seconds * weight - sum(theta[i] * x[i] for i in range(_SIZE))) / (1 + spread)
-        # Along x the spread settles at (1 - forgetting) / forgetting. Below that the term turns
-        # negative, and the spread grows back.
+        # Along x the spread settles at (1 - forgetting) / forgetting. Below that value, `learnt` is
+        # negative, and the spread grows again.
         learnt = self.forgetting - (1 - self.forgetting) / spread
         shrink = learnt / (1 + learnt * spread)
         for i in range(_SIZE):
@@ -150,7 +151,7 @@ class PrefillFit:
                 p[i][j] = p[j][i] = p[i][j] - px[i] * px[j] * shrink
 
     def check_invariants(self) -> None:
-        """The covariance stays positive, and no direction becomes less certain than at first."""
+        """Check that the variances are not negative and at most twice the initial ones."""
         assert all(-1e-6 <= self._p[i][i] <= 2 * _FIRST_UNCERTAINTY for i in range(_SIZE))
         assert 0.0 < self.lead_share <= 1.0
 
@@ -173,7 +174,7 @@ def _features(
 
 @dataclass(slots=True)
 class LatencyPredictor:
-    """The fits by kind of instance. Bounded: the oldest kind is forgotten first."""
+    """The fits by kind of instance. If there are too many kinds, the oldest one is forgotten."""
 
     forgetting: float = 0.98
     _fits: dict[str, PrefillFit] = field(default_factory=dict)
@@ -187,7 +188,7 @@ class LatencyPredictor:
         return found
 
     def whole_s(self, kind: str, num_tokens: int) -> float:
-        """How long a prompt takes with nothing reused; 0 while too little was observed."""
+        """The predicted seconds for a prompt without any reuse, or 0 before enough observations."""
         fit = self.fit(kind)
         return fit.predict_s(num_tokens, 0) if fit.num_observed >= _FEW_OBSERVED else 0.0
 

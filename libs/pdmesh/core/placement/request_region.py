@@ -1,4 +1,8 @@
-"""Decides in which region a request is computed: its gateway's, as long as there is room (S58)."""
+"""Decides in which region a request is computed (S58).
+
+A region is a place in which instances are near each other. A request is computed in the region of
+the gateway that received it, as long as there is room.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from typing import Protocol, TypeVar
 
 
 class InRegion(Protocol):
-    """Instances that can serve the request together.
+    """A set of instances that can serve the request together.
 
-    `region`: where their KV stays; empty: it spans regions, or names none. `has_room`: an instance
-    of each role has a free slot.
+    `region` is the region that their KV stays in. It is empty if the KV may cross regions, or if
+    the instances name no region. `has_room` means that an instance of each role has a free slot.
     """
 
     @property
@@ -24,7 +28,11 @@ C = TypeVar("C", bound=InRegion)
 
 
 def nearest(cells: Sequence[C], region: str) -> list[C]:
-    """The cells of the gateway's `region`, unless they are full and others are not."""
+    """The cells of the gateway's `region`, or the cells with room if those are full.
+
+    A cell is a set of instances that can serve a request together. A cell without a region counts
+    as one of the gateway's region. If no cell is in that region, all cells are returned.
+    """
     if not region or len(cells) < 2:
         return list(cells)
     near = [cell for cell in cells if cell.region in (region, "")]

@@ -1,9 +1,10 @@
-"""Counts what the master sent to instances and no report has shown yet (S93).
+"""Tracks the requests that the master sent to instances and no load report mentions yet (S93).
 
-A booking is made with the plan and settled by the request's id. It counts as a used slot and as KV
-blocks until a report of any instance names its request as admitted: a request that went to its
-second candidate frees the first. Its predicted time counts as a prefill's backlog until a report
-says that the prompt is computed. Time limits end only bookings that no report will ever name.
+Such a request has a booking on each instance of its plan. A booking counts as a used slot and as
+used KV blocks until some instance reports that it has admitted the request. If that instance is the
+request's second candidate, the booking of the first candidate ends. The predicted compute time of
+the prompt counts as a prefill's backlog until a report says that the prompt is computed. Time
+limits end the bookings that no report will ever name.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pdmesh.core.placement.instance import Booking
 if TYPE_CHECKING:
     from pdmesh.core.placement.instance import Instance
 
-ADMISSION_S = 1.0  # a request not admitted by then has ended, or waits and is booked again
-BACKLOG_S = 120.0  # an admitted prompt that is not computed by then is lost
+ADMISSION_S = 1.0  # a request that is not admitted in this time has ended, or gets another plan
+BACKLOG_S = 120.0  # an admitted prompt that is not computed in this time is given up
 MAX_BOOKINGS = 65_536
 
 
 @dataclass(slots=True)
 class Reservations:
-    """Bookings by request id: for each request at most one prefill's and one decode's."""
+    """Bookings by request id. A request has at most one on a prefill and one on a decode."""
 
     _prefills: dict[str, Booking] = field(default_factory=dict)
     _decodes: dict[str, Booking] = field(default_factory=dict)
@@ -47,7 +48,7 @@ class Reservations:
         self._order.append((now, request_id))
 
     def admitted(self, instance: Instance, request_ids: Iterable[str], now: float) -> None:
-        """The instance's own reports include these requests from now on."""
+        """Note that the instance has admitted these requests and counts them in its reports."""
         for request_id in request_ids:
             is_decode = instance.is_decode
             bookings = self._decodes if is_decode else self._prefills
@@ -63,7 +64,7 @@ class Reservations:
                 instance.add_backlog(booking, now)
 
     def computed(self, request_id: str, now: float) -> Booking | None:
-        """The prompt is computed. From now on only reports count its slot."""
+        """Note that the request's prompt is computed. Returns its booking, which ends."""
         booking = self._prefills.pop(request_id, None)
         if booking is not None:
             self._remove(booking, now)
@@ -71,7 +72,7 @@ class Reservations:
         return booking
 
     def idle(self, instance: Instance, now: float) -> None:
-        """The instance is idle, so a report that its last prompts are computed must be lost."""
+        """End the admitted prompts of an idle instance, whose reports must have been lost."""
         for request_id in [
             r for r, b in self._prefills.items() if b.instance is instance and b.is_admitted
         ]:
@@ -90,7 +91,7 @@ class Reservations:
         self._expire_backlog(now)
 
     def _expire_backlog(self, now: float) -> None:
-        """Insertion order is by age, so only the oldest can have expired."""
+        """Drop prompts that are too old. The oldest ones come first in `_prefills`."""
         while self._prefills:
             request_id, booking = next(iter(self._prefills.items()))
             if booking.at >= now - BACKLOG_S:

@@ -1,9 +1,10 @@
-"""Decides which instances are scored for one query, where there are too many to score all of them.
+"""Decides which instances are scored for one query, if there are too many to score all of them.
 
-A decision must not cost more in a larger mesh. So at most `most` instances are scored: those that
-hold most of the prompt, those that served the chat's last turn, and a random sample of the others.
-Among `d` random ones, the least busy is nearly the least busy of all, and gateways or decisions
-that follow each other do not all choose the same one (the power of d choices; Mitzenmacher 2001).
+The cost of a decision must not grow with the mesh. So only a shortlist is scored: instances that
+hold the KV of most of the prompt, instances that served the chat's last turn, and a random sample
+of the others. The least busy instance of a sample is nearly the least busy of all. Because samples
+differ, successive requests do not all choose the same instance (the power of d choices;
+Mitzenmacher 2001).
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ from pdmesh.core.placement.instance import Instance
 
 T = TypeVar("T")
 
-_HOLDERS: Final = 0.25  # of the places, for instances that hold most of the prompt
-_TRIES: Final = 1024  # holders looked at, as most may be decodes, or of other groups
-_WIDER: Final = 4  # times as many are sampled if no listed instance has a free slot
-_HEARD: Final = 24  # at least so many random instances of a decision count
+_HOLDERS: Final = 0.25  # the share of places for instances that hold most of the prompt
+_TRIES: Final = 1024  # the most holders to check; many may be decodes, or in other groups
+_WIDER: Final = 4  # the factor by which the sample grows if no listed instance has a free slot
+_HEARD: Final = 24  # `TypicalWork.hear` uses at least this many of a decision's random instances
 _HEARD_WEIGHT: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Shortlist:
-    """`drawn`: the random ones among `instances`, which stand for all; empty: all are listed."""
+    """The instances to score.
+
+    `drawn` has the random sample among them, which represents all instances. It is empty if all
+    instances are listed.
+    """
 
     instances: list[Instance]
     drawn: Sequence[Instance] = ()
@@ -36,18 +41,18 @@ class Shortlist:
 
 @dataclass(slots=True)
 class TypicalWork:
-    """Recent work and backlog of the mean instance, in seconds, from samples of many decisions.
+    """Recent work and backlog of the mean instance, in seconds, from the samples of many decisions.
 
-    A shortlist is no measure of all instances: the holders of a popular prefix are busier.
+    The mean of one shortlist would be too high, because holders of a popular prefix are busier.
     """
 
-    used_s: float = 0.0  # of compute, as in `RecentWork`
+    used_s: float = 0.0  # seconds of compute, as in `RecentWork`
     balance_s: float = 0.0
     backlog_s: float = 0.0
     num_heard: int = 0
 
     def hear(self, drawn: Sequence[Instance], now: float) -> None:
-        """`drawn`: instances of one decision, each with equal probability."""
+        """Learn from `drawn`, the random sample of one decision."""
         some = drawn[:: max(1, len(drawn) // _HEARD)]
         self.num_heard += 1
         weight = max(_HEARD_WEIGHT, 1 / self.num_heard) / len(some)
@@ -66,12 +71,14 @@ def shortlist(
     kept: Sequence[str] = (),
     can_serve: Callable[[Instance], bool] = lambda i: i.used_slots() < i.num_slots,
 ) -> Shortlist:
-    """At most `most` instances of all `parts`, or more if none of these can serve.
+    """Choose about `most` instances of all `parts`.
 
-    Then four times as many are sampled; if none of these can serve either, all are looked at.
+    If none of them can serve, four times as many are sampled and added. If none of these can serve
+    either, all instances are checked, and up to `most` that can serve are added.
 
-    `matches`: blocks by instance, in ascending order, as `PrefixIndex.match` gives them. `find`:
-    the instance of this name, if it is in one of the parts. `kept` are among the result if found.
+    `matches` has the number of held blocks by instance id, in ascending order, as
+    `PrefixIndex.match` returns them. `find` returns the instance with an id, if it is in one of the
+    parts. The instances of `kept` are always included, if `find` finds them.
     """
     if sum(map(len, parts)) <= most:
         return Shortlist([instance for part in parts for instance in part])
@@ -100,7 +107,7 @@ def _holders(
     rng: random.Random,
     find: Callable[[str], Instance | None],
 ) -> Iterator[Instance]:
-    """Instances with the longest matches, in random order where these are equal."""
+    """The instances with the longest matches. Equal matches are in random order."""
     names = list(matches)
     end, tries = len(names), _TRIES
     while end and tries > 0:
@@ -116,7 +123,7 @@ def _holders(
 
 
 def _shuffled(first: int, end: int, rng: random.Random) -> Iterator[int]:
-    """The numbers of the range in random order; only those that are taken cost time."""
+    """The numbers of the range in random order. The cost grows only with the numbers taken."""
     moved: dict[int, int] = {}
     for at in range(first, end):
         other = at + int(rng.random() * (end - at))
@@ -126,9 +133,9 @@ def _shuffled(first: int, end: int, rng: random.Random) -> Iterator[int]:
 
 
 def sampled(parts: Sequence[Sequence[T]], count: int, rng: random.Random) -> Iterator[T]:
-    """`count` different elements of all parts, each equally likely; all if there are no more.
+    """A uniform random sample of `count` elements of all parts, in the order of the parts.
 
-    They come in the order of the parts.
+    If there are fewer than `count` elements, all of them are in the sample.
     """
     ends = list(accumulate(map(len, parts)))
     part = first = 0
@@ -140,7 +147,7 @@ def sampled(parts: Sequence[Sequence[T]], count: int, rng: random.Random) -> Ite
 
 
 def _drawn(total: int, count: int, rng: random.Random) -> Sequence[int]:
-    """`count` different numbers below `total`, ascending; this takes few extra draws."""
+    """`count` different random numbers below `total`, ascending."""
     if 2 * count >= total:
         return sorted(rng.sample(range(total), min(count, total)))
     draw = rng.random

@@ -1,6 +1,7 @@
-"""The score of the paper's formula (2): a weighted sum of prefix, latency and load (S107).
+"""Scores instances by the paper's formula (2), a weighted sum of prefix, latency and load (S107).
 
-It is a baseline, `weighted_sum`: its weights fit one trace well, and others less well (ADR 0043).
+The policy `weighted_sum` uses it as a baseline for the default policy. Its weights fit one trace of
+requests well and other traces less well (ADR 0043).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Final
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.policies import Known, Query
 
-# Puts a full instance, which will refuse, behind nearly every instance with a slot.
+# Subtracted from the score of a full instance, because it will reject the request. It then ranks
+# behind nearly every instance with a free slot.
 _FULL: Final = 4.0
 
 
@@ -21,10 +23,11 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
       alpha*local/total + beta*max(0, remote-local)/total + chat + adapter
       - gamma*latency/max_latency - load*used/slots - spread*cached/blocks*(1-local/total)
 
-    Latency is the wait for the prompts booked there plus the predicted time of this prefill. The
-    remote term counts only blocks that peers have beyond the instance's own prefix: the number of
-    blocks that peers have is the same for all instances. The last term sends a new prefix where it
-    evicts nothing. Once all caches are full, it is the same for all instances without the prefix.
+    `total` is the number of blocks of the prompt, and `local` the number that the instance holds.
+    `remote` is the number that it could hold after fetching from other instances. Latency is the
+    wait for the booked prompts plus the predicted time of this prefill. The last term sends a new
+    prefix to an instance where it evicts nothing. Once all caches are full, this term is the same
+    for all instances without the prefix.
     """
     weights, now = known.weights, known.now
     reach = known.peers.reach if known.peers.runs else None
@@ -67,7 +70,7 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
 def _prefer_homes(
     query: Query, instances: Sequence[Instance], known: Known, scores: list[float]
 ) -> None:
-    """Add to the scores of those that served the chat, or have loaded the adapter."""
+    """Add to the scores of instances that served the chat or have loaded the adapter."""
     for i, instance in enumerate(instances):
         scores[i] += known.weights.chat * (instance.id in known.affine)
         scores[i] += known.weights.adapter * (query.adapter in instance.identity.adapters)

@@ -1,1 +1,1 @@
-"""Decides how many prefills and decodes a scenario needs, and undoes a move that did harm."""
+"""Adapts the ratio of prefills to decodes to a scenario's requests, and undoes harmful moves."""

@@ -1,15 +1,15 @@
-"""Decides which role a scenario is short of (S29, S32).
+"""Decides whether a scenario has too few prefills or too few decodes (S29, S32).
 
-It looks at the mean E2E, the share of prefill in it, and how busy both roles are. P/D-Serve 3.3: if
-E2E rises and the share rises, prefills are short; if E2E rises and the share falls, decodes are. A
-change counts only if it lasts for several windows. It is measured against a reference that stands
-until a move is made, the present state counts as normal, or E2E has been lower for several windows.
-So noise does not add up, and slow growth is not absorbed. Windows with too few requests do not
-count. A shortage that is there from the start never shows as a rise. So a role that stays saturated
-while the other has room is a finding, too.
+The detector gets the measurements of the scenario's requests, window by window. It follows
+P/D-Serve 3.3. If the time of whole requests (E2E) rises and the share of prefill in it rises,
+prefills are short. If E2E rises and the share falls, decodes are short. The rise must last for
+several windows. The rise is measured against a fixed reference, so that slow growth is found as
+well. A shortage that exists from the start causes no rise. So it is also a finding if one role
+stays saturated while the other has room.
 
-The wait at the gateway counts as prefill, since prefills keep no queue (S40). But if decodes are
-full, prompts keep their prefill slots for lack of a decode (S41), and the wait counts as decode.
+Prefills have no queue, so the wait at the gateway counts as time of prefill (S40). But if decodes
+are full, prompts keep their prefill slots until a decode takes them (S41). The wait then counts as
+time of decode.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Final
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import other
 
-FULL: Final = 0.95  # of a role's slots and KV: the next request waits
+FULL: Final = 0.95  # a role with this busy share is full, and the next request waits
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """Means, in seconds, over the requests of a scenario that were answered in one window.
 
-    E2E = queue + t_p + t_d. `success_share`: the share of the ended requests that was answered;
-    `answered_per_s`: how many were answered per second. `prefill_busy`, `decode_busy`: shares 0..1;
-    None: not known.
+    The whole time of a request is E2E = queue + t_p + t_d. `success_share` is the share of ended
+    requests that were answered. `prefill_busy` and `decode_busy` are the loads of the roles, 0..1,
+    or None if unknown.
     """
 
     num_requests: int
@@ -49,7 +49,7 @@ class Window:
 
     @property
     def prefill_share(self) -> float:
-        """T_p / E2E; the wait at the gateway counts for the role that causes it."""
+        """The share of prefill in E2E, with the wait at the gateway unless decodes are full."""
         is_decode_full = self.decode_busy is not None and self.decode_busy >= FULL
         prefill_s = self.t_p_s if is_decode_full else self.t_p_s + self.queue_s
         return prefill_s / self.e2e_s if self.e2e_s else 0.0
@@ -60,13 +60,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class DetectorLimits:
-    min_requests: int = 20  # per window; fewer say nothing
-    num_windows: int = 3  # windows in a row that must agree
-    num_reference: int = 6  # windows whose mean is the reference
+    min_requests: int = 20  # windows with fewer requests are ignored
+    num_windows: int = 3  # this many successive windows must agree
+    num_reference: int = 6  # the reference is the mean of this many windows
     e2e_rise: float = 0.15  # relative
     share_change: float = 0.08  # relative
-    saturated: float = 0.85  # busy share of a role that is short
-    roomy: float = 0.70  # largest busy share of the other role, which could give an instance
+    saturated: float = 0.85  # the least busy share of a role that is short
+    roomy: float = 0.70  # the largest busy share of a role that could give up an instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`short_of`: the role; None: E2E rose, and neither role stands out.
+    """The result of the detector. `reason` has the numbers.
 
-    `reason` has the numbers.
+    `short_of` is None if E2E rose but the share of prefill hardly changed.
     """
 
     short_of: Role | None
@@ -88,9 +88,9 @@ class Finding:
 
 @dataclass(slots=True)
 class BottleneckDetector:
-    """One per scenario.
+    """The detector of one scenario. Pass each window to `handle`.
 
-    Feed it each window; a finding is repeated as long as it holds, until `rebase`.
+    The same finding is returned for each window as long as it is true, until `rebase`.
     """
 
     limits: DetectorLimits = field(default_factory=DetectorLimits)
@@ -103,11 +103,11 @@ class BottleneckDetector:
 
     @property
     def recent(self) -> tuple[Window, ...]:
-        """The windows on which a finding rests."""
+        """The last windows, from which a finding is made."""
         return tuple(self._recent)
 
     def rebase(self) -> None:
-        """Learn the reference again: a move was made, or the present state counts as normal."""
+        """Learn the reference again, after a move or because the current state is normal."""
         self.reference = None
         self._learning.clear()
         self._recent.clear()
@@ -137,7 +137,7 @@ class BottleneckDetector:
             return None
         rises = [w.e2e_s / reference.e2e_s - 1 for w in self._recent]
         if max(rises) < -limits.e2e_rise:
-            self.reference = None  # E2E was lower for as many windows as a finding needs
+            self.reference = None  # E2E has fallen, so learn a lower reference
             return None
         if min(rises) < limits.e2e_rise:
             return None

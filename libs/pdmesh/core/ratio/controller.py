@@ -1,8 +1,10 @@
-"""Decides how a scenario's P:D ratio changes (S27-S32).
+"""Decides how a scenario's ratio of prefills to decodes changes (S27-S32).
 
-It observes, finds which role is short, plans one move and waits until its effect can be seen. Then
-`verdict.py` judges the move: it stays, or is undone. The detector then learns anew, so one
-change of the workload is answered once. Every step is reported as a `RatioDecided` with its inputs.
+The controller gets measurements of the scenario's requests, window by window. If they show that
+there are too few prefills or decodes, it plans one move of an instance, and waits until the move
+can have an effect. Then `verdict.py` decides whether the move stays or is undone. After that the
+detector learns its reference again, so that one change of the workload causes one move. Every
+decision is reported as a `RatioDecided` with its inputs.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ from pdmesh.core.ratio.verdict import Cooldown, MoveTrial, VerdictLimits
 
 @dataclass(frozen=True, slots=True)
 class RatioLimits:
-    """Seconds and shares.
+    """The limits of the controller, in seconds and shares.
 
-    `settle_s`: from a move's end until windows show nothing from before the move.
+    `settle_s` is the time after a move until windows have no more requests from before the move.
     """
 
     detector: DetectorLimits = field(default_factory=DetectorLimits)
     planner: PlannerLimits = field(default_factory=PlannerLimits)
     verdict: VerdictLimits = field(default_factory=VerdictLimits)
     settle_s: float = 30.0
-    # For this time a failed move is not repeated, and a good move is not reversed. It doubles with
-    # each failed move, and while good moves alternate between the roles.
+    # For this time a failed move is not repeated, and a good move is not reversed. The time doubles
+    # with each failed move, and with each good move that reverses the one before.
     hold_s: float = 300.0
     max_hold_s: float = 3600.0
 
@@ -58,9 +60,10 @@ class RatioLimits:
 
 @dataclass(frozen=True, slots=True)
 class WindowSeen:
-    """A window of a scenario ended.
+    """A window of a scenario's requests has ended.
 
-    `window` is None if its numbers are not known. `rate_per_s`: requests that came per second.
+    `window` is None if the window's numbers are unknown or say nothing about the ratio.
+    `rate_per_s` is the rate of arriving requests.
     """
 
     scenario: str
@@ -72,7 +75,7 @@ class WindowSeen:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioProfiled:
-    """A profile, measured in advance, says how long the scenario's requests take."""
+    """The times of the scenario's requests are given, as a profile measured in advance."""
 
     scenario: str
     profile: Profile
@@ -134,11 +137,11 @@ class _Busy:
 class _Scenario:
     detector: BottleneckDetector
     cooldown: Cooldown
-    trial: MoveTrial | None = None  # while our move is being made or judged
-    plan: MovePlan | None = None  # ours, until it ends
+    trial: MoveTrial | None = None  # while this controller's move is being made or judged
+    plan: MovePlan | None = None  # this controller's plan, until it ends
     judge_from: float = 0.0
     busy: dict[str, _Busy] = field(default_factory=dict)  # by group
-    said: str = ""  # the last reason to do nothing, not repeated before `silent_until`
+    said: str = ""  # the last reported reason to do nothing; not repeated before `silent_until`
     silent_until: float = -math.inf
 
 
@@ -165,7 +168,7 @@ class RatioController:
                 return self._on_ended(event, now)
 
     def keep_only(self, scenarios: Collection[str]) -> None:
-        """Forget all scenarios but these: only these have groups now."""
+        """Forget all other scenarios, because they have no groups any more."""
         self._scenarios = {s: state for s, state in self._scenarios.items() if s in scenarios}
 
     def _state(self, scenario: str) -> _Scenario:
@@ -235,9 +238,9 @@ class RatioController:
         return self._on_finding(state, finding, event, now)
 
     def _steadied(self, state: _Scenario, event: WindowSeen) -> Groups:
-        """The scenario's groups, with their mean load over the windows that a finding needs.
+        """Replace the loads of the scenario's groups by their means over the last windows.
 
-        The load of a single window is noise.
+        The load of a single window has too much noise.
         """
         groups = dict(event.groups)
         before, state.busy = state.busy, {}
@@ -269,7 +272,7 @@ class RatioController:
         )
         if choice.move is None:
             if not choice.is_needed:
-                state.detector.rebase()  # the instances carry the load: this is the new normal
+                state.detector.rebase()  # the instances carry the load, so it counts as normal now
             why = f"{finding.reason}; {'; '.join(choice.reasons)}"
             return self._leave(state, f"more {role.value}s", why, event, now)
         plan = MovePlan(event.scenario, Trigger.MONITOR, (choice.move,), reason)
@@ -282,7 +285,7 @@ class RatioController:
     def _leave(
         self, state: _Scenario, kind: str, why: str, event: WindowSeen, now: float
     ) -> list[Effect]:
-        """Leave the scenario as it is. Each window repeats the finding; report it now and then."""
+        """Report that the scenario is left as it is. A repeated reason is reported only rarely."""
         if kind == state.said and now < state.silent_until:
             return []
         state.said, state.silent_until = kind, now + self.limits.hold_s
@@ -291,7 +294,7 @@ class RatioController:
     def _judge(
         self, state: _Scenario, trial: MoveTrial, event: WindowSeen, window: Window, now: float
     ) -> list[Effect]:
-        """Keep the move that was made, or undo it."""
+        """Let the trial judge the window. At a verdict, keep the move or undo it."""
         if window.num_requests < self.limits.detector.min_requests:
             return []
         verdict = trial.judge(window, event.rate_per_s)
@@ -304,7 +307,7 @@ class RatioController:
             return [self._decided(event, RatioAction.KEPT, verdict.e2e_text)]
         state.cooldown.failed(trial.short_of, now)
         back = inverse(trial.move, verdict.harm)
-        # The groups had these counts before the move, so no survivor has to carry more than then.
+        # Forced, because the groups had the same counts before the move and could carry the load.
         state.plan = MovePlan(
             event.scenario, Trigger.MONITOR, (back,), f"undo: {verdict.harm}", is_forced=True
         )

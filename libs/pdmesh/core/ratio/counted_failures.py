@@ -1,4 +1,7 @@
-"""Decides which failed requests do not count where the ratio P:D is judged (S2)."""
+"""Decides which failed requests do not count when the ratio P:D of a scenario is judged (S2).
+
+P:D is the ratio of prefills to decodes.
+"""
 
 from __future__ import annotations
 
@@ -6,5 +9,5 @@ from pdmesh.errors import BY_REASON, InvalidRequest, MeshError
 
 
 def is_by_client(reason: str) -> bool:
-    """Whether its client's input made a request fail, which no other ratio would have answered."""
+    """Whether a request failed because of the client's input, which no ratio could change."""
     return BY_REASON.get(reason, MeshError).http_status == InvalidRequest.http_status

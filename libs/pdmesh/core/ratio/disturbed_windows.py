@@ -1,7 +1,8 @@
-"""Decides which windows of requests say nothing about a scenario's ratio (S30).
+"""Decides which windows of a scenario's requests are ignored by the ratio controller (S30).
 
-While a group is set up, loses an instance, is moved or gets another revision, the times of requests
-show that and not the ratio. One such moment spoils the whole window.
+The controller adapts the ratio of prefills to decodes to the times of requests. While a group is
+set up, loses an instance, is changed by moves or gets another revision, these times do not depend
+on the ratio alone. If that happens at any moment of a window, the window is ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class DisturbedWindows:
-    """The disturbed scenarios of the window that is open now."""
+    """The scenarios that were disturbed since the current window began."""
 
     _disturbed: set[str] = field(default_factory=set)
 
@@ -22,10 +23,11 @@ class DisturbedWindows:
         moving: Collection[str],
         upgrading: Collection[str],
     ) -> None:
-        """`serving`: by scenario, whether each of its groups is complete and serves.
+        """Note the scenarios that are disturbed now.
 
-        `moving`: scenarios with a planned move that waits or is made. `upgrading`: those with a
-        group that gets another revision.
+        `serving` has, by scenario and for each of its groups, whether the group is complete and
+        serves. `moving` has the scenarios with a planned move that waits or is being made.
+        `upgrading` has the scenarios with a group that gets another revision.
         """
         self._disturbed.update(upgrading)
         for scenario, groups in serving.items():
@@ -33,6 +35,6 @@ class DisturbedWindows:
                 self._disturbed.add(scenario)
 
     def close(self) -> frozenset[str]:
-        """End the window; return the scenarios about which it says nothing."""
+        """End the window. Returns the scenarios that were disturbed in it."""
         disturbed, self._disturbed = frozenset(self._disturbed), set()
         return disturbed

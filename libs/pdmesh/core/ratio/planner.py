@@ -1,6 +1,8 @@
-"""Decides which moves bring a scenario nearer to the ratio that it needs (S28, S30).
+"""Decides which moves bring a scenario nearer to the ratio of roles that it needs (S28, S30).
 
-The moves lead to a profile's best split, or are one step that answers a finding.
+A move adds an instance to a group, removes one, or changes its role. If the times of requests are
+known from a profile, `moves_to_best_split` plans all moves to the best split of prefills and
+decodes. If one role is found to be short, `next_move` plans one move for it.
 """
 
 from __future__ import annotations
@@ -16,22 +18,25 @@ from pdmesh.core.ratio.throughput import Profile, Split
 
 @dataclass(frozen=True, slots=True)
 class PlannerLimits:
-    """Busy shares, 0..1.
+    """Limits as busy shares, 0..1.
 
-    `max_busy`: what survivors may carry at most. `min_need`: a role that is less busy is not short.
+    When an instance leaves a role, the load of the remaining ones may be at most `max_busy`. A role
+    that is less busy than `min_need` is not short.
     """
 
     max_busy: float = MAX_BUSY
     min_need: float = 0.6
-    min_gain: float = 0.10  # the giver must stay at least this much less busy than the taker is now
+    # The load of the giving role after the move must be below the load of the taking role before
+    # the move, by at least this much.
+    min_gain: float = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class MoveChoice:
-    """One move, or None.
+    """One move, or None if no move is possible.
 
-    `reasons` say why this move and why not the others; `is_needed` says whether a move would help
-    at all.
+    `reasons` explain this move, and why cheaper moves were refused. `is_needed` is False if the
+    role is not busy enough to need a move.
     """
 
     move: Move | None
@@ -53,7 +58,10 @@ def moves_to_best_split(
 
 
 def changes_to(split: Split, group: GroupShape, reason: str) -> list[Move]:
-    """Moves from what a group has to `split`: role changes, then instances added or removed."""
+    """The moves that lead from the group's counts to `split`.
+
+    For each role, role changes come first, and then instances that are added or removed.
+    """
     more_p = split.num_prefill - group.num_prefill
     more_d = split.num_decode - group.num_decode
     moves: list[Move] = []
@@ -74,9 +82,10 @@ def next_move(
     limits: PlannerLimits,
     reason: str,
 ) -> MoveChoice:
-    """The cheapest move that helps.
+    """The cheapest move that helps the role `short_of`.
 
-    It changes a role in place, or else takes a blank instance, or else one of another group.
+    The cheapest move changes the role of an instance of the group. The next one adds a blank
+    instance. The last one takes an instance from another group.
     """
     own = [g for g in serving(groups, scenario) if g.size]
     known = [(busy, g) for g in own if (busy := g.busy(short_of)) is not None]
@@ -98,7 +107,10 @@ def next_move(
 def _candidates(
     role: Role, group: GroupShape, groups: Groups, limits: PlannerLimits, need: float
 ) -> list[tuple[Move, str | None]]:
-    """Moves that help, cheapest first, each with the reason if it would only shift the shortage."""
+    """The possible moves, cheapest first.
+
+    If a move would only shift the shortage to another role, it comes with the reason against it.
+    """
     most = need - limits.min_gain
     changed = Move(group.group_id, MoveKind.CHANGE_ROLE, role)
     givers = [
@@ -125,6 +137,6 @@ def _passed_on(group: GroupShape, giver: Role, most: float) -> str | None:
 
 
 def _without_one(group: GroupShape, role: Role) -> float | None:
-    """How busy the other instances would be; None if that is unknown or there are none."""
+    """How busy the role would be without one instance. None if unknown or if none would be left."""
     busy, num = group.busy(role), group.num(role)
     return None if busy is None or num < 2 else busy * num / (num - 1)

@@ -1,11 +1,11 @@
-"""Measures how busy the roles of groups are over a window; moves are planned and checked by these
-loads (S28, S29).
+"""Measures how busy the prefills and decodes of groups are over a window (S28, S29).
 
-A prefill's load is the share of time in which its engine computes; without any such time, it is the
-share of its slots that is taken. Slots alone would overstate the load, since prompts keep them
-until a decode has the KV (S41). If decodes are short, the very move that helps would then be
-refused. The load of any other instance is the larger share of its slots or its KV that is taken. An
-instance that never reported makes its role's load unknown.
+Moves of instances between roles and groups are planned and checked by these loads. The load of a
+prefill is the share of time in which its engine computes. If it reports no such time, its load is
+the share of its slots in use. Used slots would overstate the load, because a prompt keeps its slot
+until a decode has the KV (S41). If there are too few decodes, prefills would look full and could
+not become decodes. The load of any other instance is the share in use of its slots or its KV
+blocks, whichever is larger. If an instance never reported, the load of its role is unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdmesh.core.placement.instance import Instance
 
 @dataclass(slots=True)
 class _Meter:
-    """One instance since the window began. `taken`: the sum of all samples' taken shares."""
+    """One instance since the window began. `taken` is the sum of the used shares of all samples."""
 
     group_id: str
     role: Role
@@ -41,9 +41,9 @@ class _Meter:
 
 @dataclass(slots=True)
 class RoleLoads:
-    """Call `sample` often, and `close` at the end of each window.
+    """The loads of the last window. Call `sample` often, and `close` at the end of each window.
 
-    Until the first window is closed, its samples so far are used.
+    Until the first window is closed, `busy` uses the samples of that window.
     """
 
     _meters: dict[str, _Meter] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class RoleLoads:
     _by_cell: dict[tuple[str, Role], list[_Meter]] | None = None  # the meters that `busy` reads
 
     def sample(self, instances: Iterable[Instance], now: float) -> None:
-        """Look at all instances that serve."""
+        """Take a sample of all usable instances."""
         self._began = now if self._began is None else self._began
         self._now = now
         if self._closed is None:
@@ -74,7 +74,7 @@ class RoleLoads:
             meter.is_known &= instance.reported_at is not None and instance.num_slots > 0
 
     def close(self) -> None:
-        """The window ends with the last sample. `busy` reads it until the next window ends."""
+        """End the window at the last sample. `busy` uses this window until the next one ends."""
         self._by_cell = None
         self._closed = {i: meter for i, meter in self._meters.items() if meter.num_samples}
         self._meters = {
@@ -85,9 +85,9 @@ class RoleLoads:
         self._began = self._now
 
     def busy(self, group_ids: Collection[str], role: Role) -> float | None:
-        """Mean over the role's instances in the groups, 0..1.
+        """The mean load of a role's instances in the groups, 0..1.
 
-        None if there are none, or if one of them never reported.
+        None if there are no instances, or if one of them never reported.
         """
         span_s = self._closed_span_s
         if self._closed is None:
@@ -104,7 +104,10 @@ class RoleLoads:
 
 
 def _taken(instance: Instance) -> float:
-    """The taken share of slots or, if larger, of KV blocks; for a prefill only that of slots."""
+    """The used share of an instance's slots or, if larger, of its KV blocks.
+
+    For a prefill, only slots count.
+    """
     slots = instance.used_slots() / instance.num_slots if instance.num_slots else 0.0
     num_blocks = instance.identity.num_kv_blocks
     if instance.identity.role is Role.PREFILL or not num_blocks:

@@ -1,10 +1,10 @@
-"""Measures how long each scenario's requests take and what its instances could carry (S2, S138).
+"""Measures each scenario's request times and the throughput of its instances (S2, S138).
 
-It has T_p, T_d, xi, TPOT, the hit rate and the terms of Phi. They are means over the last requests
-of a scenario, weighted so that the newest counts most; the rate is over a window of time. T_p is
-from a prefill's acceptance to token 1, T_d from a decode's acceptance to the last token; xi is the
-KV transfer's part of T_d. The waits for acceptance do not count: n b / T is a capacity only if T is
-the time for which a slot is needed. Everything is bounded.
+T_p is the time from a prefill's acceptance to token 1. T_d is the time from a decode's acceptance
+to the last token, and xi is the part of T_d for the KV transfer. Times are exponentially weighted
+means over a scenario's requests. The request rate is measured over a window. T_p and T_d do not
+include the wait for an acceptance. With n instances of b slots, n b / T is a capacity only if T is
+the time for which a request uses a slot. Phi is the resulting throughput per instance.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from pdmesh.core.placement.instance import Instance
 from pdmesh.core.ratio.throughput import Phi
 
 MAX_SCENARIOS: Final = 256
-_WEIGHT: Final = 0.05  # of the newest request, once there have been twenty
+_WEIGHT: Final = 0.05  # the weight of the newest request, after the first twenty
 _WINDOW_S: Final = 30.0
-_MAX_ENDS: Final = 100_000  # in the window, per scenario: higher rates are understated
+_MAX_ENDS: Final = 100_000  # per scenario and window; with more requests, the rate is too low
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
     """One completed request. Times are in seconds.
 
-    `queue_s`: until a prefill accepted; `ttft_s`: from submission to token 1; `decode_queue_s`:
-    from token 1 until a decode accepted.
+    `queue_s` is the time from submission until a prefill accepted the request, and `ttft_s` the
+    time from submission to token 1. `decode_queue_s` is the time from token 1 until a decode
+    accepted.
     """
 
     scenario: str
@@ -46,10 +47,10 @@ class RequestSample:
 
 @dataclass(frozen=True, slots=True)
 class RoleSlots:
-    """What the usable instances of one role have: n instances, n b slots.
+    """The usable instances of one role: n instances with n b slots.
 
-    Beside its running requests, a decode takes a few waiting ones (its MAX_WAITING). They count in
-    b, and their wait counts in T_d.
+    A decode also accepts a few requests that wait for a place (its MAX_WAITING). Their slots are
+    included in b, and their wait in T_d.
     """
 
     num_instances: int = 0
@@ -58,7 +59,10 @@ class RoleSlots:
 
 @dataclass(slots=True)
 class ScenarioStats:
-    """Seconds and shares; `num` requests were answered. E2E is queue + T_p + decode_queue + T_d."""
+    """The means of one scenario in seconds and shares, over `num` answered requests.
+
+    The whole time of a request is E2E = queue + T_p + decode_queue + T_d.
+    """
 
     num: int = 0
     queue: float = 0.0
@@ -95,11 +99,14 @@ class ScenarioStats:
             self.hit_share += weight * (share - self.hit_share)
 
     def came(self, now: float) -> None:
-        """A request has ended, in whatever way."""
+        """Count a request that has ended, answered or not."""
         self._ends.append(now)
 
     def rate_per_s(self, now: float) -> float:
-        """I_t: requests per second over the window, counted when they end, refusals included."""
+        """The arrival rate I_t in requests per second, over the window.
+
+        Requests are counted when they end, and refused requests are included.
+        """
         while self._ends and self._ends[0] < now - _WINDOW_S:
             self._ends.popleft()
         return len(self._ends) / _WINDOW_S
@@ -107,7 +114,10 @@ class ScenarioStats:
 
 @dataclass(slots=True)
 class Scenarios:
-    """Stats by scenario. At the bound, the scenario that was silent longest is forgotten."""
+    """Stats by scenario.
+
+    If there are too many scenarios, the one that has had no request for longest is forgotten.
+    """
 
     _stats: OrderedDict[str, ScenarioStats] = field(default_factory=OrderedDict)
 
@@ -115,14 +125,14 @@ class Scenarios:
         return len(self._stats)
 
     def handle(self, request: RequestSample, now: float) -> None:
-        """A request was answered."""
+        """Count a request that was answered."""
         stats = self._of(request.scenario)
         stats.add(request)
         stats.came(now)
 
     def unanswered(self, scenario: str, now: float) -> None:
-        """A request was refused, failed or given up: it counts in the rate, but has no times."""
-        if scenario in self._stats:  # a name that was never served does not count as a scenario
+        """Count a request that was refused, failed or given up. It has no times."""
+        if scenario in self._stats:  # ignore names that no instance ever served
             self._of(scenario).came(now)
 
     def _of(self, scenario: str) -> ScenarioStats:
@@ -138,9 +148,9 @@ class Scenarios:
         return sorted(self._stats.items())
 
     def phi(self, scenario: str, instances: Iterable[Instance], now: float) -> Phi:
-        """Phi with the slots of the scenario's usable instances as n b."""
+        """The throughput per instance, with the slots of the scenario's usable instances as n b."""
         stats = self._stats.get(scenario)
-        if stats is None:  # the name was never served: no need to look at the instances
+        if stats is None:  # no instance ever served this name
             return Phi(0.0, math.inf, math.inf, 0)
         prefills, decodes = slots_by_role(scenario, instances).values()
         prefill = prefills.num_slots / stats.t_p if stats.t_p else math.inf

@@ -1,7 +1,7 @@
-"""Builds the windows of each scenario's requests by which its ratio is steered (S29).
+"""Builds windows of each scenario's requests, from which its ratio of roles is controlled (S29).
 
-A window has means over the requests that were answered since the last window was closed. Only
-scenarios that groups serve have windows: a name that a client invents gets none.
+A window has means over the requests that were answered since the last window ended. Only scenarios
+with groups have windows, so names that clients invent have none.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class _Sums:
 
 @dataclass(slots=True)
 class ScenarioWindows:
-    """Nothing is counted before `serve` has named the scenarios."""
+    """The open window of each scenario. Requests count only after `serve` has set the scenarios."""
 
     _sums: dict[str, _Sums] = field(default_factory=dict)
 
     def serve(self, scenarios: Iterable[str]) -> None:
-        """These scenarios have groups now; what is known of others is forgotten."""
+        """Set the scenarios that have groups now. The windows of other scenarios are dropped."""
         known = self._sums
         self._sums = {scenario: known.get(scenario) or _Sums() for scenario in scenarios}
 
@@ -53,7 +53,7 @@ class ScenarioWindows:
     ) -> Window | None:
         """End the window, which lasted `span_s`.
 
-        None if no request of the scenario was answered: then its times are not known.
+        Returns None if no request of the scenario was answered, because its times are unknown.
         """
         sums = self._sums.get(scenario)
         if sums is None:

@@ -1,7 +1,9 @@
-"""Computes what n_p prefills and n_d decodes can carry, and the split that carries most (S2, S30).
+"""Computes the throughput of n_p prefills and n_d decodes, and their best split (S2, S30).
 
-P/D-Serve 2.1 and formula (1): prefill and decode are balanced if n_p b_p / T_p = n_d b_d / T_d. The
-throughput per instance is the least of these two rates and the arrival rate, divided by n_p + n_d.
+A prefill computes b_p prompts at once, each in the time T_p, and a decode runs b_d sequences at
+once, each in the time T_d. By P/D-Serve 2.1 and formula (1), the two roles are balanced if
+n_p b_p / T_p = n_d b_d / T_d. The throughput per instance is the least of these two rates and of
+the arrival rate, divided by n_p + n_d.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Phi:
-    """Throughput per instance (S2): the least of the three rates over n_p + n_d.
+    """The throughput per instance (S2): the least of the three rates, divided by n_p + n_d.
 
-    Rates are in requests/s; inf: not known.
+    Rates are in requests/s. inf means that a rate is unknown.
     """
 
     arriving: float
@@ -36,7 +38,7 @@ class Phi:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """n_p and n_d."""
+    """A split of instances into n_p prefills and n_d decodes."""
 
     num_prefill: int
     num_decode: int
@@ -51,12 +53,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How long one kind of request takes on one kind of instance, with full batches.
+    """The times of one kind of requests on one kind of instances, in seconds.
 
-    T_p is with b_p prompts at once, T_d with b_d sequences, both in seconds. T_p ends with token 1;
-    cached tokens cost no time (r_pre). T_d begins at token 1 and includes xi. Times measured at
-    light load are too short: b / T is a capacity only if all b slots were taken while T was
-    measured.
+    T_p is the time until token 1, with b_p prompts at once. Cached tokens cost no time (r_pre). T_d
+    is the time after token 1, with b_d sequences at once. It includes the KV transfer, xi. b / T is
+    a capacity only if all b slots were in use when T was measured. At light load, T would be too
+    short.
     """
 
     t_p: float
@@ -82,12 +84,18 @@ class Profile:
         )
 
     def mismatch(self, split: Split) -> float:
-        """The stronger role's rate over the weaker one's, minus 1: 0 where formula (1) holds."""
+        """The higher rate of the two roles divided by the lower one, minus 1.
+
+        It is 0 if the split satisfies formula (1).
+        """
         phi = self.phi(split)
         return max(phi.prefill, phi.decode) / min(phi.prefill, phi.decode) - 1
 
     def best_split(self, total: int, least: int = 1) -> Split:
-        """The split with most requests/s. ValueError if `total` is below `least` of both roles."""
+        """The split of `total` instances with the highest throughput.
+
+        Each role has at least `least` instances. Raises ValueError if `total` is too small.
+        """
         return max(splits(total, least), key=lambda s: (self.phi(s).value, -self.mismatch(s)))
 
 

@@ -1,9 +1,10 @@
-"""Decides whether a ratio move helped or is undone, and how long the verdict holds (S28).
+"""Decides whether a change of the ratio of prefills to decodes stays or is undone (S28).
 
-The windows after a move are compared with the windows that led to it. A move is undone only for
-harm that was seen: less success, slower answers, or fewer answers per second while requests
-wait. Then the same role gets no more instances for a while. After a good move, the other role gets
-no instances for a while.
+A move gives one role of a group one more instance. The measurements after the move are
+compared with the measurements that led to it. The move is undone only if it did visible harm: less
+success, slower answers, or fewer answers per second while requests wait. After a move that was
+undone, the same role gets no more instances for a while. After a good move, the other role gets no
+instances for a while.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from pdmesh.core.ratio.bottleneck import Window
 class VerdictLimits:
     num_windows: int = 3
     max_success_drop: float = 0.02
-    max_e2e_rise: float = 0.10  # of the mean, unless more requests come than before the move
-    # If requests spend this share of E2E at the gateway, more come than can be answered.
+    max_e2e_rise: float = 0.10  # of the mean, unless the request rate has grown since the move
+    # If requests wait at the gateway for this share of E2E, more arrive than can be answered.
     waiting: float = 0.25
-    max_pace_drop: float = 0.05  # of answers per second, if requests wait
+    max_pace_drop: float = 0.05  # of answers per second, while requests wait
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`harm`: why the move is undone; if empty, it stays."""
+    """The judgement of a move. `harm` is the reason to undo it, or empty if it stays."""
 
     harm: str
     e2e_text: str
@@ -38,9 +39,10 @@ class Verdict:
 
 @dataclass(slots=True)
 class MoveTrial:
-    """One move, from its plan until `judge` returns a verdict.
+    """The trial of one move, from its plan until `judge` returns a verdict.
 
-    `before`: the windows that led to it; `rate_per_s`: requests that came then.
+    `short_of` is the role that gets an instance. `before` has the windows that led to the move, and
+    `rate_per_s` is the request rate at that time.
     """
 
     move: Move
@@ -51,11 +53,11 @@ class MoveTrial:
     _after: list[Window] = field(default_factory=list)
 
     def restart(self) -> None:
-        """Another plan has changed the groups: windows seen since the move do not count."""
+        """Forget the windows since the move, because another plan has changed the groups."""
         self._after.clear()
 
     def judge(self, window: Window, rate_per_s: float) -> Verdict | None:
-        """None until enough windows were seen."""
+        """Add a window. Returns the verdict, or None until there are enough windows."""
         self._after.append(window)
         if len(self._after) < self.limits.num_windows:
             return None
@@ -66,8 +68,8 @@ class MoveTrial:
         limits = self.limits
         e2e_before, e2e_after = self._means(lambda w: w.e2e_s)
         if max(self._means(lambda w: w.queue_s)) > limits.waiting * min(e2e_before, e2e_after):
-            # More requests came than were answered, so the backlog grew while the move was made.
-            # Only the pace of answers shows the move's effect.
+            # More requests arrive than are answered, so E2E grows with or without the move. Only
+            # the rate of answers shows the effect of the move.
             before, after = self._means(lambda w: w.answered_per_s)
             has_slowed = after < before * (1 - limits.max_pace_drop)
             return f"answers fell from {before:.3g} to {after:.3g} per s" if has_slowed else ""
@@ -75,7 +77,7 @@ class MoveTrial:
         if after < before - limits.max_success_drop:
             return f"success fell from {before:.1%} to {after:.1%}"
         if rate_per_s > self.rate_per_s * (1 + limits.max_e2e_rise):
-            return ""  # more requests come: slower answers say nothing about the move
+            return ""  # the request rate has grown, which may explain slower answers
         if e2e_after > e2e_before * (1 + limits.max_e2e_rise):
             return f"E2E rose from {e2e_before:.3g} to {e2e_after:.3g} s"
         return ""
@@ -87,14 +89,14 @@ class MoveTrial:
 
 @dataclass(slots=True)
 class Cooldown:
-    """Keeps a role from getting more instances for a time that `failed` and `kept` set."""
+    """A time in which one role gets no more instances, set by `failed` and `kept`."""
 
     first_s: float
     max_s: float
     _next_s: float = field(init=False)
     _until: float = -math.inf
     _role: Role | None = None
-    _kept_role: Role | None = None  # what the last good move was for
+    _kept_role: Role | None = None  # the role that got an instance in the last good move
 
     def __post_init__(self) -> None:
         self._next_s = self.first_s
@@ -103,14 +105,18 @@ class Cooldown:
         return now < self._until and role is self._role
 
     def failed(self, role: Role, now: float) -> None:
-        """A move for `role` did harm, or could not be made: the next time is twice as long."""
+        """Let further moves for `role` wait, after a move was harmful or failed.
+
+        The next wait is twice as long.
+        """
         self._until, self._role = now + self._next_s, role
         self._next_s = min(2 * self._next_s, self.max_s)
 
     def kept(self, role: Role, now: float) -> None:
-        """Make moves for the other role wait, longer each time that the two roles alternate.
+        """Let moves for the other role wait after a good move for `role`.
 
-        Otherwise noise would swing the ratio when both roles are near their limit.
+        The wait gets longer each time that good moves alternate between the two roles. Otherwise
+        noise would move instances back and forth when both roles are near their limit.
         """
         is_calm = now > self._until + self.max_s
         if self._kept_role is None or role is self._kept_role or is_calm:

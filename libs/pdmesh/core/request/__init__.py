@@ -1,3 +1,4 @@
-"""One choice of a request at the gateway: which leg it is on, what is tried next, when it waits,
-when it ends, and with which error; and how a call of several choices ended.
+"""Decides the life of one request in a gateway: where it goes next, when it waits, how it ends.
+
+A call of a client may have several choices. Each choice is one such request.
 """

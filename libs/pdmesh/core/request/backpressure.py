@@ -1,13 +1,13 @@
 """Decides which requests may not join a scenario's queue, by its length over all gateways (S97).
 
-Each gateway tells the master how many of its requests wait for a prefill. The master adds the
-counts up. With every plan it says how many requests wait in all, how many may wait, and how fast
-the scenario's prefills begin prompts.
+A scenario is a kind of requests with its own instances. Each gateway reports to the master how many
+of its requests wait for a prefill. The master adds up these counts. With every plan, the master
+sends the total, the limit, and the rate at which the scenario's prefills begin prompts.
 
-So a gateway can refuse a new request by itself, before it asks any instance. It refuses when the
-queue is full, or when the queue ahead of the request takes longer than the request may wait. The
-waiting room is ordered by deadline, so a refused request would have missed its deadline anyway.
-A count that has not been renewed for `MAX_AGE_S` is ignored.
+A gateway can therefore refuse a new request before it asks any instance. It refuses the request if
+the queue is full, or if the queue ahead takes longer than the request may wait. The waiting room is
+ordered by deadline, so a refused request would have missed its deadline anyway. Counts older than
+`MAX_AGE_S` are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Queue = Mapping[int, int]  # how many requests wait, by priority: 0 is called fi
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """`waiting` counts all gateways. `max_waiting` 0: no limit; `prefills_per_s` 0: not known."""
+    """The queue of one scenario over all gateways.
+
+    If `max_waiting` is 0, there is no limit. If `prefills_per_s` is 0, the rate is unknown.
+    """
 
     scenario: str
     waiting: Queue
@@ -51,16 +54,16 @@ class QueueRefusal:
 
 @dataclass(slots=True)
 class QueueBook:
-    """The master's sum of what the gateways report.
+    """The queues that the gateways have reported to the master.
 
-    Bounded: the gateway that has been silent longest is forgotten first.
+    If there are too many gateways, the one with the oldest report is forgotten.
     """
 
     max_age_s: float = MAX_AGE_S
     _told: OrderedDict[str, tuple[float, Mapping[str, Queue]]] = field(default_factory=OrderedDict)
 
     def tell(self, gateway_id: str, queues: Mapping[str, Queue], now: float) -> None:
-        """Record all queues of one gateway, by scenario."""
+        """Record all queues of one gateway, by scenario. They replace its last report."""
         self._told.pop(gateway_id, None)
         if queues:
             self._told[gateway_id] = (now, dict(list(queues.items())[:MAX_SCENARIOS]))
@@ -71,14 +74,14 @@ class QueueBook:
 
     def waiting(self, scenario: str, now: float) -> Queue:
         total: dict[int, int] = {}
-        for at, queues in list(self._told.values()):  # a copy: another thread reads it, too
+        for at, queues in list(self._told.values()):  # copied, because other threads call this
             if at >= now - self.max_age_s:
                 for priority, count in queues.get(scenario, {}).items():
                     total[priority] = total.get(priority, 0) + count
         return total
 
     def scenarios(self) -> list[str]:
-        """Scenarios in which requests wait, or waited lately."""
+        """The scenarios in which requests wait or waited lately."""
         return sorted({s for _, queues in list(self._told.values()) for s in queues})
 
     def _oldest_at(self) -> float:
@@ -87,10 +90,10 @@ class QueueBook:
 
 @dataclass(slots=True)
 class Backpressure:
-    """What the master tells the gateways.
+    """Computes the pressure that the master sends to the gateways.
 
-    `prefills_per_s(scenario, now)`: prompts that the scenario's prefills can begin; inf or 0: not
-    known.
+    `prefills_per_s(scenario, now)` returns how many prompts per second the scenario's prefills can
+    begin. It returns inf or 0 if that is unknown.
     """
 
     prefills_per_s: Callable[[str, float], float]
@@ -103,11 +106,11 @@ class Backpressure:
         return Pressure(scenario, waiting, self.max_waiting, self._rate(scenario, now))
 
     def _rate(self, scenario: str, now: float) -> float:
-        """Cached for `_RATE_EVERY_S`, for it looks at all instances."""
+        """The rate, cached for `_RATE_EVERY_S` because its computation visits all instances."""
         since, rate = self._rates.get(scenario, (-math.inf, 0.0))
         if now - since >= _RATE_EVERY_S:
             found = self.prefills_per_s(scenario, now)
-            if not math.isfinite(found):  # clients may invent scenarios: keep no rate of one
+            if not math.isfinite(found):  # do not cache scenarios that clients invent
                 self._rates.pop(scenario, None)
                 return 0.0
             rate = found
@@ -122,18 +125,21 @@ class Backpressure:
 class _Heard:
     at: float
     pressure: Pressure
-    elsewhere: Queue  # what waits at the other gateways
+    elsewhere: Queue  # the requests that wait at other gateways
 
 
 @dataclass(slots=True)
 class PressureView:
-    """A gateway's copy of the pressures. It knows its own queue better than the master does."""
+    """A gateway's copy of the pressures. For its own queue, a gateway uses its own newer count."""
 
     max_age_s: float = MAX_AGE_S
     _heard: OrderedDict[str, _Heard] = field(default_factory=OrderedDict)
 
     def hear(self, pressure: Pressure, told: Queue, now: float) -> None:
-        """`told`: this gateway's queue as the master knew it when it computed `pressure`."""
+        """Record a pressure from the master.
+
+        `told` is the part of `pressure.waiting` that the master had from this gateway.
+        """
         elsewhere = {p: n - told.get(p, 0) for p, n in pressure.waiting.items()}
         self._heard.pop(pressure.scenario, None)
         self._heard[pressure.scenario] = _Heard(now, pressure, elsewhere)
@@ -150,10 +156,11 @@ class PressureView:
         *,
         can_evict: bool = False,
     ) -> QueueRefusal | None:
-        """Why a new request should not join the queue; None if it may.
+        """Why a new request should not join the queue, or None if it may join.
 
-        Requests of a lower priority are not ahead of it. `can_evict`: the new request would take
-        the place of one with a weaker claim, so it is never refused.
+        Only requests of the same or a higher priority are ahead of the new request. With
+        `can_evict`, the request may take the place of a waiting request in a full waiting room, so
+        it is never refused.
         """
         heard = self._heard.get(scenario)
         if can_evict or heard is None or now - heard.at > self.max_age_s:

@@ -1,4 +1,7 @@
-"""Decides how a call with one or more choices ended: completed, failed or cancelled, and why."""
+"""Decides how a call ended: completed, failed or cancelled, and why.
+
+A call may ask for several choices, which are alternative answers. Each choice is one request.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from pdmesh.errors import MeshError
 
 @dataclass(frozen=True, slots=True)
 class EndedChoice:
-    """`outcome`: of its request; None: it still ran. `error`: what the call was ended with, if any.
+    """One choice at the end of its call.
 
-    `is_stopped`: a stop string or a repetition ended it.
+    `outcome` is the outcome of the choice's request, or None if the request was still running. With
+    `is_stopped`, a stop string or a repetition ended the answer. `error` is the error that ended
+    the call, if any.
     """
 
     outcome: Complete | Fail | Cancelled | None
@@ -22,15 +27,16 @@ class EndedChoice:
 
     @property
     def is_answered(self) -> bool:
-        """Its client has all of its answer."""
+        """Whether the client has the whole answer."""
         return isinstance(self.outcome, Complete) or self.is_stopped
 
 
 def call_outcome(choices: Sequence[EndedChoice]) -> tuple[str, str]:
-    """The outcome and its reason.
+    """The outcome of the call, and the reason for it.
 
-    One failure is enough for `failed`, and its error has the reason. A call whose client left is
-    `cancelled`. The reason of a completed call is the first finish reason of its choices.
+    If any choice failed, the call has `failed`, and the reason is that of the first error.
+    Otherwise, if any choice is not answered, the client has left and the call is `cancelled`. The
+    reason of a completed call is the first finish reason of its choices.
     """
     errors = [c.outcome.error for c in choices if isinstance(c.outcome, Fail)]
     errors += [c.error for c in choices if c.error is not None]

@@ -1,10 +1,11 @@
-"""Decides which decode pulls a request's KV while prefill still computes it (S48, per layer).
+"""Decides which decode pulls a request's KV while the prefill still computes it (S48, per layer).
 
-The decode is offered the ticket when prefill accepts, so that it pulls each layer as it comes. It
-takes over at token 1. If it refuses before that, the next decode is asked. If it fails before that,
-the request continues without an early decode and is handed on at token 1, as in whole mode. The
-request loses its prefill only if a decode takes the KV and is then lost, because that decode has
-used up the ticket.
+A ticket is the right to pull the KV of one prompt. In per-layer mode, the gateway offers the ticket
+to a decode as soon as the prefill accepts the request. The decode then pulls each layer when the
+layer is computed, and takes over the request at token 1. If a decode rejects the offer, the next
+one is asked. If the decode fails before token 1, the request continues without an early decode, and
+a decode is chosen at token 1, as in whole mode. If the decode is lost after it has all KV, the
+ticket is used up, so the prefill must be repeated.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class OpenLeg:
 
 
 class EarlyDecode:
-    """At most one leg is open at a time. `start` makes the offer to a candidate, with a new key."""
+    """The early decode of one request. At most one candidate has an open offer at a time.
+
+    `start` makes the offer to a candidate, under a new leg key.
+    """
 
     __slots__ = (
         "_answer_s",
@@ -65,12 +69,12 @@ class EarlyDecode:
         self.has_kv = False
         self.num_rejections = 0
         self.answer_by = math.inf
-        self.refused: list[Candidate] = []  # they will not take it at token 1 either
+        self.refused: list[Candidate] = []  # at token 1, these are not asked again
         self._candidates = list(candidates)
         self._start, self._answer_s = start, answer_s
 
     def offer(self, now: float) -> list[Effect]:
-        """Ask the next candidate. With none left, the ticket waits for token 1."""
+        """Offer the ticket to the next candidate. Without one, a decode is chosen at token 1."""
         if not self._candidates:
             return []
         start = self._start(self.ticket, self._candidates.pop(0))
@@ -82,11 +86,11 @@ class EarlyDecode:
 
     @property
     def is_spent(self) -> bool:
-        """Whether a decode took the KV and was then lost."""
+        """Whether a decode has taken the KV and was then lost."""
         return self.has_kv and self.leg is None
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take an event of its leg. Events that can only follow token 1 are dropped."""
+        """Handle an event of the open leg. Events that can only come after token 1 are dropped."""
         match event:
             case LegAccepted() | KvAdvanced():
                 self._accepted()

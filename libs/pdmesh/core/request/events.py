@@ -1,6 +1,7 @@
-"""What happens to a request (events) and what must be done about it (effects); see `machine.py`.
+"""The events and effects of a request's state machine (`machine.py`).
 
-Tokens and tickets have `repr=False`: a request's last events may be logged.
+A leg is a request's stay on one instance, and a ticket is the right to pull the KV that a prefill
+has computed. Tokens and tickets have `repr=False`, because a request's last events may be logged.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An instance a request may go to. KV may go only between instances with an equal `pair`."""
+    """An instance that a request may go to.
+
+    Only instances with equal `pair` may hand KV to each other.
+    """
 
     instance_id: str
     incarnation: int
-    pair: str = ""  # group, fingerprint, revision and region of KV
-    is_local: bool = False  # fusion or colocated: it also decodes what it prefilled
+    pair: str = ""  # group, fingerprint, revision and KV region, as one text
+    is_local: bool = False  # it does both phases (fusion or colocated)
     num_matched_tokens: int = 0
-    exclusions: SourceExclusions = NO_EXCLUSIONS  # of a decode: prefills that it ejects or avoids
+    exclusions: SourceExclusions = NO_EXCLUSIONS  # the prefills that this decode ejects or avoids
 
     def compatible(self, decodes: Sequence[Candidate]) -> list[Candidate]:
-        """The decodes that may take this prefill's KV; those that avoid this prefill come last."""
+        """The decodes that may pull this prefill's KV. Decodes that avoid the prefill come last."""
         mine = [c for c in decodes if c.pair == self.pair]
         if not any(c.exclusions for c in mine):
             return mine
@@ -41,7 +45,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TicketHeld:
-    """The staged KV of a finished prefill. `wire`: the ticket as the decode gets it."""
+    """A ticket for the KV that a prefill holds.
+
+    The ticket is valid for `lease_s` seconds. `wire` is the ticket in the form for the decode.
+    """
 
     ticket_id: str = field(repr=False)
     lease_s: float
@@ -50,8 +57,10 @@ class TicketHeld:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """An attempt ended without an answer, at `at`. `instance_ids`: those that the next attempt
-    avoids; empty if none is to blame. `num_emitted`: tokens of the answer so far.
+    """An attempt ended at the time `at`, before the answer was complete.
+
+    The next attempt avoids `instance_ids`, which are empty if no instance is to blame.
+    `num_emitted` is the number of the answer's tokens so far.
     """
 
     at: float
@@ -62,21 +71,21 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Bounds on one request. Times are in seconds from its submission or its last progress."""
+    """Limits on one request. Times are in seconds."""
 
-    deadline_s: float = 600.0
-    ttft_s: float = 10.0  # until a prefill must have accepted; renewed by a migration
-    answer_s: float = ANSWER_S  # an instance accepts or rejects within it
-    # An accepted leg is lost after this time without a token of its own or a sign of its engine's
-    # work.
+    deadline_s: float = 600.0  # from submission to the end
+    ttft_s: float = 10.0  # until a prefill must have accepted; a migration starts it again
+    answer_s: float = ANSWER_S  # an instance must accept or reject within this time
+    # An accepted leg is lost if neither the leg nor its engine makes progress for this time.
     stall_s: float = LEG_STALL_S
-    # When an instance is lost, a decode that had all KV from it says so within this time (F3).
+    # If the prefill is lost, a decode that has all its KV must report it within this time (F3).
     had_kv_s: float = HAD_KV_S
-    retry_s: float = 0.25  # while waiting, ask for a new plan at least this often (doubles to 2 s)
+    # A waiting request tries again after this interval, which doubles each time, up to 2 s.
+    retry_s: float = 0.25
     max_migrations: int = 3
-    max_deaths: int = MAX_DEATHS  # of instances; then the request is to blame (F38)
-    num_innocent_tokens: int = 16  # a death later than this many tokens into its leg is not counted
-    # A leg without progress is lost once its engine has computed this multiple of its open work.
+    max_deaths: int = MAX_DEATHS  # a request fails if this many instances die with it (F38)
+    num_innocent_tokens: int = 16  # a death after this many tokens of a leg does not count
+    # A leg without progress is lost after its engine has computed this multiple of its open work.
     max_overtaking: int = 2
     max_candidates: int = 8
 
@@ -86,17 +95,17 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    refusal: MeshError | None = None  # why it should not join its queue
+    refusal: MeshError | None = None  # if set, the request must not join its queue and fails
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReceived:
-    plan: int  # number of the AskPlan it answers; answers to older ones are ignored
+    plan: int  # the number of the AskPlan that it answers; answers to older ones are ignored
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
-    prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
-    first_token_s: float = 0.0  # from the plan to token 1, as predicted; 0: not known
-    is_by_master: bool = True  # False: the gateway ranked the instances itself
+    prompt_compute_s: float = 0.0  # predicted for an empty cache, or 0 if unknown
+    first_token_s: float = 0.0  # predicted time from the plan to token 1, or 0 if unknown
+    is_by_master: bool = True  # False if the gateway ranked the instances itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +123,20 @@ class LegEvent:
 
 @dataclass(frozen=True, slots=True)
 class LegAccepted(LegEvent):
-    """`ticket` is set if the KV of this prefill may be pulled while it is computed (per layer)."""
+    """An instance has accepted the leg.
+
+    `ticket` is set if a decode may pull the KV of this prefill while it is computed (per layer).
+    """
 
     ticket: TicketHeld | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LegRejected(LegEvent):
-    """`is_final`: this instance will not take it later either.
+    """An instance has rejected the leg.
 
-    `is_too_long`: no instance of its kind would take it.
+    With `is_final`, this instance will not accept it later either. With `is_too_long`, the request
+    does not fit on this instance, even if the instance is empty.
     """
 
     retry_after_s: float = 0.0
@@ -134,9 +147,9 @@ class LegRejected(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken(LegEvent):
-    """Prefill ended.
+    """The prefill has ended, with token 1.
 
-    Unless the leg is local, exactly one of `finish_reason` and `ticket` is set.
+    Exactly one of `finish_reason` and `ticket` is set, unless the instance also decodes.
     """
 
     token_id: int = field(repr=False)
@@ -146,18 +159,18 @@ class FirstToken(LegEvent):
 
 
 class KvStage(IntEnum):
-    """How far the KV of a decode leg has come. The decode cannot use it yet."""
+    """The stage of the KV of a decode leg, before the engine can use the KV."""
 
     NONE = 0
-    PULLING = 1  # its turn in the pull queue has come
-    ARRIVED = 2  # the KV is there; the leg waits for a place in a step of the engine
+    PULLING = 1  # the pull has left the pull queue
+    ARRIVED = 2  # the KV has arrived, and the leg waits for a place in a step of the engine
 
 
 @dataclass(frozen=True, slots=True)
 class KvAdvanced(LegEvent):
-    """The leg's KV reached a stage.
+    """The leg's KV has reached a stage.
 
-    Each stage counts as progress of the leg once. It does not show that the engine works.
+    Each stage counts once as progress of the leg. It is no proof that the engine works.
     """
 
     stage: KvStage
@@ -180,7 +193,7 @@ class LegFinished(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class LegFailed(LegEvent):
-    """The instance gave the leg up and holds nothing of it."""
+    """The instance has given up the leg and has released all its resources."""
 
     error: MeshError
     is_retryable: bool = True
@@ -188,9 +201,10 @@ class LegFailed(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class LegLost(LegEvent):
-    """The session with the leg's instance broke.
+    """The session with the leg's instance is broken.
 
-    `was_silent`: only because it fell silent; the instance may be alive beyond a cut cable.
+    With `was_silent`, it was closed only because the instance was silent. The instance may be alive
+    and only disconnected.
     """
 
     was_silent: bool = False
@@ -198,9 +212,9 @@ class LegLost(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class EngineWorked(LegEvent):
-    """The engine that has the active leg computed something; the gateway learned it at `at`.
+    """The engine of the active leg has made progress, as the gateway learned at the time `at`.
 
-    It has computed `num_tokens` by then. All its open legs, this one included, may take
+    In all, the engine has computed `num_tokens`. Its open legs, including this one, may need
     `num_open_tokens` more.
     """
 
@@ -226,7 +240,7 @@ class WaitRefused:
 
 @dataclass(frozen=True, slots=True)
 class StopMatched:
-    """The gateway found a stop string in the text so far."""
+    """The gateway has found a stop string in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +272,10 @@ class AskPlan:
 
 @dataclass(frozen=True, slots=True)
 class SendPrefill:
-    """Offer the prompt and `num_replayed` emitted tokens; `max_tokens` more may be produced."""
+    """Offer the prompt and `num_replayed` emitted tokens to a prefill.
+
+    The request may produce `max_tokens` further tokens.
+    """
 
     key: int
     to: Candidate
@@ -269,10 +286,11 @@ class SendPrefill:
 
 @dataclass(frozen=True, slots=True)
 class SendStart:
-    """Offer a ticket. The last of the `num_replayed` emitted tokens is the one prefill drew.
+    """Offer a ticket to a decode.
 
-    `is_early`: prefill has not drawn that token yet. SendJoin will tell it, and `max_tokens` counts
-    what follows it.
+    The offer includes `num_replayed` emitted tokens, of which the prefill has drawn the last one.
+    With `is_early`, the prefill has not drawn its token yet. `SendJoin` sends that token later, and
+    `max_tokens` does not include it.
     """
 
     key: int
@@ -286,7 +304,7 @@ class SendStart:
 
 @dataclass(frozen=True, slots=True)
 class SendJoin:
-    """Tell a decode that was started early from which token it continues."""
+    """Send token 1 to an early decode, which continues from it."""
 
     key: int
     token_id: int = field(repr=False)
@@ -305,7 +323,7 @@ class ReleaseTicket:
 
 @dataclass(frozen=True, slots=True)
 class ForgetLeg:
-    """Nothing more is expected under this key."""
+    """Forget this key, because no more events of the leg are expected."""
 
     key: int
 
@@ -319,8 +337,8 @@ class EmitTokens:
 class WaitForSlot:
     """Wait in the waiting room for a free slot of one of these instances.
 
-    `until`: the deadline by which the room orders requests. `num_tokens`: what the instance would
-    compute; 0 for a decode.
+    `until` is the deadline by which the room orders requests. `num_tokens` is the number of tokens
+    that a prefill must compute, or 0 for a decode.
     """
 
     instance_ids: tuple[str, ...]
@@ -335,7 +353,10 @@ class LeaveRoom:
 
 @dataclass(frozen=True, slots=True)
 class EnterQueue:
-    """Count in the scenario's queue: a prefill has rejected the request, and none has taken it."""
+    """Count the request in the scenario's queue.
+
+    A prefill has rejected it, and none has accepted it since.
+    """
 
 
 @dataclass(frozen=True, slots=True)

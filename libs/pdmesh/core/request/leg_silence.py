@@ -1,8 +1,9 @@
-"""Decides when an accepted leg has fallen silent: neither it nor its engine showed work.
+"""Decides when an accepted leg counts as lost because neither it nor its engine shows progress.
 
-A silent leg waits for its turn while its engine works, however slowly (S33). But its turn must
-come. An engine that has computed `max_overtaking` times the work it had open has forgotten this
-leg: its work no longer counts as a sign of life.
+A leg is a request's stay on one instance. As long as the engine computes other legs, a leg without
+progress may be waiting for its turn, however slow the engine is (S33). But an engine may also have
+forgotten the leg. So once the engine has computed `max_overtaking` times the work that it had open,
+its further work no longer counts as progress for the leg.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from pdmesh.core.request.events import EngineWorked, KvStage, RequestLimits
 
 
 class LegSilence:
-    """The silence of the active leg. `progress_at`: when the leg last made progress of its own."""
+    """Tracks the progress of the active leg and of its engine.
+
+    `progress_at` is the time at which the leg itself last made progress.
+    """
 
     __slots__ = ("_kv_stage", "_limits", "_turn_by", "_turn_of", "_worked_at", "progress_at")
 
@@ -23,27 +27,28 @@ class LegSilence:
         self._kv_stage = KvStage.NONE  # of the active leg, if it decodes
         self._worked_at = -math.inf  # when the leg's engine last worked
         self._turn_of = -math.inf  # the `progress_at` for which `_turn_by` was computed
-        self._turn_by = 0  # an engine that has computed this many tokens has forgotten the leg
+        self._turn_by = 0  # an engine that has computed more tokens has forgotten the leg
 
     @property
     def silent_at(self) -> float:
-        """When the leg counts as lost, if neither it nor its engine makes progress."""
+        """The time at which the leg counts as lost if there is no further progress."""
         return max(self.progress_at, self._worked_at) + self._limits.stall_s
 
     def began(self, now: float) -> None:
-        """A leg was accepted."""
+        """Start again for a leg that was just accepted."""
         self.progress_at, self._kv_stage = now, KvStage.NONE
 
     def kv_advanced(self, stage: KvStage, now: float) -> None:
-        """A decode waits for its turn to pull, pulls, then waits for a place in a step.
+        """Note that the KV of a decode leg has reached a stage. Each stage counts once.
 
-        Each of these may take almost `stall_s`, and each counts as progress once.
+        A decode waits for its turn to pull, pulls, and then waits for a place in a step. Each of
+        these phases may take almost `stall_s`.
         """
         if stage > self._kv_stage:
             self.progress_at, self._kv_stage = now, stage
 
     def engine_worked(self, event: EngineWorked) -> None:
-        if self._turn_of != self.progress_at:  # the first news since the leg's own last progress
+        if self._turn_of != self.progress_at:  # the first report since the leg's own last progress
             self._turn_of = self.progress_at
             allowed = self._limits.max_overtaking * event.num_open_tokens
             self._turn_by = event.num_tokens + allowed
@@ -51,5 +56,8 @@ class LegSilence:
             self._worked_at = event.at
 
     def engine_unknown(self, now: float) -> None:
-        """The instance runs an older release that cannot tell: only the deadline bounds the leg."""
+        """Count this call as work of the engine, whose older release does not report work.
+
+        Such a prefill is limited only by the request's deadline.
+        """
         self._worked_at = now

@@ -1,12 +1,12 @@
-"""Decides which waiting prompts form one batch: those of similar length (S90), in a window (S91).
+"""Puts waiting prompts of similar length into one batch (S90, S91).
 
-It is for engines that compute the prompts of a batch in lockstep, each for as long as the longest
-takes: with padding, or as ranks of a domain that exchange data in every layer.
+Some engines compute the prompts of a batch in lockstep, so that each takes as long as the longest
+one. These engines pad prompts, or they are ranks of a domain that exchange data in every layer.
 
-For each batch the window is w = max(DP size, |R|), where R are the waiting prompts. A short queue
-is one batch; from a long queue, the batch that wastes least goes first. No prompt is passed over
-forever: after `max_passed` batches that had a prompt from behind it, it goes before all others. So
-it begins at most `max_passed` batches later than in the order of the queue.
+A batch is chosen from the first w = max(DP size, |R|) prompts, where R are the waiting prompts. If
+these prompts fit into one batch, all are taken. Otherwise the batch with the least waste is taken.
+A prompt is passed over by at most `max_passed` batches with prompts from behind it, and is then
+taken first. So it begins at most `max_passed` batches later than in the order of the queue.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 MAX_PASSED: Final = 8
-MAX_WINDOW: Final = 256  # bounds what one choice costs
+MAX_WINDOW: Final = 256  # prompts, to limit the cost of one choice
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A prompt that waits. `number` is unique; an engine has to compute `num_tokens` for it."""
+    """A prompt that waits. `number` is unique. The engine must compute `num_tokens` tokens."""
 
     number: int
     num_tokens: int
@@ -32,24 +32,29 @@ def window_size(dp_size: int, queue_depth: int) -> int:
 
 
 def padding_waste(lengths: Sequence[int]) -> float:
-    """Tokens computed for nothing, per token asked for: (longest * n - sum) / sum."""
+    """The share of wasted computation in a lockstep batch: (longest * n - sum) / sum."""
     total = sum(lengths)
     return (max(lengths) * len(lengths) - total) / total if total else 0.0
 
 
 @dataclass(slots=True)
 class LengthWindow:
-    """One window for all queues. A batch from one queue passes over no prompt of another.
+    """Chooses batches, for any number of queues.
 
-    The caller calls `forget` for a prompt that leaves.
+    A batch from one queue passes over no prompt of another queue. The caller must call `forget` for
+    a prompt that leaves without being in a batch.
     """
 
     dp_size: int  # prompts of one batch
     max_passed: int = MAX_PASSED
-    _passed: dict[int, int] = field(default_factory=dict)  # by number: batches that went before it
+    # How many batches with prompts from behind it have passed over a prompt, by its number.
+    _passed: dict[int, int] = field(default_factory=dict)
 
     def take(self, queue: Sequence[Place]) -> list[int]:
-        """Numbers of the next batch. `queue` is in the order in which prompts would go singly."""
+        """Choose the next batch from `queue`, which is in the order without batching.
+
+        Returns the numbers of the prompts.
+        """
         window = queue[: min(MAX_WINDOW, window_size(self.dp_size, len(queue)))]
         if len(window) <= self.dp_size:
             batch = list(window)
@@ -59,17 +64,17 @@ class LengthWindow:
         return [place.number for place in batch]
 
     def forget(self, number: int) -> None:
-        """The prompt no longer waits."""
+        """Forget a prompt that no longer waits."""
         self._passed.pop(number, None)
 
     def known(self) -> set[int]:
-        """Numbers of the prompts that were passed over and not forgotten since."""
+        """The numbers of the prompts that were passed over and still wait."""
         return set(self._passed)
 
     def _overdue(self, window: Sequence[Place]) -> list[Place]:
-        """Prompts that may not be passed over again, filled up with the most similar of the rest.
+        """A batch that begins with the prompts that may not be passed over again.
 
-        Empty if there is no such prompt.
+        Other prompts with the most similar lengths fill it up. It is empty if no prompt is overdue.
         """
         overdue = [p for p in window if self._passed.get(p.number, 0) >= self.max_passed]
         if not overdue:
@@ -89,9 +94,10 @@ class LengthWindow:
 
 
 def _most_alike(window: Iterable[Place], count: int) -> list[Place]:
-    """The `count` neighbours by length that waste least.
+    """The `count` prompts, adjacent when sorted by length, with the least waste.
 
-    If several are equal, the shortest, since they end first.
+    If several batches have equal waste, the result is the one with the shortest prompts, which ends
+    first.
     """
     ordered = sorted(window, key=lambda place: place.num_tokens)
     groups = (ordered[i : i + count] for i in range(len(ordered) - count + 1))

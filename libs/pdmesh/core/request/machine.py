@@ -1,9 +1,14 @@
-"""Decides the life of one request (a choice of a call): plans, rejections, migration, deadlines.
+"""The state machine of one request in a gateway: plans, rejections, migrations and deadlines.
 
-Every leg has a key that is never used again. So a late message of an abandoned leg finds no owner
-and is dropped: this fence keeps two decodes from answering one request. A rejection is a normal
-answer and never counts as a failure (S40-S44). A request that lost a leg is planned again, with the
-tokens emitted so far appended to its prompt. `transitions.py` has the table of phases and events.
+A request is one choice of a client's call. A plan names candidate instances for it. The gateway
+offers the request to one prefill after another until one accepts, and after token 1 to the decodes
+in the same way. A leg is the request's stay on one instance. A rejection is a normal answer and
+never counts as a failure (S40-S44). A request that lost a leg is planned again, with the tokens
+emitted so far appended to its prompt.
+
+Every leg has a key that is never used again. So a late message of an abandoned leg is recognised
+and dropped. This fence keeps two decodes from answering one request. `transitions.py` has the table
+of phases and events.
 """
 
 from __future__ import annotations
@@ -89,9 +94,9 @@ _ENGINE_DIED: Final = "ENGINE_DIED"
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """Only `handle` changes state, and `push_token`, its short cut for one token.
+    """One request. Only `handle` and `push_token`, its fast path for one token, change the state.
 
-    Times are on the caller's clock, in seconds; inf: not set.
+    Times are in seconds on the caller's clock. inf means that a time is not set.
     """
 
     max_tokens: int
@@ -113,7 +118,7 @@ class Request:
     prefill_id: str = field(default="", init=False)
     decode_id: str = field(default="", init=False)
     prompt_compute_s: float = field(default=0.0, init=False)  # as the last plan predicts
-    expected_s: float = field(default=0.0, init=False)  # predicted, from the first plan to token 1
+    expected_s: float = field(default=0.0, init=False)  # predicted time from first plan to token 1
     losses: list[Loss] = field(default_factory=list, init=False)  # one per attempt at most
 
     _plan: int = field(default=0, init=False)
@@ -122,11 +127,11 @@ class Request:
     _tried: int = field(default=0, init=False)
     _exclusions: PlanExclusions = field(default_factory=PlanExclusions, init=False)
     _held: Holdings = field(default_factory=Holdings, init=False)
-    _keys: set[int] = field(default_factory=set, init=False)  # of all legs that it ever had
+    _keys: set[int] = field(default_factory=set, init=False)  # of all its legs, past ones included
     _leg_began_at: int = field(default=0, init=False)  # tokens emitted before the active leg
     _silence: LegSilence = field(init=False)
     _deaths: Deaths = field(init=False)
-    # A prefill rejected it, and none has taken it yet.
+    # A prefill has rejected the request, and none has accepted it since.
     _is_queued: bool = field(default=False, init=False)
     _last_error: MeshError | None = field(default=None, init=False)
     _deadline: float = field(default=math.inf, init=False)
@@ -145,7 +150,10 @@ class Request:
 
     @recorded
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What must be done about `event`; nothing if it is late. Raises IllegalEvent."""
+        """Handle an event, and return what the caller must do. A late event has no effects.
+
+        Raises IllegalEvent for an event that is impossible in this phase.
+        """
         before, kind = self.phase, type(event)
         if before is RequestPhase.ENDED:
             return []
@@ -160,7 +168,7 @@ class Request:
         return effects if self.phase is before else self._move(before, effects)
 
     def _move(self, before: RequestPhase, effects: list[Effect]) -> list[Effect]:
-        """The effects, preceded by those on the waiting room and on the scenario's queue."""
+        """Prepend the effects of the phase change on the waiting room and the scenario's queue."""
         moves: list[Effect] = []
         if before in WAITING and self.phase not in WAITING:
             moves.append(LeaveRoom())
@@ -173,7 +181,10 @@ class Request:
         return moves + effects
 
     def push_token(self, key: int, token_id: int, now: float) -> bool:
-        """Handle `DecodeTokens(key, (token_id,))` at less cost. False: use `handle` instead."""
+        """Handle `DecodeTokens(key, (token_id,))` faster.
+
+        Returns False if the caller must use `handle` instead.
+        """
         if key != self._held.decoding_key:
             return False
         if len(self.emitted) < self.max_tokens:
@@ -183,7 +194,7 @@ class Request:
 
     @property
     def wake_at(self) -> float:
-        """When a Tick is due."""
+        """The time at which the caller must send a Tick."""
         match self.phase:
             case RequestPhase.ENDED:
                 return math.inf
@@ -210,7 +221,7 @@ class Request:
 
     @property
     def computing_key(self) -> int | None:
-        """The key of the accepted leg: its engine's progress is worth telling (`EngineWorked`)."""
+        """The key of the active leg if it is accepted. The caller sends `EngineWorked` for it."""
         is_accepted = self.phase in {RequestPhase.PREFILLING, RequestPhase.DECODING}
         return self._held.leg.key if is_accepted and self._held.leg is not None else None
 
@@ -219,7 +230,7 @@ class Request:
         return self.max_tokens - len(self.emitted)
 
     def is_current(self, key: int) -> bool:
-        """Whether `key` names the active leg; the output of any other must be dropped."""
+        """Whether `key` is the key of the active leg. The output of other legs must be dropped."""
         return self._held.is_active(key)
 
     def check_invariants(self) -> None:
@@ -250,11 +261,11 @@ class Request:
 
     @property
     def deaths_witnessed(self) -> Sequence[Victim]:
-        """Instances that died while they had this request; none if it got a token since."""
+        """The instances that died with this request, or none if it has got a token since."""
         return self._deaths.witnessed(len(self.emitted))
 
     def _reason_if_complete(self) -> FinishReason | None:
-        """The reason, if the last token was emitted: losing the leg then costs nothing."""
+        """The finish reason if the answer's last token is emitted, even if no leg has said so."""
         if self.emitted and self.emitted[-1] in self.stop_token_ids:
             return "stop"
         return "length" if self.num_remaining == 0 else None
@@ -286,7 +297,7 @@ class Request:
         return self._offer_prefill(now)
 
     def _usable(self, prefills: Sequence[Candidate]) -> list[Candidate]:
-        """Prefills that do both phases, or that have a decode to hand their KV to."""
+        """The prefills that do both phases or can hand their KV to a decode of the plan."""
         if any(c.exclusions for c in self._decodes):
             return [c for c in prefills if c.is_local or c.compatible(self._decodes)]
         pairs = {c.pair for c in self._decodes}
@@ -301,13 +312,16 @@ class Request:
         return [] if self._is_old(event) else self._no_plan(event.error, now)
 
     def _no_plan(self, error: MeshError, now: float) -> list[Effect]:
-        """There is no instance to ask. A request that one rejected or lost waits for another."""
+        """Continue without a plan.
+
+        A request that was rejected or lost a leg may wait for another instance. A new request ends.
+        """
         if self._last_error is None or not error.is_retryable:
             return self._end(Fail(error))
         if self._exclusions.narrow():
             return self._ask_plan()
         if self._exclusions.is_size_alone and not self.num_migrations:
-            return self._end(Fail(self._last_error))  # there is no larger instance, and was none
+            return self._end(Fail(self._last_error))  # no instance is large enough
         self._exclusions.wait()
         self.phase = RequestPhase.WAITING_PLAN
         self._schedule_retry(now)
@@ -316,7 +330,7 @@ class Request:
     # --- prefill ---------------------------------------------------------------------------------
 
     def _offer_prefill(self, now: float) -> list[Effect]:
-        """Ask the next candidate (S43). With none left, wait for one to have a free slot."""
+        """Ask the next candidate (S43). If all were asked, wait until one has a free slot."""
         if self._tried < len(self._candidates):
             return self._send_prefill(self._candidates[self._tried], now)
         return self._wait(RequestPhase.WAITING_PREFILL, self._candidates, self._ttft_by, now)
@@ -380,8 +394,8 @@ class Request:
     def _exclude_refusers(self, early: EarlyDecode) -> None:
         """Exclude the decodes that refused from the next plan.
 
-        A master that does not know yet that its only decode is dead would name it until no
-        migration is left.
+        Otherwise a master that does not know yet that a decode is dead would plan with it again and
+        again, until no migration is left.
         """
         self._exclusions.add(c.instance_id for c in early.refused)
 
@@ -401,7 +415,7 @@ class Request:
         if is_lasting:
             self._candidates = [c for c in self._candidates if c is not to]
             if not self._candidates:
-                # The next plan may know others, or an instance that does both phases.
+                # The next plan may have other candidates, or an instance that does both phases.
                 return effects + self._ask_plan()
         return effects + self._offer_prefill(now)
 
@@ -409,7 +423,7 @@ class Request:
         leg = self._active_leg
         self.prefill_id = leg.to.instance_id
         self._retry_s = self.limits.retry_s
-        if not self.emitted:  # else what was cached may include tokens that we emitted
+        if not self.emitted:  # otherwise the cached tokens may include emitted ones
             self.num_cached_tokens = event.num_cached_tokens
         effects: list[Effect] = [EmitTokens(self._append((event.token_id,)))]
         if leg.to.is_local and event.finish_reason is None:
@@ -431,7 +445,7 @@ class Request:
         return effects + (self._adopt_early(event.token_id, now) or self._offer_decode(now))
 
     def _adopt_early(self, token_id: int, now: float) -> list[Effect]:
-        """Let the decode that was started early continue from token 1. Empty if there is none."""
+        """Let the early decode continue from token 1. Returns no effects if there is none."""
         early, self._held.early = self._held.early, None
         if early is None:
             return []
@@ -464,7 +478,10 @@ class Request:
         return [SendStart(key, to, self.attempt, ticket, len(self.emitted), self.num_remaining)]
 
     def _start_decoding(self, now: float) -> None:
-        """The active leg decodes. A message that proves this may overtake the acceptance."""
+        """Note that the active leg decodes.
+
+        Its first tokens or its KV prove this, even if they arrive before its acceptance.
+        """
         leg = self._active_leg
         self.phase = RequestPhase.DECODING
         self.decode_id = leg.to.instance_id
@@ -492,7 +509,7 @@ class Request:
         return self._held.close_ticket()
 
     def _on_tokens(self, event: DecodeTokens, now: float) -> list[Effect]:
-        """Tokens prove that the decode accepted and has the KV, even before it has said so."""
+        """Tokens prove that the decode has accepted the leg and has the KV."""
         self._accepted_by_now(now)
         self._silence.progress_at = now
         return [*self._ticket_taken(), EmitTokens(self._append(event.token_ids))]
@@ -517,7 +534,7 @@ class Request:
         self._retry_s = min(_MAX_RETRY_S, self._retry_s * 2)
 
     def _on_slot_freed(self, event: SlotFreed, now: float) -> list[Effect]:
-        """Offer the request where a slot is free. After another rejection it waits again."""
+        """Offer the request to the instance with a free slot. If it rejects, wait again."""
         is_prefill = self.phase is RequestPhase.WAITING_PREFILL
         on = self._candidates if is_prefill else self._decodes
         for candidate in on:
@@ -571,15 +588,17 @@ class Request:
         effects, to = self._held.close_leg()
         if not event.is_retryable:
             return effects + self._end(Fail(event.error))
-        # A transfer that failed may be the fault of either side, or of the link between them (F23).
+        # A failed transfer may be the fault of either instance, or of their link (F23).
         holder = self._held.holder_ids
         if isinstance(event.error, KvTransferFailed):
             self._exclusions.kv_out_of_reach(holder)
         return effects + self._lose(event.error, (to.instance_id, *holder), now)
 
     def _on_beside(self, event: LegEvent, now: float) -> list[Effect]:
-        """An event of a leg that is not active: of the early decode, of the ticket's holder, or of
-        a leg that was given up, whose events are dropped (the fence).
+        """Handle an event of a leg that is not active.
+
+        The leg may be the early decode, or the prefill that holds the ticket. Events of any other
+        leg are dropped, because the request has given it up. This is the fence.
         """
         if event.key not in self._keys:
             raise IllegalEvent(f"{type(event).__name__} of leg {event.key}, which it never had")
@@ -592,19 +611,23 @@ class Request:
             return []
         if self._held.leg is None:
             return self._lose_ticket(now)
-        # The decode may have all KV while its message is still on the way. Then a second prefill
-        # would be wasted (F3).
+        # The decode may have all KV already, although its message has not arrived yet. So wait
+        # before a second prefill, which would be wasted (F3).
         self._held.kv_by = min(self._held.kv_by, now + self.limits.had_kv_s)
         return []
 
     def _lose_ticket(self, now: float) -> list[Effect]:
-        """The ticket's holder is lost, and no decode has the KV."""
+        """Continue elsewhere, because the ticket's holder is lost and no decode has the KV."""
         holder = self._held.holder_ids
         error = InstanceLost("the prefill with the KV was lost", reason="UPSTREAM_FAILED")
         return self._held.close_ticket() + self._lose(error, holder, now)
 
     def _lose(self, error: MeshError, excluded: Sequence[str], now: float) -> list[Effect]:
-        """Continue elsewhere with the emitted tokens, or end with an error at a bound."""
+        """Start another attempt with the emitted tokens, or end the request.
+
+        The request ends if the answer is complete, or if a limit on deaths, migrations or retries
+        is reached. The next attempt avoids the instances in `excluded`.
+        """
         if self._held.has_lost_holder:
             excluded = (*excluded, *self._held.holder_ids)
         self.losses.append(Loss(now, tuple(excluded), error.message, len(self.emitted)))
@@ -655,7 +678,7 @@ class Request:
             case RequestPhase.PLANNING:
                 return self._end(Fail(self._last_error or self._overloaded()))
             case RequestPhase.PREFILL_OFFERED if now < self._answer_by:
-                # Answer at the deadline, although this instance may still answer (S44).
+                # The time for the first token is over, so do not wait for this instance (S44).
                 return self._end(Fail(self._last_error or self._overloaded()))
             case RequestPhase.PREFILL_OFFERED | RequestPhase.DECODE_OFFERED | RequestPhase.DECODING:
                 return self._on_silence(now)
@@ -703,7 +726,7 @@ def _too_long(detail: str) -> InvalidRequest:
     )
 
 
-# Any: each function takes the one event its key names.
+# The event has type Any because each function takes only the type that is its key.
 _ACTIONS: Final[dict[type, Callable[[Request, Any, float], list[Effect]]]] = {
     Submitted: Request._on_submitted,
     PlanReceived: Request._on_plan,

@@ -1,4 +1,8 @@
-"""Decides which instances the next plan of a request leaves out, and for how long."""
+"""Decides which instances the next plan of a request leaves out, and for how long.
+
+A plan names the candidate instances of a request. An instance is left out if it failed for this
+request or will not accept it.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,15 @@ from pdmesh.core.request.events import LegRejected
 
 
 class PlanExclusions:
-    """Instance ids, in the order in which they were excluded."""
+    """The instances that are excluded for one request, in the order of their exclusion."""
 
     __slots__ = ("_has_narrowed", "_ids", "_out_of_reach", "_too_small")
 
     def __init__(self) -> None:
         self._ids: dict[str, None] = {}
         self._out_of_reach: dict[str, None] = {}  # prefills whose KV a decode could not get
-        self._too_small: dict[str, None] = {}  # instances that could not take it even when empty
-        self._has_narrowed = False  # since the request last waited
+        self._too_small: dict[str, None] = {}  # instances that cannot hold the request when empty
+        self._has_narrowed = False  # whether `narrow` has changed anything since the last waiting
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -29,7 +33,7 @@ class PlanExclusions:
         self._out_of_reach.update(dict.fromkeys(instance_ids))
 
     def rejected(self, instance_id: str, event: LegRejected) -> bool:
-        """Note a rejection. Returns whether the present plan must not ask the instance again."""
+        """Note a rejection. Returns whether the current plan must not ask the instance again."""
         if event.is_too_long:
             self._too_small[instance_id] = None
         if event.is_final or event.is_too_long:
@@ -38,11 +42,12 @@ class PlanExclusions:
         return False
 
     def narrow(self) -> bool:
-        """Drop all exclusions but the lasting ones, at most once before the request waits.
+        """Keep only the lasting exclusions. Returns whether anything changed.
 
-        Call it when no other pair is left. Prefills whose KV no decode can get and instances that
-        are too small stay excluded, so that a decode may compute the prompt itself. Returns whether
-        anything changed.
+        The caller uses this method when no instances are left to ask. Prefills whose KV a decode
+        could not get stay excluded, and so do instances that are too small. The next plan may then
+        name a decode that computes the prompt itself. Before the request waits again, only the
+        first call has an effect.
         """
         lasting = self._out_of_reach | self._too_small
         if self._has_narrowed or not lasting or self._ids.keys() == lasting.keys():
@@ -52,12 +57,12 @@ class PlanExclusions:
 
     @property
     def is_size_alone(self) -> bool:
-        """Whether every excluded instance is too small: then there is no larger one."""
+        """Whether all excluded instances are excluded because they are too small."""
         is_all = self._ids.keys() == self._too_small.keys() and not self._out_of_reach
         return is_all and bool(self._too_small)
 
     def wait(self) -> None:
-        """Exclude only instances that are too small: the others may be back by then."""
+        """Exclude only instances that are too small, because the others may return."""
         self._ids = dict(self._too_small)
 
     def waited(self) -> None:

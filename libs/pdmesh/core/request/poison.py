@@ -1,10 +1,9 @@
-"""Decides which deaths of instances count against a request, and which prompts are refused for them
-(F38).
+"""Decides which prompts are refused because instances died while computing them (F38).
 
-A prompt that killed two instances is refused for a while. Prompts are known by digest. Without this
-rule, the client's own retries would send such a prompt to the next two instances. Instances are
-counted, not calls: an instance that dies ends many calls at once, perhaps several with one prompt.
-The number of prompts is bounded: the oldest one is forgotten.
+A prompt that has killed two instances is refused for a while. Otherwise the client's own retries
+would send it to two more instances. Prompts are identified by a digest. If an instance dies, it
+ends many calls, and several of them may have one prompt. So the instances are counted and not the
+calls. At most `max_entries` prompts are remembered.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-MAX_DEATHS: Final = 2  # of instances with one request; then the request is to blame
+MAX_DEATHS: Final = 2  # if this many instances die with one request, the request is to blame
 
 Victim = tuple[str, int]  # an instance that died, and its incarnation
 
 
 class Deaths:
-    """Instances that died while they had one request. An instance that is only silent did not die.
+    """The instances that died while they had this request. Silent instances do not count.
 
-    A prompt that kills instances does so at once. If an instance dies after `num_innocent_tokens`,
-    the request did not cause that, and earlier deaths do not count any more.
+    A prompt that kills an instance does so at once. If an instance dies after it has produced
+    `num_innocent_tokens` for the request, the request is not the cause. Earlier deaths then do not
+    count any more.
     """
 
     __slots__ = ("_num_emitted", "_num_innocent_tokens", "_victims")
@@ -36,7 +36,7 @@ class Deaths:
         return len(self._victims)
 
     def count(self, victim: Victim, num_of_leg: int, num_emitted: int) -> None:
-        """`num_of_leg` of the `num_emitted` tokens came while the victim had the request."""
+        """Count the death of `victim`, which produced `num_of_leg` of the `num_emitted` tokens."""
         if num_of_leg >= self._num_innocent_tokens:
             self._victims.clear()
         else:
@@ -44,7 +44,7 @@ class Deaths:
             self._num_emitted = num_emitted
 
     def witnessed(self, num_emitted: int) -> Sequence[Victim]:
-        """The counted deaths; none if the request got a token elsewhere since."""
+        """The counted deaths, or none if the request has got a token elsewhere since."""
         return () if num_emitted > self._num_emitted else tuple(self._victims)
 
 
@@ -61,7 +61,7 @@ class PoisonBook:
         return len(self._victims)
 
     def add(self, digest: bytes, victims: Iterable[Victim], now: float) -> None:
-        """The victims died with a request that has this prompt and has got no token since."""
+        """Add instances that died with this prompt. Its request has got no token since."""
         known = self._get(digest, now)
         self._victims.pop(digest, None)
         self._victims[digest] = (known.union(victims), now + self.remember_s)
@@ -69,7 +69,7 @@ class PoisonBook:
             del self._victims[next(iter(self._victims))]
 
     def clear(self, digest: bytes) -> None:
-        """The prompt was answered: earlier victims died of something else."""
+        """Forget the victims of a prompt that was answered. They died for another reason."""
         self._victims.pop(digest, None)
 
     def is_poison(self, digest: bytes, now: float) -> bool:

@@ -1,7 +1,8 @@
-"""Decides what must be given back when a request leaves a leg, loses its KV, or ends.
+"""Decides which resources a request must release when it leaves a leg, loses its KV, or ends.
 
-At most one leg is active at a time, and at most one ticket is open beside it. While a prefill hands
-its KV on layer by layer, an `EarlyDecode` waits beside it and becomes the active leg at token 1.
+A leg is the request's stay on one instance, and a ticket is the right to pull the KV that a prefill
+has computed. A request has at most one active leg and at most one open ticket. If KV is handed over
+layer by layer, the request may also have an early decode, which becomes the active leg at token 1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pdmesh.core.request.events import (
 
 @dataclass(frozen=True, slots=True)
 class OpenTicket:
-    """A finished prefill's KV, which its instance holds for us until `until`."""
+    """The KV of a finished prefill leg. The instance keeps it for the request until `until`."""
 
     key: int  # of the prefill leg
     holder: Candidate
@@ -31,10 +32,10 @@ class OpenTicket:
 
 
 class Holdings:
-    """What a request holds: at most one active leg, one early decode and one ticket.
+    """The resources of a request: at most one active leg, one early decode and one ticket.
 
-    `decoding_key`: the key of an active leg that decodes and needs no ticket any more, so that
-    `push_token` takes its tokens; otherwise 0.
+    `decoding_key` is the key of the active leg once it decodes and needs no ticket any more. Until
+    then it is 0. `Request.push_token` accepts tokens only under this key.
     """
 
     __slots__ = ("decoding_key", "early", "kv_by", "leg", "ticket")
@@ -43,7 +44,7 @@ class Holdings:
         self.leg: OpenLeg | None = None
         self.early: EarlyDecode | None = None
         self.ticket: OpenTicket | None = None
-        # Set when the ticket's holder is lost: a decode that has the KV says so by this time.
+        # Set when the ticket's holder is lost. A decode that has the KV must report it by then.
         self.kv_by = math.inf
         self.decoding_key = 0
 
@@ -59,19 +60,19 @@ class Holdings:
         return self.leg is not None and self.leg.key == key
 
     def close_leg(self) -> tuple[list[Effect], Candidate]:
-        """The active leg ended by itself."""
+        """Close the active leg, which has ended. Returns the effects and the leg's instance."""
         assert self.leg is not None
         leg, self.leg, self.decoding_key = self.leg, None, 0
         return [ForgetLeg(leg.key)], leg.to
 
     def turn_into_ticket(self, held: TicketHeld, now: float) -> None:
-        """The active prefill ended; its instance keeps the KV."""
+        """Replace the active prefill leg, which has ended, by a ticket for its KV."""
         assert self.leg is not None
         leg, self.leg = self.leg, None
         self.ticket = OpenTicket(leg.key, leg.to, held, now + held.lease_s)
 
     def close_ticket(self) -> list[Effect]:
-        """The active decode has the KV, or the holder is lost."""
+        """Close the ticket, because the active decode has the KV or the holder is lost."""
         if self.ticket is None:
             return []
         ticket, self.ticket, self.kv_by = self.ticket, None, math.inf

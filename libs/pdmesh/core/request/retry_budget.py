@@ -1,7 +1,8 @@
-"""Decides how many retries a gateway may add to the work its clients asked for.
+"""Limits the retries of a gateway in proportion to its requests.
 
-Each request earns a fraction of a retry and each retry spends one, so that a fault that fails
-everything cannot multiply the load. A reserve covers one lost instance on a quiet gateway.
+Each request earns a fraction of a retry, and each retry spends one. So a fault that makes all
+requests fail cannot multiply the load. The reserve is enough for the loss of one instance when the
+gateway has few requests.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class RetryBudget:
             self._balance = self.reserve
 
     def earn(self) -> None:
-        """A request was accepted."""
+        """Add the fraction of a retry that a new request earns."""
         self._balance = min(self.reserve, self._balance + self.ratio)
 
     def spend(self) -> bool:
-        """Take one retry; False if there is none."""
+        """Spend one retry. Returns False if none is left."""
         if self._balance < 1.0:
             return False
         self._balance -= 1.0

@@ -1,11 +1,13 @@
 """Decides the scenario of a request that names none (P/D-Serve 2.2.1, 3.2; S4).
 
-The rules look at the operation, the prompt's length, and how much of it the scenario's instances
-would have to compute. A label always stands: the client that sent it knows better. Without a label
-the first rule that fits decides. If none fits, the scenario is `default`.
+A scenario is a kind of requests with its own instances. If the client names a scenario, no rule
+applies. Otherwise the first rule that fits decides. If no rule fits, the scenario is `default`. A
+rule may depend on the operation, on the prompt's length, and on how many of the prompt's tokens the
+scenario's best instance would have to compute.
 
-There is no lower bound on what must be computed: it would send a chat away from the scenario that
-holds it, once little of it is new. A later rule without an upper bound has the same effect.
+Rules have no lower bound on the tokens to compute. With such a bound, a growing chat would leave
+the scenario that caches it, as soon as few tokens of a turn are new. An operator can get the effect
+of a lower bound by a later rule without an upper bound.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ScenarioRule:
-    """Fits prompts of `min_prompt_tokens` to `max_prompt_tokens` (0: no upper bound).
+    """A rule that fits prompts of `min_prompt_tokens` to `max_prompt_tokens`.
 
-    `max_uncached_tokens`: the most tokens of the prompt that the scenario's best instance may lack
-    (0: no bound). `operation` is chat or text_completion; empty: both.
+    `max_uncached_tokens` is the most tokens of the prompt that may be missing in the cache of the
+    scenario's best instance. A maximum of 0 means no limit. `operation` is chat or text_completion,
+    or empty for both.
     """
 
     scenario: str
@@ -29,7 +32,11 @@ class ScenarioRule:
     operation: str = ""
 
     def fits(self, operation: str, num_prompt_tokens: int, num_cached_tokens: int) -> bool:
-        """`num_cached_tokens`: the longest prefix that an instance of the scenario holds."""
+        """Whether the rule fits a request.
+
+        `num_cached_tokens` is the longest prefix of the prompt that an instance of the scenario
+        has cached.
+        """
         if self.operation and operation != self.operation:
             return False
         if self.max_prompt_tokens and num_prompt_tokens > self.max_prompt_tokens:
@@ -46,7 +53,10 @@ def scenario_by_rule(
     num_prompt_tokens: int,
     num_cached_tokens: Mapping[str, int],
 ) -> str | None:
-    """None if no rule fits. `num_cached_tokens`: by scenario; 0 for one that is absent."""
+    """The scenario of the first rule that fits, or None.
+
+    `num_cached_tokens` has the longest cached prefix by scenario. A missing scenario means 0.
+    """
     for rule in rules:
         if rule.fits(operation, num_prompt_tokens, num_cached_tokens.get(rule.scenario, 0)):
             return rule.scenario
@@ -54,7 +64,7 @@ def scenario_by_rule(
 
 
 def depends_on_cache(rules: Sequence[ScenarioRule], operation: str, num_prompt_tokens: int) -> bool:
-    """Whether what is cached may change the answer of `scenario_by_rule`."""
+    """Whether the result of `scenario_by_rule` may depend on the cached prefixes."""
     for rule in rules:
         if rule.fits(operation, num_prompt_tokens, 0):
             return False

@@ -1,7 +1,8 @@
 """Decides how long a request may wait for its first token, by scenario and prompt length (S9).
 
-It also has the text that answers a request that nothing served in time (S44), and says whether the
-objective of a call that has ended was met.
+A scenario is a kind of requests. A scenario may also have a default text, which is the answer to a
+request that no instance served in time (S44). `is_ttft_met` decides whether an ended call met its
+limit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ DEFAULT: Final = "default"
 
 @dataclass(frozen=True, slots=True)
 class ScenarioSlo:
-    """`default_text`: the answer, in place of an error, to a request that no instance could serve
+    """The objectives of one scenario, in seconds.
+
+    `default_text` is the answer to a request that no instance could serve, instead of an error
     (S37, S44).
     """
 
@@ -31,14 +34,17 @@ class ScenarioSlo:
 
 @dataclass(slots=True)
 class Slos:
-    """`limits.ttft_s` and `ttft_s_per_1k_tokens` are for scenarios that are not named."""
+    """The objectives of all scenarios.
+
+    Scenarios outside `scenarios` use `limits.ttft_s` and `ttft_s_per_1k_tokens`.
+    """
 
     limits: RequestLimits
     ttft_s_per_1k_tokens: float = 0.0
     scenarios: Mapping[str, ScenarioSlo] = field(default_factory=dict)
 
     def limits_for(self, scenario: str, num_prompt_tokens: int) -> RequestLimits:
-        """`limits` itself, without a copy, where neither scenario nor length matters."""
+        """The limits for a request. If nothing differs, this is `limits` itself, not a copy."""
         slo = self._of(scenario)
         if slo is None:
             if not self.ttft_s_per_1k_tokens:
@@ -51,19 +57,19 @@ class Slos:
         return None if slo is None else slo.default_text
 
     def _of(self, scenario: str) -> ScenarioSlo | None:
-        """A request that names no scenario belongs to `default`."""
+        """The objectives of a scenario. A request without a scenario belongs to `default`."""
         return self.scenarios.get(scenario or DEFAULT)
 
     def label(self, scenario: str) -> str:
-        """The name for metrics. Clients may send any, but only configured ones are told apart."""
+        """The scenario's name in metrics. Names that are not configured become `default`."""
         return scenario if scenario in self.scenarios else DEFAULT
 
 
 def is_ttft_met(ttft_s: float | None, limit_s: float, *, has_failed: bool) -> bool | None:
-    """Whether the first token came in time; None: the call does not count.
+    """Whether the first token came in time.
 
-    That is so if its client left before a first token and before the call failed. `ttft_s`: None
-    if there was no token.
+    `ttft_s` is None if there was no token. The result is None, and the call does not count, if the
+    client left before the first token and before any failure.
     """
     if ttft_s is not None:
         return ttft_s <= limit_s

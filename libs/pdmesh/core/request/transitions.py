@@ -1,10 +1,9 @@
-"""Decides in which phase of a request an event means something, and to which phases it may lead.
+"""The table of a request's phases: which events each phase handles, and which phases may follow.
 
-An event that is not in the table is late or impossible. A late event was true when it was sent, but
-its leg or the request has ended since: it changes nothing. No order of messages explains an
-impossible event, and `Request.handle` raises `IllegalEvent` for it. An event that could be either
-counts as late.
-`python -m tools.request_states` makes docs/request-states.md from this table.
+An event that is not in the table is late or impossible. A late event belongs to a leg or a request
+that has ended since the event was sent, so it changes nothing. No order of messages can lead to an
+impossible event, so `Request.handle` raises `IllegalEvent` for it. An event that could be either
+counts as late. `python -m tools.request_states` makes docs/request-states.md from this table.
 """
 
 from __future__ import annotations
@@ -37,11 +36,14 @@ from pdmesh.core.request.events import (
 
 
 class RequestPhase(StrEnum):
-    """A StrEnum: its members are looked up for each event, and hashing a string calls no Python."""
+    """The phases of a request.
+
+    A phase is looked up for each event. It is a StrEnum because the hash of a string is fast.
+    """
 
     NEW = "new"
     PLANNING = "planning"
-    WAITING_PLAN = "waiting_plan"  # lost a leg, and nothing could take over yet
+    WAITING_PLAN = "waiting_plan"  # rejected or lost a leg, and no other instance is available
     PREFILL_OFFERED = "prefill_offered"
     WAITING_PREFILL = "waiting_prefill"  # in the waiting room
     PREFILLING = "prefilling"
@@ -74,7 +76,7 @@ _LOST: Final = _to(PLANNING, ENDED)
 _LOSSES: Final[Row] = {LegFailed: _LOST, LegLost: _LOST}
 _ALWAYS: Final[Row] = {ClientGone: _to(ENDED), StopMatched: _to(ENDED)}
 
-# What the active leg, the planner, the waiting room, the client and the clock may say.
+# The events of the active leg, the planner, the waiting room, the client and the clock.
 TRANSITIONS: Final[Mapping[RequestPhase, Row]] = {
     NEW: {
         Submitted: _to(PLANNING, ENDED),
@@ -142,7 +144,7 @@ TRANSITIONS: Final[Mapping[RequestPhase, Row]] = {
     ENDED: {},
 }
 
-# What the early decode may say beside a prefill, and the holder of the ticket beside a decode.
+# The events of legs beside the active one: the early decode, and the holder of the ticket.
 BESIDE: Final[Mapping[RequestPhase, Row]] = {
     **{phase: {} for phase in RequestPhase},
     PREFILLING: {
@@ -158,10 +160,10 @@ BESIDE: Final[Mapping[RequestPhase, Row]] = {
     DECODING: {LegFailed: _to(DECODING), LegLost: _to(DECODING)},
 }
 
-# What a decode says: no instance sends it about a prefill leg.
+# Events that only decodes send, and never for a prefill leg.
 _DECODES_WORDS: Final = frozenset({KvAdvanced, LegKvReceived, DecodeTokens, LegFinished})
-# `Submitted` comes first and once. Events of another role's leg, and a plan that was not asked for,
-# are impossible, too.
+# `Submitted` comes once, before all other events. It is also impossible that a leg sends an event
+# of another role, or that a plan arrives for which the request has not asked.
 IMPOSSIBLE: Final[Mapping[RequestPhase, frozenset[type]]] = {
     **{phase: frozenset({Submitted}) for phase in RequestPhase},
     NEW: frozenset({PlanReceived, PlanFailed, SlotFreed, WaitRefused, StopMatched}),

@@ -1,19 +1,20 @@
 """Decides which waiting request is called when an instance has a free slot (S43, S44).
 
-The requests that every candidate rejected wait here. When a slot comes free, the requests that wait
-for its instance are called in this order:
-- the lowest priority number first;
-- within one priority, the tenants take turns by their weights (start-time fair queueing);
-- within one tenant, the nearest deadline first. Where a `window` forms batches for engines that
-  compute in lockstep, prompts of similar length go together.
+A gateway's waiting room has the requests that every candidate instance has rejected. When an
+instance has a free slot, the requests that wait for it are called in this order:
 
-A request may wait for several instances. It is called once and must join again if it is rejected.
-Grammars that wait to be compiled take turns here, too: the compiler is their only instance
-(`services/gateway/text/grammar_checks.py`).
+- The lowest priority number comes first.
+- Within one priority, the tenants take turns by their weights (start-time fair queueing).
+- Within one tenant, the nearest deadline comes first. If a `window` forms batches for engines that
+  compute in lockstep, prompts of similar length are called together.
 
-Bounded. A full room takes a newcomer only in place of a request with a weaker claim: one of a lower
-priority, or of a tenant that holds more of the room for its weight. So a tenant that floods the
-room only keeps itself out.
+A request may wait for several instances. It is called once, and must join again if it is rejected.
+Gateways also use a waiting room for grammars that wait to be compiled, with the compiler as the
+only instance (`services/gateway/text/grammar_checks.py`).
+
+If the room is full, a new request may replace one with a weaker claim. This is a request of a lower
+priority, or of a tenant with more waiting requests for its weight. So a tenant that floods the room
+keeps out only its own requests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ W = TypeVar("W")
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Whose request waits, and with which priority and weight; the tenant's settings say so."""
+    """The tenant of a waiting request, with the tenant's weight and priority."""
 
     tenant: str = ""
     weight: int = 1
@@ -39,7 +40,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Joined(Generic[W]):
-    """`number` is what `leave` takes. `evicted` had to leave the room for it."""
+    """A request has joined. `number` is for `leave`. `evicted` is the waiter that it replaced."""
 
     number: int
     evicted: W | None = None
@@ -62,11 +63,11 @@ class _Entry(Generic[W]):
 class WaitingRoom(Generic[W]):
     max_waiting: int
     num_evicted: int = 0
-    window: LengthWindow | None = None  # None: the first request goes as soon as a slot is free
+    window: LengthWindow | None = None  # if None, requests are called without batching
     _heaps: dict[str, dict[_Group, list[tuple[float, int]]]] = field(default_factory=dict)
     _entries: dict[int, _Entry[W]] = field(default_factory=dict)
     _members: dict[_Group, dict[int, None]] = field(default_factory=dict)
-    # The virtual time at which the next call of a group would start.
+    # The virtual time at which the next call of a group starts, for the fair queueing.
     _turns: dict[_Group, float] = field(default_factory=dict)
     _clock: dict[int, float] = field(default_factory=dict)  # virtual time of each priority
     _next_id: int = 1
@@ -76,9 +77,10 @@ class WaitingRoom(Generic[W]):
 
     @property
     def depths(self) -> Mapping[int, int]:
-        """How many wait, by priority."""
+        """The number of waiting requests, by priority."""
         counts: dict[int, int] = {}
-        for (priority, _), members in list(self._members.items()):  # a copy: threads read it, too
+        # Copied, because other threads call this method.
+        for (priority, _), members in list(self._members.items()):
             counts[priority] = counts.get(priority, 0) + len(members)
         return counts
 
@@ -90,9 +92,10 @@ class WaitingRoom(Generic[W]):
         claim: Claim = Claim(),
         num_tokens: int = 0,
     ) -> Joined[W] | None:
-        """None if the room is full of requests with as good a claim.
+        """Add a waiter. Returns None if the room is full and no waiter has a weaker claim.
 
-        `num_tokens`: what an engine would compute in a batch with others.
+        `until` is the deadline. `num_tokens` is the number of tokens that an engine must compute
+        for the request in a batch. If it is 0, the request is called without a batch.
         """
         evicted: W | None = None
         if len(self._entries) >= self.max_waiting:
@@ -117,9 +120,9 @@ class WaitingRoom(Generic[W]):
         return self._group_to_yield(claim) is not None
 
     def leave(self, number: int) -> W | None:
-        """The waiter that leaves; None if it had left before.
+        """Remove a waiter and return it, or return None if it has left before.
 
-        Its entries in the heaps are dropped later, or at once when nothing waits any more.
+        The waiter's entries in the heaps are dropped later, or at once if the room is empty.
         """
         entry = self._forget(number)
         if entry is None:
@@ -133,7 +136,7 @@ class WaitingRoom(Generic[W]):
         return entry.waiter
 
     def call(self, instance_id: str, num_free: int) -> list[W]:
-        """Take at most `num_free` waiters of this instance out of the room, in their order."""
+        """Remove and return at most `num_free` waiters of this instance, in calling order."""
         called: list[W] = []
         while len(called) < num_free and (group := self._next_group(instance_id)) is not None:
             numbers = self._first(instance_id, group, num_free - len(called))
@@ -148,9 +151,10 @@ class WaitingRoom(Generic[W]):
         return called
 
     def _first(self, instance_id: str, group: _Group, num_free: int) -> list[int]:
-        """The next waiter of this group, or the next batch. Empty while a batch has no room.
+        """The next waiter of this group, or the next batch.
 
-        Waiters that do not fill a batch do not wait for more: they go when they have room (S46).
+        The result is empty if there are too few free slots for the batch. Waiters that do not fill
+        a batch do not wait for more waiters (S46).
         """
         heap = self._heaps[instance_id][group]
         first = heap[0][1]
@@ -162,7 +166,7 @@ class WaitingRoom(Generic[W]):
         return self.window.take([Place(n, self._entries[n].num_tokens) for _, n in sorted(waiting)])
 
     def _next_group(self, instance_id: str) -> _Group | None:
-        """The group that this instance calls next: by priority, then by the tenants' turns."""
+        """The group to call next, by priority and then by the tenants' turns."""
         heaps = self._heaps.get(instance_id)
         if not heaps:
             return None
@@ -177,7 +181,10 @@ class WaitingRoom(Generic[W]):
         return min(heaps, key=order, default=None)
 
     def _least_claim(self, claim: Claim) -> int | None:
-        """The waiter whose place a newcomer may take: the last by deadline of `_group_to_yield`."""
+        """The waiter that a new request with this claim may replace, or None.
+
+        In the group that must yield, it is the waiter with the latest deadline.
+        """
         group = self._group_to_yield(claim)
         if group is None:
             return None
@@ -215,9 +222,9 @@ class WaitingRoom(Generic[W]):
         return entry
 
     def _trim(self, instance_id: str, group: _Group) -> None:
-        """Drop the entries at the front of a heap that have left.
+        """Drop the entries at the front of a heap whose waiters have left.
 
-        Rebuild the heap once most of its entries have left.
+        If most waiters of the heap have left, the heap is rebuilt.
         """
         heaps = self._heaps.get(instance_id)
         heap = heaps.get(group) if heaps is not None else None

@@ -1,1 +1,1 @@
-"""Rolling upgrades: which group changes next, whether it does well, when all are rolled back."""
+"""Rolling upgrades: groups get a new revision one after another. A bad one is rolled back."""

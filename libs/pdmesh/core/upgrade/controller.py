@@ -1,15 +1,17 @@
 """Decides which group gets a new revision next, and when all groups roll back (S24).
 
-One group after another gets the revision, with its ratio unchanged. Each group proves itself before
-the next one begins. The controller is level-triggered: each round compares what the scenarios'
-groups run with what the desired state asks for, and says which record to keep next. So a new leader
-takes up an upgrade where it is. Only times, answers and incidents are kept here. The rules:
+A revision is a name for a service's model, KV layout and transport. The groups of a scenario get a
+new revision one after another, and keep their ratio of prefills to decodes. Each round compares the
+services that the groups run with the desired state, and decides the upgrade's next record. The
+records are in the registry, so a new leader continues an upgrade. Only times, answers and incidents
+are kept in this process. The rules are:
 
 - Only one group over all scenarios changes at a time, and only while the others can carry the
-  scenario's requests. Groups that serve nothing get the revision when the others have proved it.
-- A group has proved itself when it was complete and served well for a while. If it fails, all
-  groups roll back, one at a time, and so does the desired state, as a new version.
-- A canary is a small group beside the others. It gets a share of the requests until it is promoted.
+  scenario's requests. Groups that do not serve get the revision after the others have proved it.
+- A group has proved the revision when it was complete and served well for a while. If it fails, all
+  groups roll back, one at a time. The desired state also rolls back, as a new version.
+- A canary is a small group beside the others. It gets a share of the requests until an operator
+  promotes the upgrade. Then the other groups get the revision.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from pdmesh.core.upgrade.trial import Trials
 
 @dataclass(slots=True)
 class UpgradeController:
-    """The only way to change state is `handle`.
+    """Changes its state only in `handle`.
 
-    A new record counts from the next round on, if it was written.
+    The caller must write the records that `handle` returns, and pass all records to the next round.
     """
 
     kv_transport: str
@@ -74,7 +76,7 @@ class UpgradeController:
         known = dict(observed.upgrades)
         taken = {scenario for scenario, each in known.items() if each.current}
         self.reports = {}
-        # Upgrades under way come first: the others wait for them.
+        # Upgrades under way come first, because the others wait for them.
         for scenario in sorted(
             observed.targets, key=lambda s: (s not in known or not known[s].current, s)
         ):

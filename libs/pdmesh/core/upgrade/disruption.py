@@ -1,7 +1,7 @@
 """Decides whether a group may be taken out of service for an upgrade now (S24).
 
-Only one group over all scenarios changes at a time, and only while its scenario's other groups are
-complete and can carry the requests.
+Only one group over all scenarios changes at a time. It changes only while the other groups of its
+scenario are complete and can carry the requests.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from pdmesh.core.upgrade.round import UpgradeRound
 def why_not_now(
     round_: UpgradeRound, may_be_broken: Collection[str], planning: Collection[str]
 ) -> str:
-    """Why no group may be changed now; empty if one may.
+    """Why no group of the scenario may change now, or empty if one may.
 
-    Groups in `may_be_broken` need not be complete.
+    Groups in `may_be_broken` need not be complete. `planning` has the scenarios whose groups a plan
+    of moves is changing.
     """
     if round_.is_taken:
         return "a group of another scenario is being changed"
@@ -34,10 +35,11 @@ def why_not_now(
 
 
 def why_no_room(round_: UpgradeRound, group: GroupSeen) -> str:
-    """Why the group cannot spare the instances that must leave first; empty if it can.
+    """Why the group cannot make room for its new instances, or empty if it can.
 
-    For each blank instance that is missing, one instance of any role must leave; a data-parallel
-    domain leaves with all of its ranks.
+    The new instances need as many blank instances as the group has instances. For each one that is
+    missing, an old instance of any role must leave first. A data-parallel domain leaves with all of
+    its ranks.
     """
     short = max(0, group.num_instances - group.num_blank)
     if not short:

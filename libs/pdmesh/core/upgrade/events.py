@@ -1,4 +1,7 @@
-"""What happens to an upgrade (events) and what must be done (effects); see `controller.py`."""
+"""The events and effects of the upgrade controller (`controller.py`).
+
+An upgrade gives the groups of a scenario a new revision, one group after another.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from pdmesh.core.upgrade.revision_health import GroupRevision, LegFailureReporte
 
 @dataclass(frozen=True, slots=True)
 class GroupSeen:
-    """A group as the group controller has it.
+    """A group's state after the last round of the group controller.
 
-    `busy`: the share of a role's slots that is taken; None: not known. `faulty`: instances of its
-    revision that are suspected or faulty. `num_blank`: blank instances that could join it.
+    `is_whole` means that the group is complete and serves. `busy` is the share of each role's slots
+    in use, or None if it is unknown. `num_blank` is the number of blank instances that could join.
+    `faulty` has the suspected and faulty instances of the group's revision, each with a reason.
     """
 
     group_id: str
@@ -42,28 +46,29 @@ class GroupSeen:
 
     @property
     def is_lacking(self) -> bool:
-        """Whether it is incomplete only for lack of instances."""
+        """Whether the group is incomplete only because no blank instances are left."""
         return not (self.is_whole or self.failure or self.num_blank)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsObserved:
-    """What the desired state asks for, and what is there.
+    """The input of a round: the desired state and the groups as they are.
 
-    `targets`: each scenario's service. `planning`: scenarios in which a plan is under way;
-    `gathering`: the scenarios among them whose plan only waits for instances.
+    `targets` has the service that each scenario should run. `planning` has the scenarios whose
+    groups a plan of moves is changing. `gathering` is the subset of `planning` whose plan only
+    waits for instances.
     """
 
     version: int
     targets: Mapping[str, Service]
     upgrades: Upgrades
     groups: Mapping[str, GroupSeen]
-    canary_share: float = 0.0  # the share with which the version was applied
+    canary_share: float = 0.0  # the canary's share, given when the version was applied
     limits: Mapping[str, UpgradeLimits] = field(default_factory=dict)
     floors: Mapping[tuple[str, Role], int] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
     gathering: frozenset[str] = frozenset()
-    lost_versions: frozenset[int] = frozenset()  # of the desired state: not restorable
+    lost_versions: frozenset[int] = frozenset()  # old desired states that cannot be restored
     _by_scenario: dict[str, list[GroupSeen]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -83,7 +88,7 @@ class GroupsObserved:
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """An instance of this revision was lost or failed and was not asked to leave."""
+    """An instance of this group and revision was lost or failed, and had no order to leave."""
 
     group_revision: GroupRevision
     instance_id: str
@@ -91,7 +96,7 @@ class MemberLost:
 
 @dataclass(frozen=True, slots=True)
 class Promoted:
-    """All groups of the scenario should get the canary's revision."""
+    """An operator has ordered that all groups of the scenario get the canary's revision."""
 
     upgrade: Upgrade
 
@@ -103,14 +108,14 @@ class KeepRecord:
 
 @dataclass(frozen=True, slots=True)
 class DropRecord:
-    """The scenario has no groups any more."""
+    """Delete the record of a scenario that has no groups any more."""
 
     scenario: str
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreVersion:
-    """Make the text of `version` the desired state again, if `bad` is current."""
+    """Make the text of `version` the desired state again, unless `bad` is no longer current."""
 
     version: int
     bad: int
@@ -124,7 +129,7 @@ UpgradeStepKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class AnnounceUpgradeStep:
-    """Announce this step. `group_id` empty: it is about the whole scenario."""
+    """Announce a step of one group or, if `group_id` is empty, of the whole scenario."""
 
     scenario: str
     step: UpgradeStepKind
@@ -135,7 +140,7 @@ class AnnounceUpgradeStep:
 
 @dataclass(frozen=True, slots=True)
 class UpgradeReport:
-    """How far an upgrade is, for people.
+    """The progress of an upgrade, for operators.
 
     `state` is canary, changing, watching, waiting, going back, stopped or went back.
     """

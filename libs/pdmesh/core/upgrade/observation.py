@@ -1,4 +1,7 @@
-"""Builds the picture that upgrades have of the groups, from the group controller's last round."""
+"""Builds the input of the upgrade controller, `GroupsObserved`.
+
+The input comes from the desired state, the last round of the group controller, and `Surroundings`.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,24 @@ from pdmesh.core.model import Role
 from pdmesh.core.upgrade.events import GroupSeen, GroupsObserved
 from pdmesh.core.upgrade.revision_health import GroupRevision
 
-Busy = Callable[[str, Role], float | None]  # (group, role) -> share of its slots that is taken
+Busy = Callable[[str, Role], float | None]  # (group, role) -> share of slots in use, 0..1
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the group controller does not know.
+    """Facts from other parts of the master, which the group controller does not have.
 
-    `faulty`: suspected and faulty instances, by what they run.
+    `faulty` has the suspected and faulty instances by group and revision, each with a reason.
+    `planning` has the scenarios whose groups a plan of moves is changing. `gathering` is the subset
+    of `planning` whose plan only waits for instances.
     """
 
     busy: Busy
     faulty: Mapping[GroupRevision, Mapping[str, str]] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
     gathering: frozenset[str] = frozenset()
-    canary_share: float = 0.0  # the share with which the version was applied
-    lost_versions: frozenset[int] = frozenset()  # of the desired state: not restorable
+    canary_share: float = 0.0  # the canary's share, given when the desired state was applied
+    lost_versions: frozenset[int] = frozenset()  # old desired states that cannot be restored
 
 
 def observe(
@@ -40,9 +45,10 @@ def observe(
     reports: Mapping[str, GroupReport],
     around: Surroundings,
 ) -> GroupsObserved:
-    """`adjusted`: what plans have made of `asked`.
+    """Build the input for one round of the upgrade controller.
 
-    Groups that the controller has not seen are left out.
+    `asked` is the desired state, and `adjusted` is the same with the changes by plans of moves.
+    Groups that the group controller has not reported are left out.
     """
     round_ = Round(observed)
     named = with_canaries(adjusted, upgrades).groups

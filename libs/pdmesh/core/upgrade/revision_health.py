@@ -1,10 +1,10 @@
-"""Decides whether a group's new revision is as healthy as its old one: whether it answers as well,
-and how many of its instances may be lost or faulty.
+"""Decides whether a group's new revision is as healthy as its old one.
 
-It counts failures and times of the answers of each revision of each group. The share of failures
-has a limit. The times are compared with those of the unchanged groups in the same time or, if these
-answered nothing, with those of the group itself before the change. Missing numbers never speak
-against a revision.
+An upgrade gives one group after another a new revision. A revision is worse if too many of its
+requests fail, if its answers are too slow, or if several of its instances are lost or faulty. The
+times of its answers are compared with the times of the unchanged groups in the same period. If
+these groups answered nothing, they are compared with the group's own times before the change. With
+too few answers, a revision does not count as slow.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ GroupRevision = tuple[str, str]  # group and revision
 _MAX_GROUP_REVISIONS: Final = 1024
 _BUCKET_S: Final = 5.0
 _NUM_BUCKETS: Final = 120  # ten minutes
-_MIN_ANSWERS: Final = 20  # on each side, before times are compared
+_MIN_ANSWERS: Final = 20  # of each of the two revisions, before times are compared
 _MIN_FAILED: Final = 3
 _MAX_INCIDENTS: Final = 1  # this many lost or faulty instances may be chance
-_T_P_NOISE_S: Final = 0.05  # a mean that is larger by less than this counts as equal
+_T_P_NOISE_S: Final = 0.05  # a smaller increase of the mean is ignored
 _TPOT_NOISE_S: Final = 0.005
-# These are reported beside the failure that led to them.
+# Reasons that an instance reports in addition to the failure itself.
 _NO_FAILURES: Final = frozenset({"KV_SOURCE_EXCLUDED", "KV_SOURCE_RELEASED"})
 
 
 @dataclass(frozen=True, slots=True)
 class RequestAnswered:
-    """`t_p_s` and `tpot_s` as in `AnswerTimes`."""
+    """A request was answered. `AnswerTimes` describes `t_p_s` and `tpot_s`."""
 
     group_revision: GroupRevision
     t_p_s: float
@@ -41,30 +41,33 @@ class RequestAnswered:
 
 @dataclass(frozen=True, slots=True)
 class LegFailureReported:
-    """An instance of the group failed a request, whether or not the client noticed."""
+    """A request failed on an instance of the group. The client may not have noticed."""
 
     group_revision: GroupRevision
 
 
 def is_failed_leg(reason: str, request_id: str) -> bool:
-    """Whether the error that an instance reported counts as a leg that failed."""
+    """Whether an error that an instance reported counts as a failed request."""
     return bool(request_id) and reason not in _NO_FAILURES
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTimes:
-    """Seconds since a request came; `queued_s`: how long it was in the waiting room."""
+    """Times of one answer, in seconds since the request arrived.
+
+    `queued_s` is the time that the request spent in the gateway's waiting room.
+    """
 
     queued_s: float
     first_token_s: float
     end_s: float
 
     def t_p_s(self, *, is_pooling: bool) -> float:
-        """From a prefill's acceptance to token 1; of a pooling call: to its end."""
+        """Seconds from the end of waiting to token 1, or to the end of a pooling call."""
         return max(0.0, (self.end_s if is_pooling else self.first_token_s) - self.queued_s)
 
     def tpot_s(self, num_tokens: int) -> float | None:
-        """The time per token after the first one; None: there was none."""
+        """Seconds per token after the first one, or None if there were no further tokens."""
         if num_tokens < 2:
             return None
         return max(0.0, self.end_s - self.first_token_s) / (num_tokens - 1)
@@ -72,7 +75,7 @@ class AnswerTimes:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts, and sums in seconds."""
+    """Counts of answers and failures, and sums of their times in seconds."""
 
     num: int = 0
     num_failed: int = 0
@@ -97,7 +100,7 @@ class Tally:
 class Answers:
     """The answers of the last ten minutes, by group and revision.
 
-    At the bound, those that were silent longest are forgotten.
+    If there are too many pairs of group and revision, the least recently used one is forgotten.
     """
 
     _buckets: OrderedDict[GroupRevision, deque[tuple[float, Tally]]] = field(
@@ -117,7 +120,7 @@ class Answers:
                     tally.tpot_s += tpot_s
 
     def of(self, group_revisions: Collection[GroupRevision], since: float, until: float) -> Tally:
-        """The sum over buckets that began in this time; answers before `since` do not count."""
+        """The sum over the 5-second buckets that began from `since` until before `until`."""
         total = Tally()
         for group_revision in group_revisions:
             for began, tally in self._buckets.get(group_revision, ()):
@@ -136,14 +139,14 @@ class Answers:
 
 
 def why_too_many(incidents: Mapping[str, str]) -> str:
-    """Which instances were lost or faulty, and why; empty if that may be chance."""
+    """The lost or faulty instances with their reasons, or empty if there are too few to matter."""
     if len(incidents) <= _MAX_INCIDENTS:
         return ""
     return ", ".join(f"{instance}: {why}" for instance, why in sorted(incidents.items()))
 
 
 def why_worse(new: Tally, old: Tally, limits: UpgradeLimits) -> str:
-    """What is wrong with the new revision; empty if nothing is known."""
+    """Why the new revision is worse than the old one, or empty if no fault is found."""
     if new.num_failed >= _MIN_FAILED and new.failed_share > limits.max_failed_share:
         return f"{new.failed_share:.1%} of its requests failed"
     if min(new.num, old.num) >= _MIN_ANSWERS:

@@ -1,8 +1,9 @@
 """Decides when a bad upgrade is rolled back, and which group goes back next (S24).
 
-A revision is bad if a group cannot be set up with it or is not complete in time, or if
-`revision_health` finds it worse than the old one. Then all groups go back, one at a time, and so
-does the desired state, as a new version.
+An upgrade gives one group after another a new revision. The revision is bad if a group cannot be
+set up with it or is not complete in time, or if `revision_health` finds it worse than the old one.
+Then all groups return to the old revision, one at a time. The previous desired state is restored as
+a new version.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from pdmesh.core.upgrade.trial import Trial
 def why_bad(
     round_: UpgradeRound, upgrade: Upgrade, seen: GroupSeen, trial: Trial, *, can_wait: bool
 ) -> str:
-    """Why the group's new revision must not stay; empty if nothing speaks against it so far."""
+    """Why the group's new revision must be rolled back, or empty if no fault is known so far.
+
+    With `can_wait`, the group may take any time to become complete.
+    """
     limits, now = round_.limits, round_.now
     trial.note(seen, now)
     if seen.failure:
@@ -47,7 +51,7 @@ def turn_back(round_: UpgradeRound, upgrade: Upgrade, reason: str) -> Upgrade:
 
 
 def go_back(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
-    """One step of the way back."""
+    """Do the next step of a rollback."""
     why_stopped = _restore(round_, upgrade)
     if upgrade.current:
         upgrade = upgrade.moved(upgrade.current)
@@ -65,7 +69,8 @@ def go_back(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
 def _is_back(round_: UpgradeRound, upgrade: Upgrade, seen: GroupSeen) -> bool:
     """Whether the group is complete with the old revision again.
 
-    A group that has lacked instances for too long counts as complete: the others need not wait.
+    A group that has lacked instances for too long counts as complete, so that the other groups do
+    not wait for it.
     """
     if seen.revision != round_.revision(upgrade.settled):
         return False
@@ -103,9 +108,9 @@ def _next_back(round_: UpgradeRound, upgrade: Upgrade, why_stopped: str) -> Upgr
 
 
 def _why_not_back(round_: UpgradeRound, left: list[GroupSeen], group: GroupSeen) -> str:
-    """Why the group must wait; empty if it may go back now."""
-    # Do not wait for these groups: with the bad revision, or for lack of instances, they may never
-    # be complete again.
+    """Why the group must wait, or empty if it may go back now."""
+    # Do not wait until these groups are complete. The bad revision or a lack of instances may
+    # prevent that.
     bad = {g.group_id for g in left} | {g.group_id for g in round_.groups if g.is_lacking}
     moving = round_.observed.planning - round_.observed.gathering
     why = why_not_now(round_, bad, moving)
@@ -116,9 +121,9 @@ def _why_not_back(round_: UpgradeRound, left: list[GroupSeen], group: GroupSeen)
 
 
 def _restore(round_: UpgradeRound, upgrade: Upgrade) -> str:
-    """Restore the previous version, unless an operator has applied another one since.
+    """Restore the previous version of the desired state, if that is possible.
 
-    Returns what the operator must do if it cannot be restored.
+    If not, returns a text that tells the operator what to do.
     """
     if upgrade.target == upgrade.settled:
         return ""

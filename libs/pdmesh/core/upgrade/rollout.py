@@ -1,7 +1,8 @@
-"""Decides what the groups of one scenario run next in an upgrade, and why they must wait (S24).
+"""Decides the next step of one scenario's upgrade, and why its groups must wait (S24).
 
-A canary serves its share until an operator promotes it. Without a canary, one group after another
-gets the new revision, and each proves itself before the next one begins.
+In an upgrade, one group of the scenario after another gets the new service. The next group begins
+when the one before has been complete and healthy for a while. If the upgrade has a canary, an extra
+group gets the service first, with a share of the requests, until an operator promotes the upgrade.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pdmesh.core.upgrade.round import UpgradeRound
 
 
 def decide(round_: UpgradeRound, before: Upgrade | None) -> Upgrade:
-    """The scenario's record from now on."""
+    """The upgrade of the scenario after this round."""
     target, version = round_.observed.targets[round_.scenario], round_.observed.version
     if before is None:
         return Upgrade(round_.scenario, target, version, target, version)
@@ -36,7 +37,7 @@ def decide(round_: UpgradeRound, before: Upgrade | None) -> Upgrade:
 
 
 def _without_gone(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
-    """Forget groups that are lent or removed: if they come back, they run the settled service."""
+    """Forget groups that are lent or removed. If such a group returns, it runs `settled`."""
     here = {g.group_id for g in round_.groups}
     changed = {g: s for g, s in upgrade.changed.items() if g in here}
     current = upgrade.current if upgrade.current in here else ""
@@ -44,9 +45,9 @@ def _without_gone(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
 
 
 def _noted(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
-    """Note whether a complete group serves with the settled service.
+    """Note in `is_proved` whether a complete group serves with the settled service.
 
-    From then on a rollback leads to it, even if all groups are lost for a while.
+    After that, a rollback returns to this service, even if all groups are lost for a while.
     """
     settled = round_.revision(upgrade.settled)
     is_proved = any(g.is_whole and g.revision == settled for g in round_.groups)
@@ -54,7 +55,7 @@ def _noted(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
 
 
 def _retargeted(round_: UpgradeRound, upgrade: Upgrade, target: Service) -> Upgrade:
-    """The desired state asks for another service now."""
+    """The upgrade after the desired state has changed to another service, `target`."""
     version = round_.observed.version
     after = replace(upgrade, target=target, version=version, canary_share=0.0)
     if target == upgrade.settled:
@@ -74,7 +75,7 @@ def _retargeted(round_: UpgradeRound, upgrade: Upgrade, target: Service) -> Upgr
 
 
 def _try_out(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
-    """The canary serves its share until an operator promotes it or rolls it back."""
+    """Judge the canary, which serves its share until an operator ends its trial."""
     canary = canary_of(round_.scenario)
     seen, trial = round_.observed.groups.get(canary), round_.trial(canary, upgrade.target)
     share = f"{upgrade.canary_share:.1%} of the requests"
@@ -98,10 +99,10 @@ def _go_on(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
     if not serving:
         if upgrade.target not in upgrade.changed.values():
             return _begin_unserved(round_, upgrade, left)
-        for group in left:  # these groups serve nothing, so all may change at once
+        for group in left:  # these groups do not serve, so all may change at once
             upgrade = upgrade.moved(group.group_id)
         return _done(round_, upgrade)
-    group = serving[0]  # a group that cannot be set up comes first: its revision may be the cause
+    group = serving[0]  # a group whose set-up fails comes first, as its revision may be the cause
     hopeless = {g.group_id for g in serving if g.failure}
     why = why_not_now(round_, hopeless, round_.observed.planning) or why_no_room(round_, group)
     if why:
@@ -111,9 +112,9 @@ def _go_on(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
 
 
 def _begin_unserved(round_: UpgradeRound, upgrade: Upgrade, left: list[GroupSeen]) -> Upgrade:
-    """No group serves now, and the target has not proved itself.
+    """Begin with one group although no group serves now.
 
-    So only one group begins: after an outage of all groups, the target must still prove itself.
+    No group runs the target yet, so it must be proved in one group first, even in an outage.
     """
     if not left:
         round_.say(upgrade, "waiting", "all of its groups are lent or not set up yet")

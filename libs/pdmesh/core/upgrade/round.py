@@ -1,4 +1,8 @@
-"""One round of a scenario's upgrade: what is known, and what was decided about it so far."""
+"""The working set of one round of one scenario's upgrade.
+
+A round compares the services that the scenario's groups run with the desired state. `UpgradeRound`
+has the input of the round, and collects its effects and its report.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,11 @@ from pdmesh.core.upgrade.trial import Trial, Trials
 
 @dataclass(slots=True)
 class UpgradeRound:
-    """`rollout.py` and `rollback.py` decide with it."""
-
     kv_transport: str
     trials: Trials
     observed: GroupsObserved
     scenario: str
-    is_taken: bool  # a group of another scenario is under way
+    is_taken: bool  # a group of another scenario is changing
     now: float
     report: UpgradeReport | None = None
     effects: list[Effect] = field(default_factory=list)
@@ -46,10 +48,10 @@ class UpgradeRound:
         return self.trials.trial(self.scenario, (group_id, self.revision(service)), self.now)
 
     def change(self, upgrade: Upgrade, group: GroupSeen) -> Upgrade:
-        """The group gets the service that the upgrade leads to, forward or back."""
+        """Give the group the service of `upgrade.goal`, and begin its trial."""
         after = replace(upgrade.moved(group.group_id), current=group.group_id)
         self.trials.forget(self.scenario)
-        self.trial(group.group_id, after.goal)  # the trial begins before its first answer
+        self.trial(group.group_id, after.goal)  # the trial must begin before the first answer
         self.announce("changing", after, group.group_id, upgrade.back)
         self.say(after, "going back" if upgrade.back else "changing", group.group_id)
         return after
@@ -62,13 +64,13 @@ class UpgradeRound:
         )
 
     def say(self, upgrade: Upgrade, state: str, detail: str) -> None:
-        """Set the report that people read. The last call in a round counts."""
+        """Set the report for operators. A later call in the same round replaces it."""
         is_changed = [upgrade.service_of(g.group_id) == upgrade.goal for g in self.groups]
         self.report = UpgradeReport(
             self.scenario, upgrade.version, state, detail, sum(is_changed), len(is_changed)
         )
 
     def not_whole(self) -> str:
-        """The groups that are not complete, as the end of a sentence; empty if all are."""
+        """The groups that are not complete, as the end of a sentence, or empty if all are."""
         found = [f"{g.group_id}: {g.detail}".rstrip(": ") for g in self.groups if not g.is_whole]
         return f"; not whole yet: {', '.join(found)}" if found else ""

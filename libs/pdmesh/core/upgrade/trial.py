@@ -1,4 +1,8 @@
-"""The trial of a group that an upgrade changes: since when it is complete, incidents, answers."""
+"""The trial of a group that an upgrade has changed to another revision.
+
+A trial notes since when the group is complete, and which of its instances were lost or faulty. It
+also compares the group's answers with those of the old revision.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,19 @@ from pdmesh.core.upgrade.revision_health import (
     why_worse,
 )
 
-_BEFORE_S: Final = 300.0  # a change is compared with the answers in this time before it
+_BEFORE_S: Final = 300.0  # period before the change whose answers show the old revision
 
 
 @dataclass(slots=True)
 class Trial:
-    """One group since it was given its revision."""
+    """The trial of one group. The group is whole when it is complete and serves."""
 
     group_revision: GroupRevision
-    since: float
+    since: float  # when the group got the revision
     unwhole_since: float | None
     whole_since: float | None = None
-    lacking_since: float | None = None
-    incidents: dict[str, str] = field(default_factory=dict)  # by instance
+    lacking_since: float | None = None  # when it began to lack blank instances and nothing else
+    incidents: dict[str, str] = field(default_factory=dict)  # reason by lost or faulty instance
 
     def note(self, seen: GroupSeen, now: float) -> None:
         if seen.is_whole:
@@ -46,7 +50,7 @@ class Trial:
 
 @dataclass(slots=True)
 class Trials:
-    """One trial for each scenario, and how every group answers."""
+    """The current trial of each scenario, and the answers of all groups."""
 
     _answers: Answers = field(default_factory=Answers)
     _trials: dict[str, Trial] = field(default_factory=dict)  # by scenario
@@ -60,14 +64,14 @@ class Trials:
                 trial.incidents[event.instance_id] = "it was lost"
 
     def forget(self, scenario: str) -> None:
-        """Let the next trial begin from zero, even for the same group and revision."""
+        """Drop the scenario's trial, so that the next one begins with no history."""
         self._trials.pop(scenario, None)
 
     def keep_only(self, scenarios: Iterable[str]) -> None:
         self._trials = {s: self._trials[s] for s in scenarios if s in self._trials}
 
     def trial(self, scenario: str, group_revision: GroupRevision, now: float) -> Trial:
-        """The present trial, or a new one if it is another group or revision."""
+        """The scenario's current trial, or a new one if that has another group or revision."""
         trial = self._trials.get(scenario)
         if trial is None or trial.group_revision != group_revision:
             trial = self._trials[scenario] = Trial(group_revision, now, now)

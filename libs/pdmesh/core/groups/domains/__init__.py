@@ -1,1 +1,1 @@
-"""Data-parallel domains: how instances become the ranks of one, and one member of a group."""
+"""Data-parallel domains, whose ranks compute one model together and are one member of a group."""

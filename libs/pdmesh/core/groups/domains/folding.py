@@ -1,10 +1,11 @@
 """Folds the ranks of a data-parallel domain into one instance, and unfolds it (S75, S121).
 
-The group controller decides about members. A domain is one member: it is ready when all of its
-ranks are, and the loss of one rank is its loss, for the engines of a mixture of experts step
-together and would wait for the dead rank. So before a round, `folded` puts one instance in place of
-each complete domain, named by the domain's id. After it, `unfolded` gives each rank the domain's
-assignment. The ranks of a broken domain stay single instances, which the controller makes blank.
+A domain is a set of instances that compute one model together. These instances are its ranks. The
+engines of a mixture of experts step together, so if one rank is lost, the others wait for it. The
+group controller therefore treats a domain as one member of a group. Before a round of the
+controller, `folded` puts one instance in place of each complete domain, and names it by the
+domain's id. After the round, `unfolded` gives each rank the domain's assignment. The ranks of a
+broken domain stay single instances, which the controller makes blank.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ Ranks = Mapping[str, tuple[InstanceStatus, ...]]  # the ranks of each domain, in
 
 @dataclass(slots=True)
 class _Formation:
-    """What is known of one domain: from assignments, and from the records of its instances."""
+    """One domain, as its ranks' assignments and records describe it."""
 
     size: int
     ranks: dict[int, InstanceStatus] = field(default_factory=dict)
     given: dict[int, Assignment] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)  # gone, and not asked to leave
+    lost: list[str] = field(default_factory=list)  # ranks that are gone, with no order to leave
     last: Assignment | None = None  # the assignment of a lost rank
 
     @property
@@ -37,8 +38,8 @@ class _Formation:
 def folded(observed: Observed) -> Observed:
     """The same registry, with one instance for each complete domain.
 
-    A broken domain is among the given assignments, but not among the seen instances, if one of its
-    ranks was lost. Its living ranks are there one by one.
+    If a domain has lost a rank, the result has an assignment for the domain, but no instance. The
+    domain's living ranks stay in the result as single instances.
     """
     formations = _formations(observed)
     if not formations:
@@ -58,7 +59,7 @@ def folded(observed: Observed) -> Observed:
             lost_ranks[domain_id] = tuple(formation.lost)
             given[domain_id] = formation.last
         for instance_id in formation.lost:
-            given.pop(instance_id, None)  # the domain stands for them
+            given.pop(instance_id, None)  # the domain's assignment replaces it
     of_rank = {rank.id: _id_of(i, ranks) for i, ranks in domains.items() for rank in ranks}
     sizes = {_id_of(i, ranks): len(ranks) for i, ranks in domains.items()}
     for instance_id, status in seen.items():
@@ -79,7 +80,11 @@ def folded(observed: Observed) -> Observed:
 
 
 def unfolded(plan: Mapping[str, Assignment], domains: Ranks) -> dict[str, Assignment]:
-    """All assignments: each rank gets its domain's, in which peer domains become their ranks."""
+    """The assignments of all single instances.
+
+    Each rank gets the assignment of its domain. Each peer that is a domain is replaced by the
+    domain's ranks.
+    """
     found: dict[str, Assignment] = {}
     for member_id, assignment in plan.items():
         peers = _peers_of(assignment.peers, domains)
@@ -101,9 +106,10 @@ def status_of(
     verified: frozenset[PeerId] = frozenset(),
     failed: frozenset[PeerId] = frozenset(),
 ) -> InstanceStatus:
-    """A domain as one instance, which is as far as its slowest rank; see `_phase_of`."""
+    """Combine the ranks of a domain into one instance, with the phase that `_phase_of` finds."""
     first = ranks[0]
-    told = max(ranks, key=lambda rank: rank.assignment_id)  # the others may not have reported yet
+    # A rank that has not reported its assignment yet has none, or an older one.
+    told = max(ranks, key=lambda rank: rank.assignment_id)
     broken = next(((n, r) for n, r in enumerate(ranks) if r.phase is Phase.FAILED), None)
     return replace(
         first,
@@ -122,7 +128,7 @@ def status_of(
 
 
 def is_lone_rank(member_id: str, assignment: Assignment) -> bool:
-    """Whether a member of a folded registry is a rank whose domain is broken."""
+    """Whether this member of a folded registry is a single rank, because its domain is broken."""
     domain = assignment.role_spec.domain
     return domain is not None and domain.domain_id != member_id
 
@@ -151,9 +157,11 @@ def _formations(observed: Observed) -> dict[str, _Formation]:
 
 
 def _assignment_of(first: InstanceStatus, given: Iterable[Assignment]) -> Assignment:
-    """The assignment of the whole domain, even if a leader died while it wrote those of the ranks.
+    """The assignment of the whole domain, from the assignments of its ranks.
 
-    If a rank was told to leave, all leave. Otherwise ranks that were moved on wait for the others.
+    The ranks may have different stages if a leader died while it wrote their assignments. If any
+    rank has the order to leave, the whole domain leaves. Otherwise the domain has the earliest
+    stage of its ranks.
     """
     by_stage = sorted(given, key=lambda assignment: assignment.stage)
     chosen = by_stage[-1] if by_stage[-1].stage >= Stage.DRAIN else by_stage[0]
@@ -168,14 +176,18 @@ def _assignment_of(first: InstanceStatus, given: Iterable[Assignment]) -> Assign
 
 
 def _named(assignment: Assignment) -> RoleSpec:
-    """The role spec of the domain as a whole, whichever rank's assignment it comes from."""
+    """The role spec of the whole domain, which is equal for the assignments of all ranks."""
     role_spec = assignment.role_spec
     assert role_spec.domain is not None
     return replace(role_spec, domain=replace(role_spec.domain, dp_rank=0))
 
 
 def _phase_of(phases: Collection[Phase]) -> Phase:
-    """One rank that drains or fails takes the domain with it; it is drained when all ranks are."""
+    """The phase of a domain, from the phases of its ranks.
+
+    If one rank fails or drains, so does the domain. The domain is drained when all ranks are
+    drained. Otherwise it is in the phase of the rank that is furthest behind.
+    """
     if Phase.FAILED in phases:
         return Phase.FAILED
     if Phase.DRAINING in phases or Phase.DRAINED in phases:
@@ -192,7 +204,10 @@ def _verified(
     of_rank: Mapping[PeerId, PeerId],
     sizes: Mapping[PeerId, int],
 ) -> frozenset[PeerId]:
-    """Members to which each of these ranks is connected; of a domain, to all of its ranks."""
+    """The members to which all of these ranks have a verified connection.
+
+    A member that is a domain is included only if the ranks are connected to all of its ranks.
+    """
     common = frozenset.intersection(*(rank.verified for rank in ranks))
     counts = Counter(of_rank.get(peer, peer) for peer in common)
     return frozenset(peer for peer, num in counts.items() if num == sizes.get(peer, 1))

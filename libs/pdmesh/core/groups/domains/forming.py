@@ -1,4 +1,7 @@
-"""Decides which blank instances become the ranks of a new data-parallel domain (S121)."""
+"""Decides which blank instances become the ranks of a new data-parallel domain (S121).
+
+The ranks of a domain compute one model together. A blank instance has no role yet.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ def chosen_ranks(
     avoided: Collection[str],
     racks_in_use: Sequence[str],
 ) -> list[InstanceStatus]:
-    """The blank instances for a new domain, rank 0 first; empty if there are too few of them.
+    """The blank instances for a new domain, rank 0 first. The list is empty if there are too few.
 
-    Ranks exchange what they compute in every layer, so they are in one region and near each other:
-    in one rack if one has enough, and on few machines. Of such racks, the one that the group uses
-    least is the best. An instance that failed before is the last choice.
+    Ranks exchange data in every layer, so all of them are in one region. They are in one rack if a
+    rack has enough instances, and on few machines. If several racks have enough, the choice is the
+    rack with the fewest instances of the group. Instances in `avoided` are the last choice.
     """
     able = [status for status in candidates if status.domain_address]
     regions = Counter(status.region for status in able)
@@ -53,6 +56,6 @@ def chosen_ranks(
 
 
 def new_domain(role_spec: RoleSpec, number: int, ranks: Sequence[InstanceStatus]) -> RoleSpec:
-    """The role spec of a domain of these ranks. `number` is unique over all leaders."""
+    """The role spec of a new domain with these ranks. `number` must be unique over all leaders."""
     domain = DomainRank(f"{role_spec.group_id}-d{number}", 0, len(ranks), ranks[0].domain_address)
     return replace(role_spec, domain=domain)

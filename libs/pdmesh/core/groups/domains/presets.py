@@ -1,7 +1,8 @@
-"""Shapes of parallel serving that are proven in production, by their use (RTP-LLM 8.3).
+"""Named combinations of tensor and data parallelism that are proven in production (RTP-LLM 8.3).
 
 Table 6 of RTP-LLM compares four decode configurations of a 235B mixture of experts with the same
-number of GPUs. An operator names one by its use instead of by its numbers (S134).
+number of GPUs. An operator may choose a configuration by its use, such as "latency", instead of by
+its numbers (S134).
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class ParallelPreset:
-    """`tensor_parallel_size`: of each rank. `dp_size`: ranks of a domain, the member of a group."""
+    """One configuration of a group's members.
+
+    `tensor_parallel_size` is the number of devices of each rank. `dp_size` is the number of ranks
+    of a data-parallel domain, which is one member of a group.
+    """
 
     tensor_parallel_size: int
     dp_size: int
