@@ -1,4 +1,4 @@
-"""The option `speculation` of an instance: how it proposes tokens, and how many."""
+"""The option `speculation` of an instance: how a decode proposes tokens, and how many."""
 
 from __future__ import annotations
 
