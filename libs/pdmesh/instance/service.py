@@ -68,7 +68,7 @@ async def _load_own(settings: InstanceSettings, app: App, role: Role) -> LoadedE
     await app.until_stopping(loading)
     if loading.done():
         return loading.result()
-    loading.cancel()  # only once: the load frees what it has built so far
+    loading.cancel()  # only once, because the cancelled load still has to free its memory
     await asyncio.wait([loading])
     return None
 

@@ -360,7 +360,7 @@ class Member:
         """End all tasks of this incarnation, deregister, and stop the engine."""
         self._died.cancel()  # from now on, every task may end
         if self._loading is not None and not self._loading.done():
-            self._loading.cancel()  # only once: the load frees what it has built so far
+            self._loading.cancel()  # only once, because the cancelled load still has to free memory
             await asyncio.wait([self._loading])
         await end(self._tasks)
         self._meeting.give_up()

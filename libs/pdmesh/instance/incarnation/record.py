@@ -33,9 +33,9 @@ def record_of(
 ) -> InstanceRecord:
     """Build the record.
 
-    `is_stopping` is true once the process was asked to stop, whatever its assignment says. A blank
-    instance has a `domain_address`, to which the other ranks of a domain could connect. It is empty
-    for all other instances.
+    `is_stopping` is true once the process was asked to stop, whatever its assignment says. Only a
+    blank instance has a `domain_address`. The other ranks of a domain could connect to this
+    address.
     """
     role_spec = life.role_spec or _NO_ROLE
     phase = Phase.DRAINING if is_stopping and serving is not None else life.phase

@@ -1,9 +1,9 @@
 """Begins legs (admits them, gives their jobs to the engine) and ends them (frees, counts).
 
-A leg is a request's stay on this instance. The admission core may refuse a leg, and so may this
-module if the instance that holds the leg's KV is ejected; the engine is never asked (S40). A
-prefill's KV waits in a range of memory for a decode, which pulls it with a ticket. So the prefill's
-slot and range are freed only when the ticket closes (S41).
+A leg is a request's stay on this instance. The admission core may refuse a leg. This module refuses
+a decode if the instance that has its KV is ejected. Neither asks the engine (S40). The KV of a
+prefill waits in a range of memory until a decode pulls it with a ticket. So the slot and the range
+of a prefill are freed only when the ticket closes (S41).
 """
 
 from __future__ import annotations
