@@ -4,10 +4,10 @@ Without these bounds, an idle or slow connection stays forever, heads and traile
 kept in memory, and one address can use up all file descriptors. A streamed answer may take any
 time, because the clock stops when the whole request has arrived.
 
-If the server ends a connection before the whole request has arrived, it sends its answer and closes
-its sending half. It then reads and drops the client's further bytes, within bounds on bytes and
-time, as nginx's `lingering_close` does. If the server closed the connection at once, the kernel
-would discard the answer because of the unread bytes.
+If the server ends a connection before the whole request has arrived, the server sends its answer
+and closes its sending half. It then reads and drops the client's further bytes, within bounds on
+bytes and time, as nginx's `lingering_close` does. If the server closed the connection at once, the
+kernel would discard the answer because of the unread bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ CONNECTION: Final = "pdmesh.connection"
 # The most requests of a client that may wait for their answers. No client needs more, but a full
 # buffer could hold thousands.
 _MAX_PIPELINED: Final = 16
-# For a connection that the server ends: its longest time, and the most further bytes that are read.
+# After the server has ended a connection, it waits at most this time for the client's end, and
+# reads at most this many bytes.
 _LINGER_S: Final = 2.0
 _MAX_DROPPED_BYTES: Final = 1 << 20
 
@@ -247,7 +248,7 @@ class _Guarded(HttpToolsProtocol):
         return is_of_this and not cycle.response_started and not self.pipeline
 
     def end(self) -> None:
-        """Send the written bytes, then drop the connection when the client ends it, or after 2 s."""
+        """Send the written bytes. Drop the connection when the client ends it, or after 2 s."""
         if self._is_ending or self.transport.is_closing():
             return
         self._is_ending = True

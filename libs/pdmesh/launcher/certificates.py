@@ -1,6 +1,6 @@
 """Makes and renews the certificates of a mesh that `pdmesh up --tls` starts.
 
-Each process has a certificate, and so have the commands on this machine. All certificates are made
+Each process has a certificate. Commands on this machine share one more. All certificates are made
 at each start, and again when two thirds of their lifetime are over. NATS treats each certificate as
 a separate user.
 """

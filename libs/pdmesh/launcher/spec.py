@@ -185,7 +185,8 @@ _TIERS: Final = {
     "gateway": StopOrder.GATEWAY,
 }
 
-# If pooling instances load the other instances' model, its name gets this suffix there.
+# Pooling instances may load the same model as the other instances. They serve the model under its
+# name with this suffix.
 _POOLING_SUFFIX: Final = "-embed"
 _MODULES: Final = {
     "node-agent": ("pdmesh.services.health_monitor", "--node")

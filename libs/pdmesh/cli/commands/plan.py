@@ -1,4 +1,7 @@
-"""`pdmesh plan`: sizes a deployment before there is a mesh, and says if P/D is worth it."""
+"""`pdmesh plan`: computes how many instances a workload needs, with P/D and with fusion.
+
+The command needs no running mesh. It also recommends one of the two deployments.
+"""
 
 from __future__ import annotations
 
