@@ -26,7 +26,7 @@ def shortened(text: str, most: int = 64) -> str:
 
 
 class MeshError(Exception):
-    """The base class of all expected failures."""
+    """The base class of all expected failures. `grpc_code` is a name of `grpc.StatusCode`."""
 
     grpc_code: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500

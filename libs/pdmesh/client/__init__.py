@@ -1,7 +1,7 @@
 """The Python client for programs that operate a mesh: it reads state and events, and makes changes.
 
-`Client` (docs/python-client.md) does all this over one connection. The `pdmesh` commands use this
-package's functions directly.
+Programs begin with `Client` (docs/python-client.md). The `pdmesh` commands use this package's
+functions directly.
 """
 
 from pdmesh.client.client import Client

@@ -32,7 +32,7 @@ _ASK_S: Final = 1.0
 @dataclass(frozen=True, slots=True)
 class MeshLook:
     records: Mapping[str, InstanceRecord]  # every registered process, by its id
-    epoch: int | None  # the number of the leadership; None: no leader answers
+    epoch: int | None  # the number of the master's leadership; None: no leader answers
     groups: ListGroupStatesResponse | None  # None: no admin token was given, or no master leads
     states: Mapping[str, InstanceState]  # health and faults, by instance
     answers: Mapping[str, GetStatusResponse]  # by id, for the instances that answered

@@ -1,8 +1,9 @@
 """Finds the program of a server, NATS or Valkey, in a version that is new enough.
 
 A path in an environment variable comes first. If it names a program that is too old, that is an
-error. Then the PATH is searched, and then an installed wheel with the program. There, a program
-that is too old is skipped: for example, Debian's nats-server 2.9 lacks TTLs for single keys.
+error. Then the PATH is searched, and then an installed wheel with the program. In both places, a
+program that is too old is skipped: for example, Debian's nats-server 2.9 lacks TTLs for single
+keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lets prefills wait until an encoder has made the embeddings of their images, then fetches them.
+"""Makes a prefill wait for the embeddings of its images, and fetches them from the encoder.
 
 One deadline bounds both the encoder's work and the fetch. After the deadline the prefill's engine
 encodes the images itself. So an encoder that dies or hangs delays a request by about

@@ -472,9 +472,10 @@ class SessionHint:
 
 @dataclass(slots=True)
 class EngineStats:
-    """`num_signs` counts signs of work. It grows during long steps and the loading of adapters too.
+    """`num_signs` counts signs of work, from which callers see that the engine does not hang.
 
-    The number stays the same while the engine is idle or hangs.
+    The number grows even during a long step, and while an adapter is loaded. It stays the same
+    while the engine is idle or hangs.
     """
 
     num_running: int = 0

@@ -1,8 +1,9 @@
 """Runs an instance process: it loads an engine, registers, and serves until it is stopped.
 
-The process has its role from its own settings, or waits as a *blank* instance until the master
-assigns a role. An incarnation is one life of the instance under a random number. If the master
-withdraws the role, the process frees the engine and registers as blank with a new number (S23).
+The process gets its role from its own settings, or waits as a *blank* instance until the master
+assigns a role. An incarnation is one life of an instance, identified by a random number. If the
+master withdraws the role, the process frees the engine and registers as a blank instance with a new
+number (S23).
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Mesh:
         self._certificates: MeshCertificates | None = None  # None: no TLS
         self._accounts: CertificateAccounts | None = None  # None: NATS does not distinguish users
         self._host: HostFolder | None = None  # None: the mesh is on this machine alone
-        self._read_by_nats: list[float] = []  # the times of the files that this host's NATS read
+        self._read_by_nats: list[float] = []  # modification times of the files that NATS has read
         self._phase, self._message = "starting", ""
         self._ready: set[str] = set()
         self._last_state: state.MeshState | None = None

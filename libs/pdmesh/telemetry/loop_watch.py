@@ -1,9 +1,9 @@
 """Measures how late the event loop runs a timer, and how much of the delay this process caused.
 
-A timer is late for one of two reasons. Either this process blocked the loop, or another thread of
-it held the interpreter: then the process used CPU during the delay. Or the machine ran other
-processes. So the part that this process caused is at most its CPU time, and at most the delay. The
-shorter the interval between measurements, the tighter this bound is.
+A timer is late if this process blocked the event loop, or if another of its threads held the
+interpreter. In both cases, the process used CPU time during the delay. A timer is also late if the
+machine ran other processes. So the part of a delay that this process caused is at most its CPU time
+in the delay. The shorter the interval between measurements, the tighter this bound is.
 """
 
 from __future__ import annotations

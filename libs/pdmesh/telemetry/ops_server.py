@@ -1,9 +1,9 @@
 """The operators' HTTP endpoint of a process: /metrics, /health/live, /health/ready, /status/<page>.
 
 A process is live if its event loop answers. It is ready if it has everything that it needs. If not,
-the reply to /health/ready names the missing things. The endpoint has bounds like those of the
-clients' port, but if it has too many connections, it drops the oldest ones. The reason is that a
-supervisor kills a process that does not answer here.
+the reply to /health/ready names the missing things. The endpoint has the same kinds of bounds as
+the clients' port. But if there are too many connections, it drops the oldest ones instead of
+refusing new ones, because a supervisor kills a process that does not answer here.
 """
 
 from __future__ import annotations

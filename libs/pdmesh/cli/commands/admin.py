@@ -1,8 +1,9 @@
 """The commands by which operators see and change the groups of a mesh.
 
 `pdmesh groups` and `history` show the groups and the versions of the desired state, which is a file
-with the groups that the mesh should have. `diff`, `apply`, `promote` and `rollback` change the
-desired state. `drain`, `cordon` and `uncordon` take instances out of service and put them back.
+with the groups that the mesh should have. `diff` compares a file with the desired state. `apply`,
+`promote` and `rollback` change the desired state. `drain`, `cordon` and `uncordon` take instances
+out of service and put them back.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ async def _history(options: argparse.Namespace) -> int:
 
 
 async def _missing_instances(options: argparse.Namespace, text: str) -> str:
-    """A message if the groups need more instances than there are, or an empty string."""
+    """A message if the groups need more instances than can get a role, or an empty string."""
     desired = read(text)
     wanted = sum(map(desired.num_instances, desired.groups.values()))
     if not wanted:

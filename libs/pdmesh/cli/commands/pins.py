@@ -101,7 +101,7 @@ def _held(coverage: pb.PinCoverage) -> str:
     return ", ".join(held) or f"no instance yet, of {coverage.num_blocks} blocks"
 
 
-def _when(at: Any) -> str:  # `at` is a protobuf Timestamp, for which stubs have no common type
+def _when(at: Any) -> str:  # `at` is a protobuf Timestamp
     return datetime.fromtimestamp(at.ToMicroseconds() / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 

@@ -1,6 +1,7 @@
-"""`pdmesh plan`: computes how many instances a workload needs, with P/D and with fusion.
+"""`pdmesh plan`: computes how many instances a workload needs.
 
-The command needs no running mesh. It also recommends one of the two deployments.
+The command needs no running mesh. It compares two deployments and recommends one of them: P/D, with
+prefill and decode on different instances, and fusion, with both phases on each instance.
 """
 
 from __future__ import annotations

@@ -53,7 +53,10 @@ class Shown:
 
 
 def own_certificate(tls_dir: str) -> tuple[CertificateFolder | None, list[Diagnosis]]:
-    """Examine the certificate of `pdmesh`'s commands. Returns None for it if it is not usable."""
+    """Examine the certificate of `pdmesh`'s commands.
+
+    Returns the certificate, or None if it is not usable, and the findings.
+    """
     from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
     if not tls_dir:

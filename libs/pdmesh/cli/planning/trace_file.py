@@ -1,8 +1,7 @@
 """Reads the lengths of a trace's requests, from Mooncake's JSON lines or from an Azure table.
 
 A Mooncake trace has the hashes of each prompt's blocks. A prompt's leading blocks count as cached
-if earlier requests had them. This assumes that no instance ever evicts a block, and that each
-instance has the blocks of all.
+if earlier requests had the same blocks. This assumes that every instance has all earlier blocks.
 """
 
 from __future__ import annotations

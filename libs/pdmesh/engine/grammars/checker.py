@@ -1,4 +1,4 @@
-"""Checks clients' grammars for a gateway, in a process of its own.
+"""Checks clients' grammars for a gateway, in a separate process.
 
 The gateway runs `python -m pdmesh.engine.grammars.checker`. The process compiles each grammar
 within the time and memory of `core.sampling.grammar_limits`. If a grammar makes the process crash,
@@ -29,8 +29,8 @@ MAX_VOCABULARIES: Final = 4  # if there are more, the least recently used one is
 class LoadVocabulary(msgspec.Struct, tag=True):
     """A vocabulary, to which later `Check` frames refer by `key`.
 
-    The answer is an empty `Checked`, even if the vocabulary cannot be used. Each check then has a
-    refusal.
+    The answer is an empty `Checked`, even if the vocabulary cannot be used. In that case, checks
+    with this vocabulary are refused.
     """
 
     key: int

@@ -1,9 +1,9 @@
 """Pulls KV for the simulated engine's decodes, copies it into new blocks, and computes its digest.
 
-A pull copies a prompt's KV from the prefill to a range of memory here, the *landing*. *Scatter*
-means to copy it from the landing to the engine's blocks. `core.kv.transfer.incoming_blocks` decides
-what to do when, as it does for vLLM's workers. Pulls run beside the step loop, so that running
-sequences keep drawing (S52).
+A pull copies a prompt's KV from the prefill to a range of memory here, the *landing*. To *scatter*
+is to copy the KV from the landing to the engine's blocks. `core.kv.transfer.incoming_blocks`
+decides when each of these happens, as it does for vLLM's workers. Pulls run beside the step loop,
+so that running sequences keep drawing (S52).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads the engine for a role spec: what the master wants this instance to be (S20).
+"""Loads the engine for a role spec, which names the instance's role, group and model (S20).
 
 Loading fetches and verifies the artefact (the model's files for one role), then builds and starts
 the engine. The time of each part is measured.
@@ -109,7 +109,11 @@ async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int
 async def with_artefact(
     settings: InstanceSettings, role_spec: RoleSpec, timings: PartTimes
 ) -> tuple[InstanceSettings, Artefact | None]:
-    """Verify the role spec's artefact, and return the settings for both. Raises RoleRefused."""
+    """Verify the role spec's artefact, if it has one.
+
+    Returns the settings with the options of the artefact and the role spec, and the artefact.
+    Raises RoleRefused.
+    """
     if not role_spec.manifest:
         return role_settings.settings_for(settings, role_spec, {}), None
     found = await asyncio.to_thread(artefact.read, Path(role_spec.manifest))

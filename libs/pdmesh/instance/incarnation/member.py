@@ -121,7 +121,7 @@ class Member:
     async def live(self) -> bool:
         """Run the incarnation to its end.
 
-        Returns True if the master had it erased: the process then begins another incarnation.
+        Returns True if the master had the incarnation erased. The process then begins another one.
         Returns False once the process was asked to stop and has drained. Raises the error of a task
         that must not end.
         """

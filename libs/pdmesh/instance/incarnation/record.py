@@ -34,8 +34,8 @@ def record_of(
     """Build the record.
 
     `is_stopping` is true once the process was asked to stop, whatever its assignment says. Only a
-    blank instance has a `domain_address`. The other ranks of a domain could connect to this
-    address.
+    blank instance has a `domain_address`. If the instance becomes rank 0 of a data-parallel domain,
+    the other ranks connect to this address.
     """
     role_spec = life.role_spec or _NO_ROLE
     phase = Phase.DRAINING if is_stopping and serving is not None else life.phase

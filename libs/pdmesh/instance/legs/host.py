@@ -94,7 +94,7 @@ class InstanceHost:
         self._num_signs_told = 0
         self._has_ignored = False  # whether an unknown command has come
 
-    # -- what it shows ----------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     @property
     def book(self) -> LoadBook:
@@ -110,7 +110,7 @@ class InstanceHost:
 
     @property
     def num_running(self) -> int:
-        """Legs that compute, or whose KV is on its way."""
+        """The number of legs that compute or wait for their KV."""
         return self.engine.stats().num_running
 
     @property

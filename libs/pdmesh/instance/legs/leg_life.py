@@ -82,7 +82,7 @@ class PullLimits:
 class LegLife:
     """The open legs of an instance, and their beginning and end.
 
-    `on_late` is called when a timeout of this module ended a leg. `new_secret` makes the secret
+    `on_late` is called when a timeout of this module has ended a leg. `new_secret` makes the secret
     part of a ticket's id.
     """
 
@@ -338,7 +338,7 @@ class LegLife:
     # -- the end ----------------------------------------------------------------------------------
 
     def abort(self, leg: Leg) -> None:
-        """Abort a leg. The engine frees the leg's memory by TicketClosed or LandingFreed, later."""
+        """Abort a leg. The engine's TicketClosed or LandingFreed frees its memory later."""
         self._engine.abort(leg.number)
         self.forget(leg, "aborted")
         self.admission.ended(leg.number, self._clock())
@@ -375,7 +375,7 @@ class LegLife:
         now = self._clock()
         self.admission.ended(leg.number, now)
         if leg.is_per_layer:
-            self.free_if_closed(leg)  # if the ticket is open, a decode may pull: TicketClosed frees
+            self.free_if_closed(leg)  # while the ticket is open, a decode may still pull
         elif leg.work is Work.PREFILL:
             self.table.close_ticket(leg.ticket_id)
             self.admission.range_freed(leg.number, now)

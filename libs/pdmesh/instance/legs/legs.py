@@ -27,7 +27,7 @@ class Leg:
     request_id: str
     num_tokens: int = 0  # most tokens that the engine may compute: prompt and longest answer
     trace_id: str = ""
-    ticket_id: str = ""  # of a prefill, once admitted
+    ticket_id: str = ""  # of a prefill that stages KV
     source: KvSource | None = None  # of a decode: where its KV comes from
     compute_s_per_byte: float = 0.0  # of a decode: prefill's time per byte of KV; 0: not known
     is_per_layer: bool = False  # of a prefill: the ticket opens, and may close, while it computes

@@ -32,7 +32,7 @@ _BYTES_PER_WEIGHT: Final = 256  # this many bytes of vectors count as one token
 class _Unsent:
     keys: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    accepted: dict[int, float] = field(default_factory=dict)  # the time to send each, by key
+    accepted: dict[int, float] = field(default_factory=dict)  # by key: when it must be sent
     events: list[SessionEvent] = field(default_factory=list)
     load: Load | None = None
     progress: Progress | None = None

@@ -1,7 +1,8 @@
 """Handles the outputs of an instance's engine.
 
-Tokens and events are added to the outbox of the leg's session. Outputs that end a leg free its slot
-and memory. Changes of the engine's cache are published. A leg is a request's stay on this instance.
+A leg is a request's stay on this instance. Tokens and events are added to the outbox of the leg's
+session. Outputs that end a leg free its slot, and outputs about its memory free the memory. Changes
+of the engine's cache are published.
 """
 
 from __future__ import annotations

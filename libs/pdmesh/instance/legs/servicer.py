@@ -1,4 +1,7 @@
-"""Serves InstanceService over gRPC. It passes commands to the host, and the host's output back."""
+"""Serves InstanceService over gRPC.
+
+It passes the commands of gateways to the host, and the host's output back to the gateways.
+"""
 
 from __future__ import annotations
 
