@@ -299,7 +299,7 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
             telling.cancel()
         watch.cancel()
         await ops.close()
-        # These block for a bounded time if the collector does not answer.
+        # Both calls block for a bounded time if the OTLP collector does not answer.
         await asyncio.to_thread(tracers.shutdown)
         await asyncio.to_thread(meters.shutdown, _FLUSH_MS)
 

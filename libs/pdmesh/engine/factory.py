@@ -75,7 +75,7 @@ class EngineSettings:
     kv_cache_dtype: str = "auto"  # vLLM
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1  # vLLM
-    domain: DomainRank | None = None  # vLLM: its place in a data-parallel domain
+    domain: DomainRank | None = None  # vLLM: the instance's rank in a data-parallel domain
     kv_cache_bytes: int = 0  # vLLM
     max_num_batched_tokens: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
@@ -93,7 +93,7 @@ class EngineSettings:
     sim_law: str = "demo"
     sim_eos_period: int = 300
     sim_num_layers: int = 2
-    sim_token_bytes: int = 64  # of KV, per layer
+    sim_token_bytes: int = 64  # bytes of KV per token and layer
     sim_seed: int = 1
     sim_fail_every: int = 0
     sim_image_tokens: int = 0  # tokens of each image; 0: the sim model takes no images

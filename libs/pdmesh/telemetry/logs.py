@@ -56,7 +56,7 @@ def configure(service: str, instance_id: str, log_format: LogFormat, level: str)
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.WriteLoggerFactory(
             stream
-        ),  # one system call per line; print makes two
+        ),  # makes one system call per line, where print makes two
         cache_logger_on_first_use=True,
     )
     _configure_stdlib(stream, shared, is_pretty, threshold)

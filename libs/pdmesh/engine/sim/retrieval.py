@@ -84,7 +84,7 @@ class _Retrieval:
     digest: int | None = None  # the digest of the KV; None until the KV was read
     is_complete: bool = False
     slices: deque[tuple[int, ByteArray]] = field(default_factory=deque)  # to scatter: offset, bytes
-    scattered: asyncio.Future[None] | None = None  # done when no slice is left; None before any
+    scattered: asyncio.Future[None] | None = None  # done when no slice is left; None at first
 
 
 class Retriever:

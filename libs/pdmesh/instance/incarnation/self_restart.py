@@ -99,7 +99,7 @@ class Watchdog:
             await together(self._mind_the_engine(), self._mind_the_judge())
         except EngineFailed as exc:
             self._host.fail_all(exc.reason, exc.message)  # clients continue elsewhere at once
-            self._say_now()  # the judge needs the reason: it counts restarts that did not help
+            self._say_now()  # tells the health-monitor the reason, since it counts restarts
             await asyncio.sleep(_LAST_WORD_S)
             raise
 
