@@ -1,4 +1,4 @@
-"""pdmesh: prefill and decode on different instances, as an event-driven mesh."""
+"""pdmesh serves LLMs with prefill and decode on different instances, as an event-driven mesh."""
 
 from pdmesh import grpc_environment
 

@@ -1,7 +1,7 @@
-"""API keys at rest: a small JSON file of tenants, their limits, and the SHA-256 of each key.
+"""Reads and writes the key file: tenants with their limits, and a SHA-256 for each API key.
 
-A key is `pdm_<id>_<secret>` with 256 random bits of secret, so a plain hash is as safe as a slow
-one, and the file reveals no key. The id finds the entry. The secret's hash is compared in
+A key is `pdm_<id>_<secret>`. The secret has 256 random bits, so a plain hash is as safe as a slow
+one, and the file reveals no key. A key's entry is found by the id. The secret's hash is compared in
 constant time, even for an unknown id.
 """
 
@@ -29,18 +29,18 @@ _NO_HASH: Final = bytes(32)
 
 
 class BadKeyFile(Exception):
-    """The message is one line: which file, and what is wrong with it."""
+    """A key file cannot be used. The message is one line with the file and its problem."""
 
 
 class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Times in seconds since 1970."""
+    """One key. Times are in seconds since 1970."""
 
     key_id: str
     tenant: str
-    sha256: str  # of the secret, hex
+    sha256: str  # the secret's hash, in hex
     created_at: int
     expires_at: int | None = None
-    role: str | None = None  # of an operator: viewer, operator or admin
+    role: str | None = None  # an operator's key: viewer, operator or admin
 
 
 class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -76,7 +76,7 @@ def _check(file: KeyFile, path: Path) -> None:
 
 
 def difference(before: KeyFile, after: KeyFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tenants and keys that differ, by name and id without hashes: before, and after."""
+    """The tenants and keys that differ, as they were before and are after, without hashes."""
     told = _told(before), _told(after)
     kinds = ("tenants", "keys")
     one, other = (
@@ -103,16 +103,17 @@ def _told(file: KeyFile) -> dict[str, dict[str, Any]]:
 
 
 def save(path: Path, file: KeyFile) -> None:
-    """Atomic, and readable by this user only. Raises OSError."""
+    """Write the file atomically. Only this user can read it. Raises OSError."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(file)).decode() + "\n")
 
 
 def issue(
     file: KeyFile, tenant: str, expires_at: int | None = None, role: AdminRole | None = None
 ) -> str:
-    """A new key for `tenant`, which is added if needed. The key can be seen only now.
+    """Add a new key for `tenant`, and the tenant if it is new. Returns the key.
 
-    `role`: the operator's role, with which this key may also call the admin API.
+    The key cannot be read from the file later. With a `role`, the key may also call the admin API
+    in this operator's role.
     """
     file.tenants.setdefault(tenant, TenantEntry())
     key_id, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
@@ -123,7 +124,7 @@ def issue(
 
 
 def revoke(file: KeyFile, key_id: str) -> bool:
-    """False: there is no such key."""
+    """Remove a key. Returns False if there is no key with this id."""
     kept = [key for key in file.keys if key.key_id != key_id]
     is_found, file.keys = len(kept) < len(file.keys), kept
     return is_found
@@ -135,7 +136,7 @@ def _sha256(secret: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class KeyHolder:
-    """Whose key it is. `role`: the operator's role; None: the key is for clients only."""
+    """The holder of a key. `role` is an operator's role, or None if the key is for clients only."""
 
     key_id: str
     tenant: Tenant
@@ -143,12 +144,12 @@ class KeyHolder:
 
 
 def is_key(token: str) -> bool:
-    """Whether it looks like a key, valid or not."""
+    """Whether the token has the form of a key, valid or not."""
     return token.startswith(f"{_PREFIX}_")
 
 
 class Keyring:
-    """The keys of a file, ready for use."""
+    """The keys of a file, for look-ups."""
 
     def __init__(self, file: KeyFile) -> None:
         self.tenants = {name: entry.tenant(name) for name, entry in file.tenants.items()}
@@ -165,7 +166,7 @@ class Keyring:
         return len(self._keys)
 
     def holder(self, token: str, now: float) -> KeyHolder | None:
-        """Whose key it is; None: unknown or expired. `now`: seconds since 1970."""
+        """The key's holder, or None for an unknown or expired key. `now` is seconds since 1970."""
         parts = token.split("_", 2)
         if len(token) > _MAX_TOKEN_CHARS or len(parts) != 3 or parts[0] != _PREFIX:
             return None
@@ -176,6 +177,6 @@ class Keyring:
         return holder
 
     def find(self, token: str, now: float) -> Tenant | None:
-        """The key's tenant; None: unknown or expired. `now`: seconds since 1970."""
+        """The key's tenant, or None for an unknown or expired key. `now` is seconds since 1970."""
         holder = self.holder(token, now)
         return None if holder is None else holder.tenant

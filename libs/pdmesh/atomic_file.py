@@ -1,4 +1,4 @@
-"""Writes a small file so that a reader sees the old text or the new, never a part."""
+"""Writes a small file so that a reader sees either the old text or the new text, never a part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Readable by this user only. Raises OSError, and leaves no half-written file."""
+    """Write the file so that only this user can read it.
+
+    Raises OSError. After an error, no partial file is left.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

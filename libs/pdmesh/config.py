@@ -1,8 +1,9 @@
-"""Settings from the environment: one frozen class per service, read once in `main()`.
+"""Reads the settings of services from environment variables, once in `main()`.
 
-Each service has its own prefix (`PDMESH_GATEWAY_GRPC_PORT`). A field marked `shared` also reads the
-plain name (`PDMESH_NATS_URL`), so that one variable configures the whole mesh. The service's own
-name wins.
+Each service has a frozen class of settings, and a prefix for its variables
+(`PDMESH_GATEWAY_GRPC_PORT`). A field that is marked `shared` can also be set without the service's
+name (`PDMESH_NATS_URL`), so that one variable configures the whole mesh. If both variables are set,
+the one with the service's name wins.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ _REQUIRED: Final = ...
 
 
 class BadSetting(Exception):
-    """An environment variable has an unusable value; the message is one line and names it."""
+    """An environment variable has an unusable value. The message is one line with its name."""
 
 
 def settings_config(prefix: str) -> SettingsConfigDict:
-    """The `model_config` of a service's Settings; `prefix` is `PDMESH_<SERVICE>_`."""
+    """The `model_config` of a service's Settings. `prefix` is `PDMESH_<SERVICE>_`."""
     return SettingsConfigDict(
         env_prefix=prefix,
         env_nested_delimiter="__",
@@ -64,9 +65,9 @@ def settings_config(prefix: str) -> SettingsConfigDict:
 
 
 def unknown_variables(settings_type: type[BaseSettings], environ: Mapping[str, str]) -> list[str]:
-    """Variables with the service's prefix that match none of its fields.
+    """The variables with the service's prefix that match no field of the service.
 
-    They are misspelled, or belong to another version.
+    Such a variable is misspelled, or belongs to another version.
     """
     prefix = str(settings_type.model_config.get("env_prefix", ""))
     known = {prefix + name.upper() for name in settings_type.model_fields}
@@ -77,9 +78,9 @@ def unknown_variables(settings_type: type[BaseSettings], environ: Mapping[str, s
     )
 
 
-# Any, like pydantic's Field(): the result is assigned to a field of any type.
+# The return type is Any, as for pydantic's Field(), because fields of any type get the result.
 def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) -> Any:
-    """A field that each service that has it also reads from `PDMESH_<FIELD>`."""
+    """A field that services also read from `PDMESH_<FIELD>`, without their own name."""
     return Field(
         default,
         description=description,
@@ -89,11 +90,11 @@ def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) ->
 
 
 def url_problem(url: str) -> str:
-    """What is wrong with the address of a server, or with several, separated by commas; empty if
-    nothing is. The text never contains a part of a password.
+    """Describe the problem of a server's URL, or of several URLs with commas. Empty if valid.
 
-    A client library would raise later, in the middle of the start. Its message would quote a bad
-    port, which may really be the beginning of the password.
+    The text never contains a part of a password. A client library would find the problem later, in
+    the middle of the start. Its message would quote a bad port, and this text may really be the
+    beginning of the password.
     """
     if is_sentinel_url(url):
         try:
@@ -130,14 +131,14 @@ ServerUrl = Annotated[str, AfterValidator(_checked_url)]
 
 
 class JsonObject(BaseModel):
-    """A JSON object in a setting or a file. Its fields are all known, and none is a flag."""
+    """A JSON object in a setting or a file. Unknown fields and booleans are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @field_validator("*", mode="before")
     @classmethod
     def _has_no_flags(cls, value: object) -> object:
-        """Refuse true and false, which pydantic would otherwise read as the numbers 1 and 0."""
+        """Refuse true and false, which pydantic would read as the numbers 1 and 0."""
         if isinstance(value, bool):
             raise PydanticCustomError("flag", "must not be true or false")
         return value
@@ -238,7 +239,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def node(self) -> str:
-        """The machine's name, made of letters, digits and dashes."""
+        """The machine's name. It consists of letters, digits and dashes."""
         name = self.node_id or socket.gethostname().lower()
         return re.sub(r"[^a-z0-9-]+", "-", name) or "node"
 
@@ -253,14 +254,14 @@ class ServiceSettings(BaseSettings):
         return self.advertise_host or self.inner_host
 
     def read_mesh_token(self) -> str:
-        """The mesh token; empty if there is none. Raises BadSetting."""
+        """Read the mesh token. Returns an empty string if there is none. Raises BadSetting."""
         return read_secret(
             "MESH_TOKEN", self.mesh_token.get_secret_value(), self.mesh_token_file, "a mesh token"
         )
 
     @classmethod
     def service(cls) -> str:
-        """`master-scheduler` for the prefix `PDMESH_MASTER_SCHEDULER_`."""
+        """The service's name: `master-scheduler` for the prefix `PDMESH_MASTER_SCHEDULER_`."""
         prefix = str(cls.model_config.get("env_prefix", ""))
         return prefix.removeprefix(SHARED_PREFIX).strip("_").lower().replace("_", "-")
 
@@ -284,7 +285,7 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def load(cls) -> Self:
-        """Read the environment; raises `BadSetting` with one line that names the variable."""
+        """Read the environment. Raises `BadSetting`, whose message names the variable."""
         try:
             return cls()
         except ValidationError as exc:
@@ -294,7 +295,7 @@ class ServiceSettings(BaseSettings):
 
 
 def read_secret(name: str, value: str, file: Path | None, what: str) -> str:
-    """A shared secret from its setting, or from its file. Raises BadSetting."""
+    """Return the secret `value`, or read the secret from `file`. Raises BadSetting."""
     variable = f"{SHARED_PREFIX}{name}"
     if file is not None and not value:
         try:
@@ -313,17 +314,17 @@ def read_secret(name: str, value: str, file: Path | None, what: str) -> str:
 
 
 def is_set(environment: Mapping[str, str], variable: str) -> bool:
-    """Whether a flag is on, as services read it."""
+    """Whether an environment variable is true, by the rules of the services' settings."""
     return environment.get(variable, "").strip().lower() in ("1", "true", "t", "yes", "y", "on")
 
 
 def node_status_file(state_dir: Path) -> Path:
-    """The default path of the node's status, for the node's agent and its instances."""
+    """The default path of the file in which a node's agent reports faults to the instances."""
     return state_dir / "run" / "node-status.json"
 
 
 class _SharedEnv(EnvSettingsSource):
-    """`PDMESH_<FIELD>` for the fields marked shared, and for no other."""
+    """Reads `PDMESH_<FIELD>` for the shared fields only."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         if not is_shared(field):
@@ -338,7 +339,7 @@ def is_shared(field: FieldInfo) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SettingLine:
-    """One setting as an operator sees it."""
+    """One setting, as text for operators."""
 
     variable: str
     shared_variable: str | None
@@ -351,7 +352,7 @@ class SettingLine:
 def describe(
     settings_type: type[ServiceSettings], settings: ServiceSettings | None = None
 ) -> Iterator[SettingLine]:
-    """Every setting with its variable, default and help; secrets are hidden in the value."""
+    """Describe every setting: its variable, default, value and help. Secrets are hidden."""
     prefix = str(settings_type.model_config.get("env_prefix", ""))
     for name, field in settings_type.model_fields.items():
         value = getattr(settings, name) if settings is not None else None
@@ -366,12 +367,12 @@ def describe(
 
 
 def _type_name(field: FieldInfo) -> str:
-    """As an operator writes it: `json, pretty or auto`, `Path`, `JSON` for structures."""
+    """The type of a setting's text: `json, pretty or auto`, `Path`, or `JSON` for structures."""
     kind, parts = get_origin(field.annotation), get_args(field.annotation)
     if kind is Literal:
         *others, last = map(str, parts)
         return f"{', '.join(others)} or {last}" if others else last
-    # None stands for "not given": an operator cannot write it.
+    # None is left out, because operators cannot write it: it means "not set".
     kinds = [part for part in parts if part is not NoneType] or [field.annotation]
     if kind in (dict, list) or any(_is_structure(each) for each in kinds):
         return "JSON"
@@ -399,7 +400,7 @@ def _text(value: object) -> str:
 
 
 def without_password(text: str) -> str:
-    """`redis://user:secret@host` -> `redis://***@host`; also in a list of servers."""
+    """Turn `redis://user:secret@host` into `redis://***@host`, also in a list of servers."""
     return ",".join(map(_hidden, text.split(","))) if "://" in text else text
 
 
@@ -410,7 +411,7 @@ def _hidden(url: str) -> str:
 
 
 def _one_line(settings_type: type[ServiceSettings], exc: ValidationError) -> str:
-    """What is wrong with the first bad variable, and how many more there are."""
+    """Describe the first bad variable in one line, with the number of further ones."""
     errors = exc.errors(include_url=False, include_context=False, include_input=False)
     name, *within = map(str, errors[0]["loc"] or ("",))
     where = f"{'.'.join(within)}: " if within else ""
@@ -419,7 +420,7 @@ def _one_line(settings_type: type[ServiceSettings], exc: ValidationError) -> str
 
 
 def _not_json(settings_type: type[ServiceSettings], text: str) -> str:
-    """The error's one line. pydantic-settings names the field only within the text."""
+    """Describe an error of pydantic-settings, whose field is named only within `text`."""
     found = re.search(r'field "(\w+)"', text)
     return f"{_variable_of(settings_type, found[1], os.environ)}: not JSON" if found else text
 

@@ -1,8 +1,9 @@
-"""Reads the desired state from YAML. An error names its line and field; the first one is reported.
+"""Reads the desired state, the groups that the mesh should have, from a YAML file.
 
-The file may have plain mappings, lists and scalars only: no anchors, tags or second documents, so
-that a small file stays small. libyaml parses it, because the parser in Python takes fifteen times
-as long: with the longest allowed file, a master could not renew its lease in time.
+Only the first error is reported, with its line and field. The file may have plain mappings, lists
+and scalars only. Anchors, tags and further documents are refused, so that a small file cannot
+become a large structure. libyaml parses the file, because the parser in Python takes fifteen times
+as long. With the longest allowed file, a master could then not renew its lease in time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pdmesh.errors import InvalidRequest
 MAX_BYTES: Final = 1 << 20
 MAX_COUNT: Final = 4096  # instances of a role in a group, and copies of a group
 MAX_GROUPS: Final = 4096
-MAX_RANKS: Final = 256  # of a data-parallel domain
+MAX_RANKS: Final = 256  # instances of a data-parallel domain
 MAX_EVENTS: Final = 1 << 17  # of the parser: names, values, and both ends of mappings and lists
 _MAX_DEPTH: Final = 8
 _DAY_S: Final = 86_400.0
@@ -55,7 +56,10 @@ T = TypeVar("T")
 
 
 def read(text: str) -> Desired:
-    """Raises InvalidRequest: its message names the line, and its `field` is the path."""
+    """Read the text.
+
+    Raises InvalidRequest. Its message has the line, and its `field` is the path in the file.
+    """
     root = _compose(text)
     if root is None:
         return Desired()
@@ -107,7 +111,7 @@ def _preset(reader: _Reader) -> ParallelPreset:
 
 
 def _of_roles(reader: _Reader | None, read_one: Callable[[_Reader], T]) -> dict[Role, T]:
-    """One value for each of the roles that generate, or a mapping of them."""
+    """Read a value by role. A single value applies to all roles that generate text."""
     if reader is None:
         return {}
     if not isinstance(reader.node, _Mapping):
@@ -154,7 +158,7 @@ def _upgrade(reader: _Reader) -> UpgradeLimits:
 
 
 def _groups(reader: _Reader | None) -> dict[str, Group]:
-    """The groups by name. `count: 3` of group chat makes chat-0, chat-1 and chat-2."""
+    """Read the groups by name. With `count: 3`, group chat becomes chat-0, chat-1 and chat-2."""
     groups: dict[str, Group] = {}
     for name, each in reader.children() if reader else ():
         parts = each.parts(
@@ -282,7 +286,7 @@ class _List:
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """`parts`: each name and its value, one after the other."""
+    """`parts` has each name, followed by its value."""
 
     line: int
     parts: list[_Node]
@@ -297,7 +301,7 @@ _Node = _Scalar | _List | _Mapping
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """A node and its position.
+    """A node and its path in the file.
 
     Every method raises InvalidRequest if the node is of another kind.
     """
@@ -344,13 +348,13 @@ class _Reader:
         return self.node.value
 
     def text_or_json(self) -> str:
-        """The text of a plain value, or a mapping of plain values as a JSON object of texts."""
+        """The text of a plain value, or a JSON object for a mapping of plain values."""
         if isinstance(self.node, _Mapping):
             return json.dumps({name: each.text() for name, each in self.children(_OPTION)})
         return self.text()
 
     def json(self) -> str:
-        """A mapping of any values, as a JSON object."""
+        """A JSON object for a mapping of any values."""
         return json.dumps({name: each.value() for name, each in self.children(_OPTION)})
 
     def value(self) -> object:
@@ -389,26 +393,26 @@ class _Reader:
 
 
 def _compose(text: str) -> _Node | None:
-    """The node of one document; None if the document is empty."""
+    """Parse the text. Returns None if the document is empty."""
     if len(text) > MAX_BYTES or len(text.encode(errors="replace")) > MAX_BYTES:
         raise InvalidRequest(f"the desired state is longer than {MAX_BYTES} bytes", field="text")
     try:
         return _built(text)
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
-        line = mark.line + 1 if mark else 1  # after the last line, for a text that ends too early
+        line = mark.line + 1 if mark else 1  # if the text ends too early, the line after its end
         raise _wrong("", min(line, len(text.splitlines())), exc.problem or "is not YAML") from exc
     except (yaml.YAMLError, ValueError) as exc:
         raise _wrong("", 1, "is not YAML text") from exc
 
 
 def _built(text: str) -> _Node | None:
-    """Build the nodes from the parser's events. No event is read beyond the bounds.
+    """Build the nodes from the parser's events, and stop at the first event beyond a bound.
 
-    PyYAML's own nodes have two marks each. With the longest file, the garbage collector would stop
-    all threads for seconds while it inspects them.
+    PyYAML's own nodes are not used, because each of them has two marks. With the longest file, the
+    garbage collector would stop all threads for seconds to visit these objects.
     """
-    tops: list[_Node] = []  # of documents
+    tops: list[_Node] = []  # the top node of each document
     open_ones: list[list[_Node]] = [tops]
     for number, event in enumerate(yaml.parse(text, Loader=yaml.CSafeLoader)):
         line = event.start_mark.line + 1
@@ -442,8 +446,9 @@ def _wrong(path: str, line: int, message: str) -> InvalidRequest:
 
 
 def _line_of(root: _Node, path: str) -> int:
-    """The line of the deepest part of `path` that the file has. A group made by `count` has the
-    line of its entry.
+    """The line of the deepest part of `path` that is in the file.
+
+    For a group that `count` made, this is the line of the entry with the count.
     """
     node, line = root, 1
     for name in re.split(r"[.\[\]]+", path.rstrip("]")):

@@ -1,8 +1,8 @@
-"""The errors that cross an edge, and what a caller should do about each.
+"""The errors that a gRPC or HTTP caller may get, and whether the caller should try again.
 
-Raise an error where the fact is known. Each edge translates it once (`net.grpc.rpc` for gRPC, the
-gateway for HTTP). `reason` is stable and meant for programs. The message is for people and never
-holds a prompt.
+Code raises these errors, and the edges of the mesh translate them: `net.grpc.rpc` for gRPC, the
+gateway for HTTP. An error's `reason` is stable and meant for programs. Its message is for people,
+and never contains a prompt.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
-RETRY_AFTER_MS: Final = 1000  # what a retryable error suggests by default
-# A message may quote what a caller sent. It is shortened, because gRPC sends it three times in
-# a header of at most 8 KiB.
+RETRY_AFTER_MS: Final = 1000  # the default `retry_after_ms` of retryable errors
+# A message may quote a caller's text, so it may be long. Messages are shortened, because gRPC sends
+# each of them three times in a header of at most 8 KiB.
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_FIELD_BYTES: Final = 256
 
 
 def shortened(text: str, most: int = 64) -> str:
-    """At most `most` bytes of the text, without cutting a character. An ellipsis marks a cut."""
+    """Shorten the text to at most `most` bytes, in whole characters. An ellipsis marks the cut."""
     if 4 * len(text) <= most:
         return text
     data = text[: most + 1].encode(errors="replace")
@@ -26,12 +26,12 @@ def shortened(text: str, most: int = 64) -> str:
 
 
 class MeshError(Exception):
-    """Base of all expected failures. Codes are those of `grpc.StatusCode` and HTTP."""
+    """The base class of all expected failures. `grpc_code` is a name of `grpc.StatusCode`."""
 
     grpc_code: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
     default_reason: ClassVar[str] = "INTERNAL"
-    is_retryable: ClassVar[bool] = False  # by calling again, unchanged
+    is_retryable: ClassVar[bool] = False  # whether the same call may succeed later
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class MeshError(Exception):
 
 
 class InvalidRequest(MeshError):
-    """The request is wrong; `field` names the wrong part."""
+    """The request is wrong. `field` names the wrong part."""
 
     grpc_code, http_status, default_reason = "INVALID_ARGUMENT", 400, "INVALID_REQUEST"
 
@@ -61,27 +61,27 @@ class ModelNotFound(MeshError):
 
 
 class ScenarioNotFound(MeshError):
-    """The model is served, but not for this scenario, and never was as far as is known."""
+    """The model is served, but as far as the mesh knows, never for this scenario."""
 
     grpc_code, http_status, default_reason = "NOT_FOUND", 404, "SCENARIO_NOT_FOUND"
 
 
 class Overloaded(MeshError):
-    """No capacity before the deadline; back off for `retry_after_ms`."""
+    """There is no capacity before the deadline. The caller should wait for `retry_after_ms`."""
 
     grpc_code, http_status, default_reason = "RESOURCE_EXHAUSTED", 429, "OVERLOADED"
     is_retryable = True
 
 
 class NoInstance(MeshError):
-    """No live instance could serve it."""
+    """No live instance can serve the request."""
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "NO_INSTANCE"
     is_retryable = True
 
 
 class TokenizerUnavailable(MeshError):
-    """The model's tokenizer could not be loaded; it is tried again."""
+    """The model's tokenizer could not be loaded. The gateway tries again."""
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "TOKENIZER_UNAVAILABLE"
     is_retryable = True
@@ -100,7 +100,7 @@ class KvTransferFailed(MeshError):
 
 
 class KvFormatMismatch(MeshError):
-    """The KV formats of two instances do not match; another pair may."""
+    """The KV formats of two instances do not match. Those of another pair may match."""
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "KV_FORMAT_MISMATCH"
     is_retryable = True
@@ -117,39 +117,39 @@ class Draining(MeshError):
 
 
 class WrongIncarnation(MeshError):
-    """The caller means another incarnation; it should look at the registry again."""
+    """The call was for another incarnation of the process. The caller should read the registry."""
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "WRONG_INCARNATION"
     is_retryable = True
 
 
 class NotLeader(MeshError):
-    """This master does not lead now; the caller should ask another one."""
+    """This master does not lead now. The caller should ask another master."""
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "NOT_LEADER"
     is_retryable = True
 
 
 class VersionConflict(MeshError):
-    """Another writer has changed the value since it was read; read it and decide again."""
+    """Another writer has changed the value. The caller should read it again, and then decide."""
 
     grpc_code, http_status, default_reason = "ABORTED", 409, "VERSION_CONFLICT"
 
 
 class InvalidToken(MeshError):
-    """The caller's bearer token is not valid now; the message says why."""
+    """The caller's bearer token is not valid now. The message names the reason."""
 
     grpc_code, http_status, default_reason = "UNAUTHENTICATED", 401, "INVALID_TOKEN"
 
 
 class NotAllowed(MeshError):
-    """The caller may not do this, or has not proved that it may."""
+    """The caller lacks the permission for the call, or has not proved its identity."""
 
     grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "NOT_ALLOWED"
 
 
 class WrongMeshToken(MeshError):
-    """The caller has not shown that it is a process of this mesh."""
+    """The call lacks the mesh token, which all processes of a mesh share."""
 
     grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "WRONG_MESH_TOKEN"
 
@@ -161,14 +161,14 @@ class WrongPeer(MeshError):
 
 
 class UntrustedPeer(MeshError):
-    """The called process has no certificate that names it and is valid now."""
+    """The called process did not show a valid certificate with its own name."""
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "UNTRUSTED_PEER"
     is_retryable = True
 
 
 class BadCertificates(MeshError):
-    """The certificate files of this process cannot be used; the message names the file."""
+    """The certificate files of this process cannot be used. The message names the file."""
 
     default_reason = "BAD_CERTIFICATES"
 
@@ -178,7 +178,7 @@ class DeadlineExceeded(MeshError):
 
 
 class PoisonRequest(MeshError):
-    """Instances died while they worked on the request; it is not tried again."""
+    """Instances died while they worked on the request, so the mesh does not try it again."""
 
     grpc_code, http_status, default_reason = "INTERNAL", 500, "POISON_REQUEST"
 
@@ -191,15 +191,16 @@ class Unavailable(MeshError):
 
 
 class EngineFailed(MeshError):
-    """The engine refused or lost a request through no fault of the client's."""
+    """The engine refused or lost a request. The client is not the cause."""
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "ENGINE_FAILED"
     is_retryable = True
 
 
 class EngineMisconfigured(EngineFailed):
-    """No engine starts with these settings, this model and this machine: another start would fail
-    in the same way.
+    """The engine cannot start with these settings and this model on this machine.
+
+    Another start would fail in the same way.
     """
 
     default_reason = "ENGINE_MISCONFIGURED"
@@ -207,31 +208,34 @@ class EngineMisconfigured(EngineFailed):
 
 
 class ConstraintUnsatisfiable(MeshError):
-    """No token satisfies both the form that was asked for and the request's other fields."""
+    """No token fits both the requested form of the answer and the request's other fields."""
 
     grpc_code, http_status, default_reason = "INVALID_ARGUMENT", 400, "CONSTRAINT_UNSATISFIABLE"
 
 
 class ImageUnusable(MeshError):
-    """An image cannot be decoded, or does not fit its place in the prompt."""
+    """An image cannot be decoded, or does not have the tokens that the prompt has for it."""
 
     grpc_code, http_status, default_reason = "INVALID_ARGUMENT", 400, "IMAGE_UNUSABLE"
 
 
 class ImageMisfit(MeshError):
-    """A prompt has other tokens for an image than this instance's model; another may fit."""
+    """The prompt has other tokens for an image than this instance's model.
+
+    On another instance, they may be the same.
+    """
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "IMAGE_MISFIT"
 
 
 class AdapterUnusable(MeshError):
-    """A LoRA adapter cannot be loaded: its files, or the model, are not what they should be."""
+    """A LoRA adapter cannot be loaded on this instance, because of its files or the model."""
 
     grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "ADAPTER_UNUSABLE"
 
 
 class AdapterMisfit(AdapterUnusable):
-    """No instance of the model can load the adapter, so another need not be asked."""
+    """No instance of the model can load the adapter, so no other instance need be asked."""
 
 
 BY_REASON: Final[Mapping[str, type[MeshError]]] = {

@@ -1,10 +1,12 @@
-"""Faults on demand: a test arms `prefill.staged=sigkill@3` and the process dies at the third hit.
+"""Failpoints: named places in the code at which a test makes a process fail.
 
-Named points are spread over the code that moves requests. An unarmed hit is one look-up in an empty
-dict. `sigkill` and `sigstop` act on this process, `raise` raises FailpointHit; any other action
-(`zero-kv`, `zero-states`) is returned to the caller, which knows what it means. `@n` fires at the
-nth hit only, `@n+` from then on; without either, every hit fires. `name[prefill-0]=...` fires only
-for that instance, at points that name one.
+For example, a test arms `prefill.staged=sigkill@3`, and the process dies when it reaches the point
+`prefill.staged` for the third time. The actions `sigkill` and `sigstop` signal this process, and
+`raise` raises FailpointHit. Any other action, such as `zero-kv`, is returned to the code at the
+point, which acts on it. With `@n`, only the nth hit fires. With `@n+`, the nth and all later hits
+fire. Without either, every hit fires. Some points concern one of several instances: there,
+`name[prefill-0]=...` fires for prefill-0 only. If no point is armed, a hit costs one check of an
+empty dict.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _SPEC = re.compile(
 
 
 class FailpointHit(Exception):
-    """A failpoint armed with `raise` was reached."""
+    """The code reached a failpoint that was armed with `raise`."""
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ _armed: dict[str, _Armed] = {}
 
 
 def arm(spec: str) -> None:
-    """Arm exactly the points of `spec`: name=action[@n[+]], separated by commas.
+    """Arm the points of `spec` (name=action[@n[+]], separated by commas), and disarm all others.
 
     Raises ValueError.
     """
@@ -52,9 +54,9 @@ def arm(spec: str) -> None:
 
 
 def hit(name: str, of: str = "") -> str | None:
-    """Called at a named point.
+    """Do the action of a named point, if it is armed and fires.
 
-    Returns the action if it fires and the caller must do it. `of`: the instance at this point.
+    Returns the action if the caller must do it. `of` is the instance that the point concerns.
     """
     if not _armed:
         return None

@@ -1,4 +1,4 @@
-"""Follows a key file and reads it again when it changes.
+"""Reads a file of API keys again whenever the file changes.
 
 If the file cannot be read, the last keys stay valid.
 """
@@ -19,12 +19,12 @@ log = structlog.get_logger(__name__)
 
 _RELOAD_S: Final = 1.0
 
-# Called with the file before and after a change.
+# Called with the file's old and new content after a change.
 OnKeysChanged = Callable[[KeyFile, KeyFile], Awaitable[None]]
 
 
 class FollowedKeys:
-    """`keyring` has the keys of the file as it was read last."""
+    """`keyring` has the keys that were last read from the file."""
 
     def __init__(self, path: Path) -> None:
         """Raises BadKeyFile."""
@@ -42,7 +42,7 @@ class FollowedKeys:
                 await on_change(before, self._file)
 
     async def reload(self) -> bool:
-        """Read the file again if it has changed. Returns whether that was done."""
+        """Read the file again if it has changed. Returns whether the keys were replaced."""
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return False

@@ -1,8 +1,10 @@
-"""The life of one service process: settings, telemetry, signals, ops endpoint, then its `main`.
+"""Runs a service process: reads settings, sets up telemetry, signals and the operators' endpoint,
+then runs the service's `main`.
 
-Exit codes: 0 stopped as asked, 1 failed (the log says why), 2 a bad setting or an engine that can
-never start with its settings. SIGTERM or SIGINT asks for an orderly stop (`App.stopping`). A second
-signal ends the process at once, with 128 plus its number.
+SIGTERM or SIGINT asks for an orderly stop (`App.stopping`). A second signal ends the process at
+once, with the exit code 128 plus the signal's number. The exit code is 0 after an orderly stop and
+1 after a failure. It is 2 for a bad setting, and for an engine that can never start with its
+settings.
 """
 
 from __future__ import annotations
@@ -62,19 +64,19 @@ _ALLOW_PLAIN_TEXT: Final = "set PDMESH_INSECURE_NETWORK=true on a network that y
 
 
 class StoppedEarly(Exception):
-    """Asked to stop while still starting: there is nothing to drain."""
+    """The process was asked to stop while it started, so there is nothing to drain."""
 
 
 class StartupError(Exception):
-    """The process cannot start or continue for a reason that an operator can fix.
+    """The process cannot start or continue, for a reason that an operator can fix.
 
-    The process ends with one line and exit code 1.
+    The process logs one line and exits with code 1.
     """
 
 
 @dataclass
 class App:
-    """A service's view of its own process."""
+    """The process, as its service sees and controls it."""
 
     service: str
     instance_id: str
@@ -92,12 +94,13 @@ class App:
     def not_ready(self) -> list[str]:
         missing = [name for name, is_ready in self._checks.items() if not is_ready()]
         if not self._checks:
-            missing.append("started")  # main has not yet added its checks
+            missing.append("started")  # `main` has not added its checks yet
         return ["stopping", *missing] if self.stopping.is_set() else missing
 
     async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which may take any time. Raises StoppedEarly if the process is
-        asked to stop before `work` is done.
+        """Wait for `work`, which may take any time, and return its result.
+
+        Raises StoppedEarly if the process is asked to stop before `work` is done.
         """
         task = asyncio.create_task(work)
         try:
@@ -109,9 +112,9 @@ class App:
             await end([task])
 
     async def until_stopping(self, *works: asyncio.Future[Any]) -> None:
-        """Wait until asked to stop, or until all `works` are done, if there are any.
+        """Wait until the process is asked to stop, or all `works` are done, if there are any.
 
-        Raises what one of them raises.
+        If one of the works fails, raises its error.
         """
         stopping = asyncio.create_task(self.stopping.wait())
         pending = set(works)
@@ -140,27 +143,27 @@ def run(
 ) -> None:
     """Run `main` until it returns, then exit the process.
 
-    `main` should return soon after `app.stopping`.
+    `main` should return soon after `app.stopping` is set.
     """
     _parse_arguments(service, settings_type, help_note)
-    os.umask(0o077)  # state, usage, tokens, KV on disk: for this user only
+    os.umask(0o077)  # only this user may read the process's files: state, usage, tokens, KV
     settings = _load(service, settings_type)
     logs.configure(service, settings.instance_id, settings.log_format, settings.log_level)
     logs.take_over_stderr()
     if unknown := unknown_variables(settings_type, os.environ):
         log.warning(
             "service.settings_unknown", variables=unknown
-        )  # no error: versions are mixed during an upgrade
+        )  # only a warning, because versions are mixed during an upgrade
     with asyncio.Runner(loop_factory=_loop_factory(settings.uvloop)) as runner:
-        # Exit within the block: at its end, the Runner waits for every task, and one that the stop
-        # interrupted may never end.
+        # Exit within the block. At its end, the Runner would wait for every task, and a task that
+        # the stop interrupted may never end.
         _leave(runner.run(_serve(service, settings, main)))
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit without tearing the interpreter down.
+    """Exit without the interpreter's finalisation.
 
-    A teardown would take half a second, and native libraries may crash during it.
+    The finalisation would take half a second, and native libraries may crash during it.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -178,13 +181,13 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
             await main(settings, app)
     except StoppedEarly:
         pass
-    except EngineMisconfigured as exc:  # as with a bad setting, another start would fail, too
+    except EngineMisconfigured as exc:  # another start would fail too, as with a bad setting
         log.error("service.failed", reason=str(exc))
         return BAD_SETTING
     except (StartupError, MeshError) as exc:
         log.error("service.failed", reason=str(exc))
         return 1
-    except BadSetting as exc:  # found only when the file that a setting names was read
+    except BadSetting as exc:  # the problem is in a file that a setting names
         log.error("service.failed", reason=f"bad setting {exc}")
         return BAD_SETTING
     except Exception:
@@ -195,10 +198,11 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
 
 
 def _join_mesh(service: str, settings: ServiceSettings) -> None:
-    """Set up the mesh token and the certificates of this process's calls.
+    """Set up the mesh token and the certificates for calls between the mesh's processes.
 
-    Inner ports trust their callers. So on an address that others can reach, callers must show a
-    certificate, or at least the mesh's token. Raises StartupError, BadCertificates, BadSetting.
+    The ports for these calls trust their callers. So on an address that others can reach, callers
+    must show a certificate, or at least the mesh token. Raises StartupError, BadCertificates,
+    BadSetting.
     """
     _check_network(settings)
     token = settings.read_mesh_token()
@@ -218,7 +222,7 @@ def _join_mesh(service: str, settings: ServiceSettings) -> None:
 
 
 def _check_network(settings: ServiceSettings) -> None:
-    """Raises StartupError if data would leave the machine in plain text without permission."""
+    """Raises StartupError if plain text would leave the machine and the settings forbid that."""
     is_trusted, has_tls = settings.insecure_network, settings.tls_dir is not None
     if lacks_tls(settings.inner_host, has_tls=has_tls, is_trusted=is_trusted):
         raise StartupError(
@@ -236,7 +240,10 @@ def _check_network(settings: ServiceSettings) -> None:
 
 
 def _certificates(service: str, settings: ServiceSettings) -> CertificateFolder | None:
-    """The certificates of this process. Raises BadCertificates, or StartupError for another's."""
+    """The certificates of this process.
+
+    Raises BadCertificates, or StartupError if the certificate is for another process.
+    """
     if settings.tls_dir is None:
         return None
     from pdmesh.net.tls.certificate_renewal import CertificateFolder
@@ -254,7 +261,7 @@ def _certificates(service: str, settings: ServiceSettings) -> CertificateFolder 
 
 @contextlib.asynccontextmanager
 async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
-    """Telemetry and the ops endpoint, for as long as `main` runs."""
+    """Run telemetry and the operators' endpoint, for as long as `main` runs."""
     resource = Resource.create(
         {
             "service.name": app.service,
@@ -292,13 +299,13 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
             telling.cancel()
         watch.cancel()
         await ops.close()
-        # These block for a bounded time if the collector does not answer.
+        # Both calls block for a bounded time if the OTLP collector does not answer.
         await asyncio.to_thread(tracers.shutdown)
         await asyncio.to_thread(meters.shutdown, _FLUSH_MS)
 
 
 def _told(ops_file: Path | None, address: str) -> asyncio.Task[None] | None:
-    """Write the file at once; if that fails, a task keeps trying.
+    """Write the file at once. If that fails, return a task that tries again.
 
     A full disk must not stop a service.
     """
@@ -320,9 +327,10 @@ async def _tell(ops_file: Path, address: str) -> None:
 
 
 def calm_the_collector() -> None:
-    """Exclude what is loaded by now from garbage collection, and collect less often.
+    """Exclude all present objects from garbage collection, and collect less often.
 
-    Most objects of a busy service live as long as a request and are freed without the collector.
+    Most objects of a busy service live as long as a request, and reference counting frees them
+    without the collector.
     """
     gc.collect()
     gc.freeze()
@@ -330,16 +338,16 @@ def calm_the_collector() -> None:
 
 
 def exclude_from_collection() -> None:
-    """Exclude what is loaded by now from garbage collection, without collecting.
+    """Exclude all present objects from garbage collection, without collecting first.
 
-    vLLM's libraries alone are 600,000 objects. A collection that visits them takes some hundred
-    milliseconds, in which an instance does nothing else.
+    vLLM's libraries alone have 600,000 objects. A collection that visits these objects takes some
+    hundred milliseconds, in which the instance does nothing else.
     """
     gc.freeze()
 
 
 def collect_everything() -> None:
-    """Free all garbage, also among the excluded objects. Then exclude all that is left."""
+    """Free all garbage, also among the excluded objects. Then exclude all remaining objects."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -380,7 +388,7 @@ def _loop_factory(use_uvloop: bool) -> LoopFactory:
 
 
 def _parse_arguments(service: str, settings_type: type[ServiceSettings], note: str) -> None:
-    """`--help` and `--print-config` answer and exit; there are no other arguments."""
+    """Handle the only arguments, which make the process print something and exit."""
     parser = argparse.ArgumentParser(
         prog=f"pdmesh-{service}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,8 +1,8 @@
-"""The files of a model's folder that turn text into tokens and back, and their digests.
+"""Finds the files in a model's folder that gateways need, and computes their digests.
 
-Gateways need them, wherever they run: the tokenizer, the chat template, and what the model says
-about its defaults. Weights are not among them, nor any code. A folder with a `tokenizer.json` needs
-no other file of its vocabulary.
+Gateways turn text into tokens and back. For this they need the tokenizer, the chat template, and
+the model's default settings. They get no weights and no code. If a folder has a `tokenizer.json`,
+its other vocabulary files are not needed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-MAX_BYTES: Final = 128 << 20  # per model; the largest known has 40 MB
+MAX_BYTES: Final = 128 << 20  # all files of a model; the largest known model has 40 MB
 PIECE_BYTES: Final = 256 << 10
 _MAX_FILES: Final = 32
-_TOKENIZER: Final = "tokenizer.json"  # the only form of a vocabulary that gateways read
+_TOKENIZER: Final = "tokenizer.json"  # the only vocabulary file that gateways can read
 # The files that map ids to tokens in folders without a tokenizer.json.
 _OTHER_VOCABULARY: Final = re.compile(
     r"tekken\.json|tokenizer\.model(\.v\d+\w*)?|[\w.-]{1,64}\.tiktoken|tiktoken\.model"
@@ -35,12 +35,15 @@ _TEMPLATE: Final = re.compile(rf"{_TEMPLATES}/\w[\w.-]{{0,63}}\.jinja")
 
 
 class BadTextFiles(Exception):
-    """A folder cannot be read, has no tokenizer, or has more files than any model needs."""
+    """A folder cannot be read, has no tokenizer, or has too many or too large files."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """`digest` covers all files; `vocabulary` covers only those that say what a token id means."""
+    """The files of one model.
+
+    `digest` covers all files. `vocabulary` is a digest of the files that map token ids to tokens.
+    """
 
     folder: Path
     digests: Mapping[str, str]  # SHA-256 by name
@@ -50,11 +53,11 @@ class TextFiles:
 
     @property
     def is_readable(self) -> bool:
-        """Whether a gateway can read its vocabulary."""
+        """Whether gateways can read the vocabulary."""
         return _TOKENIZER in self.digests
 
     def pieces(self) -> Iterator[tuple[str, bytes]]:
-        """All files in order of their names, in pieces with the name. Raises OSError. Blocks."""
+        """Yield each file in pieces, as (name, bytes), sorted by name. Raises OSError. Blocks."""
         for name in sorted(self.digests):
             with (self.folder / name).open("rb") as file:
                 yield name, file.read(PIECE_BYTES)
@@ -63,7 +66,7 @@ class TextFiles:
 
 
 def is_text_file(name: str) -> bool:
-    """`name`: the file's path within the model's folder, with slashes."""
+    """`name` is the file's path within the model's folder, with slashes."""
     return _is_of_chat(name) or name == _TOKENIZER or bool(_OTHER_VOCABULARY.fullmatch(name))
 
 
@@ -72,7 +75,7 @@ def _is_of_chat(name: str) -> bool:
 
 
 def read_text_files(folder: Path) -> TextFiles:
-    """Raises BadTextFiles. Blocks while it hashes them."""
+    """Find the files and hash them. Raises BadTextFiles. Blocks."""
     try:
         paths = (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja"))
         found = {p.relative_to(folder).as_posix(): p for p in paths}

@@ -1,4 +1,4 @@
-"""The `pdmesh` command: starts, stops and inspects a mesh.
+"""The `pdmesh` command, which starts, stops and inspects a mesh.
 
-Only the commands that need a slow library import it.
+Libraries that are slow to import are imported only by the commands that need them.
 """

@@ -1,4 +1,4 @@
-"""The command line: runs a command, and reports in one line why it failed."""
+"""Runs a `pdmesh` command. If the command fails, prints the reason in one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     module = getattr(options, "module", options.command)
     try:
         _check_state_dir(options.state_dir)
-        # The import is slow enough for a Ctrl-C to come meanwhile.
+        # The import is inside this `try` because it is slow: a user may press Ctrl-C during it.
         run: Command = import_module(f"pdmesh.cli.commands.{module}").run
         code = _flushed(watched(run, options) if options.watch else run(options))
     except CommandFailed as exc:
@@ -43,14 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Replace streams that the caller closed, as in `pdmesh chat hi >&-`: Python has None there."""
+    """Replace streams that the caller closed, as in `pdmesh chat hi >&-`.
+
+    Python sets such a stream to None.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # until the end
 
 
 def _explained(exc: OSError) -> int:
-    """Print why the OSError came, such as a lack of permission or of disk space; return code 1."""
+    """Print the reason of an OSError, for example missing permission or a full disk. Returns 1."""
     if exc.filename is None and _flushed(0):
         return 1
     where = f"{exc.filename}: " if exc.filename is not None else ""
@@ -80,7 +83,7 @@ def _flushed(code: int) -> int:
 
 
 def _mute() -> None:
-    """Drop the unwritten output: Python would otherwise try to write it again at its exit."""
+    """Drop the unwritten output, which Python would try to write again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Connects a command to a mesh's NATS server, with a clear line if that fails."""
+"""Connects a command to a mesh's NATS server, or fails with one clear line."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def be_quiet() -> None:
 
 @asynccontextmanager
 async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
-    """Connect to the NATS of the mesh started here, or to that at --nats-url.
+    """Connect to the NATS at --nats-url, or of the mesh started here.
 
-    From then on, the command's calls carry a mesh token: that of the environment, else that of the
-    mesh started here. They also show the certificate in PDMESH_TLS_DIR, by default that of the mesh
-    started here. Raises CommandFailed.
+    This also sets the mesh token and the certificate for the command's further calls. The token
+    comes from the environment, or else from the mesh started here. The certificate is in
+    PDMESH_TLS_DIR, or else the one of the mesh started here. Raises CommandFailed.
     """
     url, tls_dir = options.nats_url, os.environ.get("PDMESH_TLS_DIR", "")
     has_roles = is_set(os.environ, "PDMESH_NATS_ROLES")
@@ -74,7 +74,7 @@ def _certificates(tls_dir: str) -> CertificateFolder | None:
 
 
 def _use_mesh_token(options: argparse.Namespace) -> None:
-    """Use the mesh token from the environment, else that of the mesh started here."""
+    """Use the mesh token from the environment, or else from the mesh started here."""
     try:
         token = state.known_mesh_token(options.state_dir, os.environ)
     except BadSetting as exc:

@@ -1,4 +1,4 @@
-"""The errors of commands: one clear line on stderr, and an exit code."""
+"""The errors of commands. Each becomes one line on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdmesh.cli.hints import hint
 
 
 class CommandFailed(Exception):
-    """The user sees the message, which says what is wrong and how to fix it."""
+    """A command failed. The message is for the user: it names the problem and how to fix it."""
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Hints on the next command, which work as printed with any state directory."""
+"""Hints with a command to type next. The command works for the user's state directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def default_state_dir() -> Path:
 
 
 def hint(state_dir: Path, command: str, *, program: str = "pdmesh") -> str:
-    """The line to type for `command`, with --state-dir if that is not the default."""
+    """The line to type for `command`. It has --state-dir if the directory is not the default."""
     if state_dir == default_state_dir():
         return f"{program} {command}"
     return f"{program} {command} --state-dir {shlex.quote(str(state_dir))}"

@@ -1,4 +1,4 @@
-"""Calls the leading master with the admin token."""
+"""Calls the leading master with the user's admin token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.net.grpc.admin_client import Invoke, T, call_leader
 
 
 def leader_of(options: argparse.Namespace) -> AdminCalls:
-    """The admin calls of the leading master. Each call makes its own connection.
+    """The admin calls to the leading master. Each call makes its own connection.
 
     Raises CommandFailed.
     """

@@ -1,4 +1,4 @@
-"""An argument parser that suggests the word that the user may have meant."""
+"""An argument parser that suggests a known word for a misspelled one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdmesh.core.suggestion import suggestion
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Reports an unknown word with the usage of the command that was given it."""
+    """Reports an unknown option with the usage of the command after which it was given."""
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads it by its second argument
         self, args: Sequence[str] | None = None, namespace: Any = None

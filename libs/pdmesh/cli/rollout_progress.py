@@ -1,8 +1,10 @@
-"""Decides whether a rollout is done or has failed, and says how far it is.
+"""Decides whether the rollout of a desired state's version is done or has failed.
 
-A canary that waits for an operator counts as done, since only the operator can continue it. A
+A rollout is done when all groups are as the version says. It also counts as done while a canary, a
+group that got the new version first, waits for an operator: only the operator can continue it. A
 rollout has failed if a newer version has replaced it, or if its upgrade stopped, is going back or
-went back. Scripts depend on the exit status that follows from this.
+went back. Scripts depend on these rules, because the exit status of `pdmesh rollout status` follows
+from them.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from pdmesh.v1 import admin_service_pb2 as pb
 _SERVING: Final = "serving"
 _WENT_BACK: Final = "went back"
 _BACK: Final = ("going back", _WENT_BACK, "stopped")
-_CANARY: Final = "canary"  # only an operator can continue it, so the rollout counts as done
-_SHOWN: Final = 3  # groups that are named in one line
+_CANARY: Final = "canary"  # only an operator can continue, so the rollout counts as done
+_SHOWN: Final = 3  # most groups that are named in one line
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """`failure`: why the rollout has failed; empty if it has not."""
+    """The state of a rollout. `failure` is the reason of a failure, or empty."""
 
     is_done: bool
     text: str
@@ -30,7 +32,7 @@ class Rollout:
 
 
 def rollout_of(states: pb.ListGroupStatesResponse, version: int) -> Rollout:
-    """The state of the rollout of `version`, from one answer of the leader."""
+    """The state of the rollout of `version`, according to one answer of the leader."""
     if states.version > version:
         return Rollout(False, "", f"version {states.version} has replaced it{_went_back(states)}")
     failed = [u for u in states.upgrades if u.version == version and u.state in _BACK]

@@ -1,4 +1,4 @@
-"""The types of command-line values. Each error says in one line what is allowed."""
+"""Parses the values of command-line options. Each error says in one line what is allowed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-MAX_SIZES: Final = 8  # of `--tp`: a plan tries every pair of a prefill's and a decode's
-_MAX_DURATION_S: Final = 1000 * 86_400  # a coarse bound: the leader decides what is allowed
+MAX_SIZES: Final = 8  # most numbers in `--tp`; a plan tries every pair of two of them
+_MAX_DURATION_S: Final = 1000 * 86_400  # a coarse bound; the leader has the real one
 
 
 def duration(text: str) -> int:
-    """A duration in seconds, from text such as 30m. A number without a unit means seconds."""
+    """Parse a duration such as 30m to seconds. A number without a unit means seconds."""
     number, unit = text[:-1], text[-1:]
     if unit.isdigit():
         number, unit = text, "s"
@@ -29,7 +29,7 @@ def assignment(text: str) -> tuple[str, str]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names that are separated by commas."""
+    """Parse names that are separated by commas."""
     return tuple(name for name in text.split(",") if name)
 
 
@@ -47,7 +47,7 @@ def positive_int(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    """The number, or NaN if the text is not a number: no bound accepts NaN."""
+    """The number, or NaN if the text is not a number. The callers' bounds refuse NaN."""
     try:
         return float(text)
     except ValueError:
@@ -69,7 +69,7 @@ def share_or_none(text: str) -> float:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Comma-separated numbers from 1 to 64, at most `MAX_SIZES` different ones, sorted."""
+    """Parse at most `MAX_SIZES` different numbers from 1 to 64, and sort them."""
     found = {one_or_more(part) for part in text.split(",")}
     if len(found) > MAX_SIZES:
         raise argparse.ArgumentTypeError(f"{len(found)} numbers: the most allowed is {MAX_SIZES}")

@@ -1,6 +1,7 @@
-"""The typed client for programs that operate a mesh: its state, its changes, its events.
+"""The Python client for programs that operate a mesh: it reads state and events, and makes changes.
 
-`Client` (docs/python-client.md) connects by itself. `pdmesh`'s commands use the parts.
+Programs begin with `Client` (docs/python-client.md). The `pdmesh` commands use this package's
+functions directly.
 """
 
 from pdmesh.client.client import Client

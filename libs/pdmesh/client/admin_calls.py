@@ -1,7 +1,7 @@
-"""Every call of AdminService as a typed method; requests and answers are those of the proto.
+"""All calls of the gRPC service AdminService, as typed methods.
 
-A refusal is a MeshError: InvalidRequest for a bad value, NotAllowed without the admin token,
-Unavailable if no master leads.
+A refused call raises a MeshError: InvalidRequest for a bad value, NotAllowed without the admin
+token, Unavailable if no master leads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pdmesh.v1.admin_service_pb2_grpc import AdminServiceAsyncStub
 
-_ADAPTER_S: Final = 90.0  # how long adding an adapter may take, as instances read all its files
+_ADAPTER_S: Final = 90.0  # longest time for adding an adapter, whose files an instance reads
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -37,18 +37,24 @@ class AdminCalls:
     # The desired state.
 
     async def desired(self, version: int = 0) -> pb.DesiredVersion | None:
-        """The version, by default the current one; None if no desired state was ever applied."""
+        """One version of the desired state, by default the current one.
+
+        Returns None if no desired state was ever applied.
+        """
         request = pb.GetDesiredRequest(version=version)
         answer = await self._call(lambda stub: stub.GetDesired, request)
         return answer.desired if answer.HasField("desired") else None
 
     async def history(self, limit: int = 0) -> pb.ListDesiredVersionsResponse:
-        """The kept versions without their texts, the current one first; at most `limit`, 0: all."""
+        """The stored versions without their texts, the current one first.
+
+        Returns at most `limit` versions, or all of them if `limit` is 0.
+        """
         request = pb.ListDesiredVersionsRequest(limit=limit)
         return await self._call(lambda stub: stub.ListDesiredVersions, request)
 
     async def diff(self, text: str) -> pb.DiffDesiredResponse:
-        """What applying the text would change. Changes nothing."""
+        """Show what `apply` would change, without any change."""
         return await self._call(lambda stub: stub.DiffDesired, pb.DiffDesiredRequest(text=text))
 
     async def apply(
@@ -61,7 +67,10 @@ class AdminCalls:
         allow_empty: bool = False,
         canary_share: float = 0.0,
     ) -> pb.ApplyDesiredResponse:
-        """Make the text the desired state; refused if `expected_version` is no longer current."""
+        """Make the text the desired state.
+
+        Raises VersionConflict if `expected_version` is given and is not the current version.
+        """
         request = pb.ApplyDesiredRequest(
             text=text,
             author=author,
@@ -75,14 +84,18 @@ class AdminCalls:
     async def rollback(
         self, version: int = 0, *, author: str, reason: str = "", allow_empty: bool = False
     ) -> pb.RollbackDesiredResponse:
-        """Make an earlier version the desired state again; 0: the previous one."""
+        """Make an earlier version the desired state again. 0 means the previous version."""
         request = pb.RollbackDesiredRequest(
             version=version, author=author, reason=reason, allow_empty=allow_empty
         )
         return await self._call(lambda stub: stub.RollbackDesired, request)
 
     async def promote(self, scenario: str = "") -> pb.PromoteUpgradeResponse:
-        """Give a canary's revision to all groups of `scenario`; empty: of all with a canary."""
+        """Give the canary's revision to all groups of `scenario`.
+
+        A canary is a group that got a new revision first. If `scenario` is empty, this promotes the
+        canaries of all scenarios.
+        """
         request = pb.PromoteUpgradeRequest(scenario=scenario)
         return await self._call(lambda stub: stub.PromoteUpgrade, request)
 
@@ -95,15 +108,15 @@ class AdminCalls:
         return await self._call(lambda stub: stub.GetUsage, pb.GetUsageRequest())
 
     async def overview(self) -> looks.GetOverviewResponse:
-        """What the operators' page shows of the mesh now."""
+        """The present state of the mesh, as the operators' page shows it."""
         return await self._call(lambda stub: stub.GetOverview, looks.GetOverviewRequest())
 
     async def answers(self) -> looks.GetHistoryResponse:
-        """TTFT and answers of the last hour, by scenario."""
+        """The times to first token and the counts of answers in the last hour, by scenario."""
         return await self._call(lambda stub: stub.GetHistory, looks.GetHistoryRequest())
 
     async def request_story(self, request_id: str) -> looks.GetRequestStoryResponse:
-        """Raises InvalidRequest if the master knows nothing of the request."""
+        """The steps of one request. Raises InvalidRequest if the master has no record of it."""
         request = looks.GetRequestStoryRequest(request_id=request_id)
         return await self._call(lambda stub: stub.GetRequestStory, request)
 
@@ -113,8 +126,10 @@ class AdminCalls:
     async def cordon(
         self, instance_id: str, *, reason: str = "", at_once: bool = True
     ) -> pb.CordonInstanceResponse:
-        """Take an instance out of service. `at_once`: its requests move to others; else it is
-        drained and finishes them.
+        """Take an instance out of service.
+
+        With `at_once`, the instance's requests move to other instances. Without, the instance
+        finishes its requests first.
         """
         mode = pb.LEAVE_MODE_AT_ONCE if at_once else pb.LEAVE_MODE_DRAIN
         request = pb.CordonInstanceRequest(instance_id=instance_id, mode=mode, reason=reason)
@@ -136,8 +151,10 @@ class AdminCalls:
         return await self._call(lambda stub: stub.RemovePin, pb.RemovePinRequest(pin_id=pin_id))
 
     async def add_adapter(self, name: str, path: str, model: str = "") -> pb.AddAdapterResponse:
-        """`path`: an absolute path that instances can read. `model`: the name that clients use;
-        empty: the only model.
+        """Register a LoRA adapter.
+
+        `path` is an absolute path that instances can read. `model` is the base model's name for
+        clients. It may be empty if the mesh has only one model.
         """
         request = pb.AddAdapterRequest(name=name, model=model, path=path)
         return await self._call(lambda stub: stub.AddAdapter, request, _ADAPTER_S)

@@ -23,8 +23,10 @@ _CALL_S: Final = 5.0
 
 
 async def reach_nats(url: str, name: str, within_s: float | None = None) -> NatsBus:
-    """Connect to NATS. Raises Unavailable if it does not answer in time (3 s by default), and
-    InvalidRequest for a malformed URL.
+    """Connect to NATS.
+
+    Raises Unavailable if NATS does not answer in time (3 s by default), and InvalidRequest for a
+    malformed URL.
     """
     if problem := url_problem(url):
         raise InvalidRequest(problem, field="nats_url")
@@ -41,7 +43,10 @@ async def reach_nats(url: str, name: str, within_s: float | None = None) -> Nats
 
 
 class Client(AdminCalls):
-    """Made by `connect`. Every call goes to the leading master, which the registry names."""
+    """A connection to a mesh, made by `connect`.
+
+    Every call is sent to the leading master, which the client finds in the registry.
+    """
 
     def __init__(self, bus: NatsBus, admin_token: str, mesh_token: str, within_s: float) -> None:
         super().__init__(self._ask_leader)
@@ -60,12 +65,13 @@ class Client(AdminCalls):
         nats_roles: bool = False,
         within_s: float = _CALL_S,
     ) -> AsyncIterator[Self]:
-        """`within_s`: how long to wait for NATS, and how long a call looks for a leading master.
+        """Connect to a mesh.
 
-        `tls_dir` has an operator's certificate (`pdmesh certs operator/NAME`). From then on, all
-        connections of this process use it, also those of other clients. `nats_roles`: NATS
-        knows callers by their certificates, as with `pdmesh up --tls`. Raises BadCertificates,
-        InvalidRequest, Unavailable.
+        `within_s` is the longest wait for NATS, and the longest time for which a call looks for a
+        leading master. `tls_dir` has an operator's certificate (`pdmesh certs operator/NAME`). From
+        then on, all connections of this process use this certificate, even those of other clients.
+        Set `nats_roles` if NATS identifies its clients by their certificates, as with `pdmesh up
+        --tls`. Raises BadCertificates, InvalidRequest, Unavailable.
         """
         if tls_dir is not None:
             from pdmesh.net.tls.certificate_renewal import CertificateFolder
@@ -83,10 +89,10 @@ class Client(AdminCalls):
     def events(
         self, domains: Iterable[str] = (), *, periodic: bool = False
     ) -> AsyncIterator[MeshEvent]:
-        """Events of these domains, by default of all, from the start of the iteration on.
+        """The events of these domains, by default of all, from the start of the iteration on.
 
-        `periodic`: also heartbeats, node reports and loads, which are sent all the time. Raises
-        InvalidRequest for an unknown domain.
+        With `periodic`, they include heartbeats, node reports and loads, which are sent all the
+        time. Raises InvalidRequest for an unknown domain.
         """
         return follow(self._bus, domains, periodic=periodic)
 

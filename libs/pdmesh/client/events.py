@@ -1,4 +1,4 @@
-"""The mesh's events, decoded (docs/events.md). They may be lost, repeated or late."""
+"""Reads and decodes the mesh's events (docs/events.md). Events may be lost, repeated or late."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ KINDS: Final[dict[tuple[str, str], type[ProtoMessage]]] = {
     ("control", "leader"): events_pb2.LeaderChanged,
     ("control", "audit"): events_pb2.AdminChange,
 }
-# The events that are sent all the time, even when nothing happens.
+# These events are sent all the time, even when nothing happens.
 PERIODIC: Final = frozenset({("health", "instance"), ("health", "node"), ("load", "instance")})
-_MAX_WAITING: Final = 1024  # events that wait for a slow reader; beyond them, NATS drops some
+_MAX_WAITING: Final = 1024  # most events that wait for a slow reader before events are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class MeshEvent:
-    """`message` is of the type that docs/events.md names for the subject."""
+    """One event. docs/events.md lists the message type for each subject."""
 
     subject: str
     message: ProtoMessage
@@ -53,7 +53,7 @@ class MeshEvent:
 
     @property
     def about(self) -> str:
-        """The id of the instance, group, gateway or the like that the event is about."""
+        """The id of the event's object, for example of an instance, a group or a gateway."""
         return self.subject.split(".")[4]
 
 
@@ -63,9 +63,9 @@ def kind_of(subject: str) -> tuple[str, ...]:
 
 
 def decoded(message: Message) -> ProtoMessage | None:
-    """The event in the message; None if this release does not know its type.
+    """Decode an event. Returns None for a type of event that this release does not have.
 
-    Raises InvalidRequest if it is malformed.
+    Raises InvalidRequest for a malformed event.
     """
     kind = KINDS.get(kind_of(message.subject))  # type: ignore[arg-type]  # any length
     return decode_event(message, kind) if kind is not None else None
@@ -85,7 +85,7 @@ def patterns(domains: Iterable[str]) -> list[str]:
 async def follow(
     bus: Bus, domains: Iterable[str] = (), *, periodic: bool = False
 ) -> AsyncIterator[MeshEvent]:
-    """Events from now on, until the reader stops. Leaves out unknown and malformed events."""
+    """Yield events from now on. Unknown and malformed events are left out."""
     waiting: asyncio.Queue[Message] = asyncio.Queue(_MAX_WAITING)
     losses = _Losses()
     async with AsyncExitStack() as stack:
@@ -105,7 +105,7 @@ async def follow(
 
 
 class _Losses:
-    """Whether events were lost since the last look."""
+    """Whether events were lost since the last `take`."""
 
     def __init__(self) -> None:
         self._are_there = False

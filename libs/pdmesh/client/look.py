@@ -1,6 +1,7 @@
-"""One look at a mesh: its registry, the groups as the leader sees them, and how busy instances are.
+"""Reads the present state of a mesh: its registry, the leader's groups, and the instances' load.
 
-The look leaves out what does not answer, because operators look when something is broken.
+Processes that do not answer are left out, because operators need the state most when something is
+broken.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _ASK_S: Final = 1.0
 @dataclass(frozen=True, slots=True)
 class MeshLook:
     records: Mapping[str, InstanceRecord]  # every registered process, by its id
-    epoch: int | None  # of the leading master; None: no leader answers
-    groups: ListGroupStatesResponse | None  # None: without the admin token, or without a leader
+    epoch: int | None  # the number of the master's leadership; None: no leader answers
+    groups: ListGroupStatesResponse | None  # None: no admin token was given, or no master leads
     states: Mapping[str, InstanceState]  # health and faults, by instance
-    answers: Mapping[str, GetStatusResponse]  # of the instances that answer, by id
+    answers: Mapping[str, GetStatusResponse]  # by id, for the instances that answered
 
 
 async def look(bus: NatsBus, admin: AdminCalls, mesh_token: str | None = None) -> MeshLook:

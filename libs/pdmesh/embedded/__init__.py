@@ -1,1 +1,1 @@
-"""Runs NATS and Valkey as child processes, so that a mesh needs no servers installed."""
+"""Runs NATS and Valkey as child processes, so that users of a mesh need not run these servers."""

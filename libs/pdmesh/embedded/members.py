@@ -1,8 +1,9 @@
-"""One host's server of NATS, of Redis or Valkey, and its sentinel, for a mesh over several hosts.
+"""The servers that one host runs in a mesh over several hosts: NATS, Redis and a sentinel.
 
-Everything is over mutual TLS. NATS' servers share the buckets. Redis' replicas follow the primary
-that the sentinels chose last. The servers keep their data, and Redis and the sentinels also their
-configuration, which they rewrite themselves. So after a restart each knows its role.
+The servers of all hosts form clusters, with mutual TLS. The NATS servers replicate their data.
+Redis (or Valkey) has one primary, which the sentinels choose, and replicas that follow it. All
+servers keep their data on disk. Redis and the sentinels also rewrite their own configuration files,
+so that each knows its role after a restart.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ tls {{
   {more}
 }}
 """
-# Without a replica that follows, a primary takes no writes: it may be cut off, and another one be
-# chosen. The append-only file keeps a short restart from emptying the replicas.
+# A primary takes no writes while no replica follows it (`min-replicas-to-write`). It may be cut off
+# from the network while the sentinels choose another primary. The append-only file keeps the data
+# over a restart. Without the file, an empty primary would empty its replicas.
 _REDIS_CONFIG: Final = """\
 bind {address}
 port 0
@@ -104,7 +106,7 @@ class User:
 
 
 class NatsMember:
-    """nats-server with JetStream, one of a cluster's."""
+    """One nats-server of a cluster, with JetStream."""
 
     name = "nats"
 
@@ -116,8 +118,10 @@ class NatsMember:
         addresses: Mapping[str, str],
         ports: tuple[int, int],
     ) -> None:
-        """`files`: a folder with tls/nats/HOST, cluster-tls and accounts.conf. `addresses`: of all
-        members by host. `ports`: for clients, and for the other members.
+        """Reserve the port for clients.
+
+        `files` is a folder with tls/nats/HOST, cluster-tls and accounts.conf. `addresses` has the
+        address of each member's host. `ports` are the ports for clients and for other members.
         """
         self._directory, self._folder = directory, files.absolute()
         self._host, self._addresses = host, addresses
@@ -130,7 +134,7 @@ class NatsMember:
 
     @property
     def watched(self) -> list[Path]:
-        """Files that NATS reads again when it is told to."""
+        """The files that NATS reads again after a SIGHUP."""
         own = (self._tls_dir / name for name in ("tls.crt", "tls.key", "ca.crt"))
         return [self._folder / "accounts.conf", *own]
 
@@ -170,7 +174,7 @@ class NatsMember:
         return await says(connecting, b"", (b"INFO ",))
 
     async def is_alive(self) -> bool:
-        """Certificates that do not fit are no reason to kill it."""
+        """Whether the server answers, even if its certificate is not accepted."""
         return await shakes_hands(self._port.host, self._port.port)
 
     def close(self) -> None:
@@ -179,7 +183,7 @@ class NatsMember:
 
 @dataclass(frozen=True)
 class RedisPlace:
-    """Where one of Redis' servers runs, and with which files."""
+    """The address and the files of a Redis server or a sentinel."""
 
     directory: Path
     address: str
@@ -199,7 +203,7 @@ class RedisPlace:
 
 
 class _RedisProcess:
-    """Redis or Valkey with TLS, and a configuration that it rewrites."""
+    """A Redis or Valkey process with TLS, which rewrites its own configuration file."""
 
     name: str
 
@@ -225,7 +229,10 @@ class _RedisProcess:
         return ()
 
     def _write_once(self, config: Path, text: str) -> None:
-        """Write it again only if the prepared text has changed."""
+        """Write the configuration, but only if `text` has changed since the last time.
+
+        If not, the file stays as the server has rewritten it.
+        """
         prepared = config.with_suffix(".prepared")
         if config.exists() and prepared.exists() and prepared.read_text() == text:
             return
@@ -241,7 +248,7 @@ class _RedisProcess:
         return await says(connecting, b"PING\r\n", (b"+PONG", NO_USER, b"-LOADI", b"-MASTE"))
 
     async def is_alive(self) -> bool:
-        """Certificates that do not fit are no reason to kill it."""
+        """Whether the server answers, even if its certificate is not accepted."""
         return await shakes_hands(self._port.host, self._port.port)
 
     def close(self) -> None:
@@ -249,12 +256,12 @@ class _RedisProcess:
 
 
 class RedisMember(_RedisProcess):
-    """The first primary, or a replica of it at first."""
+    """One Redis server. At the first start, it is the first primary or one of its replicas."""
 
     name = "redis"
 
     def __init__(self, place: RedisPlace, first_primary: str, replica: User) -> None:
-        """`first_primary`: its address. `replica`: as whom a replica connects to its primary."""
+        """`first_primary` is an address. `replica` is the user with which replicas connect."""
         super().__init__(place)
         self._first_primary, self._replica = first_primary, replica
 
@@ -271,7 +278,10 @@ class RedisMember(_RedisProcess):
 
 @dataclass(frozen=True)
 class WatchedPrimary:
-    """The primary that sentinels watch at first; `quorum` of them must find it gone."""
+    """The primary that the sentinels watch at first.
+
+    The sentinels choose another primary only if `quorum` of them find this one gone.
+    """
 
     name: str
     address: str

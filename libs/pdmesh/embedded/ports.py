@@ -1,8 +1,8 @@
 """Reserves a TCP port for a child process, so that the child can listen on it again after a crash.
 
-The launcher binds the port but does not listen. With SO_REUSEADDR the child may bind it, too, and
-listen. Several gateways on one port also need SO_REUSEPORT. No other process gets the port by
-chance.
+The launcher binds the port but does not listen. Because of SO_REUSEADDR, the child can bind the
+same port and listen. Several gateways on one port also need SO_REUSEPORT. The system does not give
+a bound port to a process that asks for any free port.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Final, Self
 
 from pdmesh.net.addresses import join
 
-_LISTEN: Final = "0A"  # state in /proc/net/tcp
+_LISTEN: Final = "0A"  # the state of a listening socket in /proc/net/tcp
 
 
 class PortTaken(Exception):
-    """Another process listens on the port. The message is one line with its name, if known."""
+    """The port cannot be used. The message is one line, with the process that has the port."""
 
 
 class PortReservation:
-    """Holds `port` on `host` until `close`; port 0 means a free one."""
+    """Reserves `port` on `host` until `close`. For port 0, a free port is chosen."""
 
     def __init__(self, host: str, port: int, variable: str = "") -> None:
         self.host = host
@@ -53,7 +53,10 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _refuse_if_taken(host: str, port: int, variable: str) -> None:
-    """Bind once without SO_REUSEPORT: otherwise another mesh's port would be shared silently."""
+    """Raise PortTaken if a process listens on the port.
+
+    This binds the port without SO_REUSEPORT. With it, two meshes could share a port by mistake.
+    """
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -68,7 +71,7 @@ def _refuse_if_taken(host: str, port: int, variable: str) -> None:
 
 
 def listener_of(port: int) -> str | None:
-    """`name (pid N)` of the process that listens on a TCP port; None if /proc does not show it."""
+    """`name (pid N)` of the process that listens on a TCP port, or None if it is not found."""
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listening_inodes(table, port)}
     if not inodes:
         return None

@@ -1,11 +1,12 @@
-"""Runs NATS and Valkey for one mesh, and checks that they serve.
+"""The commands and checks for the NATS and Valkey servers of a mesh on one machine.
 
 Each server keeps its address across restarts. Valkey has a unix socket that only this user can
 open, and no TCP port, so it needs no password. NATS has a reserved port of 127.0.0.1, which every
 user of the machine can reach. Write access to NATS is admin access to the mesh, so NATS requires a
-password. The password is in the server's URL and in a file that only this user can read. With an
-accounts file, NATS knows its clients by their certificates instead, and Valkey has a user for each
-service.
+password. The password is in the server's URL and in a file that only this user can read.
+
+If the mesh has TLS, NATS identifies its clients by their certificates instead, with the permissions
+of an accounts file. Valkey then has a user and a password for each service.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from pdmesh.embedded.ports import PortReservation
 from pdmesh.errors import BadCertificates
 from pdmesh.server_permissions.redis_acl import redis_acl
 
-_SOCKET_PATH_MAX: Final = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
+_SOCKET_PATH_MAX: Final = 100  # bytes; the system's limit is 108 on Linux, 104 on macOS
 _PROBE_S: Final = 0.5
 _NATS_USER: Final = "pdmesh"
-NO_USER: Final = b"-NOAUTH"  # Valkey answers, but not to everybody
+NO_USER: Final = b"-NOAUTH"  # Valkey's answer to a client without a user
 
 _NATS_CONFIG: Final = """\
 listen: "{address}"
@@ -45,7 +46,8 @@ jetstream {{
 """
 
 
-# A connection begins with the handshake, so that nobody on the way can talk a client out of it.
+# With `handshake_first`, a connection begins with the TLS handshake. So nobody on the network can
+# make a client continue without TLS.
 _NATS_TLS: Final = """\
 tls {{
   cert_file: "{folder}/tls.crt"
@@ -66,7 +68,7 @@ class Server(Protocol):
     def url(self) -> str: ...
 
     def command(self) -> list[str]:
-        """Write the server's files, and return the command that starts it.
+        """Write the server's files, and return the command that starts the server.
 
         Raises `ServerNotFound`.
         """
@@ -75,14 +77,14 @@ class Server(Protocol):
     async def is_ready(self) -> bool: ...
 
     async def is_alive(self) -> bool:
-        """Whether the process answers at all; one that does not may be killed."""
+        """Whether the process answers. A process that does not answer may be killed."""
         ...
 
     def close(self) -> None: ...
 
 
 async def shakes_hands(host: str, port: int) -> bool:
-    """Whether a server with TLS answers, whatever the certificates."""
+    """Whether a server with TLS answers. Certificates are not checked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -108,9 +110,11 @@ class NatsServer:
         tls_dir: Path | None = None,
         accounts: Path | None = None,
     ) -> None:
-        """`tls_dir`: the server's certificate, which it also shows to itself; None: no TLS.
+        """Reserve the port.
 
-        `accounts`: a file of `access.nats_accounts`, which needs TLS. None: one user for all.
+        `tls_dir` has the server's certificate, which the readiness check also uses as its client
+        certificate. None means no TLS. `accounts` is a file made by `access.nats_accounts`, which
+        needs TLS. With None, all clients have the same user.
         """
         self._directory, self._tls_dir, self._accounts = directory, tls_dir, accounts
         self._port = PortReservation("127.0.0.1", port, "PDMESH_NATS_PORT")
@@ -135,7 +139,7 @@ class NatsServer:
         return [str(binary), "-c", str(config.absolute())]
 
     def _who(self) -> str:
-        if self._accounts is not None:  # NATS reads it from the folder of its configuration
+        if self._accounts is not None:  # the path is relative to the folder of the configuration
             return f'include "{os.path.relpath(self._accounts, self._directory)}"'
         return f'authorization {{ user: "{_NATS_USER}", password: "{self._password}" }}'
 
@@ -146,7 +150,7 @@ class NatsServer:
         return _NATS_TLS.format(folder=self._tls_dir.absolute(), verify=verify)
 
     async def is_ready(self) -> bool:
-        """Whether the server answers; it sends INFO once JetStream is up."""
+        """Whether the server sends INFO, which it does once JetStream runs."""
         try:
             context = None if self._tls_dir is None else context_of(self._tls_dir)
         except (BadCertificates, OSError):
@@ -155,9 +159,7 @@ class NatsServer:
         return await says(connecting, b"", (b"INFO ",))
 
     async def is_alive(self) -> bool:
-        """With TLS, whether it answers a handshake: certificates that do not fit are no reason to
-        kill it.
-        """
+        """Whether the server answers, even if its certificate is not accepted."""
         if self._tls_dir is None:
             return await self.is_ready()
         return await shakes_hands(self._port.host, self._port.port)
@@ -172,8 +174,9 @@ class ValkeyServer:
     name = "valkey"
 
     def __init__(self, directory: Path, roles: Iterable[str] = ()) -> None:
-        """`roles`: those that get a user, with a new password (`access.redis_acl`). None: Valkey
-        tells nobody apart.
+        """Each of the `roles` gets a user with a new password (`access.redis_acl`).
+
+        Without roles, Valkey does not distinguish its clients.
         """
         self._directory = directory
         self._socket = _socket_path(directory)
@@ -181,12 +184,12 @@ class ValkeyServer:
 
     @property
     def url(self) -> str:
-        """Without a user."""
+        """The URL without a user."""
         return f"unix://{self._socket}"
 
     @property
     def urls(self) -> dict[str, str]:
-        """By role."""
+        """The URL with the user of each role, by role."""
         return {
             role: f"unix://{role}:{password}@{self._socket}"
             for role, password in self._passwords.items()
@@ -236,7 +239,7 @@ async def says(
     question: bytes,
     answers: Sequence[bytes],
 ) -> bool:
-    """Whether it begins with one of these answers."""
+    """Connect and send `question`. Returns whether the reply begins as one of the `answers`."""
     try:
         async with asyncio.timeout(_PROBE_S):
             reader, writer = await connecting
@@ -251,7 +254,7 @@ async def says(
 
 
 def make_private(directory: Path) -> None:
-    """Make `directory` private; refuse one that another user put there."""
+    """Make `directory` private. Raises PermissionError if it belongs to another user."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory.stat().st_uid != os.getuid():
         raise PermissionError(f"{directory} belongs to another user")
@@ -259,7 +262,7 @@ def make_private(directory: Path) -> None:
 
 
 def _socket_path(directory: Path) -> Path:
-    """A path in `directory` if it fits into a socket address, else in a short private directory."""
+    """A path in `directory`, or in a private temporary directory if the path would be too long."""
     path = directory.absolute() / "valkey.sock"
     if len(os.fsencode(path)) <= _SOCKET_PATH_MAX:
         return path

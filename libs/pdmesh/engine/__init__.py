@@ -1,1 +1,4 @@
-"""Engines: the Protocol (base), vLLM, and the simulated engine."""
+"""The engines, which compute tokens: vLLM, and the simulated engine (sim).
+
+`base` has their common interface.
+"""

@@ -1,9 +1,9 @@
-"""The waits of an engine's prefills for the embeddings of their images, and how these ended.
+"""Makes a prefill wait for the embeddings of its images, and fetches them from the encoder.
 
-One deadline holds for the encoder's work and for the fetch from it. After it the engine encodes the
-images itself, so an encoder that dies or hangs delays a request by about `ENCODE_WAIT_S` at most
-(S130). After repeated failures, nothing is fetched from an encoder for a while
-(`AvoidedEncoders`).
+One deadline bounds both the encoder's work and the fetch. After the deadline the prefill's engine
+encodes the images itself. So an encoder that dies or hangs delays a request by about
+`ENCODE_WAIT_S` at most (S130). After repeated failures, nothing is fetched from an encoder for a
+while (`AvoidedEncoders`).
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pdmesh.errors import KvTransferFailed
 
 log = structlog.get_logger(__name__)
 
-_LEAST_FETCH_S: Final = 0.1  # for an encoder that answered at the last moment
+_LEAST_FETCH_S: Final = 0.1  # a fetch has this time even if the encoder answered at the deadline
 
-# (encoder, seconds) -> how many of the prompt's first images have their embeddings here now.
-# Raises KvTransferFailed if the fetch failed.
+# Takes the encoder and the seconds that a fetch may take. Returns how many of the prompt's first
+# images have their embeddings here now. Raises KvTransferFailed if the fetch failed.
 FetchEmbeddings = Callable[[KvPeer, float], Awaitable[int]]
 
 
 class EmbeddingOutcome(Enum):
-    """What became of the embeddings of an awaited image."""
+    """How the wait for one image's embeddings ended."""
 
     FETCHED = "fetched"
     NOT_MADE = "not_made"  # the encoder refused, failed or died
     LATE = "late"  # the encoder did not answer in time
-    LOST = "lost"  # the fetch failed, or the encoder had evicted them
-    SKIPPED = "skipped"  # fetches from the encoder failed lately
+    LOST = "lost"  # the fetch failed, or the encoder had evicted the embeddings
+    SKIPPED = "skipped"  # the encoder is avoided, because earlier fetches failed
 
 
 @dataclass(slots=True)
@@ -52,13 +52,17 @@ class _Wait:
 
 
 class AwaitedEmbeddings:
-    """`expect` begins a wait, and `gather` or `forget` ends it; `tell` may come at any time."""
+    """The waits of an engine's prefills, one per leg.
+
+    `expect` begins a wait. `tell` passes the encoder's answer, at any time. `gather` or `forget`
+    ends the wait.
+    """
 
     def __init__(self, patience_s: float = ENCODE_WAIT_S) -> None:
         self._patience_s = patience_s
         self._waits: dict[int, _Wait] = {}
         self._counts: Counter[EmbeddingOutcome] = Counter()  # images
-        self.num_gathered = 0  # waits that ended: then the prefill continues, a sign of work
+        self.num_gathered = 0  # waits that ended; each counts as a sign of the engine's work
         self._sources = AvoidedEncoders()
 
     def __len__(self) -> int:
@@ -76,12 +80,12 @@ class AwaitedEmbeddings:
             wait.told.set_result(encoder)
 
     def forget(self, leg: int) -> None:
-        """The leg is over, or failed before it gathered anything."""
+        """End the wait of a leg that is over."""
         self.tell(leg, None)
         self._waits.pop(leg, None)
 
     async def gather(self, leg: int, num_images: int, fetch: FetchEmbeddings) -> int:
-        """Wait and fetch; returns how many of the first images need not be encoded here."""
+        """Wait and fetch. Returns how many of the first images need not be encoded here."""
         wait = self._waits[leg]
         try:
             left_s = max(0.0, wait.until - time.monotonic())
@@ -105,7 +109,7 @@ class AwaitedEmbeddings:
             self.num_gathered += 1
 
     async def _fetched(self, source: PeerId, fetching: Awaitable[int]) -> int:
-        """How many images came. The outcome decides whether further fetches are tried."""
+        """Fetch, and note the outcome for `AvoidedEncoders`. Returns how many images came."""
         try:
             num = await fetching
         except KvTransferFailed as error:

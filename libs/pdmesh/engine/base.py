@@ -1,12 +1,16 @@
-"""What an engine is to the mesh: it takes jobs, and yields outputs in batches, one per step.
+"""The interface of an engine: it takes jobs, and yields outputs in batches, one per step.
 
-An engine never queues. The instance's admission core reserves a slot and the bytes before a job
-arrives, so a job starts at the engine's next step. Jobs are named by the host's `leg` number. For
-every job the engine emits exactly one terminal output: `Finished`, `Failed`, `Pooled`, `Encoded`,
-or a `Prefilled` that carries a ticket or a finish reason. An aborted job has no terminal output:
-after `abort` returns, only the end of its ranges is emitted for that leg (`TicketClosed`,
-`LandingFreed`). An output that was emitted before the abort may still be read. After a `Failed`, or
-a `Prefilled` without a ticket, no `TicketClosed` follows, unless `TicketOpened` came before.
+An engine never queues jobs. The instance's admission core reserves a slot and memory before a job
+arrives, so a job starts at the engine's next step. A job has the number of its leg, which is the
+request's stay on this instance. A prefill *stages* KV: it copies the KV to a reserved range of
+memory, from which a decode pulls it. A *ticket* is the right to pull one prompt's staged KV. The
+range of memory into which the decode pulls is its *landing*.
+
+For every job the engine emits exactly one terminal output: `Finished`, `Failed`, `Pooled`,
+`Encoded`, or a `Prefilled` with a ticket or a finish reason. An aborted job has no terminal output.
+After `abort` returns, the engine emits only `TicketClosed` or `LandingFreed` for the job. They free
+the job's memory. Outputs from before the abort may still be read. After `Failed`, or `Prefilled`
+without a ticket, no `TicketClosed` follows, unless `TicketOpened` came before.
 """
 
 from __future__ import annotations
@@ -42,13 +46,13 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 is greedy; `num_logprobs` None means none.
+    """How tokens are drawn. With `temperature` 0, sampling is greedy.
 
-    The last `num_drawn` tokens of the prompt belong to the answer: an earlier job drew them, on any
-    engine. They count as output: a draw with a seed depends on the seed and on the token's position
-    in the answer, and `shaping` and `constraint` are about all of the answer. `stop_token_ids`
-    include the model's EOS tokens unless these are to be ignored. `ignore_eos` matters only to an
-    engine that also adds an EOS token of its own.
+    An earlier job, on any engine, may have drawn the beginning of the answer. These tokens are the
+    last `num_drawn` tokens of the prompt, but they count as output: `shaping` and `constraint`
+    apply to the whole answer, and a seeded draw depends on the seed and the token's position in the
+    answer. `stop_token_ids` include the model's EOS tokens, unless the request ignores EOS.
+    `ignore_eos` is for engines that also stop at an EOS token that is not in `stop_token_ids`.
     """
 
     max_tokens: int
@@ -57,11 +61,11 @@ class Sampling:
     seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-    num_logprobs: int | None = None
-    logprob_token_ids: tuple[int, ...] = ()  # with `num_logprobs`: these, not the likeliest
+    num_logprobs: int | None = None  # None: no log probabilities
+    logprob_token_ids: tuple[int, ...] = ()  # report these tokens instead of the likeliest ones
     num_drawn: int = 0
     shaping: LogitShaping = UNSHAPED
-    num_prompt_logprobs: int | None = None  # not None: all of the prompt is computed
+    num_prompt_logprobs: int | None = None  # if set, no part of the prompt comes from a cache
     constraint: Constraint | None = None
 
 
@@ -74,9 +78,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """A row for each token of a prompt from the second on: the token, then the `num_top` likeliest.
+    """The log probabilities of a prompt's tokens, in rows of 1 + `num_top` entries.
 
-    `ranks` are those of the prompt's own tokens; 1 is the likeliest.
+    There is one row for each token from the second on. A row begins with the prompt's own token,
+    followed by the `num_top` likeliest tokens. `ranks` has one entry per row: the rank of the
+    prompt's own token, where 1 is the likeliest.
     """
 
     num_top: int
@@ -89,12 +95,13 @@ class PromptLogprobs:
 class PrefillJob:
     """Compute a prompt, draw token 1, and stage the KV in `staging` under `ticket_id`.
 
-    `is_per_layer` (S48): the ticket is open before the prompt is computed (`TicketOpened`), and
-    each layer is staged as it is computed. Otherwise the prompt is staged whole, in time for
-    `Prefilled`.
+    If `is_per_layer` (S48), the engine opens the ticket before it computes the prompt
+    (`TicketOpened`), and stages each layer when the layer is computed. Otherwise the engine stages
+    the whole prompt before it emits `Prefilled`.
 
-    `staging` is None when the job is local (fusion): the engine continues with decoding and emits
-    `Tokens`. A job that ends with its first token (max_tokens 1, or a stop token) hands on no KV.
+    `staging` is None for a job that continues here (fusion): after token 1, the engine decodes and
+    emits `Tokens`. A job that ends with token 1 (max_tokens 1, or a stop token) stages no KV for a
+    decode.
     """
 
     leg: int
@@ -111,7 +118,7 @@ class PrefillJob:
     adapter: Adapter | None = None
     images: tuple[PromptImage, ...] = ()
     priority: int = DEFAULT_PRIORITY  # a lower number is more urgent
-    awaits_embeddings: bool = False  # of its images: `embedded` says which encoder holds them
+    awaits_embeddings: bool = False  # an encoder makes the images' embeddings, see `embedded`
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +126,11 @@ class DecodeJob:
     """Pull a ticket's KV into `landing`, scatter it into blocks, and continue from `first_token`.
 
     `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the wait for
-    the pull's turn, and again the pull itself. `stall_s` bounds the sender's silence during the
-    pull, once prefill is done. `first_token` is None while prefill still computes: then the pull
-    does not wait for a turn, `join` brings the token, and the job begins to draw when it has the
-    token and the KV.
+    the pull's turn, and then, from zero again, the pull itself. `stall_s` bounds the sender's
+    silence during the pull, once prefill is done.
+
+    `first_token` is None while prefill still computes. In this case the pull does not wait for a
+    turn, and `join` passes the token later. The job draws once it has both the token and the KV.
     """
 
     leg: int
@@ -139,14 +147,14 @@ class DecodeJob:
     traceparent: str = ""
     stall_s: float = math.inf
     adapter: Adapter | None = None
-    images: tuple[PromptImage, ...] = ()  # without their data: their KV is pulled
+    images: tuple[PromptImage, ...] = ()  # without the images' data, since the KV is pulled
     priority: int = DEFAULT_PRIORITY  # as in PrefillJob
 
 
 def hands_on(job: PrefillJob, max_model_len: int) -> bool:
-    """Whether the job's KV goes elsewhere.
+    """Whether a decode on another instance is to pull the job's KV.
 
-    A job that surely ends with its first token hands on no KV.
+    The KV of a job that must end with token 1 is not needed elsewhere.
     """
     has_room = len(job.prompt) + 1 < max_model_len
     return job.staging is not None and job.sampling.max_tokens > 1 and has_room
@@ -154,9 +162,9 @@ def hands_on(job: PrefillJob, max_model_len: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TicketOpened:
-    """The KV of a per-layer job may be pulled from now on, layer by layer as it is computed.
+    """A decode may pull the KV of a per-layer job from now on, each layer once it is computed.
 
-    It precedes every other output of the leg.
+    This is the first output of the leg.
     """
 
     leg: int
@@ -165,7 +173,7 @@ class TicketOpened:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Prefill is done. Terminal when `finish_reason` is set or `ticket` is."""
+    """Prefill is done. This output is terminal if `finish_reason` or `ticket` is set."""
 
     leg: int
     token: int
@@ -178,9 +186,9 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class KvPulling:
-    """The job begins to pull its KV; the pull ends within its deadline.
+    """The job begins to pull its KV. The pull ends within the job's deadline.
 
-    It is not emitted for a job that finds its KV here already.
+    This output is left out if the engine has all of the job's KV already.
     """
 
     leg: int
@@ -188,9 +196,9 @@ class KvPulling:
 
 @dataclass(frozen=True, slots=True)
 class KvArrived:
-    """The pull succeeded, and the job waits for a place in a step.
+    """The pull succeeded, and the job waits for room in a step.
 
-    It is left out if `KvReceived` follows at once.
+    This output is left out if `KvReceived` follows at once.
     """
 
     leg: int
@@ -198,10 +206,11 @@ class KvArrived:
 
 @dataclass(frozen=True, slots=True)
 class KvReceived:
-    """The job's KV is in its blocks, verified; `num_computed_tokens` were computed, not pulled.
+    """The job's KV is in its blocks, and verified.
 
-    For `waited_s` of `duration_s`, the job waited only for bytes: prefill was done, and its pull
-    had begun.
+    `num_computed_tokens` is how many tokens' KV this engine computed instead of pulling it.
+    `waited_s` is the part of `duration_s` in which the job waited only for bytes: prefill was done,
+    and the pull had begun.
     """
 
     leg: int
@@ -222,10 +231,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One token for each of many jobs, in place of `Tokens`: parallel sequences of equal length.
+    """One token for each of many jobs, instead of many `Tokens`. The two sequences are parallel.
 
-    For engines that draw thousands of tokens per second; the same `legs` object may serve many
-    steps.
+    This form is for engines that draw thousands of tokens per second. An engine may pass the same
+    `legs` object in many steps.
     """
 
     legs: Sequence[int]
@@ -240,10 +249,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job failed and holds nothing any more.
+    """The job failed and holds no slot or memory any more.
 
-    `reason` is as in errors.py; a retry goes to another instance. `cause`: the KV agent's reason
-    for a failed KV transfer (`core.kv.transfer.ticket.PullFailure`).
+    `reason` is a reason of errors.py. If `is_retryable`, the request may be retried on another
+    instance. `cause` is the KV agent's reason for a failed KV transfer
+    (`core.kv.transfer.ticket.PullFailure`).
     """
 
     leg: int
@@ -254,9 +264,9 @@ class Failed:
 
 
 def constraint_failed(leg: int) -> Failed:
-    """No engine can continue the answer: the constraint does not compile, or allows no token.
+    """The failure of a job whose constraint does not compile, or allows no token any more.
 
-    The message does not quote the grammar, which a client wrote.
+    No other engine could continue the answer. The message does not quote the client's grammar.
     """
     message = "the constraint cannot be compiled, or allows no token any more"
     return Failed(leg, ConstraintUnsatisfiable.default_reason, message, is_retryable=False)
@@ -264,12 +274,13 @@ def constraint_failed(leg: int) -> Failed:
 
 @dataclass(frozen=True, slots=True)
 class TicketClosed:
-    """Staged KV was taken, released, or its lease ended: its slot and arena range are free.
+    """Staged KV was pulled or released, or its lease ended. The job's slot and range are free.
 
-    It is emitted exactly once for each job that got a `staging` range, unless the job ended by
-    `Failed` or with its first token. For an aborted job it is the only output after `abort`. A
-    ticket that `TicketOpened` announced is closed however the job ends. It may be closed before the
-    job ends, if a decode has taken the KV.
+    The engine emits this exactly once for each job that has a `staging` range, unless the job ended
+    by `Failed` or with token 1. For an aborted job it is the only output after `abort`.
+
+    A ticket that `TicketOpened` announced is always closed, even if the job fails. If a decode has
+    pulled all KV, such a ticket may be closed before the job ends.
     """
 
     ticket_id: str
@@ -278,9 +289,10 @@ class TicketClosed:
 
 @dataclass(frozen=True, slots=True)
 class LandingFreed:
-    """No late write can reach the job's landing range any more; the host may reserve it again.
+    """No late write can reach the job's landing range any more. The host may reserve it again.
 
-    It is emitted exactly once for each DecodeJob, aborted and failed jobs included, perhaps last.
+    The engine emits this exactly once for each DecodeJob, even if the job was aborted or failed. It
+    may come after the job's terminal output.
     """
 
     leg: int
@@ -288,10 +300,11 @@ class LandingFreed:
 
 @dataclass(frozen=True, slots=True)
 class PoolJob:
-    """Make vectors or scores of `inputs`. Answered by `Pooled` or `Failed`.
+    """Make vectors or scores of `inputs`. The answer is `Pooled` or `Failed`.
 
-    `first_lengths`: for pairs of texts, how many tokens of each input belong to the first text.
-    `num_dimensions` 0: the model's own number. `use_activation` None: the model's default.
+    If the inputs are pairs of texts, `first_lengths` has the number of tokens of each pair's first
+    text. With `num_dimensions` 0, vectors have the model's own length. With `use_activation` None,
+    the model's default applies.
     """
 
     leg: int
@@ -307,7 +320,7 @@ class PoolJob:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """`values`: little-endian float32, `num_values` of each input, in order."""
+    """`values` is little-endian float32: `num_values` numbers for each input, in order."""
 
     leg: int
     values: bytes
@@ -317,7 +330,10 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
-    """Make the embeddings of images and hold them for others. Answered by `Encoded` or `Failed`."""
+    """Make the embeddings of images, and hold them for prefills to fetch.
+
+    The answer is `Encoded` or `Failed`.
+    """
 
     leg: int
     request_id: str
@@ -328,7 +344,10 @@ class EncodeJob:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The embeddings of all images of the job are here; `num_computed` were made for this job."""
+    """This engine holds the embeddings of all the job's images.
+
+    It computed `num_computed` of them for this job, and had the others already.
+    """
 
     leg: int
     num_computed: int
@@ -336,7 +355,10 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """Block names that one tier evicted and stored. Apply: clear, then remove, then store."""
+    """The names of blocks that one tier stored and evicted.
+
+    A reader applies the change in this order: clear, remove, store.
+    """
 
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
@@ -346,9 +368,7 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class TiersReported:
-    """What the tiers below the engine's blocks did since the last report, except
-    `BlocksChanged`.
-    """
+    """Counters, times and faults of the KV tiers below the engine since the last report."""
 
     report: TierReport
 
@@ -357,7 +377,7 @@ class TiersReported:
 class AdaptersChanged:
     """A LoRA adapter was loaded or unloaded, or could not be loaded."""
 
-    loaded: tuple[str, ...]  # digests of those that are loaded now
+    loaded: tuple[str, ...]  # the digests of all adapters that are loaded now
     event: str  # loaded, unloaded, failed
     seconds: float = 0.0  # how long loading took
 
@@ -384,7 +404,7 @@ Output = (
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The loaded engine, as published in the instance's registry record."""
+    """Facts about a loaded engine, for the instance's registry record."""
 
     engine: str  # vllm or sim
     model: str
@@ -400,19 +420,20 @@ class EngineInfo:
     kv_addresses: tuple[str, ...] = field(
         default=(), repr=False
     )  # KV transport address of each rank
-    max_adapters: int = 0  # LoRA adapters that it holds at once; 0: it takes none
+    max_adapters: int = 0  # most LoRA adapters loaded at once; 0: the engine takes no adapters
     pooling: PoolingFacts | None = None  # of a pooling engine
-    images: ImageFacts | None = None  # None: the model takes none
-    kv_path: str = ""  # where KV waits and lands, and why; empty: it hands on none
-    fetches_embeddings: bool = False  # of images: it takes jobs that await an encoder
-    windows: tuple[int, ...] = ()  # by layer, in tokens; 0: it needs all; (): all layers do
+    images: ImageFacts | None = None  # None: the model takes no images
+    kv_path: str = ""  # in which memory KV waits and lands, and why; empty: no KV is handed on
+    fetches_embeddings: bool = False  # the engine takes jobs whose images an encoder encodes
+    # Each layer's attention window, in tokens. 0: the layer needs all tokens; (): all layers do.
+    windows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class KvPeer:
-    """One incarnation of an instance that KV may come from.
+    """One incarnation of an instance from which KV may be pulled.
 
-    It has the KV transport address of each rank, in rank order.
+    `addresses` has the KV transport address of each rank, in rank order.
     """
 
     instance_id: str
@@ -422,9 +443,9 @@ class KvPeer:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Blocks of a chain that a peer's host pool holds, and that a prompt may soon need.
+    """Consecutive blocks of a prompt, which a peer's host pool holds and a request may soon need.
 
-    `chance`: how likely that is, from 0 to 1.
+    `chance` is the probability that a request will need the blocks.
     """
 
     names: tuple[bytes, ...]
@@ -435,10 +456,11 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class SessionHint:
-    """What a client said of its session, whose last prompt and answer are the blocks `names`.
+    """A client's report that its chat session has paused, resumed or ended.
 
-    `tenant`: a digest of the session's tenant, for whom holds are bounded. `hold_s`: for how long
-    the blocks are to be evicted last, if it has paused.
+    `names` are the blocks of the session's last prompt and answer. While a session is paused, its
+    blocks are held: for up to `hold_s`, they are evicted last. `tenant` is a digest of the
+    session's tenant; the number of held blocks is bounded per tenant.
     """
 
     session: str
@@ -450,16 +472,17 @@ class SessionHint:
 
 @dataclass(slots=True)
 class EngineStats:
-    """`num_signs` grows while the engine computes, even within a long step, or loads an adapter.
+    """`num_signs` counts signs of work, from which callers see that the engine does not hang.
 
-    It stands still while the engine is idle or hangs.
+    The number grows even during a long step, and while an adapter is loaded. It stays the same
+    while the engine is idle or hangs.
     """
 
     num_running: int = 0
     num_kv_blocks_free: int = 0
     num_signs: int = 0
     num_tokens: int = 0  # computed since the start
-    avoided_encoders: tuple[PeerId, ...] = ()  # it fetches no embeddings from them now
+    avoided_encoders: tuple[PeerId, ...] = ()  # encoders from which nothing is fetched for a while
     extra: dict[str, float] = field(default_factory=dict)
 
 
@@ -474,7 +497,7 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Free everything; idempotent; bounded in time."""
+        """Free everything, within a bounded time. Idempotent."""
         ...
 
     def prefill(self, job: PrefillJob) -> None: ...
@@ -482,28 +505,28 @@ class Engine(Protocol):
     def decode(self, job: DecodeJob) -> None: ...
 
     def join(self, leg: int, first_token: int) -> None:
-        """Give token 1 to a decode that was started without it.
+        """Give token 1 to a decode that was started without the token.
 
-        Ignored for a leg that is unknown or has its token.
+        Ignored for a leg that is unknown or has the token already.
         """
         ...
 
     def embedded(self, leg: int, encoder: KvPeer | None) -> None:
-        """The embeddings that a prefill awaits are at `encoder`.
+        """Tell a prefill which encoder holds the embeddings of its images.
 
-        None, or an encoder that has lost them: the engine makes them itself. Ignored for a leg that
-        awaits none.
+        The engine makes the embeddings itself if `encoder` is None or does not have them any more.
+        Ignored for a leg that does not await embeddings.
         """
         ...
 
     def abort(self, leg: int) -> None:
-        """Stop a job in any state, its ticket included. Unknown legs are ignored."""
+        """Stop a job in any state, and close its ticket. Unknown legs are ignored."""
         ...
 
     def release(self, ticket_id: str) -> None:
-        """Free staged KV that no peer will pull; answered by TicketClosed.
+        """Free staged KV that no peer will pull. The answer is TicketClosed.
 
-        Ignores unknown tickets.
+        Unknown tickets are ignored.
         """
         ...
 
@@ -515,39 +538,40 @@ class Engine(Protocol):
         ...
 
     def forget_peer(self, peer: KvPeer) -> None:
-        """The peer has left: drop the connections to it as soon as no pull uses them (S26)."""
+        """Close the connections to a peer that has left, once no pull uses them (S26)."""
         ...
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         """Evict no block of these prefixes from the tiers below the engine's own blocks.
 
-        They replace the prefixes of the last call.
+        A later call replaces these prefixes.
         """
         ...
 
     def prefetch(self, wanted: Prefetch) -> None:
-        """Bring a peer's blocks into the tiers below the engine's own, if that saves time.
+        """Fetch a peer's blocks into the tiers below the engine's own blocks, if that saves time.
 
-        An engine without tiers ignores it.
+        An engine without tiers ignores this call.
         """
         ...
 
     def note_session(self, hint: SessionHint) -> None:
-        """Evict a session's blocks last, like others, or first, as its client said.
+        """Change how soon a session's blocks are evicted: last, like other blocks, or first.
 
-        This is about the tiers below the engine's own blocks. An engine without tiers ignores it.
+        This concerns only the tiers below the engine's own blocks. An engine without tiers ignores
+        this call.
         """
         ...
 
     async def inspect_adapter(self, path: str) -> AdapterFacts:
-        """The facts of the LoRA adapter in this folder, if the engine could load it.
+        """Read the facts of the LoRA adapter in this folder, and check that the engine can load it.
 
-        Raises AdapterUnusable with what an operator can act on.
+        Raises AdapterUnusable with a cause that an operator can act on.
         """
         ...
 
     def keep_adapters(self, digests: Collection[str]) -> None:
-        """These adapters are registered: others are unloaded as soon as no job uses them."""
+        """Unload all adapters but these registered ones, as soon as no job uses them."""
         ...
 
     def outputs(self) -> AsyncIterator[list[Output]]:
@@ -558,9 +582,9 @@ class Engine(Protocol):
         ...
 
     async def ping(self) -> None:
-        """Returns once the engine's own loop has handled the ping, busy or idle.
+        """Return once the engine's own loop has handled the ping, whether it is busy or idle.
 
-        It never returns if the engine hangs.
+        If the engine hangs, this never returns.
         """
         ...
 
@@ -569,13 +593,13 @@ class Engine(Protocol):
 
 @runtime_checkable
 class PoolingEngine(Protocol):
-    """An engine of the role pooling: it is an `Engine` that takes these jobs and no others."""
+    """The engine of a pooling instance: an `Engine` that takes only this kind of job."""
 
     def pool(self, job: PoolJob) -> None: ...
 
 
 @runtime_checkable
 class EncoderEngine(Protocol):
-    """An engine of the role encoder: it is an `Engine` that takes these jobs and no others."""
+    """The engine of an encoder: an `Engine` that takes only this kind of job."""
 
     def encode(self, job: EncodeJob) -> None: ...

@@ -1,4 +1,7 @@
-"""Makes the engine that an instance hosts. vLLM is imported only if it is chosen."""
+"""Makes an instance's engine from its settings: vLLM, or the simulated engine (sim).
+
+vLLM is imported only if the settings choose vLLM.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,10 @@ SIM_MAX_IMAGES: Final = 8  # in a prompt
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the host knows before the engine is loaded.
+    """The settings from which an engine is made.
 
-    Sizes in bytes are per rank. A size of 0 means a default, which may depend on the others.
+    Sizes in bytes are per rank. A size of 0 means a default that may depend on other settings. A
+    comment "vLLM" marks a setting that the sim ignores.
     """
 
     engine: str  # sim or vllm
@@ -71,32 +75,32 @@ class EngineSettings:
     kv_cache_dtype: str = "auto"  # vLLM
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1  # vLLM
-    domain: DomainRank | None = None  # vLLM: its place in a data-parallel domain
+    domain: DomainRank | None = None  # vLLM: the instance's rank in a data-parallel domain
     kv_cache_bytes: int = 0  # vLLM
     max_num_batched_tokens: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
     async_scheduling: AsyncScheduling = AsyncScheduling.AUTO  # vLLM
     weights_loader: WeightsLoader = WeightsLoader.AUTO  # vLLM
-    engine_args: EngineArgs = field(default_factory=dict)  # vLLM: more of its arguments
+    engine_args: EngineArgs = field(default_factory=dict)  # more arguments for vLLM
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
-    max_adapters: int = 0  # LoRA adapters loaded at once; 0: the engine takes none
+    max_adapters: int = 0  # LoRA adapters loaded at once; 0: the engine takes no adapters
     max_adapter_rank: int = 16
-    # vLLM: SHA-256 of the files in the model's folder by name, if they were verified already.
+    # vLLM: the SHA-256 of each file in the model's folder, by name, if the files are verified.
     file_digests: Mapping[str, str] = field(default_factory=dict)
-    failpoint: str = ""  # vLLM: the failpoint of its workers, see failpoints.py
+    failpoint: str = ""  # vLLM: the failpoint in vLLM's workers, see failpoints.py
     tiers: TierConfig = field(default_factory=TierConfig)
     max_pulls: int = MAX_PULLS  # the most pulls of KV at once
     sim_law: str = "demo"
     sim_eos_period: int = 300
     sim_num_layers: int = 2
-    sim_token_bytes: int = 64  # of KV, per layer
+    sim_token_bytes: int = 64  # bytes of KV per token and layer
     sim_seed: int = 1
     sim_fail_every: int = 0
-    sim_image_tokens: int = 0  # of each image; 0: the sim model takes none
-    is_encoder: bool = False  # it makes embeddings of images for others
-    embedding_pool_bytes: int = 256 << 20  # of embeddings that an encoder holds
-    is_pooling: bool = False  # it makes vectors or scores of whole texts
-    pooling_convert: str = "auto"  # vLLM: what a model that makes answers becomes
+    sim_image_tokens: int = 0  # tokens of each image; 0: the sim model takes no images
+    is_encoder: bool = False  # the instance makes embeddings of images for prefills
+    embedding_pool_bytes: int = 256 << 20  # memory for the embeddings that an encoder holds
+    is_pooling: bool = False  # the instance makes vectors or scores of whole texts
+    pooling_convert: str = "auto"  # vLLM: how to convert a generative model for pooling
     sim_pooling: str = "embed"
     sim_dimensions: int = 64
 
@@ -109,9 +113,10 @@ class BuiltEngine:
 
 
 def build_engine(settings: EngineSettings, find_holders: FindHolders | None = None) -> BuiltEngine:
-    """An engine that is not started yet. Raises EngineMisconfigured if the settings name no engine.
+    """Make an engine that is not started yet. Raises EngineMisconfigured for impossible settings.
 
-    If `find_holders` is None, peers are not asked for blocks.
+    `find_holders` finds the peers whose host pools hold given KV blocks. If it is None, no peer is
+    asked for blocks.
     """
     if settings.pipeline_parallel_size > 1 and (settings.is_pooling or settings.is_encoder):
         raise EngineMisconfigured(
@@ -138,7 +143,10 @@ def build_engine(settings: EngineSettings, find_holders: FindHolders | None = No
 
 
 def sim_fingerprint(params: SimParams) -> str:
-    """A fingerprint of all that changes KV's bytes or layout. Instances need equal ones."""
+    """A hash of everything that changes the bytes or the layout of KV.
+
+    Two instances exchange KV only if their fingerprints are equal.
+    """
     identity = f"sim/{params!r}/uint64/kv{KV_WIRE_VERSION}"
     return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
@@ -275,9 +283,9 @@ def _sim_tiers(settings: EngineSettings, params: SimParams, fingerprint: str) ->
 
 
 def _check_kv_path(settings: EngineSettings) -> None:
-    """Raises EngineMisconfigured for a path of KV that this machine does not have.
+    """Check that this machine can move KV in the way that the sim's settings demand.
 
-    For sim, which has no GPU; vLLM's workers check it themselves.
+    vLLM's workers check this themselves. Raises EngineMisconfigured.
     """
     if not settings.requires_rdma and settings.kv_memory is not KvMemory.DEVICE:
         return
@@ -343,7 +351,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
 
 
 def _kv_cache_bytes(settings: EngineSettings) -> int:
-    """The memory for KV. 0: what is left of the share of memory that the operator gives vLLM."""
+    """The bytes for KV, or 0 if vLLM is to compute them from `gpu_memory_utilization`."""
     share_decides = "gpu_memory_utilization" in settings.engine_args
     return settings.kv_cache_bytes or (0 if share_decides else 512 << 20)
 

@@ -1,6 +1,7 @@
-"""What the engines of pooling instances and encoders answer to calls about KV and adapters.
+"""Answers to calls about KV and adapters, for the engines of pooling instances and encoders.
 
-They have no KV and no adapters. Admission refuses jobs that need these before they reach an engine.
+These engines have no KV and no adapters. Admission refuses jobs that need KV or adapters before
+such jobs reach the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pdmesh.errors import AdapterUnusable, KvTransferFailed
 
 
 class NoKv:
-    """The methods of `Engine` that such an engine must have but does not use."""
+    """The methods of `Engine` that an engine without KV must have but does not use."""
 
     def prefill(self, job: PrefillJob) -> None:
         raise AssertionError("admission refuses prompts here")
@@ -50,4 +51,4 @@ class NoKv:
         raise AdapterUnusable("an instance of this role takes no adapters")
 
     def keep_adapters(self, digests: Collection[str]) -> None:
-        """There are none."""
+        """There are no adapters."""

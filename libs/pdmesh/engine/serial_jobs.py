@@ -1,6 +1,6 @@
-"""Jobs that one loop computes one after the other, as a device does.
+"""The base class of the simulated engines without KV: the one for pooling and the encoder.
 
-The sim's engines without KV (pooling, encoding) derive from it.
+One loop computes one job after the other, as a device does.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ J = TypeVar("J", bound=HasLeg)
 
 
 class SerialJobs(NoKv, ABC, Generic[J]):
-    """An engine's jobs and their outputs. Pings are answered between the parts of a job.
+    """An engine's jobs and their outputs. The engine answers pings between the parts of a job.
 
-    `_compute` computes one job. It calls `_wait_out` for the time that the job takes, asks
-    `_is_wanted` afterwards, and ends the job with `_end`.
+    Subclasses define `_compute`, which computes one job: it calls `_wait_out` for the time that the
+    job takes, checks `_is_wanted` afterwards, and ends the job with `_end`.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class SerialJobs(NoKv, ABC, Generic[J]):
             self._num_signs += 1
 
     def _is_wanted(self, job: J) -> bool:
-        """Whether the job was not aborted meanwhile."""
+        """Whether the job has not been aborted."""
         self._answer_pings()
         return job.leg in self._jobs
 

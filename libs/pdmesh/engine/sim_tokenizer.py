@@ -1,7 +1,8 @@
-"""Writes the sim model as a Hugging Face folder, so that loading a model needs no special case.
+"""Writes the simulated engine's model as a Hugging Face folder, so that it loads like any model.
 
-It has a byte-level BPE tokenizer with a small vocabulary and ChatML: any text encodes, and the sim
-model's tokens decode to words. It has no weights: the sim engine computes without weights.
+The folder has a byte-level BPE tokenizer with a small vocabulary, and a ChatML template. Any text
+can be encoded, and the sim model's tokens decode to words. The folder has no weights, because the
+sim engine computes without weights.
 """
 
 from __future__ import annotations

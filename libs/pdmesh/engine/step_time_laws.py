@@ -1,4 +1,7 @@
-"""How long the steps of known engines take, by name (`core.instance.step_time_law`)."""
+"""Laws for the simulated engine: how long each step of a known engine and model takes, by name.
+
+`core.instance.step_time_law` explains the parameters.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,18 @@ SMOLLM2_CPU = Law(
     step_context_s=2e-7,
 )
 
-# The same with the prompts of a batch padded to the longest.
+# SMOLLM2_CPU with the prompts of a batch padded to the longest.
 PADDED_CPU = replace(SMOLLM2_CPU, name="smollm2-padded", pads=True)
 
-# The same in a number format for which the processor has no instructions (bf16 without AVX-512,
+# SMOLLM2_CPU in a number format for which the processor has no instructions (bf16 without AVX-512,
 # measured): 39 tokens/s of prefill. A step of one full chunk takes 13 s.
 SLOW_CPU = replace(
     SMOLLM2_CPU, name="slow-cpu", prefill_token_s=1 / 39, step_fixed_s=0.2, step_sequence_s=0.02
 )
 
-# A large model on a data-centre GPU: 12,000 prompt tokens in 260 ms, 6 ms for a step. It is the
-# curve of Dynamo's mock engine, so that results on a trace are comparable. Dynamo's decode time is
-# a polynomial of the used share of 16,384 blocks of 64 tokens; its first two terms are here.
+# A large model on a data-centre GPU: 12,000 prompt tokens in 260 ms, 6 ms for a step. The numbers
+# are those of Dynamo's mock engine, so that results on a trace are comparable. Dynamo's decode time
+# is a polynomial of the used share of 16,384 blocks of 64 tokens. This law has the first two terms.
 MOCKER = Law(
     "mocker",
     prefill_fixed_s=0.0165,

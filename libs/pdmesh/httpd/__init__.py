@@ -1,1 +1,1 @@
-"""The mesh's HTTP servers: uvicorn with bounds on everything that a client may send."""
+"""The HTTP server of gateways and operators' endpoints: uvicorn with bounds on clients' input."""

@@ -1,4 +1,4 @@
-"""One listener's bounds, and its current connections."""
+"""The bounds of one HTTP listener, and its current connections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 # A chunked body may have one byte of framing for this many bytes of content. So chunks of 64 bytes
-# are allowed, and a long body in chunks of one byte is not.
+# are allowed, but a long body in chunks of one byte is not.
 _BODY_BYTES_A_FRAMING_BYTE: Final = 8
 
 CutOff = Callable[[], None]  # closes the connection
@@ -20,12 +20,12 @@ class Bounds:
     receive_timeout_s: float
     max_connections: int
     max_connections_per_ip: int
-    # if true, a full listener drops its oldest connections, first those without a request
+    # If true, a full listener drops its oldest connections. Those without a request go first.
     makes_room: bool = False
     num_by_ip: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
     num_refused: int = 0
-    # Connections without a request to answer, and those with one; the oldest come first.
+    # Connections without a request to answer, and connections with one. The oldest come first.
     waiting: dict[CutOff, None] = field(default_factory=dict)
     answering: dict[CutOff, None] = field(default_factory=dict)
 
@@ -55,9 +55,7 @@ class Bounds:
             del self.num_by_ip[ip]
 
     def max_framing_bytes(self, num_body_bytes: int) -> int:
-        """The most bytes of a request outside its body: head, trailers and the framing of
-        chunks.
-        """
+        """The most bytes that a request may have outside its body (head, trailers, framing)."""
         return self.max_header_bytes + num_body_bytes // _BODY_BYTES_A_FRAMING_BYTE
 
     def _has_room(self, ip: str) -> bool:

@@ -1,13 +1,13 @@
-"""uvicorn's protocol with the bounds that it lacks: connections, time, and bytes outside the body
-(F29).
+"""uvicorn's HTTP protocol with bounds on connections, time, and bytes outside the body (F29).
 
 Without these bounds, an idle or slow connection stays forever, heads and trailers of any size are
-kept in memory, and one address can use up all file descriptors. Streams of any length are not
-affected, because the clock stops when the whole request has arrived.
+kept in memory, and one address can use up all file descriptors. A streamed answer may take any
+time, because the clock stops when the whole request has arrived.
 
-A connection that ends early gets its answer and then the end of the stream. What the client still
-sends is read and dropped, within bounds on bytes and time, as nginx's `lingering_close` does. If
-the connection were closed at once, the kernel would discard the answer because of the unread bytes.
+If the server ends a connection before the whole request has arrived, the server sends its answer
+and closes its sending half. It then reads and drops the client's further bytes, within bounds on
+bytes and time, as nginx's `lingering_close` does. If the server closed the connection at once, the
+kernel would discard the answer because of the unread bytes.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.message_rules import refusal
 
-# A key of the ASGI scope. Its value tells when the client leaves; no task has to wait for that.
+# A key of the ASGI scope. Its value is the connection, whose `watch` calls back when the client
+# leaves. So no task has to wait for that.
 CONNECTION: Final = "pdmesh.connection"
-# The most requests that a client may send before earlier ones are answered. No client needs more,
-# but a full buffer could hold thousands.
+# The most requests of a client that may wait for their answers. No client needs more, but a full
+# buffer could hold thousands.
 _MAX_PIPELINED: Final = 16
-# How long an ended connection stays, and how much of what it still sends is read.
+# After the server has ended a connection, it waits at most this time for the client's end, and
+# reads at most this many bytes.
 _LINGER_S: Final = 2.0
 _MAX_DROPPED_BYTES: Final = 1 << 20
 
 
 class GuardRefused(Exception):
-    """Stops the parser, which is the only place that catches it."""
+    """Raised in a callback to stop the parser, which turns it into an HttpParserError."""
 
 
 def guarded(within: Bounds) -> Callable[..., HttpToolsProtocol]:
-    """The protocol class with these bounds, for uvicorn's `http` setting."""
+    """Make a protocol class with these bounds, for uvicorn's `http` setting."""
 
     class Guarded(_Guarded):
         bounds = within
@@ -57,7 +59,7 @@ class _Guarded(HttpToolsProtocol):
     _num_field_bytes = 0  # the part of these bytes that the parser has passed on
     _num_body = 0
     _is_in_head = False
-    _is_whole = True  # no request is arriving
+    _is_whole = True  # whether no request is in the middle of its arrival
     _is_ending = False
     _num_dropped = 0  # bytes that arrived after `end` and were not used
     _is_stopping = False
@@ -92,7 +94,7 @@ class _Guarded(HttpToolsProtocol):
             return
         rest = memoryview(data)
         while rest and not self._is_ending:
-            # In pieces, so that an excess is refused before the rest of it is parsed.
+            # Parse in pieces, so that a too large request is refused before all of it is parsed.
             size = min(len(rest), self.bounds.max_header_bytes)
             rest = rest[self._feed(rest[:size]) :]
         if not self._is_whole and not self._is_ending and self._deadline is None:
@@ -115,18 +117,18 @@ class _Guarded(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(self._status)
             return num_taken
-        # A request may have ended within the piece; the bytes after it belong to the next one.
+        # If a request ended within the piece, the bytes after it belong to the next request.
         self._num_framing = max(0, self._num_framing)
         if self._num_framing > self.bounds.max_framing_bytes(self._num_body):
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         return num_taken
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """Until `unwatch`, call `on_gone` when the client has gone or closes its sending half."""
+        """Call `on_gone` when the client has gone or closes its sending half, until `unwatch`."""
         if self.is_gone:
             on_gone()
         else:
-            # After a large body nothing is read, so the end would not be noticed.
+            # uvicorn stops reading after a large body, so it would not notice the client's end.
             self.flow.resume_reading()
             self._on_gone = on_gone
 
@@ -134,7 +136,7 @@ class _Guarded(HttpToolsProtocol):
         self._on_gone = None
 
     def abort(self) -> None:
-        """Drop the connection and its unread bytes; an orderly close would wait for the client."""
+        """Drop the connection and its unsent bytes. An orderly close would wait for the client."""
         self._leave()
         self.transport.abort()
 
@@ -154,11 +156,12 @@ class _Guarded(HttpToolsProtocol):
         elif self.cycle.response_complete and self._is_counted:
             self.bounds.waits(self.abort)
 
-    # Called by httptools, hence not typed upstream.
+    # httptools calls the following methods, which have no types upstream.
     def on_message_begin(self) -> Any:
         self._is_in_head, self._is_whole = True, False
         self._num_field_bytes = 0
-        # Empty lines before a request do not count: they would keep an idle connection.
+        # The keep-alive timer stops only here. If empty lines before a request stopped it, they
+        # would keep an idle connection open.
         self._unset_keepalive_if_required()
         return super().on_message_begin()
 
@@ -169,7 +172,7 @@ class _Guarded(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> Any:
         self._count(len(name) + len(value) + len(": \r\n"))
         if not self._is_in_head:
-            return None  # a trailer is ignored, and never added to the headers
+            return None  # trailers are ignored and never added to the headers
         return super().on_header(name, value)
 
     def on_headers_complete(self) -> Any:
@@ -183,8 +186,8 @@ class _Guarded(HttpToolsProtocol):
         self.bounds.answers(self.abort)
         super().on_headers_complete()
         self._is_in_head = False
-        scope["path"] = scope["raw_path"].decode("ascii")  # to the routes, %2f is not a slash
-        # An answer that ends before its request ends the connection: the rest is not read.
+        scope["path"] = scope["raw_path"].decode("ascii")  # not decoded: %2f is not a slash here
+        # If the answer ends before the request has arrived, the connection ends as well.
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self.cycle.transport = cast("asyncio.Transport", _EarlyTransport(self))
         return None
@@ -204,7 +207,7 @@ class _Guarded(HttpToolsProtocol):
         return super().on_message_complete()
 
     def _should_upgrade(self) -> bool:
-        """Always false. uvicorn's own method searches all headers for each piece of a body."""
+        """Refuse upgrades. uvicorn's own method would search all headers for each piece of body."""
         return False
 
     def _count(self, num_bytes: int) -> None:
@@ -236,8 +239,8 @@ class _Guarded(HttpToolsProtocol):
         self.end()
 
     def _may_answer(self) -> bool:
-        """Whether an answer sent now would be read as the answer to the current request."""
-        # Before the first request there is no cycle.
+        """Whether the client would take an answer now for the answer to its current request."""
+        # uvicorn sets `cycle` only at the first request.
         cycle = cast("RequestResponseCycle | None", self.cycle)
         if cycle is None or cycle.response_complete:
             return True
@@ -245,7 +248,7 @@ class _Guarded(HttpToolsProtocol):
         return is_of_this and not cycle.response_started and not self.pipeline
 
     def end(self) -> None:
-        """Send what was written. Drop the connection when the client closes it, or after 2 s."""
+        """Send the written bytes. Drop the connection when the client ends it, or after 2 s."""
         if self._is_ending or self.transport.is_closing():
             return
         self._is_ending = True
@@ -271,7 +274,7 @@ class _Guarded(HttpToolsProtocol):
             on_gone()
 
     def _leave(self) -> None:
-        """Stop counting the connection."""
+        """Remove the connection from the listener's counts."""
         if self._is_counted:
             self._is_counted = False
             self.bounds.leave(self._ip, self.abort)
@@ -280,7 +283,7 @@ class _Guarded(HttpToolsProtocol):
 class _EarlyTransport:
     """The transport of an answer whose request is still arriving.
 
-    The end of the answer ends the connection.
+    Closing it ends the connection with `_Guarded.end`.
     """
 
     def __init__(self, guard: _Guarded) -> None:

@@ -1,4 +1,7 @@
-"""Runs an application under uvicorn, with a given socket, bounds, and a stop that always ends."""
+"""Runs an ASGI application under uvicorn, on a given socket, with bounds on clients' input.
+
+A stop always ends within a bounded time.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves from `start` until `stop`, on a listener made by `listen`."""
 
-    # Any: uvicorn types applications as a union that a plain callable object does not match.
+    # `app` is Any because a plain callable object does not match uvicorn's type for applications.
     def __init__(
         self,
         app: Any,
@@ -64,9 +67,9 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
 
     async def stop(self) -> None:
-        """Close the listener at once, and return when all responses have ended or timed out."""
-        # uvicorn checks only every 0.1 s whether it should exit. Connections accepted until then
-        # would be refused, although another gateway on this port could serve them.
+        """Close the listener at once. Return when all responses have ended or timed out."""
+        # uvicorn checks only every 0.1 s whether it should exit. It would accept and then drop
+        # further connections in this time, although another gateway on this port could serve them.
         for server in getattr(self._server, "servers", ()):
             server.close()
         self._server.should_exit = True
@@ -78,10 +81,11 @@ class HttpServer:
 def listen(
     host: str, port: int, *, write_timeout_s: float, reuse_port: bool = False
 ) -> socket.socket:
-    """A listening socket whose connections buffer little for a slow client, for a short time (F28).
+    """Make a listening socket that limits the unsent bytes of each connection (F28).
 
-    Its connections inherit both limits. Without them, each connection may hold 4 MB in the kernel,
-    even after its response has ended. Raises OSError.
+    The kernel buffers at most `_SEND_BUFFER_BYTES` for a slow client, and drops the connection if
+    the client accepts nothing for `write_timeout_s`. Without these limits, each connection may hold
+    4 MB in the kernel, even after its response has ended. Raises OSError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -94,7 +98,7 @@ def listen(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
-        listener.listen(_BACKLOG)  # before this, a second process could take the same port
+        listener.listen(_BACKLOG)  # without this, a second process could still take the port
     except OSError:
         listener.close()
         raise

@@ -1,4 +1,4 @@
-"""Reads options of an instance that are objects, not single values."""
+"""Reads those options of an instance that are JSON objects, such as arguments for vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_NAME_CHARS: Final = 64
 
 
 def _from_text(value: object) -> object:
-    """An assignment's options are text, and so is an environment variable."""
+    """Parses an option that came as text, from an assignment or an environment variable."""
     if not isinstance(value, str):
         return value
     try:
@@ -26,7 +26,10 @@ def _from_text(value: object) -> object:
 
 
 def _settable(args: dict[str, object]) -> dict[str, object]:
-    """Refuses arguments by name. vLLM's own parser checks the rest, once vLLM is imported."""
+    """Refuses arguments that the mesh sets itself.
+
+    vLLM's own parser checks the values later, once vLLM is imported.
+    """
     for name in args:
         if reason := refusal(name):
             raise ValueError(f"{name[:_MAX_NAME_CHARS]}: {reason}")

@@ -1,8 +1,9 @@
-"""The life of an instance process: one incarnation after the other, with its own role or the role
-that the master assigns.
+"""Runs an instance process: it loads an engine, registers, and serves until it is stopped.
 
-An incarnation that is erased leaves nothing behind; the process then registers as a blank one under
-a new incarnation (S23).
+The process gets its role from its own settings, or waits as a *blank* instance until the master
+assigns a role. An incarnation is one life of an instance, identified by a random number. If the
+master withdraws the role, the process frees the engine and registers as a blank instance with a new
+number (S23).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pdmesh.service_process import App, collect_everything, new_incarnation
 
 
 async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
-    """Serve until `app.stopping` is set, the engine dies, or another incarnation replaces this one.
+    """Serve until `app.stopping` is set, the engine dies, or another process takes this id.
 
-    With role NONE the instance is blank at first.
+    With the role NONE, the instance starts blank.
     """
     failpoints.arm(settings.failpoint)
     app.add_readiness("engine", lambda: False)
@@ -59,19 +60,22 @@ async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
 
 
 async def _load_own(settings: InstanceSettings, app: App, role: Role) -> LoadedEngine | None:
-    """None if the process was asked to stop first: loading a model takes longer than a stop may."""
+    """Return None if the process is asked to stop first.
+
+    Loading a model takes longer than a process may take to stop, so a stop cancels the load.
+    """
     work = load(settings, role_settings.own_role_spec(settings, role), app.incarnation)
     loading = asyncio.create_task(work, name="engine-start")
     await app.until_stopping(loading)
     if loading.done():
         return loading.result()
-    loading.cancel()  # only once: the load frees what it has built so far
+    loading.cancel()  # only once, because the cancelled load still has to free its memory
     await asyncio.wait([loading])
     return None
 
 
 async def _unless_stopping(app: App, work: Coroutine[Any, Any, NatsBus]) -> NatsBus | None:
-    """None if the process was asked to stop first."""
+    """Return None if the process is asked to stop before `work` is done."""
     task, stopping = asyncio.create_task(work), asyncio.create_task(app.stopping.wait())
     try:
         await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,7 @@
-"""What instances of all roles read from the environment; each service adds its prefix."""
+"""The settings that instances of all roles read from the environment.
+
+Each service sets the prefix of the variables' names.
+"""
 
 from __future__ import annotations
 
@@ -193,7 +196,7 @@ class InstanceSettings(ServiceSettings):
         ge=0,
         description="Answer tokens whose blocks are reserved at admission; 0: the whole answer",
     )
-    # `core/deadlines.py` shows how these nest.
+    # `core/deadlines.py` explains which of these times must be longer than which.
     ticket_lease_s: float = shared(
         TICKET_LEASE_S, gt=0, description="How long staged KV is held if it is not pulled"
     )

@@ -1,4 +1,4 @@
-"""The option `speculation` of an instance: how it proposes tokens, and how many."""
+"""The option `speculation` of an instance: how a decode proposes tokens, and how many."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _WITH_MODEL = ("draft_model", "eagle")
 
 
 class SpeculationSettings(JsonObject):
-    """`k`: the most tokens proposed per step. `schedule`: adaptive proposes fewer in larger batches
-    and where fewer are right; fixed always proposes k.
+    """`k` is the most tokens that a decode proposes per step.
+
+    With the schedule `adaptive`, the decode proposes fewer tokens in larger batches, and where
+    fewer of them are right. With `fixed`, it always proposes `k`.
     """
 
     method: Literal["none", "prompt_lookup", "suffix", "draft_model", "eagle", "mtp"]

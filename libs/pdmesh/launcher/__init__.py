@@ -1,1 +1,1 @@
-"""The dev mesh: one launcher supervises every service and server as a child process."""
+"""The launcher of `pdmesh up`, which runs a mesh's services and servers as its child processes."""

@@ -1,6 +1,8 @@
-"""The certificates of a mesh that `pdmesh up --tls` starts: one for each process, and one for
-commands on this machine. They are made at each start, and again when two thirds of their life are
-over. NATS treats each certificate as a separate user.
+"""Makes and renews the certificates of a mesh that `pdmesh up --tls` starts.
+
+Each process has a certificate. Commands on this machine share one more. All certificates are made
+at each start, and again when two thirds of their lifetime are over. NATS treats each certificate as
+a separate user.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _RENEWED_AFTER: Final = timedelta(days=CERTIFICATE_DAYS * 2 / 3)
 
 
 class MeshCertificates:
-    """Raises BadCertificates, OSError."""
+    """The certificates of a mesh's processes, made at once. Raises BadCertificates, OSError."""
 
     def __init__(
         self,
@@ -44,9 +46,9 @@ class MeshCertificates:
         self._read_by_nats = self._of_nats.latest()
 
     def renew(self) -> None:
-        """Replace all certificates if less than a third of their life is left.
+        """Replace all certificates if less than a third of their lifetime is left.
 
-        Raises BadCertificates, OSError; the next call tries again.
+        Raises BadCertificates, OSError. After an error, the next call tries again.
         """
         if self._now() >= self._renew_at:
             self._issue()
@@ -59,14 +61,18 @@ class MeshCertificates:
         self._renew_at = issued_at + _RENEWED_AFTER
 
     def has_nats_a_new_one(self) -> bool:
-        """Whether NATS' certificate changed since the last call. NATS rereads it after a SIGHUP."""
+        """Whether NATS' certificate has changed since the last call.
+
+        If it has, NATS needs a SIGHUP to read the new certificate.
+        """
         before, self._read_by_nats = self._read_by_nats, self._of_nats.latest()
         return before is not self._read_by_nats
 
 
 class CertificateAccounts:
-    """NATS' accounts: one for each certificate in the authority's folder, including those that
-    `pdmesh certs` adds while the mesh runs.
+    """The file with NATS' users: one user for each certificate in the authority's folder.
+
+    `pdmesh certs` may add certificates while the mesh runs.
     """
 
     def __init__(self, root: Path, file: Path) -> None:
@@ -74,7 +80,7 @@ class CertificateAccounts:
         self._written = ""
 
     def write(self) -> bool:
-        """Write the file if it has to change, and return whether it did. Raises OSError."""
+        """Write the file if its content must change. Returns whether it changed. Raises OSError."""
         holders = {
             Holder(path.parent.parent.name, path.parent.name)
             for path in self._root.glob(f"*/*/{CERTIFICATE}")

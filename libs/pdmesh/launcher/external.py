@@ -1,4 +1,7 @@
-"""Checks the user's own servers before anything starts, since processes wait for them forever."""
+"""Checks the user's own NATS and Redis servers before a mesh starts.
+
+Without these checks, the mesh's processes would wait forever for a server that does not answer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _ANSWER_S: Final = 3.0
 
 
 async def nats_problem(url: str) -> str:
-    """What is wrong with the server, in one line; empty if it answers and is new enough."""
+    """Describe the NATS server's problem in one line. Returns "" if the server can be used."""
     if problem := url_problem(url):
         return f"--nats-url: {problem}"
     try:
@@ -33,7 +36,7 @@ async def nats_problem(url: str) -> str:
 
 
 async def redis_problem(url: str) -> str:
-    """As `nats_problem`, for Redis or Valkey."""
+    """Describe the problem of the Redis or Valkey server in one line. Returns "" for no problem."""
     if problem := url_problem(url):
         return f"--redis-url: {problem}"
     try:

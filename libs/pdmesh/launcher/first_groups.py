@@ -1,4 +1,7 @@
-"""Applies the desired state that a mesh starts with. Without one, blank instances stay blank."""
+"""Applies a file with the desired groups of instances when a mesh starts.
+
+Without such a file, blank instances, which have no role, stay blank.
+"""
 
 from __future__ import annotations
 

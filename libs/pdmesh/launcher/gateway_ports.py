@@ -1,4 +1,4 @@
-"""The ports of a mesh's gateways, reserved before anything starts."""
+"""Reserves the ports of a mesh's gateways before any process starts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MAX_PORT: Final = 65_535
 
 
 def reserve_ports(spec: MeshSpec, cleanup: contextlib.AsyncExitStack) -> dict[str, Ports]:
-    """The ports by region, reserved until `cleanup`.
+    """Reserve an HTTP and a gRPC port for each region, until `cleanup`.
 
-    The ports of each further region are `_PORTS_APART` higher. Raises PortTaken.
+    Each region's ports are `_PORTS_APART` above those of the region before. Raises PortTaken.
     """
     taken: set[int] = set()
     return {
@@ -41,7 +41,7 @@ def _reserve(
             f"region {number + 1} would need port {port}, which does not exist; choose a lower "
             f"{option}"
         )
-    if port and port in taken:  # both gateways would listen, and each would get half of the calls
+    if port and port in taken:  # both gateways could listen, and each would get half of the calls
         raise PortTaken(f"port {port} is used twice; choose another with {option}")
     taken.add(port)
     reservation = PortReservation(host, port, option)

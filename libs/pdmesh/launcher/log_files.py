@@ -1,7 +1,8 @@
-"""The children's log files: each child appends to its own file, and the launcher bounds its size.
+"""The log files of the launcher's child processes, and their bound in size.
 
-A child writes to the file itself, so a busy launcher never blocks it. A file over the bound is
-copied to `<name>.log.1` and truncated. The child then continues at the start of the file.
+Each child appends to its own file, so a busy launcher never blocks a child. The launcher copies a
+file that is too large to `<name>.log.1`, and truncates it. The child then continues at the start of
+the file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def bound(paths: Iterable[Path], max_bytes: int = MAX_BYTES) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Copy and truncate a log; on a full disk only truncate it, because logs may have filled it."""
+    """Copy a log to `<name>.log.1`. On a full disk, make no copy: logs may have filled the disk."""
     aside = path.with_suffix(".log.1")
     try:
         aside.touch(mode=0o600)
@@ -38,13 +39,13 @@ def _set_aside(path: Path) -> None:
 
 
 def append(path: Path, line: str) -> None:
-    """Append a line, if the disk allows it."""
+    """Append a line. If the disk is full, the line is lost."""
     with contextlib.suppress(OSError), path.open("a") as file:
         file.write(f"{line}\n")
 
 
 def last_word(path: Path) -> str:
-    """Why a process died, from the last line of its log, and where to read more."""
+    """The probable cause of a process's death: the last line of its log, and the log's path."""
     lines = last_lines(path)
     return f"{_reason(lines[-1]) if lines else 'it logged nothing'} (log: {path})"
 

@@ -3,7 +3,8 @@
     async with Mesh(MeshSpec(engine="sim", http_port=0, grpc_port=0), state_dir) as mesh:
         print(mesh.http_url)
 
-The end of the block stops everything in order. Use it only on the main thread's event loop.
+At the end of the block, all processes are stopped in order. Use a mesh only on the main thread's
+event loop.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]  # prints one line of progress
 _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
-_MAX_PROBLEMS: Final = 64  # the most different problems that are reported
+_MAX_PROBLEMS: Final = 64  # at most this many different problems are reported
 
 
 class MeshFailed(Exception):
@@ -67,9 +68,11 @@ class MeshFailed(Exception):
 
 
 class Mesh:
-    """Processes are named prefill-0, decode-0, fusion-0, gateway-0, master-scheduler,
-    master-scheduler-1, kv-cache-index, health-monitor, nats, valkey. With regions:
-    eu-prefill-0, eu-gateway-0, eu-master-scheduler and so on.
+    """The processes of a mesh, and their addresses.
+
+    The names of processes are prefill-0, decode-0, fusion-0, gateway-0, master-scheduler,
+    master-scheduler-1, kv-cache-index, health-monitor, nats, valkey. In a mesh with regions, the
+    region comes first: eu-prefill-0, eu-gateway-0, eu-master-scheduler.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Mesh:
         self._certificates: MeshCertificates | None = None  # None: no TLS
         self._accounts: CertificateAccounts | None = None  # None: NATS does not distinguish users
         self._host: HostFolder | None = None  # None: the mesh is on this machine alone
-        self._read_by_nats: list[float] = []  # when the files of this host's NATS changed
+        self._read_by_nats: list[float] = []  # modification times of the files that NATS has read
         self._phase, self._message = "starting", ""
         self._ready: set[str] = set()
         self._last_state: state.MeshState | None = None
@@ -98,8 +101,9 @@ class Mesh:
         self._started_at = time.monotonic()
 
     async def __aenter__(self) -> Self:
-        """Start everything and wait until it is ready; raises `MeshFailed`, `MeshRunning`,
-        `PortTaken`.
+        """Start all processes and wait until they are ready.
+
+        Raises `MeshFailed`, `MeshRunning`, `PortTaken`.
         """
         try:
             await self._start()
@@ -112,11 +116,11 @@ class Mesh:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    # State that tests and users read.
+    # State for tests and users.
 
     @property
     def http_url(self) -> str:
-        """The URL of the gateways, or with regions, of the gateways of the first region."""
+        """The URL of the gateways, or of the first region's gateways in a mesh with regions."""
         return self.http_url_in(self._first_region)
 
     @property
@@ -145,7 +149,7 @@ class Mesh:
 
     @property
     def certificates(self) -> CertificateFolder | None:
-        """The certificate of commands; None: no TLS."""
+        """The certificate of commands on this machine. None means that the mesh has no TLS."""
         if self._host is not None:
             from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
@@ -153,7 +157,7 @@ class Mesh:
         return self._certificates.of_commands if self._certificates is not None else None
 
     def as_commands(self) -> AbstractContextManager[None]:
-        """While the block runs, connect with the certificate of this machine's commands."""
+        """In this context, connections use the certificate of commands on this machine."""
         return using_certificates(self.certificates, nats_roles=self.wiring.nats_roles)
 
     @property
@@ -177,7 +181,7 @@ class Mesh:
         return list(self.supervisor.specs)
 
     def pid(self, name: str) -> int:
-        """The process id. Raises KeyError while the process does not run."""
+        """The process id. Raises KeyError if the process does not run."""
         pid = self.supervisor.pid(name)
         if pid is None:
             raise KeyError(name)
@@ -190,16 +194,16 @@ class Mesh:
     def log_file(self, name: str) -> Path:
         return self.supervisor.log_file(name)
 
-    # Actions of tests and users.
+    # Actions for tests and users.
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal one process, as a fault would. The supervisor restarts it if it dies."""
         self.supervisor.signal(name, number)
 
     def lose_region(self, region: str) -> list[str]:
-        """SIGKILL all processes of the region at once, and return their names.
+        """Send SIGKILL to all processes of the region at once, and return their names.
 
-        They stay stopped until `return_region`.
+        The processes are not restarted before `return_region`.
         """
         names = [name for name, spec in self.supervisor.specs.items() if spec.region == region]
         self.supervisor.lose(names)
@@ -211,7 +215,7 @@ class Mesh:
                 self.supervisor.start(spec)
 
     async def restart(self, name: str, timeout_s: float = 60.0) -> None:
-        """Stop a process in order, start it again, and wait until it is ready."""
+        """Stop a process gracefully, start it again, and wait until it is ready."""
         spec = self.supervisor.specs[name]
         await self.supervisor.stop(name)
         self.supervisor.start(spec)
@@ -291,9 +295,10 @@ class Mesh:
             raise MeshFailed(f"{file}: {exc.message}") from exc
 
     def _awaited(self) -> list[str]:
-        """The processes to wait for.
+        """The processes that must be ready before the mesh is.
 
-        Gateways are ready when an instance serves. If all instances are blank, none ever does.
+        Gateways are ready only once an instance serves. If all instances stay blank, the mesh does
+        not wait for its gateways.
         """
         spec = self.spec
         serves = spec.groups_file or any(
@@ -348,7 +353,7 @@ class Mesh:
         )
 
     def _files_of_nats(self) -> list[float]:
-        """When NATS' files were changed; empty if NATS does not run on this host."""
+        """The modification times of the files that NATS reads, if NATS runs on this host."""
         nats = self._servers.get("nats")
         files = nats.watched if isinstance(nats, NatsMember) else []
         return [each.stat().st_mtime for each in files if each.exists()]
@@ -379,7 +384,7 @@ class Mesh:
             self._accounts.write()
 
     def _mesh_token(self) -> str:
-        """The token from the services' settings, else one of this mesh's own. Raises MeshFailed."""
+        """The mesh token from the services' settings or the state directory. Raises MeshFailed."""
         given = {**os.environ, **self.spec.env}
         try:
             return state.mesh_token(self.state_dir, given)
@@ -446,7 +451,7 @@ class Mesh:
             asyncio.get_running_loop().call_soon(self._write_state)
 
     def _ends_the_start(self, name: str) -> bool:
-        """Whether the start fails without this process, or has failed already."""
+        """Whether the start has failed, or fails because this process does not run."""
         return self._phase == "failed" or (self._phase == "starting" and name in self._awaited())
 
     def _raise_if_hopeless(self, names: Iterable[str]) -> None:
@@ -463,9 +468,9 @@ class Mesh:
         return f"not ready in time: {rest} (logs: {self.state_dir / 'logs'})"
 
     async def _keep_house(self) -> None:
-        """Bound the logs, and restart processes that run but do not answer.
+        """Bound the logs, renew certificates, and kill processes that run but do not answer.
 
-        If one chore fails, the others still run.
+        If one of these chores fails, the others still run.
         """
         while True:
             for chore in (
@@ -476,7 +481,7 @@ class Mesh:
             ):
                 try:
                     await chore()
-                except Exception as exc:  # noqa: BLE001  # the mesh goes on, and so must this loop
+                except Exception as exc:  # noqa: BLE001  # the mesh runs on, and so must this loop
                     self._report_problem(f"housekeeping failed: {exc!r}")
             self._write_state()
             await asyncio.sleep(_HOUSEKEEPING_S)
@@ -491,16 +496,16 @@ class Mesh:
         self._certificates.renew()
         has_new_users = self._accounts is not None and self._accounts.write()
         if self._certificates.has_nats_a_new_one() or has_new_users:
-            with contextlib.suppress(KeyError):  # NATS is not ours, or is restarting
+            with contextlib.suppress(KeyError):  # NATS restarts, or is the user's own server
                 self.supervisor.signal("nats", signal.SIGHUP)
 
     async def _bound_logs(self) -> None:
         log_files.bound(self.log_file(name) for name in self.names)
 
     def _report(self, line: str) -> None:
-        """Report a line. Never raises, because the pipe or the disk for reports may be gone.
+        """Report a line. Never raises, even if the pipe or the disk for reports is gone.
 
-        A line that cannot be shown is still in the log.
+        A line that cannot be reported is appended to the launcher's log.
         """
         try:
             self._given_report(line)
@@ -508,7 +513,7 @@ class Mesh:
             log_files.append(self.state_dir / "logs" / "launcher.log", line)
 
     def _report_problem(self, line: str) -> None:
-        """Report a problem only once, even if it recurs every second."""
+        """Report a problem once, even if it recurs every second."""
         if line not in self._told_problems and len(self._told_problems) < _MAX_PROBLEMS:
             self._told_problems.add(line)
             self._report(line)
@@ -543,7 +548,7 @@ class Mesh:
             return
         try:
             state.write(self.state_dir, described)
-        except OSError as exc:  # the mesh survives a full disk
+        except OSError as exc:  # the mesh must survive a full disk
             self._report_problem(f"cannot write {state.mesh_file(self.state_dir)}: {exc.strerror}")
         else:
             self._last_state = described

@@ -1,4 +1,4 @@
-"""Asks a process's ops endpoint whether it is alive and ready."""
+"""Asks a process, at its HTTP endpoint for operators, whether it is alive and ready."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PROBE_S: Final = 2.0
 
 
 async def not_ready(ops_address: str) -> list[str] | None:
-    """What the process waits for; empty if it is ready, and None if it does not answer."""
+    """The names of everything that the process waits for. None if it does not answer."""
     answer = await _get(ops_address, "/health/ready")
     if answer is None:
         return None
@@ -29,7 +29,7 @@ async def is_live(ops_address: str) -> bool:
 
 
 async def _get(address: str, path: str) -> tuple[int, bytes] | None:
-    """The status and body of one HTTP request; None if no whole answer comes in time."""
+    """Send one HTTP request. Returns the status and the body, or None if no answer is complete."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_PROBE_S):

@@ -1,4 +1,4 @@
-"""Asks the processes of a mesh whether they are alive and ready, and kills silent ones."""
+"""Asks the processes of a mesh whether they are alive and ready, and kills those that hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdmesh.launcher.supervisor import Supervisor
 
 
 class ProcessHealth:
-    """Kills processes that do not answer for `SILENCE_S`; their supervisor restarts them (S74)."""
+    """Kills each process that does not answer for `SILENCE_S`. The supervisor restarts it (S74)."""
 
     def __init__(
         self,
@@ -25,8 +25,9 @@ class ProcessHealth:
         self._hung = HungProcesses()
 
     def ops_address(self, name: str) -> str:
-        """host:port of /metrics and /health; empty for servers, and until a service has written
-        it.
+        """The host:port of /metrics and /health.
+
+        Empty for servers, and for a service that has not written its address yet.
         """
         ops_file = self._supervisor.specs[name].ops_file
         try:
@@ -35,7 +36,7 @@ class ProcessHealth:
             return ""
 
     async def missing(self, name: str) -> str:
-        """What the process still waits for, as text; empty if it is ready."""
+        """A text that says what the process waits for. Empty if the process is ready."""
         if self._supervisor.pid(name) is None:
             return "not running"
         if name in self._servers:

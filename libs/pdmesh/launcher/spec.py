@@ -1,7 +1,7 @@
 """Turns the user's options into the list of a mesh's processes.
 
-The services get their settings through the environment, as in every deployment. Processes start in
-the order of the list. They stop in tiers: gateways first, servers last.
+The services get their settings through environment variables, as in every deployment. Processes
+start in the order of the list. They stop in tiers: gateways first, servers last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EngineKind = Literal["vllm", "sim"]
 
 
 class StopOrder(IntEnum):
-    """The dependencies between processes: a higher tier stops before a lower one."""
+    """The tiers of processes. A higher tier depends on the lower ones, so it stops first."""
 
     SERVER = 0
     CONTROL = 1
@@ -31,8 +31,8 @@ class StopOrder(IntEnum):
     GATEWAY = 3
 
 
-# The longest that a process may take to end after SIGTERM before it is killed. Instances and
-# gateways have 10 s to drain, and a margin.
+# The longest time that a process may take to end after SIGTERM, before it is killed. Instances and
+# gateways have 10 s to drain, plus a margin.
 STOP_GRACE_S: Final = {
     StopOrder.SERVER: 3.0,
     StopOrder.CONTROL: 4.0,
@@ -45,8 +45,9 @@ STOP_GRACE_S: Final = {
 class MeshSpec:
     """The user's options.
 
-    A port of 0 means a free one. `env` is for every service, and `service_env` is for one kind of
-    service or for one process, by name (`prefill`, `prefill-0`).
+    For a port of 0, a free port is chosen. `env` has environment variables for all services.
+    `service_env` has variables for one kind of service or for one process, by its name (`prefill`,
+    `prefill-0`).
     """
 
     engine: EngineKind = "vllm"
@@ -55,35 +56,35 @@ class MeshSpec:
     num_fusion: int = 0
     num_encoder: int = 0  # instances that encode images for the prefills
     num_pooling: int = 0  # instances that make vectors or scores
-    pooling_model_dir: Path | None = None  # None: the model of the other instances
+    pooling_model_dir: Path | None = None  # None: pooling instances load the others' model
     num_blank: int = 0  # instances whose role the master assigns
-    groups_file: Path | None = None  # the desired state, which is applied once a master leads
+    groups_file: Path | None = None  # the desired groups, which are applied once a master leads
     num_gateways: int = 1
     node_agent: bool = False  # watch this machine's devices
     num_masters: int = 1  # one leads, the others stand by
     has_index: bool = True  # a kv-cache-index; only one host of a mesh has one
     has_monitor: bool = True  # a health-monitor; only one host of a mesh has one
-    host_folder: Path | None = None  # of `pdmesh hosts`: this mesh is one host of a larger one
-    host_name: str = ""  # names of processes begin with it
+    host_folder: Path | None = None  # made by `pdmesh hosts`; the mesh then has more hosts
+    host_name: str = ""  # the names of this host's processes begin with it
     host_region: str = ""
-    regions: tuple[str, ...] = ()  # each has these numbers of instances, gateways, masters
-    host: str = "127.0.0.1"  # where clients reach the gateways
-    inner_host: str = "127.0.0.1"  # where the processes reach each other
+    regions: tuple[str, ...] = ()  # each region has these numbers of instances, gateways, masters
+    host: str = "127.0.0.1"  # the gateways' address for clients
+    inner_host: str = "127.0.0.1"  # the processes' address for each other
     http_port: int = 8000
     grpc_port: int = 8001
-    model_dir: Path | None = None  # a Hugging Face directory; the sim engine brings its own
+    model_dir: Path | None = None  # a Hugging Face directory; the sim engine has a built-in model
     model_name: str | None = None
     dtype: str | None = None
-    engine_args: Mapping[str, str] = field(default_factory=dict)  # vLLM's, for all instances
-    tool_parser: str | None = None  # by vLLM's name; None: the gateway's own setting
+    engine_args: Mapping[str, str] = field(default_factory=dict)  # vLLM arguments of all instances
+    tool_parser: str | None = None  # a name of vLLM's; None: the gateway's own setting
     reasoning_parser: str | None = None
     nats_url: str | None = None  # an external server instead of an embedded one
     redis_url: str | None = None
     keys_file: Path | None = None  # API keys and tenants; without it, all callers are admitted
-    # admit callers without keys even on an address that others can reach
+    # Admit callers without keys even on an address that other machines can reach.
     allow_anonymous: bool = False
     tls: bool = False  # mutual TLS between the processes, with certificates made by the launcher
-    insecure_network: bool = False  # plain text even on addresses that others can reach
+    insecure_network: bool = False  # allow plain text on addresses that others can reach
     start_timeout_s: float = 180.0
     env: Mapping[str, str] = field(default_factory=dict)
     service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -123,7 +124,7 @@ _OPTIONS: Final = {
 
 
 def asked_of(spec: MeshSpec) -> dict[str, str]:
-    """The options as text, to show and to compare two meshes."""
+    """The options as text, for display and for a comparison with another mesh's options."""
 
     def text(value: object) -> str:
         if isinstance(value, tuple):
@@ -138,14 +139,14 @@ def asked_of(spec: MeshSpec) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to run and keep running."""
+    """One process that the supervisor keeps running."""
 
     name: str
     service: str  # gateway, master-scheduler, ..., or nats, valkey
     tier: StopOrder
     command: tuple[str, ...]
     env: Mapping[str, str]
-    ops_file: Path | None = None  # where a service writes its ops address; None for a server
+    ops_file: Path | None = None  # a service writes its ops address here; None for a server
     region: str = ""
 
 
@@ -159,7 +160,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The addresses and secrets that all processes share, as the launcher chose them."""
+    """The addresses and secrets that the launcher chose for all processes."""
 
     nats_url: str
     redis_url: str
@@ -168,9 +169,9 @@ class Wiring:
     mesh_token: str
     state_dir: Path
     model_dir: Path
-    tls_dir: Path | None = None  # of the mesh's authority; None: no TLS
-    nats_roles: bool = False  # NATS knows processes by their certificates
-    redis_urls: Mapping[str, str] = field(default_factory=dict)  # by service, if each has a user
+    tls_dir: Path | None = None  # the folder of the mesh's authority; None: no TLS
+    nats_roles: bool = False  # whether NATS identifies processes by their certificates
+    redis_urls: Mapping[str, str] = field(default_factory=dict)  # by service, with its own user
 
 
 _TIERS: Final = {
@@ -184,7 +185,8 @@ _TIERS: Final = {
     "gateway": StopOrder.GATEWAY,
 }
 
-# Added to the model's name at pooling instances that use the model of the other instances.
+# Pooling instances may load the same model as the other instances. They serve the model under its
+# name with this suffix.
 _POOLING_SUFFIX: Final = "-embed"
 _MODULES: Final = {
     "node-agent": ("pdmesh.services.health_monitor", "--node")
@@ -198,7 +200,7 @@ def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
 
 @dataclass(frozen=True)
 class PlannedService:
-    """A service process before its addresses are known."""
+    """A service process whose addresses are not known yet."""
 
     name: str
     kind: str  # the name without the prefix of its host or region
@@ -211,8 +213,10 @@ class PlannedService:
 
 
 def planned_services(spec: MeshSpec) -> list[PlannedService]:
-    """In start order. A name begins with its host's, if there are several, or else with its
-    region's.
+    """All service processes, in start order.
+
+    A process's name begins with the name of its host, if the mesh has several hosts, or else with
+    the name of its region.
     """
     control = [
         (name, name)
@@ -256,7 +260,7 @@ def _named(kind: str, region: str, spec: MeshSpec) -> str:
 
 
 def unpaired(processes: Iterable[ProcessSpec]) -> str:
-    """Why the prefills and the decodes would never exchange KV; empty if they would."""
+    """The reason why prefills and decodes could not exchange KV. Empty if they can."""
     by_role = {
         process.service: process
         for process in processes
@@ -332,7 +336,7 @@ def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
         "PDMESH_STATE_DIR": str(wiring.state_dir),
         "PDMESH_LOG_FORMAT": "json",
         "PYTHONUNBUFFERED": "1",
-        # Python must find the packages when pdmesh runs from a checkout that is not installed.
+        # Python must find the packages even if pdmesh runs from a checkout without installation.
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "PDMESH_MODEL_DIR": str(wiring.model_dir),
         "PDMESH_MODEL": spec.model_name or wiring.model_dir.name,

@@ -1,8 +1,8 @@
 """The state directory of a running mesh, which `pdmesh status`, `down` and `chat` read.
 
-`mesh.json` says which processes run where, and is written atomically. The launcher holds the lock
-file as long as it lives. So a directory never has two meshes, and a crashed launcher leaves no
-stale claim.
+`mesh.json` lists the processes and their addresses. It is written atomically. The launcher holds a
+lock on the file `lock` as long as it lives. So a directory never has two meshes, and a crashed
+launcher leaves no lock behind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLAIM_EVERY_S: Final = 0.02
 
 
 class MeshRunning(Exception):
-    """Another launcher holds this state directory."""
+    """Another launcher has locked this state directory."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class ProcessState:
 
 @dataclass(frozen=True)
 class MeshState:
-    """`phase` is starting, ready, stopping or failed; `message` is the cause of a failure."""
+    """`phase` is starting, ready, stopping or failed. `message` is the cause of a failure."""
 
-    pid: int  # pid of the launcher
+    pid: int  # the launcher's process id
     phase: str
     engine: str
     model: str
@@ -53,12 +53,12 @@ class MeshState:
     redis_url: str
     message: str = ""
     processes: dict[str, ProcessState] = field(default_factory=dict)
-    # The HTTP address of the gateways, by region.
+    # The HTTP address of each region's gateways.
     regions: dict[str, str] = field(default_factory=dict)
-    # The options that the mesh was started with.
+    # The options with which the mesh was started.
     asked: dict[str, str] = field(default_factory=dict)
-    tls_dir: str = ""  # the certificate of commands; empty: no TLS
-    nats_roles: bool = False  # NATS knows processes by their certificates
+    tls_dir: str = ""  # the folder of the certificate for commands; empty: no TLS
+    nats_roles: bool = False  # whether NATS identifies processes by their certificates
 
 
 def mesh_file(state_dir: Path) -> Path:
@@ -70,7 +70,7 @@ def write(state_dir: Path, state: MeshState) -> None:
 
 
 def read(state_dir: Path) -> MeshState | None:
-    """The state of a mesh whose launcher is alive; None if there is none. Raises MeshError."""
+    """Read the state of a mesh. Returns None if no launcher runs here. Raises MeshError."""
     if not is_locked(state_dir):
         return None
     file = mesh_file(state_dir)
@@ -89,7 +89,7 @@ def read(state_dir: Path) -> MeshState | None:
 
 
 def lock(state_dir: Path) -> IO[str]:
-    """Claim the directory until the returned file is closed. Raises `MeshRunning`."""
+    """Lock the directory until the returned file is closed. Raises `MeshRunning`."""
     make_private(state_dir)
     file = (state_dir / "lock").open("a+")
     if not _claim(file):
@@ -107,7 +107,7 @@ def lock(state_dir: Path) -> IO[str]:
 def make_private(state_dir: Path) -> None:
     """Make the directory private, because it has keys, digests of prompts, and logs.
 
-    A directory that other users share, such as /tmp, is not changed.
+    A directory that is shared with other users, for example /tmp, is not changed.
     """
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = state_dir.stat()
@@ -117,7 +117,7 @@ def make_private(state_dir: Path) -> None:
 
 
 def _claim(file: IO[str]) -> bool:
-    """Try a few times, because a reader holds the lock for a moment."""
+    """Try a few times, because a reader of the state may hold the lock for a moment."""
     for _ in range(_CLAIMS):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,11 +140,10 @@ def is_locked(state_dir: Path) -> bool:
 
 
 def locker_pid(state_dir: Path) -> int | None:
-    """The pid of the launcher that holds the directory; None if no launcher does, or its pid is
-    unknown.
+    """The pid of the launcher that has locked the directory.
 
-    A launcher that has just claimed the directory has not written its pid yet. Until then, the file
-    has the pid of its predecessor.
+    None if no launcher has, or if its pid is unknown. A launcher writes its pid to the file just
+    after it has locked the directory. Until then, the file has the pid of an earlier launcher.
     """
     for _ in range(_CLAIMS):
         if not is_locked(state_dir):
@@ -167,10 +166,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def forget_run(state_dir: Path) -> bool:
-    """Remove the files of a mesh that is gone, because a later mesh or its instances would trust
-    them.
+    """Remove the files of a mesh that has ended, and return whether there were any.
 
-    Returns whether there were any.
+    A later mesh or its instances would take these files for their own.
     """
     left = [mesh_file(state_dir), *(state_dir / "run").glob("*")]
     found = [path for path in left if path.is_file()]
@@ -180,25 +178,25 @@ def forget_run(state_dir: Path) -> bool:
 
 
 def hash_secret(state_dir: Path, given: Mapping[str, str]) -> str:
-    """The key of block names.
+    """The secret key from which KV blocks' names are computed.
 
-    Meshes that share a store get it from an environment variable. Otherwise the directory has its
-    own key.
+    Meshes that share a KV store get the same key from an environment variable. Otherwise the state
+    directory has its own key.
     """
     return given.get("PDMESH_HASH_SECRET") or _secret(state_dir / "hash-secret")
 
 
 def mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
-    """The mesh token.
+    """The mesh token, which all processes of a mesh share.
 
-    A mesh that spans machines gets it from an environment variable. Otherwise the directory has its
-    own token. Raises BadSetting.
+    A mesh that spans machines gets the token from an environment variable. Otherwise the state
+    directory has its own token. Raises BadSetting.
     """
     return _named_mesh_token(given) or _secret(_mesh_token_file(state_dir))
 
 
 def known_mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
-    """The existing mesh token; empty if there is none. Raises BadSetting."""
+    """The existing mesh token, or an empty string. Raises BadSetting."""
     if named := _named_mesh_token(given):
         return named
     try:
@@ -218,7 +216,7 @@ def _named_mesh_token(given: Mapping[str, str]) -> str:
 
 
 def _secret(path: Path) -> str:
-    """A secret that is made once for a state directory, and stays the same after restarts."""
+    """Read a secret of the state directory, which is made at the first call."""
     try:
         return path.read_text().strip()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Keeps child processes running: the shell around `core.control.restart_policy`.
+"""Starts, stops and restarts the child processes of a launcher.
 
-The supervisor starts and signals processes, and tells the core when one ended. The core decides
-what to do. When a process dies, its whole session is killed, so a restarted process never meets
-children of its predecessor. An error in a callback does not affect the supervisor.
+`core.control.restart_policy` decides when a process is restarted or given up. When a process dies,
+all processes of its session are killed, so that a restarted process never meets children of the
+dead one. An error in a callback does not affect the supervisor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Running:
 
 
 class Supervisor:
-    """Start and use it only on the main thread's event loop: the parent-death signal needs that."""
+    """Use a supervisor only on the main thread's event loop, because of the parent-death signal."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Supervisor:
         return self._core.is_ready(name)
 
     def pid(self, name: str) -> int | None:
-        """The pid of the running process; None while there is none."""
+        """The pid of the process, or None while it does not run."""
         running = self._running.get(name)
         return running.process.pid if running else None
 
@@ -94,23 +94,19 @@ class Supervisor:
         self._feed(StartAsked(spec.name))
 
     def ready(self, name: str) -> None:
-        """Note that the current process is ready."""
         self._feed(BecameReady(name))
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Signal only the process itself, as a fault would. Raises KeyError if it does not run."""
+        """Signal the process, but not its children. Raises KeyError if the process does not run."""
         self._running[name].process.send_signal(number)
 
     def kill(self, name: str) -> None:
-        """Kill the process and all its children at once. It is restarted."""
+        """Kill the process and its children at once. The process is restarted."""
         if (pid := self.pid(name)) is not None:
             child.signal_group(pid, signal.SIGKILL)
 
     def lose(self, names: Iterable[str]) -> None:
-        """Kill the processes at once, as if their site were lost.
-
-        They stay stopped until `start`.
-        """
+        """Kill the processes at once, as if their site were lost. Do not restart them."""
         lost = list(names)
         for name in lost:
             self.kill(name)
@@ -118,14 +114,14 @@ class Supervisor:
             self._feed(StopAsked(name))
 
     async def stop(self, name: str) -> None:
-        """Ask the process to end, kill it after its grace period, and wait until it is gone."""
+        """Ask the process to end, kill it after its grace period, and wait for its end."""
         self._feed(StopAsked(name))
         while name in self._running:
             self._changed.clear()
             await self._changed.wait()
 
     def kill_all(self) -> None:
-        """As a last resort, kill everything now and restart nothing."""
+        """Kill all processes at once, and restart none."""
         for name in list(self._specs):
             self._feed(StopAsked(name))
             self.kill(name)
@@ -146,7 +142,10 @@ class Supervisor:
                 self._tell(effect)
 
     def _tell(self, notice: Notice) -> None:
-        """Pass on a notice later and in order. Exceptions go to the loop's exception handler."""
+        """Call `on_notice` in a later turn of the event loop.
+
+        So an exception of the callback reaches the loop's exception handler, not the supervisor.
+        """
         asyncio.get_running_loop().call_soon(self._on_notice, notice)
 
     def _spawn(self, name: str) -> None:
@@ -155,7 +154,7 @@ class Supervisor:
             if spec.ops_file is not None:
                 spec.ops_file.unlink(missing_ok=True)
             process = child.start(spec.command, spec.env, self.log_file(name))
-        except OSError as exc:  # out of disk, memory or processes: treated as an immediate death
+        except OSError as exc:  # no disk space, memory or pids: counts as a death at the start
             with contextlib.suppress(OSError), self.log_file(name).open("a") as log:
                 log.write(f"cannot start: {exc.strerror}\n")
             asyncio.get_running_loop().call_soon(self._not_spawned, name)
@@ -169,7 +168,7 @@ class Supervisor:
 
     async def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
         code = await _exit_code(process)
-        child.signal_group(process.pid, signal.SIGKILL)  # this kills its children
+        child.signal_group(process.pid, signal.SIGKILL)  # kills the dead process's children
         running = self._running.pop(name)
         if running.grace is not None:
             running.grace.cancel()
@@ -178,7 +177,7 @@ class Supervisor:
 
     def _ask_to_end(self, name: str) -> None:
         running = self._running.get(name)
-        if running is None:  # its start failed, and the core has not heard of that yet
+        if running is None:  # the start failed, and `_not_spawned` has not run yet
             self._feed(Exited(name, _CANNOT_RUN))
             return
         running.process.terminate()
@@ -199,7 +198,7 @@ class Supervisor:
 
 
 async def _exit_code(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end of a process without a thread: by pidfd if possible, else by polling."""
+    """Wait for the end of a process without a thread: with a pidfd, or else by polling."""
     if hasattr(os, "pidfd_open"):
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         handle = os.pidfd_open(process.pid)

@@ -1,4 +1,4 @@
 """Logs, metrics and traces of a process, for operators.
 
-They never contain a prompt, an output or a key.
+Telemetry never contains a prompt, an output or a key.
 """

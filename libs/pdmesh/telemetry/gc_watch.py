@@ -1,7 +1,8 @@
-"""Measures how long the garbage collector stops this process: all its threads wait meanwhile.
+"""Measures the pauses of Python's garbage collector, during which all threads of the process wait.
 
-A pause grows with the objects of its generation: the youngest has what was made since the last
-collection, the oldest (2) all objects that were not frozen (`service_process`).
+The length of a pause depends on the number of objects in the collected generation. The youngest
+generation (0) has the objects made since the last collection. The oldest one (2) has all objects,
+except those that `service_process` has frozen.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _GENERATIONS: Final = {n: MappingProxyType({"generation": str(n)}) for n in rang
 
 
 class GcWatch:
-    """A callback of the `gc` module. Collections never overlap, whichever thread begins one."""
+    """A callback for the `gc` module. Collections never overlap, even if threads begin them."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class GcWatch:
         self._began_s: float | None = None
 
     def __call__(self, phase: str, info: Mapping[str, int]) -> None:
-        """`phase`: start or stop."""
+        """`phase` is "start" or "stop"."""
         if phase == "start":
             self._began_s = self._clock()
         elif self._began_s is not None:

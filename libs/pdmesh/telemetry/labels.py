@@ -1,8 +1,7 @@
-"""The labels of each metric, on which dashboards and alerts rely; a metric that is not here has
-none.
+"""The labels of each metric, on which dashboards and alerts rely.
 
-`metrics.py` checks each new set of labels against this table, so a label cannot be added or renamed
-in one place only.
+A metric that is not in this table has no labels. `metrics.py` checks each new set of labels against
+the table, so code cannot add or rename a label without a change here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Structured logs: JSON for machines, pretty lines on a terminal.
 
-`event` is a fixed lowercase dotted name, and everything else is data. A line about a request has
-its `request_id`, because one event loop serves many requests at once. If no `trace_id` is given,
-the line gets that of the current span. Tracebacks never show local variables, which hold prompts.
+The field `event` is a fixed, lowercase, dotted name. All other fields are data. A line about a
+request has the request's `request_id`, because one event loop serves many requests at once. A line
+without a `trace_id` gets the id of the current span's trace. Tracebacks never show local variables,
+because these may contain prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _CHATTY: Final = ("nats", "httpx", "httpcore", "urllib3", "uvicorn", "asyncio")
 
 
 class SteadyStream:
-    """A stream for log lines that never raises: on a full disk only the line is lost."""
+    """A stream for log lines that never raises. On a full disk, the line is lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -48,21 +49,21 @@ def configure(service: str, instance_id: str, log_format: LogFormat, level: str)
     """Send structlog and the standard library's loggers to stderr, in one format."""
     is_pretty = log_format == "pretty" or (log_format == "auto" and sys.stderr.isatty())
     threshold = logging.getLevelNamesMapping()[level.upper()]
-    stream: Any = SteadyStream(sys.stderr)  # Any: a TextIO, of which only some methods are used
+    stream: Any = SteadyStream(sys.stderr)  # Any, because it lacks most methods of a TextIO
     shared = _shared_processors(service, instance_id)
     structlog.configure(
         processors=[*shared, *_renderers(is_pretty)],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.WriteLoggerFactory(
             stream
-        ),  # one system call per line; print makes two
+        ),  # makes one system call per line, where print makes two
         cache_logger_on_first_use=True,
     )
     _configure_stdlib(stream, shared, is_pretty, threshold)
 
 
 def take_over_stderr() -> None:
-    """Log what the interpreter would print as text: warnings and uncaught exceptions."""
+    """Log warnings and uncaught exceptions, which the interpreter would print as text."""
     logging.captureWarnings(True)
     log = structlog.get_logger(__name__)
 
@@ -114,7 +115,7 @@ def _renderers(is_pretty: bool) -> list[structlog.types.Processor]:
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)]
 
 
-# Any: structlog calls the serializer with the keyword arguments of the renderer.
+# structlog passes the renderer's keyword arguments, which are not used here.
 def _to_json(event: object, **_: Any) -> str:
     return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
@@ -125,7 +126,7 @@ def _configure_stdlib(
     is_pretty: bool,
     threshold: int,
 ) -> None:
-    """Give the lines that libraries log through `logging` the same form, and drop many of them."""
+    """Format the log lines of libraries alike, and drop the less important ones."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

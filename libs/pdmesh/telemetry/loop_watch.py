@@ -1,9 +1,9 @@
-"""Measures how late the event loop runs a timer, and how much of that this process caused.
+"""Measures how late the event loop runs a timer, and how much of the delay this process caused.
 
-A timer is late if something blocked the loop or, in another thread, the interpreter. It is also
-late if the machine gave the cores to other processes. In the first case this process used CPU all
-the time. So the process itself caused at most the lesser of the lateness and its CPU time. The more
-often it measures, the tighter this bound is.
+A timer is late if this process blocked the event loop, or if another of its threads held the
+interpreter. In both cases, the process used CPU time during the delay. A timer is also late if the
+machine ran other processes. So the part of a delay that this process caused is at most its CPU time
+in the delay. The shorter the interval between measurements, the tighter this bound is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdmesh.telemetry import metrics, names
 
 
 class LoopWatch:
-    """Measures every `every_s` seconds. It may miss a shorter delay."""
+    """Measures every `every_s` seconds. A delay that is shorter may be missed."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -32,7 +32,6 @@ class LoopWatch:
         )
 
     async def run(self) -> None:
-        """Measure until cancelled."""
         while True:
             asked, cpu_s = time.monotonic(), time.process_time()
             await asyncio.sleep(self._every_s)
@@ -41,12 +40,12 @@ class LoopWatch:
             )
 
     def note(self, late_s: float, cpu_s: float) -> None:
-        """Note how late the timer was, and how much CPU time all threads used since it was set."""
+        """Note a timer's delay, and the CPU time of all threads since the timer was set."""
         self._worst_lag_s = max(self._worst_lag_s, late_s)
         self._worst_held_s = max(self._worst_held_s, min(late_s, cpu_s))
 
     def take(self) -> tuple[float, float]:
-        """The worst lateness, and the worst part of it from this process, since the last call."""
+        """The worst delay since the last call, and the worst part that this process caused."""
         return self._take_lag(), self._take_held()
 
     def _take_lag(self) -> float:

@@ -1,7 +1,7 @@
-"""Counters, histograms and gauges, visible at /metrics and exported by OTLP when configured.
+"""Counters, histograms and gauges, which /metrics shows and OTLP exports, if configured.
 
-Make instruments at import time, with names from `names.py`. They do nothing until `configure` runs,
-and count after that. Each label has a bounded set of values, so a request id is never a label.
+Make instruments at import time, with names from `names.py`. Nothing is exported before `configure`.
+Each label has a bounded set of values, so a request id must not be a label.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdmesh.telemetry.histograms import Histogram, PeriodicReader, PrometheusRea
 from pdmesh.telemetry.vllm_names import WithVllmNames
 
 Labels = Mapping[str, str]
-# From the time of a batched token to that of a long prompt: 1 ms to 2 min.
+# The default buckets, from 1 ms for a token in a batch to 2 min for a long prompt.
 SECONDS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
@@ -32,7 +32,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _EXPORT_EVERY_MS: Final = 15_000
 _EXPORT_INTERVAL: Final = "OTEL_METRIC_EXPORT_INTERVAL"  # OpenTelemetry's own setting, in ms
 
-# Reads the value of a gauge or a total: one number, or numbers with labels.
+# Returns the value of a gauge or a total: one number, or numbers with labels.
 Read = Callable[[], float | Iterable[tuple[float, Labels]]]
 
 _NO_LABELS: Final[Labels] = MappingProxyType({})
@@ -42,7 +42,7 @@ _meter = metrics.get_meter("pdmesh")
 
 
 class _Page:
-    """What `render` shows."""
+    """The metrics that `render` shows."""
 
     source: Collector = REGISTRY
 
@@ -50,9 +50,9 @@ class _Page:
 def configure(
     resource: Resource, otlp_endpoint: str | None, *, has_vllm_names: bool = False
 ) -> MeterProvider:
-    """Make the instruments count. Call `shutdown()` on the result at the end.
+    """Begin to export. Call `shutdown()` on the result at the end.
 
-    `has_vllm_names`: /metrics also shows vLLM's names; OTLP does not.
+    With `has_vllm_names`, /metrics shows some metrics also under vLLM's names. OTLP does not.
     """
     _Page.source = WithVllmNames(REGISTRY) if has_vllm_names else REGISTRY
     readers: list[MetricReader] = [PrometheusReader(resource)]
@@ -68,7 +68,7 @@ def configure(
         metric_readers=readers,
         resource=resource,
         shutdown_on_exit=False,
-        # Exemplars are unused, but each record would pay for them.
+        # Nothing uses exemplars, and they would cost time for each record.
         exemplar_filter=AlwaysOffExemplarFilter(),
     )
     metrics.set_meter_provider(provider)
@@ -78,12 +78,12 @@ def configure(
 class Counter:
     """A count that only grows: `.add(1, {label: value})`.
 
-    Use it on one thread only, because it takes no lock. It counts in a dict and sums only when it
-    is read. This needs a fifth of the CPU of the SDK's own counter, and saves a few percent of a
-    core at thousands of requests per second.
+    A counter takes no lock, so use it on one thread only. It adds to a dict, which the SDK reads
+    when it exports. This takes a fifth of the CPU time of the SDK's own counter, and saves a few
+    percent of a core at thousands of requests per second.
 
-    A counter without labels is 0 from the beginning, and so is one with any of the `known` labels:
-    a rate would not see the first count of a series that begins with it.
+    A counter without labels starts at 0, and so does each series of the `known` labels. If a series
+    began with its first count, a rate would miss this count.
     """
 
     def __init__(self, name: str, help: str, unit: str, known: Iterable[Labels] = ()) -> None:
@@ -105,28 +105,28 @@ class Counter:
 
 
 def counter(name: str, help: str, unit: str = "1", *, known: Iterable[Labels] = ()) -> Counter:
-    """`known`: the labels whose series begin at 0, because an alert looks at single counts."""
+    """Make a counter. The series of the `known` labels start at 0, for alerts on single counts."""
     return Counter(name, help, unit, known)
 
 
 def histogram(
     name: str, help: str, unit: str = "s", buckets: Sequence[float] = SECONDS
 ) -> Histogram:
-    """A distribution: `.record(value, {label: value})`."""
+    """Make a distribution of values: `.record(value, {label: value})`."""
     return Histogram(name, unit, help, buckets)
 
 
 def gauge(name: str, help: str, read: Read, unit: str = "1") -> None:
-    """A value that goes up and down, computed when it is read: one number, or numbers with labels.
+    """Make a value that goes up and down. `read` returns the value at each export.
 
-    `read` must not change anything: it runs on the event loop for /metrics, and on the exporter's
-    thread for OTLP.
+    `read` must not change any state, because it runs on the event loop for /metrics, and on the
+    exporter's thread for OTLP.
     """
     _meter.create_observable_gauge(name, [_observer(name, read)], unit, help)
 
 
 def total(name: str, help: str, read: Read, unit: str = "1") -> None:
-    """A count that only grows and that its owner keeps. It is read like a gauge."""
+    """Make a count that only grows. `read` returns the count at each export, as for a gauge."""
     _meter.create_observable_counter(name, [_observer(name, read)], unit, help)
 
 
@@ -145,7 +145,7 @@ def _observer(name: str, read: Read) -> Callable[[CallbackOptions], Iterable[Obs
 
 
 def _number(value: float) -> float:
-    """Convert a boolean to a number: for a boolean, OTLP's exporter would drop all metrics."""
+    """Convert a boolean to a number. A boolean would make OTLP's exporter drop all metrics."""
     return int(value) if isinstance(value, bool) else value
 
 

@@ -1,8 +1,8 @@
 """The names of all metrics, spans and attributes, which docs/telemetry.md lists.
 
-OpenTelemetry's names come first. They are those of the semantic conventions 0.66, in which `gen_ai`
-is still in development. Our own names begin with `pdmesh.`. The labels of metrics are bounded:
-model, reason, outcome. Request ids belong in traces and logs.
+OpenTelemetry's names come first, as in the semantic conventions 0.66. There, `gen_ai` is still in
+development. Our own names begin with `pdmesh.`. A metric's label has a bounded set of values, for
+example models, reasons or outcomes. Request ids belong in traces and logs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The operators' HTTP endpoint of a process: /metrics, /health/live, /health/ready, /status/<page>.
 
-A process is live if its event loop answers. It is ready if it has everything that it needs, and
-otherwise the reply names what is missing. The endpoint has the same bounds as the clients' port.
-When it is full it drops old connections, because a supervisor kills a process that does not answer
-here.
+A process is live if its event loop answers. It is ready if it has everything that it needs. If not,
+the reply to /health/ready names the missing things. The endpoint has the same kinds of bounds as
+the clients' port. But if there are too many connections, it drops the oldest ones instead of
+refusing new ones, because a supervisor kills a process that does not answer here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.server import HttpServer, listen
 from pdmesh.telemetry import metrics
 
-NotReady = Callable[[], Sequence[str]]  # returns the names of what is missing
+NotReady = Callable[[], Sequence[str]]  # returns the names of the missing things
 Pages = Mapping[str, Callable[[], object]]  # the JSON pages of a service, by name
 _GRACE_S: Final = 1
 _WRITE_TIMEOUT_S: Final = 10.0
@@ -59,7 +59,7 @@ def ops_routes(not_ready: NotReady, pages: Pages = MappingProxyType({})) -> list
 
 
 class OpsServer:
-    """Serves until `close`.
+    """Serves from `start` until `close`.
 
     The constructor binds the port, so a conflict raises OSError at once.
     """
@@ -80,7 +80,7 @@ class OpsServer:
         self.port: int = self._server.port
 
     def add_routes(self, routes: Sequence[Route]) -> None:
-        """Add a service's own routes for its operators."""
+        """Add routes that only this service has."""
         self._app.router.routes.extend(routes)
 
     def start(self) -> None:

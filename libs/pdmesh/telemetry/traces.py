@@ -1,7 +1,7 @@
-"""One trace per request, passed between processes as a W3C `traceparent` string.
+"""OpenTelemetry traces: one per request, passed between processes as a W3C `traceparent` string.
 
-Without an exporter no span is recorded, but ids are still made and passed on. So `trace_id`
-connects the log lines of one request in all services, at almost no cost.
+Without a collector no span is recorded, but trace ids are still made and passed on. So the
+`trace_id` connects the log lines of one request in all services, at almost no cost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ids = RandomIdGenerator()
 def configure(
     resource: Resource, otlp_endpoint: str | None, processor: SpanProcessor | None = None
 ) -> TracerProvider:
-    """Record spans if a collector at `otlp_endpoint`, or in tests `processor`, takes them."""
+    """Record spans, if there is a collector at `otlp_endpoint` or (in tests) a `processor`."""
     global _is_recorded
     _is_recorded = bool(otlp_endpoint) or processor is not None
     provider = TracerProvider(
@@ -65,9 +65,9 @@ def tracer() -> Tracer:
 
 
 def start_root(name: str, parent: str) -> Span:
-    """The span of a request, in the trace of `parent` if that is a traceparent.
+    """Start the span of a request. If `parent` is a traceparent, the span belongs to its trace.
 
-    Without a collector it only has ids.
+    Without a collector and without a parent, the span only has ids.
     """
     context = context_from(parent) if parent else None
     if context is not None or _is_recorded:
@@ -77,7 +77,7 @@ def start_root(name: str, parent: str) -> Span:
 
 
 def traceparent(span: Span) -> str:
-    """The span as a `traceparent` header; empty if there is no trace."""
+    """The span as a `traceparent` header, or an empty string if the span has no trace."""
     context = span.get_span_context()
     if not context.is_valid:
         return ""
@@ -89,9 +89,9 @@ def current_traceparent() -> str:
 
 
 def sampled_context(parent: str) -> Context | None:
-    """A context for new spans, or None unless `parent` is a traceparent of a recorded trace.
+    """A context for new spans. None unless `parent` is a traceparent of a recorded trace.
 
-    Only the sampled flag counts: a trace that began here also has the random flag (03).
+    Only the sampled flag matters. A trace that began here also has the random flag (03).
     """
     found = _TRACEPARENT.fullmatch(parent)
     is_sampled = found is not None and int(found[3], 16) & TraceFlags.SAMPLED
@@ -99,7 +99,7 @@ def sampled_context(parent: str) -> Context | None:
 
 
 def context_from(parent: str) -> Context | None:
-    """A context for new spans. None means a new trace: `parent` is not a valid traceparent."""
+    """A context for new spans, or None if `parent` is not a valid traceparent."""
     found = _TRACEPARENT.fullmatch(parent)
     if not found:
         return None

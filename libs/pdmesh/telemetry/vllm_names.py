@@ -1,7 +1,7 @@
-"""Metrics under vLLM's names, for dashboards that were made for vLLM.
+"""Shows metrics also under vLLM's names, for dashboards that were made for vLLM.
 
-A metric has an alias only if vLLM's means the same; docs/observe.md lists which have one. Requests
-are counted at the gateways, once each; the state of engines is shown by each instance.
+A metric has an alias only if vLLM's metric means the same. docs/observe.md lists the aliases.
+Gateways count each request once. Each instance shows the state of its engine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ _MODEL: Final = MappingProxyType({"gen_ai_request_model": "model_name"})
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """`name`: vLLM's, without the suffixes of series. `family`: ours, on a page of /metrics.
+    """One metric under vLLM's name.
 
-    `labels`: our labels that stay, with vLLM's names for them; values are summed over the others.
-    `where`: labels of the samples that count; an empty value stands for a label that is not there.
-    `is_of_engine`: it gets the name of the model that this instance serves.
+    `name` is vLLM's name, without the suffixes of series. `family` is our metric's name on a page
+    of /metrics. `labels` maps the labels that stay to vLLM's names for them; values are summed over
+    all other labels. If `where` is given, only samples with these labels are summed. An empty value
+    in `where` means that a sample must not have the label. If `is_of_engine`, the samples get a
+    label with the model that this instance serves.
     """
 
     name: str
@@ -106,18 +108,18 @@ ALIASES: Final = (
 
 
 class _Served:
-    """The model of this instance, which its own gauges do not name; empty: it has none."""
+    """The model that this instance serves, because its gauges do not name the model."""
 
     model = ""
 
 
 def serve(model: str) -> None:
-    """Name this model in the aliases of an instance's gauges from now on."""
+    """From now on, name this model in the aliases of the instance's gauges."""
     _Served.model = model
 
 
 class WithVllmNames(Collector):
-    """A page with its families and their aliases."""
+    """The metrics of a page, and their aliases."""
 
     def __init__(self, page: Collector) -> None:
         self._page = page

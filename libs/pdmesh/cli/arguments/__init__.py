@@ -1,4 +1,4 @@
-"""The arguments of every command."""
+"""Defines the arguments of every `pdmesh` command."""
 
 from __future__ import annotations
 

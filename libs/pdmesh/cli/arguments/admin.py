@@ -1,4 +1,4 @@
-"""The arguments of commands that show or change groups and instances at the leading master."""
+"""The arguments of commands by which operators show or change groups and instances."""
 
 from __future__ import annotations
 

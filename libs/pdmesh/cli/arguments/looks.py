@@ -1,4 +1,4 @@
-"""The arguments of commands that show a mesh or ask it a question, and of `completion`."""
+"""The arguments of commands that read from a mesh (`status`, `chat`, `logs`), and `completion`."""
 
 from __future__ import annotations
 

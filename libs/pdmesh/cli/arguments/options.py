@@ -1,7 +1,8 @@
-"""Options that several commands have. Each may stand before the command or after any of its words.
+"""Options that several commands share.
 
-Only the main parser holds their defaults. A command's own default would replace a value that was
-given before the command. The last value on the line wins.
+A shared option may come before the command or after any of its words. If it is given several times,
+the last value wins. Only the main parser has defaults for these options, because a default in a
+command's parser would replace a value that was given before the command.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def with_defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def own_token(shared_variable: str) -> str:
-    """The caller's own token from the environment, else the secret in `shared_variable`."""
+    """The caller's own token from $PDMESH_TOKEN, or else the secret in `shared_variable`."""
     return os.environ.get("PDMESH_TOKEN") or os.environ.get(shared_variable, "")
 
 
@@ -116,9 +117,9 @@ def _add_state_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_nats_url(parser: argparse.ArgumentParser) -> None:
-    """Its default comes from the environment, because other users can read a command line.
+    """Add --nats-url, whose default comes from the environment.
 
-    The URL may have a password.
+    The URL may have a password, and other users of the machine can read a command line.
     """
     parser.add_argument(
         "--nats-url",

@@ -1,4 +1,4 @@
-"""The arguments of commands that manage what a mesh keeps: pins, adapters, keys and the like."""
+"""The arguments of commands that manage pins, adapters, keys, artefacts and certificates."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def add_keys(commands: Commands) -> None:
         choices=list(ROLES),
         help="make it also a key for the admin API, with this role (default: for clients only)",
     )
-    # These limits apply to the tenant: to all its keys together.
+    # These limits apply to all keys of the tenant together.
     add.add_argument(
         "--requests-per-s", type=values.positive, metavar="N", help="default: no limit"
     )

@@ -1,4 +1,4 @@
-"""`pdmesh access`: prints permissions for NATS and Redis, as files for your own servers."""
+"""`pdmesh access`: prints the processes' permissions as files for the user's own NATS and Redis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _accounts(options: argparse.Namespace) -> str:
 def _holder(text: str, trust_domain: str) -> Holder:
     """Raises ValueError."""
     if "/" not in text:
-        # Checks the role's name and the trust domain.
+        # This call only checks the role's name and the trust domain.
         ProcessIdentity.from_uri(f"spiffe://{trust_domain}/{text}/any")
         return Holder(text, trust_domain=trust_domain)
     return Holder.of(ProcessIdentity.from_uri(f"spiffe://{trust_domain}/{text}"))

@@ -1,4 +1,4 @@
-"""`pdmesh adapters`: manages LoRA adapters, which clients ask for by name, like models."""
+"""`pdmesh adapters`: manages LoRA adapters, which clients name in requests like models."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `history`, `drain`, `cordon` and so on.
+"""The commands by which operators see and change the groups of a mesh.
 
-These commands show the groups, and show and change the desired state.
+`pdmesh groups` and `history` show the groups and the versions of the desired state, which is a file
+with the groups that the mesh should have. `diff` compares a file with the desired state. `apply`,
+`promote` and `rollback` change the desired state. `drain`, `cordon` and `uncordon` take instances
+out of service and put them back.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ async def _groups(options: argparse.Namespace) -> int:
 
 
 async def _file(options: argparse.Namespace) -> int:
-    """Print only the file of one version, so that the user can edit and apply it."""
+    """Print only the file of one version, so that the user can edit the file and apply it."""
     desired = await leader_of(options).desired(options.text)
     if desired is None:
         raise CommandFailed(
@@ -71,7 +74,7 @@ async def _usage(options: argparse.Namespace) -> int:
 
 
 async def _diff(options: argparse.Namespace) -> int:
-    """Return exit code 1 if something differs, and 2 after an error, as diff(1) does."""
+    """Show the differences. The exit code is 1 if there are any (2 after an error, see `run`)."""
     response = await leader_of(options).diff(text_of(options.file))
     show(options, response, lambda: _changes_text(response.changes, f"version {response.version}"))
     return 1 if response.changes else 0
@@ -96,7 +99,7 @@ async def _apply(options: argparse.Namespace) -> int:
 
 
 async def _until_rolled_out(options: argparse.Namespace, version: int) -> None:
-    """Wait, and report on stderr, because stdout already has the result."""
+    """Wait for the rollout, and report its end on stderr, because stdout already has the result."""
     print(done_text(version, await wait(options, version)), file=sys.stderr)
 
 
@@ -107,13 +110,13 @@ async def _history(options: argparse.Namespace) -> int:
 
 
 async def _missing_instances(options: argparse.Namespace, text: str) -> str:
-    """A message if the groups need more instances than can get a role; else empty."""
+    """A message if the groups need more instances than can get a role, or an empty string."""
     desired = read(text)
     wanted = sum(map(desired.num_instances, desired.groups.values()))
     if not wanted:
         return ""
     states = await leader_of(options).groups()
-    # An instance that goes from one role to another may be in both lists.
+    # An instance that changes its role may be in both lists.
     members = (member.instance_id for group in states.groups for member in group.members)
     there = len({*states.blank_instance_ids, *members})
     if wanted <= there:
@@ -195,7 +198,7 @@ def history_text(versions: Iterable[pb.DesiredVersion]) -> str:
 
 
 def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh apply FILE") -> str:
-    """The groups with their members, then the blank instances and those out of service."""
+    """The groups with their members, then the blank instances and the ones out of service."""
     groups = [
         (
             group.group_id, group.scenario, group.state,

@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
             print(folder)
     except BadCertificates as exc:
         raise CommandFailed(exc.message) from exc
-    except ValueError as exc:  # a name that a certificate cannot hold
+    except ValueError as exc:  # a name that is not possible in a certificate
         raise CommandFailed(f"--name: {exc}") from exc
     except OverflowError as exc:
         raise CommandFailed(f"--days: {exc}") from exc

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 def ask(
     url: str, prompt: str, model: str, max_tokens: int, temperature: float, api_key: str = ""
 ) -> Iterator[str]:
-    """The answer's text, piece by piece. Raises CommandFailed with the gateway's own message."""
+    """Yield the answer's text in pieces. Raises CommandFailed with the gateway's own message."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -65,7 +65,7 @@ def ask(
 
 @contextmanager
 def answers_from(url: str) -> Iterator[None]:
-    """Raises CommandFailed if no gateway answers, or if the answer is not HTTP."""
+    """Turn connection errors within the block into CommandFailed, also for answers without HTTP."""
     try:
         yield
     except (OSError, http.client.HTTPException, ValueError) as exc:
@@ -76,9 +76,9 @@ def answers_from(url: str) -> Iterator[None]:
 
 
 def _plain(exc: Exception) -> str:
-    """The error's text without control characters, which a terminal would obey.
+    """The error's text without control characters, which would change the terminal's state.
 
-    A server of another protocol may send them.
+    A server of another protocol may send such characters.
     """
     if isinstance(exc, http.client.BadStatusLine) and not isinstance(exc, ConnectionError):
         return "it does not speak HTTP"
@@ -86,7 +86,7 @@ def _plain(exc: Exception) -> str:
 
 
 def connection_to(url: str) -> http.client.HTTPConnection:
-    """An HTTP connection to a gateway, not yet open. Raises CommandFailed."""
+    """Make an HTTP connection to a gateway, without opening it. Raises CommandFailed."""
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.netloc:
         raise CommandFailed(f"{url} is not a gateway's address, such as http://127.0.0.1:8000")
@@ -95,7 +95,7 @@ def connection_to(url: str) -> http.client.HTTPConnection:
 
 
 def base_path(url: str) -> str:
-    """The path of a gateway's address, without the final /v1 that a client's base URL has."""
+    """The path of a gateway's URL, without the final /v1 of an OpenAI client's base URL."""
     return urlsplit(url).path.rstrip("/").removesuffix("/v1")
 
 

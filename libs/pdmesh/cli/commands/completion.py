@@ -1,4 +1,4 @@
-"""`pdmesh completion`: a script with which a shell completes commands and options."""
+"""`pdmesh completion`: prints a script with which a shell completes commands and options."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     _signal(pid, signal.SIGTERM)
     if not _is_gone(options.state_dir, options.timeout):
-        _signal(pid, signal.SIGKILL)  # its children die with the launcher
+        _signal(pid, signal.SIGKILL)  # the launcher's children die with it
         if not _is_gone(options.state_dir, options.timeout):
             raise CommandFailed(f"the launcher (pid {pid}) did not stop")
         print(f"the mesh did not stop in {options.timeout:g} s and was killed")

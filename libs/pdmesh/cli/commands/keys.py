@@ -1,6 +1,6 @@
-"""`pdmesh keys`: issues, lists and revokes the API keys of a key file.
+"""`pdmesh keys`: issues, lists and revokes the API keys in a key file.
 
-Running gateways notice a change within two seconds.
+Running gateways read a changed file within two seconds.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def _list(options: argparse.Namespace, path: Path) -> int:
 
 
 def _how_to_add(options: argparse.Namespace) -> str:
-    """The command that makes the same key file."""
+    """The command that makes this key file."""
     file = f" --file {shlex.quote(str(options.file))}" if options.file is not None else ""
     return hint(options.state_dir, f"keys add TENANT{file}")
 
 
 def _listed(file: api_keys.KeyFile) -> list[dict[str, Any]]:
-    """The keys without their hashes, each with the limits of its tenant."""
+    """The keys without their hashes. Each has its tenant's limits."""
     return [
         {
             "key_id": key.key_id,
@@ -141,7 +141,7 @@ def _revoke(options: argparse.Namespace, path: Path) -> int:
 
 @contextlib.contextmanager
 def _changing(path: Path) -> Iterator[api_keys.KeyFile]:
-    """Lock and load the key file; save it if the block does not raise."""
+    """Lock and load the key file, and save it after the block, unless the block raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

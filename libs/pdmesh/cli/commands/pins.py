@@ -1,7 +1,8 @@
-"""`pdmesh pins`: manages prefixes whose KV is not evicted, such as a tenant's system prompt.
+"""`pdmesh pins`: manages pins, which keep a prefix's KV from eviction.
 
-A gateway turns the text into tokens, as it does for a request. The master turns the tokens into
-block names. The text itself is stored nowhere.
+A prefix is the beginning of prompts, for example a tenant's system prompt. A gateway turns the text
+into tokens, as for a request. The master turns the tokens into block names. The text itself is
+stored nowhere.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.v1 import admin_service_pb2 as pb
 
 _MAX_BODY_BYTES: Final = 64 << 20
-# Two user messages without a common beginning: conversations with them have only the system prompt
-# and the beginning of the template in common.
+# Two user messages without a common beginning. Two conversations with the same system prompt and
+# these messages have only the pinned prefix in common: the system prompt and the template's part
+# before the message.
 _USERS: Final = ("0", "A")
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
@@ -79,7 +81,7 @@ def _added_text(pin: pb.PinState) -> str:
 
 
 def pins_text(pins: pb.ListPinsResponse) -> str:
-    """A table with a line for each pin and fingerprint."""
+    """A table with a row for each pin, and for each kind of KV (fingerprint) that it covers."""
     rows = [
         (
             pin.pin_id, pin.tenant, pin.scenario or "all", pin.model, str(pin.num_tokens),
@@ -99,7 +101,7 @@ def _held(coverage: pb.PinCoverage) -> str:
     return ", ".join(held) or f"no instance yet, of {coverage.num_blocks} blocks"
 
 
-def _when(at: Any) -> str:  # Any: a protobuf Timestamp, whose stub has no base in common
+def _when(at: Any) -> str:  # `at` is a protobuf Timestamp
     return datetime.fromtimestamp(at.ToMicroseconds() / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
@@ -107,7 +109,10 @@ def _when(at: Any) -> str:  # Any: a protobuf Timestamp, whose stub has no base 
 
 
 def _tokens(options: argparse.Namespace) -> list[int]:
-    """The token ids of the prefix, which is given in one of three forms. Raises CommandFailed."""
+    """The token ids of the prefix, which the user gives in one of three forms.
+
+    Raises CommandFailed.
+    """
     if options.token_ids is not None:
         words = text_of(options.token_ids).replace(",", " ").split()
         if wrong := next((w for w in words if not w.isdecimal() or int(w[:20]) >= 2**32), None):

@@ -1,4 +1,8 @@
-"""`pdmesh plan`: sizes a deployment before there is a mesh, and says if P/D is worth it."""
+"""`pdmesh plan`: computes how many instances a workload needs.
+
+The command needs no running mesh. It compares two deployments and recommends one of them: P/D, with
+prefill and decode on different instances, and fusion, with both phases on each instance.
+"""
 
 from __future__ import annotations
 

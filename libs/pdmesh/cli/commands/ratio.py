@@ -1,4 +1,4 @@
-"""`pdmesh ratio`: shows the decisions about P:D ratios, and changes groups by hand (S27)."""
+"""`pdmesh ratio`: shows the leader's decisions on P:D ratios, or changes groups by hand (S27)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def _plan(options: argparse.Namespace) -> list[pb.RatioDecision]:
 
 
 def decisions_text(decisions: Iterable[pb.RatioDecision]) -> str:
-    """For each decision: a line with its reason, one with its numbers, if any, one per move."""
+    """For each decision, a line with the reason, a line with the numbers, and a line per move."""
     lines: list[str] = []
     for each in decisions:
         at = each.decided_at.ToDatetime().strftime("%H:%M:%S")

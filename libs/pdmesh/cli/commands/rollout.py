@@ -1,4 +1,4 @@
-"""`pdmesh rollout status`: waits until the groups are as a version of the desired state says."""
+"""`pdmesh rollout status`: waits until the groups are as in one version of the desired state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.cli.view.output import show
 from pdmesh.cli.view.progress import ProgressLine
 from pdmesh.errors import Unavailable
 
-_PAUSE_S: Final = 1.0  # between two calls of the leader
+_PAUSE_S: Final = 1.0  # between two calls to the leader
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ async def _status(options: argparse.Namespace) -> None:
 
 
 async def wait(options: argparse.Namespace, version: int) -> Rollout:
-    """Wait for `version`. Raises CommandFailed if it fails, or takes longer than the timeout."""
+    """Wait for the rollout of `version`. Raises CommandFailed if it fails, or at the timeout."""
     line, seen = ProgressLine(), Rollout(False, "nothing is known yet")
     try:
         async with asyncio.timeout(options.timeout):
@@ -56,5 +56,5 @@ def done_text(version: int, seen: Rollout) -> str:
 async def _look(options: argparse.Namespace, version: int) -> Rollout:
     try:
         return rollout_of(await leader_of(options).groups(), version)
-    except Unavailable as exc:  # another master soon leads after the leader dies
+    except Unavailable as exc:  # if the leader died, another master will lead soon
         return Rollout(False, exc.message)

@@ -1,4 +1,7 @@
-"""`pdmesh up`: starts a mesh and reports progress. It runs until Ctrl-C, or detaches."""
+"""`pdmesh up`: starts a mesh and reports progress.
+
+The command runs until Ctrl-C. With --detach, it leaves the mesh running and returns.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ from pdmesh.launcher.spec import MeshSpec, asked_of
 from pdmesh.models import smollm2
 
 _POLL_S: Final = 0.1
-# The options, with their defaults, that --host-folder forbids because host.json replaces them.
+# The options that --host-folder forbids, because host.json replaces them, with their defaults.
 _SAID_BY_A_HOST: Final[Mapping[str, object]] = {
     "--regions": None,
     "--nats-url": None,
@@ -55,16 +58,16 @@ _SAID_BY_A_HOST: Final[Mapping[str, object]] = {
     "--node-agent": False,
 }
 _REGION: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-# Set for the detached launcher, which must not detach again.
+# This variable is set for a detached launcher, which must not detach again.
 _DETACHED: Final = "PDMESH_DETACHED"
-# The settings of the number format in which instances store KV: the shared one, and each service's.
+# The variables for the number format of stored KV: the shared variable, and each service's own.
 _KV_DTYPE_VARIABLES: Final = (
     "PDMESH_KV_CACHE_DTYPE",
     "PDMESH_PREFILL_KV_CACHE_DTYPE",
     "PDMESH_DECODE_KV_CACHE_DTYPE",
     "PDMESH_INSTANCE_KV_CACHE_DTYPE",
 )
-# The gateways' settings that decide who gets access, besides the options about keys.
+# The gateways' settings for access. If one of them is set, `up` needs no option about keys.
 _ACCESS_VARIABLES: Final = (
     "PDMESH_GATEWAY_KEYS_FILE",
     "PDMESH_GATEWAY_ALLOW_ANONYMOUS",
@@ -84,16 +87,16 @@ def run(options: argparse.Namespace) -> int:
             return runner.run(_serve(spec, options.state_dir))
     except (MeshFailed, state.MeshRunning, PortTaken) as exc:
         raise CommandFailed(str(exc)) from None
-    except BrokenPipeError:  # the reader of the output has gone
+    except BrokenPipeError:  # the output's reader has ended
         raise
     except OSError as exc:  # disk full, no permission
         raise CommandFailed(f"{exc.strerror}: {exc.filename or options.state_dir}") from exc
 
 
 def _is_up_already(running: state.MeshState, spec: MeshSpec, state_dir: Path) -> int:
-    """Return 0 if the running mesh has the same options.
+    """Return 0 if the running mesh has the same options and is ready.
 
-    Raises CommandFailed if it has other options, or is not up yet.
+    Raises CommandFailed otherwise.
     """
     is_ready = running.phase == "ready"
     phase = "up" if is_ready else running.phase
@@ -157,7 +160,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
 
 
 def _host(options: argparse.Namespace) -> HostFolder:
-    """Raises CommandFailed if an option is given that the folder's host.json replaces."""
+    """Read the host's folder. Raises CommandFailed for an option that host.json replaces."""
     for option, default in _SAID_BY_A_HOST.items():
         if getattr(options, option[2:].replace("-", "_")) != default:
             raise CommandFailed(f"{option}: not with --host-folder, whose host.json replaces it", 2)
@@ -165,7 +168,7 @@ def _host(options: argparse.Namespace) -> HostFolder:
 
 
 def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
-    """The --groups file and its content. It is read first, so that errors are reported at once."""
+    """Read the --groups file before the start, so that errors are reported at once."""
     if options.groups is None:
         return None, Desired()
     file: Path = options.groups.absolute()
@@ -177,9 +180,9 @@ def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
 
 
 def _check_network(options: argparse.Namespace) -> None:
-    """Raises CommandFailed for plain text on a network.
+    """Raises CommandFailed if the options would send plain text over a network.
 
-    Each process would also refuse it, but only after its start and in its own log.
+    Each process would refuse this itself, but only after its start and in its own log.
     """
     is_trusted = options.insecure_network or "PDMESH_INSECURE_NETWORK" in os.environ
     has_tls = options.tls or "PDMESH_TLS_DIR" in os.environ
@@ -200,9 +203,10 @@ def _check_network(options: argparse.Namespace) -> None:
 
 
 def _check_processor(options: argparse.Namespace, desired: Desired) -> None:
-    """Check for number formats that this machine's processor lacks. Raises CommandFailed.
+    """Raises CommandFailed for a number format of KV that this machine's processor lacks.
 
-    Otherwise each instance would report it only after its start. A slow format is only reported.
+    Each instance would refuse this itself, but only after its start. For a slow format of the
+    model, this only prints a warning.
     """
     if options.engine != "vllm" or installed_device() != "cpu":
         return
@@ -223,7 +227,7 @@ def _check_processor(options: argparse.Namespace, desired: Desired) -> None:
 
 
 def _engine_args(options: argparse.Namespace) -> dict[str, str]:
-    """vLLM's arguments, checked as far as is possible without vLLM. Raises CommandFailed."""
+    """The arguments for vLLM, checked as far as possible without vLLM. Raises CommandFailed."""
     if options.engine_arg and options.engine != "vllm":
         raise CommandFailed(f"--engine-arg: the engine {options.engine} takes no arguments of vLLM")
     for name, _ in options.engine_arg:
@@ -233,7 +237,7 @@ def _engine_args(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _keys_file(options: argparse.Namespace) -> Path | None:
-    """The key file, checked before anything starts.
+    """Check the key file before the start. Raises CommandFailed.
 
     A gateway would refuse a bad file only after the instances have loaded the model.
     """
@@ -256,7 +260,10 @@ def _keys_file(options: argparse.Namespace) -> Path | None:
 
 
 def _regions(options: argparse.Namespace, named: tuple[str, ...]) -> tuple[str, ...]:
-    """The regions of --regions, by default those in --groups, which must not name any other."""
+    """The regions in --regions, or else the ones in --groups.
+
+    Raises CommandFailed if --groups has a region that --regions lacks.
+    """
     if options.regions is None:
         return named
     asked = tuple(options.regions.split(","))
@@ -272,7 +279,7 @@ def _regions(options: argparse.Namespace, named: tuple[str, ...]) -> tuple[str, 
 
 
 def _model_dir(options: argparse.Namespace) -> Path | None:
-    """The model directory for the engines. The simulated engine needs none."""
+    """The model directory for the engines, or None for the simulated engine's own model."""
     if options.engine == "vllm":
         _require_vllm()
     if options.model is not None:
@@ -286,7 +293,7 @@ def _model_dir(options: argparse.Namespace) -> Path | None:
 
 
 def _pooling_model_dir(options: argparse.Namespace) -> Path | None:
-    """The pooling instances' model directory; None if they have the other instances' model."""
+    """The pooling instances' model directory. None means the model of the other instances."""
     if options.pooling_model is None:
         return None
     if not options.pooling:
@@ -337,7 +344,7 @@ async def _serve(spec: MeshSpec, state_dir: Path) -> int:
 
 
 def _on_signals(mesh: Mesh, starting: asyncio.Task[Mesh], stopping: asyncio.Event) -> None:
-    """The first signal stops the mesh in order; the second one kills everything at once."""
+    """Stop the mesh in order at the first signal, and kill all processes at the second."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
@@ -377,9 +384,9 @@ def _detach(options: argparse.Namespace) -> int:
 
 
 def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse.Namespace) -> int:
-    """Show the launcher's lines until its mesh is ready or the launcher has ended.
+    """Show the launcher's output until its mesh is ready or the launcher has ended.
 
-    Raises CommandFailed if a signal killed the launcher, or if it could not say why it failed.
+    Raises CommandFailed if a signal killed the launcher, or if it failed without any output.
     """
     has_said = False
     while launcher.poll() is None:
@@ -405,7 +412,7 @@ def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse
 
 
 def _say(line: str) -> None:
-    """Print a line if a reader is left: the mesh outlives the reader of its progress."""
+    """Print a line. Ignore errors, because the mesh must run on if nobody reads its output."""
     with contextlib.suppress(OSError):
         _print_line(line)
 
@@ -432,7 +439,7 @@ def _summary(spec: MeshSpec) -> str:
 
 
 def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec) -> str:
-    """Suggest commands to try next, which work as they are printed."""
+    """Suggest commands to try next. The user can copy them as they are."""
     pdmesh = _own_command()
 
     def own(command: str) -> str:
@@ -453,7 +460,7 @@ def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec
         '{"model": "default", "messages": [{"role": "user", "content": "What is the capital of '
         'France?"}], "temperature": 0}'
     )
-    # curl reads brackets as a pattern.
+    # Without -g, curl takes brackets in a URL for a pattern.
     shown_url = f"-g {http_url}" if "[" in http_url else http_url
     return f"""
   OpenAI API   {http_url}/v1      gRPC   {grpc_address}
@@ -469,7 +476,7 @@ def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec
 
 
 def _own_command() -> str:
-    """How the user can call `pdmesh`: by name if it is on the PATH, else by its path."""
+    """The word by which the user can call `pdmesh`: its name if it is on the PATH, or its path."""
     beside = Path(sys.executable).parent / "pdmesh"
     if shutil.which("pdmesh") or not beside.exists():
         return "pdmesh"

@@ -1,2 +1,1 @@
-"""What `pdmesh doctor` examines, one module for each place: the machine, the settings, the
-mesh, the certificates."""
+"""The examinations of `pdmesh doctor`: the machine, the settings, the mesh, the certificates."""

@@ -1,4 +1,4 @@
-"""Examines the commands' own certificate, and those that the mesh's ports show."""
+"""Examines the certificate of `pdmesh`'s commands, and the certificates at the mesh's ports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 _SUBJECT: Final = "certificates"
-_SOON: Final = timedelta(days=1)  # the same limit as that of the alert PdmeshCertificateEnds
+_SOON: Final = timedelta(days=1)  # the same limit as in the alert PdmeshCertificateEnds
 _HANDSHAKE_S: Final = 5.0
 # OpenSSL's error codes. Any other code counts as a problem with the issuer.
 _NOT_YET, _EXPIRED, _WRONG_USE, _WRONG_NAME, _WRONG_ADDRESS = 9, 10, 26, 62, 64
@@ -30,9 +30,9 @@ _RENEW: Final = "see why nothing renews it (cert-manager, or pdmesh certs by han
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port over TLS, and the name that its certificate must have: a DNS name or an address."""
+    """A port with TLS. `must_name` is the DNS name or address that its certificate must have."""
 
-    name: str  # of the process
+    name: str  # the name of the process
     host: str
     number: int
     must_name: str
@@ -40,9 +40,10 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a port showed: when its certificate ends, or why it is not accepted.
+    """The result of a TLS handshake with a port.
 
-    Neither is set if the port did not answer.
+    `ends_at` is the end of an accepted certificate. `code` and `why` are set if the certificate was
+    not accepted. None of them is set if the port did not answer.
     """
 
     port: Port
@@ -52,7 +53,10 @@ class Shown:
 
 
 def own_certificate(tls_dir: str) -> tuple[CertificateFolder | None, list[Diagnosis]]:
-    """The commands' certificate, or None if none is usable, and what was found about it."""
+    """Examine the certificate of `pdmesh`'s commands.
+
+    Returns the certificate, or None if it is not usable, and the findings.
+    """
     from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
     if not tls_dir:
@@ -75,7 +79,7 @@ def of_own(identity: ProcessIdentity, ends_at: datetime, now: datetime) -> Diagn
 def ports_of(
     records: Iterable[InstanceRecord], own: ProcessIdentity, nats_url: str
 ) -> Iterator[Port]:
-    """NATS, if it has TLS, and the gRPC ports of all processes except gateways."""
+    """The port of NATS, if it has TLS, and the gRPC ports of all processes except gateways."""
     nats = urlsplit(nats_url)
     if nats.scheme == "tls" and nats.hostname:
         yield Port("nats", nats.hostname, nats.port or 4222, nats.hostname)
@@ -92,7 +96,7 @@ async def examine_ports(folder: CertificateFolder, ports: Iterable[Port]) -> lis
 
 
 async def look_at(port: Port, folder: CertificateFolder) -> Shown:
-    """Make one handshake. `ends_at` is None if nothing answers, which other checks report."""
+    """Make one handshake. If the port does not answer, other checks report that."""
     from pdmesh.net.tls.contexts import client_context
 
     try:

@@ -1,4 +1,4 @@
-"""What an examination found."""
+"""The findings of `pdmesh doctor`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from enum import StrEnum
 
 class Grade(StrEnum):
     OK = "ok"
-    WARNING = "warning"  # it runs, but not as well as it could
-    PROBLEM = "problem"  # something does not run
+    WARNING = "warning"  # the mesh works, but not as well as it could
+    PROBLEM = "problem"  # a part of the mesh does not work
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`text` states the finding; `remedy` says what to do, and is empty if nothing is needed."""
+    """One finding. `remedy` tells the user what to do. It is empty if nothing needs to be done."""
 
     subject: str
     grade: Grade

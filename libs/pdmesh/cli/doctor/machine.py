@@ -18,7 +18,7 @@ from pdmesh.engine.vllm.child import cpu_features
 from pdmesh.kv.transport.ucx_worker import load_library
 
 GIB: Final = 1 << 30
-_MIN_FILES: Final = 4096  # a gateway with 1000 clients needs two files for each, and more
+_MIN_FILES: Final = 4096  # a gateway with 1000 clients needs more than two files per client
 _MIN_FREE: Final = {"state": 2 * GIB, "shared memory": GIB}
 _MIN_MEMORY: Final = {"vllm": 4 * GIB, "sim": GIB}
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  only its free space is read
@@ -28,7 +28,7 @@ _RDMA: Final = frozenset({"rc_mlx5", "rc_verbs", "dc_mlx5", "ud_mlx5", "ud_verbs
 
 
 def examine_machine(engine: str, state_dir: Path, ports: Iterable[int]) -> Iterator[Diagnosis]:
-    """`ports`: those on which a mesh would listen; empty while a mesh runs here."""
+    """`ports` are the ports on which a mesh would listen. While a mesh runs here, it is empty."""
     yield of_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield of_memory(_available_memory(), engine)
     yield of_room("shared memory", _SHARED_MEMORY)
@@ -96,7 +96,7 @@ def of_processor(flags: frozenset[str]) -> Diagnosis:
 
 
 def of_ucx(transports: frozenset[str] | str, rdma_devices: list[str]) -> Diagnosis:
-    """`transports`: the transports of UCX, or as text why UCX cannot be loaded."""
+    """`transports` are the transports of UCX, or a text that says why UCX cannot be loaded."""
     if isinstance(transports, str):
         return problem("UCX", transports, "make setup ENGINE=vllm")
     if rdma_devices and not transports & _RDMA:
@@ -141,6 +141,6 @@ def _ucx_transports() -> frozenset[str] | str:
 def transports_in(info: str) -> frozenset[str]:
     """The transports in UCX's description of a context.
 
-    It has lines such as `resource 1 : ... -- tcp/eth0`.
+    The description has lines such as `resource 1 : ... -- tcp/eth0`.
     """
     return frozenset(_RESOURCE.findall(info)) - {"self"}

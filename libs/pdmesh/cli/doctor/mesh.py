@@ -19,7 +19,7 @@ _READ_LOG: Final = "read its log: pdmesh logs {name}"
 
 
 def of_services(services: Iterable[str]) -> Iterator[Diagnosis]:
-    """`services`: the service name of each registered process."""
+    """`services` has the service name of each registered process."""
     found = set(services)
     missing = [text for service, text in _SINGLE.items() if service not in found]
     yield from (problem("services", text, "start one") for text in missing)
@@ -34,7 +34,7 @@ def of_leader(epoch: int | None) -> Diagnosis:
 
 
 def of_versions(versions: Mapping[str, str]) -> Diagnosis:
-    """`versions`: the release of each process by its name."""
+    """`versions` has the release of each process, by the process's name."""
     by_release: dict[str, list[str]] = defaultdict(list)
     for name, version in sorted(versions.items()):
         by_release[version].append(name)
@@ -46,7 +46,7 @@ def of_versions(versions: Mapping[str, str]) -> Diagnosis:
 
 
 def of_health(healths: Mapping[str, str], down: Iterable[str]) -> Iterator[Diagnosis]:
-    """`healths`: by instance, as in `pdmesh status`. `down`: the processes that do not run."""
+    """`healths` has each instance's health, by name. `down` has the processes that do not run."""
     bad = {name: text for name, text in healths.items() if text != "healthy"}
     for name, text in sorted(bad.items()):
         yield problem("health", f"{name} is {text}", _READ_LOG.format(name=name))
@@ -58,7 +58,7 @@ def of_health(healths: Mapping[str, str], down: Iterable[str]) -> Iterator[Diagn
 
 
 def of_clocks(ahead_s: Mapping[str, float]) -> Iterator[Diagnosis]:
-    """`ahead_s`: how far each process's clock is ahead of ours, by the times in its heartbeats."""
+    """`ahead_s` is how many seconds each process's clock is ahead of this machine's, by name."""
     wrong = {name: s for name, s in ahead_s.items() if abs(s) > _MAX_SKEW_S}
     for name, seconds in sorted(wrong.items()):
         where = "ahead of" if seconds > 0 else "behind"

@@ -1,4 +1,4 @@
-"""Asks every service how it reads the settings in the environment."""
+"""Examines the settings in the environment, by asking every service how it reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SERVICES: Final = (
     "health_monitor",
 )  # fmt: skip
 _AT_ONCE: Final = 2
-# Variables that only the `pdmesh` command and tests read, after the prefix.
+# Variables that only the `pdmesh` command and tests read, without the prefix here.
 _OTHERS: Final = frozenset(
     SHARED_PREFIX + name
     for name in (
@@ -42,7 +42,7 @@ async def examine_settings(environ: Mapping[str, str]) -> list[Diagnosis]:
 def of_settings(
     answers: Iterable[tuple[str, str]], environ: Mapping[str, str]
 ) -> Iterator[Diagnosis]:
-    """`answers`: what each service prints of its settings, and its error if it refuses them."""
+    """`answers` has each service's settings as it prints them, and its error if it refuses them."""
     refused = sorted({error for _, error in answers if error})
     yield from (problem("settings", error, "correct or unset it") for error in refused)
     known = set(_OTHERS)
@@ -56,7 +56,7 @@ def of_settings(
 
 
 def _strange(known: set[str], environ: Mapping[str, str]) -> Iterator[Diagnosis]:
-    """Warnings about variables that no service reads, under its own prefix or the shared one."""
+    """Warnings about variables that no service reads."""
     shared = {SHARED_PREFIX + _field(name) for name in known}
     for name in sorted(environ):
         full = name.partition("__")[0]
@@ -67,7 +67,7 @@ def _strange(known: set[str], environ: Mapping[str, str]) -> Iterator[Diagnosis]
 
 
 def _field(name: str) -> str:
-    """The setting's own name: `NATS_URL` of `PDMESH_GATEWAY_NATS_URL`."""
+    """The setting's own name, for example `NATS_URL` for `PDMESH_GATEWAY_NATS_URL`."""
     for service in _SERVICES:
         prefix = f"{SHARED_PREFIX}{service.upper()}_"
         if name.startswith(prefix):

@@ -1,1 +1,4 @@
-"""What `pdmesh plan` reads and prints: a model's folder, a scenario, a trace, an engine's law."""
+"""The input and output of `pdmesh plan`.
+
+The command reads a model's folder, a scenario, a trace and a law of step times, and prints a plan.
+"""

@@ -1,4 +1,7 @@
-"""Reads an engine's measured law, with which a plan replaces the roofline."""
+"""Reads a measured law of an engine's step times, for `pdmesh plan`.
+
+Without a law, the plan estimates step times from the GPU's roofline.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from pdmesh.engine.step_time_laws import LAWS
 
 
 def read_law(text: str) -> Law:
-    """A law by name, or from a YAML file of its coefficients. Raises SizingProblem."""
+    """Find a law by name, or read its coefficients from a YAML file. Raises SizingProblem."""
     if text in LAWS:
         return LAWS[text]
     path = Path(text)

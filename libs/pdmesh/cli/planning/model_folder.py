@@ -1,6 +1,6 @@
-"""Finds a model's `config.json` on this machine: a folder, the file itself, or a cached hub id.
+"""Finds a model's `config.json` on this machine, without any download.
 
-Nothing is downloaded.
+The user names a folder, the file itself, or the id of a model in Hugging Face's local cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WEIGHTS: Final = ("*.safetensors", "*.gguf", "pytorch_model*.bin")
 
 
 def read_model(model: str) -> tuple[ModelShape, str]:
-    """The model's shape, and its folder (empty if that has no weights). Raises SizingProblem."""
+    """The model's shape, and its folder (empty if it has no weights). Raises SizingProblem."""
     config = _config_path(model)
     folder = config.parent
     weight_bytes = _weight_bytes(folder)
@@ -41,7 +41,7 @@ def _config_path(model: str) -> Path:
 
 
 def _hub_cache() -> Path:
-    """The folder where Hugging Face's library keeps the models that it downloaded."""
+    """The folder in which Hugging Face's library keeps downloaded models."""
     if cache := os.environ.get("HF_HUB_CACHE"):
         return Path(cache)
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
@@ -77,7 +77,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Bytes of the weights in the first format found, because some folders have two formats."""
+    """The size of the weights. If a folder has two formats, only the first one counts."""
     for pattern in _WEIGHTS:
         if sizes := [path.stat().st_size for path in folder.glob(pattern)]:
             return sum(sizes)

@@ -1,4 +1,4 @@
-"""Formats a plan for people, and as data."""
+"""Formats the plan of `pdmesh plan`, as text for people and as data for programs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _HOUR_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class PlanPage:
-    """A plan's question and answer. `price`: that of one GPU for an hour; 0 if not given.
+    """The question and the answer of a plan.
 
-    `notes`: what the reader must know about the model, the accelerator and the law.
+    `price` is the price of one GPU for an hour, or 0 if none was given. `notes` are remarks for the
+    reader about the model, the accelerator and the law.
     """
 
     traffic: Traffic
@@ -80,7 +81,7 @@ def _seen_row(page: PlanPage, name: str, side: Deployment) -> list[str]:
 
 
 def _costs(page: PlanPage, side: Deployment) -> tuple[float, float]:
-    """The costs per hour, and per million tokens of answers; in GPU hours if no price is given."""
+    """The costs per hour, and per million tokens of answers. Without a price, in GPU hours."""
     hour = side.num_gpus * (page.price or 1.0)
     tokens = page.traffic.rate_per_s * page.traffic.mean_output * _HOUR_S
     return hour, hour / tokens * 1e6
@@ -160,5 +161,5 @@ def _pool_data(pool: PoolSize) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float | None:
-    """Rounded to four digits; None for infinity, which JSON cannot hold."""
+    """The value rounded to four digits. None for infinity, which JSON does not have."""
     return None if math.isinf(value) else float(f"{value:.4g}")

@@ -1,4 +1,7 @@
-"""Reads the load that a deployment must carry: a scenario file, and options that override it."""
+"""Reads the load and the goals for `pdmesh plan`, from a scenario file and from options.
+
+An option overrides the file's field.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ OPTIONS: Final = {
 
 
 class ScenarioFile(BaseModel):
-    """The fields of a scenario. Lengths in tokens: a number, MIN-MAX, or mean=N,p99=M."""
+    """The fields of a scenario file.
+
+    `prompt` and `answer` are lengths in tokens: a number, MIN-MAX, or mean=N,p99=M.
+    """
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
@@ -46,7 +52,7 @@ class PlannedScenario:
 
 
 def read_scenario(options: argparse.Namespace) -> PlannedScenario:
-    """Raises SizingProblem, which names the field and the option."""
+    """Read the scenario. Raises SizingProblem with the field and the option."""
     given: dict[str, Any] = _file(options.scenario) if options.scenario else {}
     for field, option in OPTIONS.items():
         if (value := getattr(options, option)) is not None:

@@ -1,7 +1,7 @@
 """Reads the lengths of a trace's requests, from Mooncake's JSON lines or from an Azure table.
 
-In a Mooncake trace, a prompt's leading blocks count as cached if earlier requests had them, as if
-every instance kept everything.
+A Mooncake trace has the hashes of each prompt's blocks. A prompt's leading blocks count as cached
+if earlier requests had the same blocks. This assumes that every instance has all earlier blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Line:
 
 
 def read_trace(path: Path) -> Traffic:
-    """The trace's traffic at its own mean rate. Raises SizingProblem."""
+    """The trace's traffic, with the trace's own mean rate. Raises SizingProblem."""
     try:
         with path.open(newline="") as lines:
             read = _azure(lines) if path.suffix == ".csv" else _mooncake(lines)
@@ -50,7 +50,11 @@ def read_trace(path: Path) -> Traffic:
 
 
 def _sample(requests: Sequence[RequestLengths]) -> tuple[RequestLengths, ...]:
-    """The middle request of each of `MAX_SAMPLES` equal parts, in the order of uncached tokens."""
+    """At most `MAX_SAMPLES` requests that represent all.
+
+    The requests are sorted by their uncached tokens and divided into equal parts. The middle
+    request of each part is taken.
+    """
     ordered = sorted(requests, key=lambda r: (r.num_new, r.num_prompt, r.num_output))
     count = min(MAX_SAMPLES, len(ordered))
     return tuple(ordered[int((i + 0.5) * len(ordered) / count)] for i in range(count))

@@ -1,1 +1,1 @@
-"""How commands show things: tables, log lines, progress, and JSON or YAML for programs."""
+"""The output of commands: tables, log lines, progress, and JSON or YAML for programs."""

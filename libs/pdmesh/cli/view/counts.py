@@ -1,6 +1,6 @@
-"""A short form of the numbers of instances by role in a group, such as `2P:1D`, `3F` or `2E`.
+"""Writes a group's numbers of instances by role in a short form, such as `2P:1D`, `3F` or `2E`.
 
-E stands for embeddings: the instances of the role pooling. V stands for vision: the encoders.
+P means prefill, D decode and F fusion. E (embeddings) means pooling, and V (vision) means encoder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdmesh.v1.common_pb2 import (
 
 
 def rank_text(domain: Domain) -> str:
-    """Domain, rank (from 0) and size, such as `chat-d7 3/8`; empty if there is no domain."""
+    """The domain, the rank (from 0) and the size, such as `chat-d7 3/8`. Empty without a domain."""
     return f"{domain.domain_id} {domain.dp_rank}/{domain.dp_size}" if domain.domain_id else ""
 
 
@@ -34,7 +34,7 @@ def counts(prefill: int, decode: int, fusion: int, pooling: int = 0, encoder: in
 
 
 def ready_counts(members: Iterable[GroupMember]) -> str:
-    """Counts the ready members. A domain counts once, when all of its ranks are ready."""
+    """Count the ready members. A data-parallel domain counts as one, if all its ranks are ready."""
     roles: list[Role.ValueType] = []
     ranks: Counter[str] = Counter()
     for member in members:

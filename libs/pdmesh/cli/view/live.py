@@ -1,4 +1,4 @@
-"""What a mesh does now, from its events: requests by scenario, and the load of each instance."""
+"""The view of `pdmesh top`, from the mesh's events: requests by scenario, and instances' load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.cli.view.table import table
 from pdmesh.events.v1.events_pb2 import InstanceLoad, RequestFinished
 
 WINDOW_S: Final = 10.0
-_MAX_REQUESTS: Final = 20_000  # that are counted; of a busier mesh, only the latest
+_MAX_REQUESTS: Final = 20_000  # if more requests end in the window, only the latest ones count
 _SILENT_S: Final = 3.0  # an instance reports its load at least every second
 
 
@@ -23,7 +23,7 @@ class _Instance:
 
 
 class LiveView:
-    """All times are in seconds, from the same clock."""
+    """The latest requests and loads. All times are in seconds, from the same clock."""
 
     def __init__(self, began: float) -> None:
         self._began = began
@@ -72,7 +72,7 @@ _INSTANCE_COLUMNS: Final = ("INSTANCE", "SLOTS", "KV FREE", "PROMPT TOKENS/S", "
 
 
 def _scenario(name: str, events: Sequence[RequestFinished], seconds: float) -> tuple[str, ...]:
-    """Times in milliseconds. They are those of completed requests only."""
+    """One row of the table of scenarios. Times are of completed requests only."""
     whole = [e for e in events if e.outcome == "completed"]
     steps = [
         (e.e2e_ms - e.ttft_ms) / (e.usage.num_completion_tokens - 1)
@@ -109,7 +109,7 @@ def _load(name: str, each: _Instance, now: float, seconds: float) -> tuple[str, 
 
 
 def _ms(values: Iterable[float], share: float) -> str:
-    """The quantile `share` as text, such as `12 ms`; a dash if there is no value."""
+    """The quantile `share` of times, as text such as `12 ms`. A dash if there is no value."""
     found = sorted(values)
     if not found:
         return "-"

@@ -1,4 +1,4 @@
-"""The log files of the mesh that was started in a folder."""
+"""Reads the log files of the mesh that was started in a folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def files_of(folder: Path, processes: Iterable[str] = ()) -> list[Path]:
 
 
 def read_logs(folder: Path, processes: Iterable[str] = ()) -> Iterator[LogLine]:
-    """Every kept line, ordered by time. Raises CommandFailed if there are no log files."""
+    """Every line of the logs, ordered by time. Raises CommandFailed if there are no log files."""
     return in_order(of_process(f.stem, _lines(f)) for f in files_of(folder, processes))
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """The lines of the full file that was set aside as `.log.1`, then those of the file itself."""
+    """The lines of the older file `.log.1`, then the lines of the file itself."""
     for part in (file.with_suffix(".log.1"), file):
         if part.exists():
             with part.open(errors="replace") as lines:

@@ -1,4 +1,4 @@
-"""The lines of several processes' log files, in the order of their times."""
+"""Parses, merges and formats the log lines of several processes, in the order of their times."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _READ_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """`entry` is empty for a line that is no JSON object, such as those of NATS and Valkey."""
+    """One line. `entry` is empty if the line is not a JSON object, for example one of NATS."""
 
     process: str
-    at: str  # ISO 8601 in UTC; a line without a time has that of the line before it
+    at: str  # ISO 8601 in UTC; a line without a time gets the time of the line before
     text: str
     entry: dict[str, Any]
 
@@ -47,7 +47,7 @@ def latest(lines: Iterable[LogLine], num: int) -> list[LogLine]:
 
 
 def as_text(line: LogLine) -> str:
-    """For example `12:00:01.250 gateway-0  warning leg.failed reason=PEER_LOST`."""
+    """Format a line, for example `12:00:01.250 gateway-0  warning leg.failed reason=PEER_LOST`."""
     if not line.entry:
         return f"{line.at[11:23]:12} {line.process}  {line.text}"
     level = str(line.entry.get("level", ""))
@@ -57,20 +57,26 @@ def as_text(line: LogLine) -> str:
 
 
 def event_of(line: LogLine, apart: Iterable[str] = ()) -> str:
-    """For example `leg.failed reason=PEER_LOST`, without the fields that are shown `apart`."""
+    """Format the event and its fields, for example `leg.failed reason=PEER_LOST`.
+
+    Fields in `apart` are left out.
+    """
     hidden = _SHOWN_APART.union(apart)
     fields = [f"{k}={_short(v)}" for k, v in line.entry.items() if k not in hidden]
     return " ".join((str(line.entry.get("event", "")), *fields))
 
 
 class LogTail:
-    """Reads what is appended to a file. A file that was truncated is read from its start."""
+    """Reads the lines that are appended to a file. After a truncation, reads from the start."""
 
     def __init__(self, path: Path, offset: int) -> None:
         self._path, self._offset, self._rest = path, offset, b""
 
     def new_lines(self) -> list[str]:
-        """The complete lines since the last call, from at most 1 MiB; empty if the file is gone."""
+        """The complete lines since the last call, from at most 1 MiB.
+
+        Returns nothing if the file is gone.
+        """
         try:
             with self._path.open("rb") as file:
                 if self._path.stat().st_size < self._offset:
@@ -87,7 +93,7 @@ class LogTail:
 def followed(
     tails: Callable[[], Sequence[tuple[str, LogTail]]], pause: Callable[[], None]
 ) -> Iterator[LogLine]:
-    """Yields appended lines forever. `tails` may find new files at each call."""
+    """Yield appended lines forever. Each call of `tails` may return tails of new files."""
     while True:
         news = [list(of_process(name, tail.new_lines())) for name, tail in tails()]
         if not any(news):

@@ -1,4 +1,4 @@
-"""Prints the result of a command in the form that the user asked for."""
+"""Prints the result of a command as text, JSON or YAML, as the user asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from google.protobuf.message import Message
 
 
 def show(options: argparse.Namespace, result: Any, text: Callable[[], str]) -> None:
-    """Print `result`, a protobuf message or JSON data, as JSON or YAML; else print `text()`."""
+    """Print `result` as JSON or YAML, or else print `text()`.
+
+    `result` is a protobuf message or JSON data.
+    """
     match options.output:
         case "json":
             print(json.dumps(as_data(result), indent=2))

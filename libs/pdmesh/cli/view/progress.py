@@ -1,4 +1,4 @@
-"""A progress line on stderr: overwritten in place on a terminal, else a new line per change."""
+"""A progress line on stderr. On a terminal, each change overwrites the line before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ProgressLine:
             print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Clear the line on a terminal, so that the next output starts there."""
+        """Clear the line on a terminal, so that further output starts in its place."""
         if self._is_terminal and self._shown:
             print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
         self._shown = ""

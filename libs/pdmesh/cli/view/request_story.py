@@ -1,7 +1,7 @@
-"""What happened to one request, step by step, as the processes' logs tell it.
+"""Collects the steps of one request from the processes' logs, for `pdmesh trace`.
 
-The gateway logs a request once, at its end, with the times of its stages and what it lost on the
-way. Instances log only what failed. So a request that went well costs one line.
+The gateway logs one line at a request's end, with the times of its stages and its lost legs.
+Instances log only failures. So a successful request has a single line.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _FINISHED: Final = "request.finished"
 
 
 def lines_about(request_id: str, lines: Iterable[LogLine]) -> list[LogLine]:
-    """The lines that name the request, by any of the ids that clients and operators see."""
+    """The lines about a request. `request_id` may be any id that clients or operators see."""
     key = key_of(request_id)
     return [line for line in lines if key in str(line.entry.get("request_id", ""))]
 
 
 def story(lines: Iterable[LogLine]) -> list[Step]:
-    """The steps in the order of their times, at most `MAX_STEPS`."""
+    """The request's steps in the order of their times, at most `MAX_STEPS`."""
     steps: list[Step] = []
     for line in lines:
         if len(steps) >= MAX_STEPS:

@@ -1,4 +1,4 @@
-"""Formats text in columns, each as wide as its longest cell."""
+"""Formats a table of text. Each column is as wide as its longest cell."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ TO_TOP_AND_CLEAR = "\x1b[H\x1b[J"
 
 
 def watched(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Run until Ctrl-C, and return 0. Raises what the first run raises.
+    """Run the command repeatedly until Ctrl-C, and return 0. Raises the error of the first run.
 
-    A later failure is shown instead of the result: a mesh that lost its leader, for example, soon
-    has another.
+    The error of a later run is shown instead of the result, because it may be temporary. For
+    example, a mesh that lost its leader soon has another one.
     """
     before = TO_TOP_AND_CLEAR if sys.stdout.isatty() else ""
     shown = _shown(run, options)

@@ -1,1 +1,1 @@
-"""LoRA adapters of an engine: reads, verifies, copies, loads and unloads them."""
+"""Reads, verifies, copies, loads and unloads the LoRA adapters of an engine."""

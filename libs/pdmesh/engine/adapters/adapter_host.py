@@ -1,7 +1,8 @@
-"""The shell of `AdapterSlots`: copies, verifies, loads and unloads adapters in the background.
+"""Copies, verifies, loads and unloads the LoRA adapters of an engine, in the background.
 
-An adapter is loaded from a private copy, which is hashed while it is made. So the content that an
-engine computes with always matches the digest, even if the operator's folder changes later.
+`core.adapters` decides which adapters get the engine's slots (`AdapterSlots`). An adapter is loaded
+from a private copy, and the copy is hashed while it is made. So the loaded content always matches
+the adapter's digest, even if the operator's folder changes later.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _ANY_RANK: Final = 1 << 20
 
 
 class AdapterLoader(Protocol):
-    """Puts adapters into an engine's slots. At most one call runs at a time."""
+    """Loads adapters into an engine. At most one call runs at a time."""
 
     async def load(self, digest: str, folder: Path) -> None:
         """Load an adapter. `folder` does not change until `unload`. Raises AdapterUnusable."""
@@ -50,7 +51,7 @@ class AdapterLoader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """`base`: the shapes of the model's weights; None if they are not known."""
+    """`base` is the shapes of the model's weights, or None if they are not known."""
 
     num_slots: int
     max_rank: int
@@ -64,9 +65,10 @@ class _Asker:
 
 
 class AdapterHost:
-    """`folder` is this engine's own, and empty.
+    """The adapters of one engine.
 
-    `die` is called if the engine's state is unknown.
+    `folder` is an empty folder that only this engine uses. `die` is called with an unexpected
+    error, after which the engine's state is unknown.
     """
 
     def __init__(
@@ -84,8 +86,8 @@ class AdapterHost:
         self._inspecting = asyncio.Semaphore(_INSPECTIONS)
         self._task: asyncio.Task[None] | None = None
         self._fetched: AdapterFacts | None = None  # the facts of the adapter fetched last
-        self._began_at = 0.0  # when fetching the adapter that is being loaded began
-        self.num_signs = 0  # of work on an adapter's files, as in `EngineStats`
+        self._began_at = 0.0  # when the current adapter's fetch began
+        self.num_signs = 0  # signs of work on an adapter's files, as in `EngineStats`
 
     @property
     def is_idle(self) -> bool:
@@ -114,7 +116,7 @@ class AdapterHost:
         self._carry_out(self._slots.wanted(leg, adapter, now))
 
     async def acquired(self, leg: int, adapter: Adapter) -> None:
-        """As `acquire`, but wait until the adapter is ready. Raises AdapterUnusable."""
+        """Wait until the adapter is loaded for the leg. Raises AdapterUnusable."""
         ready: asyncio.Future[AdapterUnusable | None]
         ready = asyncio.get_running_loop().create_future()
 
@@ -127,17 +129,17 @@ class AdapterHost:
             raise error
 
     def release(self, leg: int) -> bool:
-        """End a leg's use. Return False if the leg has no adapter."""
+        """End a leg's use of its adapter. Return False if the leg has no adapter."""
         asker = self._askers.pop(leg, None)
         self._carry_out(self._slots.left(leg))
         return asker is not None
 
     def keep(self, digests: Iterable[str]) -> None:
-        """Keep the registered adapters. Others are unloaded when no leg uses them."""
+        """Keep these adapters, which are registered. Unload all others once no leg uses them."""
         self._carry_out(self._slots.keep(digests))
 
     async def inspect(self, path: str) -> AdapterFacts:
-        """The facts of an adapter, for checks before it is registered. Raises AdapterUnusable."""
+        """Read and check an adapter before it is registered. Raises AdapterUnusable."""
         async with self._inspecting:
             facts = await asyncio.to_thread(read_adapter, Path(path))
         self._check(facts)
@@ -145,10 +147,7 @@ class AdapterHost:
         return facts
 
     async def stop(self) -> None:
-        """Stop with the engine.
-
-        Nothing is unloaded, and the copies are removed with their folder.
-        """
+        """Remove the copies with their folder. Nothing is unloaded, because the engine stops."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=1.0)
@@ -171,7 +170,7 @@ class AdapterHost:
                 case Discard(digest):
                     self._move(self._discard(digest), "adapter-discard")
 
-    def _move(self, work: Any, name: str) -> None:  # Any: a coroutine
+    def _move(self, work: Any, name: str) -> None:  # `work` is a coroutine
         self._task = watched(work, name, self._die)
 
     async def _fetch(self, adapter: Adapter) -> None:
@@ -242,11 +241,11 @@ class AdapterHost:
         return facts
 
     def _sign(self) -> None:
-        """Called by the thread that copies; no other thread counts at that time."""
+        """Count a sign of work. Only the thread that copies calls this."""
         self.num_signs += 1
 
     def _check(self, facts: AdapterFacts) -> None:
-        """Raises AdapterUnusable; AdapterMisfit if even a higher `max_rank` would not help."""
+        """Raises AdapterUnusable, or AdapterMisfit if even a higher `max_rank` would not help."""
         base = self._limits.base
         if why := misfit(facts, self._limits.max_rank, base):
             raise (AdapterMisfit if misfit(facts, _ANY_RANK, base) else AdapterUnusable)(why)

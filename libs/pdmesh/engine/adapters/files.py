@@ -1,7 +1,8 @@
-"""The files of an adapter, copied while they are read, so that the verified bytes are loaded.
+"""Reads the files of a LoRA adapter, and copies them in the same pass.
 
-Of an adapter, only adapter_config.json and adapter_model.safetensors are read, so no pickle is ever
-loaded. The digest covers the names, sizes and bytes of both files. All functions here block.
+So the engine loads exactly the bytes that were verified. Only adapter_config.json and
+adapter_model.safetensors are read, so no pickle is ever loaded. The adapter's digest covers the
+names, sizes and bytes of both files. All functions here block.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Tensor(msgspec.Struct):
 def read_adapter(
     folder: Path, copy_to: Path | None = None, on_piece: Callable[[], None] = lambda: None
 ) -> AdapterFacts:
-    """The facts in the files of `folder`, which are copied to the new folder `copy_to` if given.
+    """Read the adapter in `folder`, and copy its files to the new folder `copy_to`, if given.
 
     `on_piece` is called after each piece that was read, as a sign of work. Raises AdapterUnusable
     with the problem.
@@ -59,16 +60,16 @@ def read_adapter(
         shapes = tensor_shapes(source / WEIGHTS_FILE)
     except OSError as exc:
         raise AdapterUnusable(f"cannot read {exc.filename or folder}: {exc.strerror}") from exc
-    # Includes the errors of msgspec and JSON.
+    # ValueError includes the errors of msgspec and JSON.
     except (ValueError, RecursionError, struct.error) as exc:
         raise AdapterUnusable(f"{folder} has no usable adapter: {exc}") from exc
     return AdapterFacts(hashed.hexdigest(), num_bytes, settings, shapes)
 
 
 def _pieces(path: Path, size: int, copy: Path | None) -> Iterator[bytes]:
-    """The file's first `size` bytes, which are also written to `copy`.
+    """Yield the file's `size` bytes in pieces, and write them to `copy`, if given.
 
-    Raises ValueError if the file's length has changed.
+    Raises ValueError if the file's length is not `size` any more.
     """
     with path.open("rb") as source:
         target: BinaryIO | None = copy.open("xb") if copy is not None else None
@@ -93,7 +94,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes in a safetensors file, by name. Raises OSError or ValueError."""
+    """The tensors' shapes in a safetensors file, by name. Raises OSError or ValueError."""
     with path.open("rb") as file:
         (length,) = _HEADER.unpack(file.read(_HEADER.size))
         if length > _MAX_HEADER:
@@ -106,9 +107,10 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def model_shapes(model_dir: Path) -> dict[str, tuple[int, ...]] | None:
-    """The shapes of a model's weights; None if they do not show the sizes of its layers.
+    """The shapes of a model's weights, by name.
 
-    Raises OSError or ValueError.
+    Returns None for a quantised model, whose shapes do not show the sizes of its layers, and for a
+    folder without safetensors files. Raises OSError or ValueError.
     """
     settings = _settings(model_dir / "config.json")
     if settings.get("quantization_config"):

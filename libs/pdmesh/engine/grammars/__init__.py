@@ -1,1 +1,1 @@
-"""Grammars for answers, which gateways and engines compile in the same way, with llguidance."""
+"""Grammars that constrain answers. Gateways and engines compile them alike, with llguidance."""

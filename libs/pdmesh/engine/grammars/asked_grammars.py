@@ -1,7 +1,9 @@
-"""Turns the forms that clients ask for into grammars of llguidance.
+"""Turns the output formats that clients ask for into grammars for llguidance.
 
-The kinds are those of vLLM's `structured_outputs`, and `calls`. A structural tag is free text in
-which each trigger begins a structure: `begin`, JSON under a schema, `end`.
+Clients may use the kinds of vLLM's `structured_outputs`, such as a JSON schema. The kind `calls`
+is the mesh's own, for tool calls. A structural tag is a format for free text with structures in it.
+A structure is the text `begin`, JSON under a schema, and the text `end`. The text `begin` must
+start with one of the format's triggers.
 """
 
 from __future__ import annotations
@@ -31,20 +33,22 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AskedGrammar:
-    """`text`: a JSON schema, a regular expression, a grammar in GBNF or Lark, a JSON list of
-    choices, or a structural tag in JSON. `field` is named in errors.
+    """A client's wish for the form of an answer.
+
+    `text` is a JSON schema, a regular expression, a grammar in GBNF or Lark, a JSON list of
+    choices, or a structural tag in JSON. `field` is the request's field, which errors name.
     """
 
     kind: GrammarKind
     text: str = ""
     field: str = "response_format"
-    has_any_whitespace: bool = True  # whether JSON may have whitespace between its parts
+    has_any_whitespace: bool = True  # whether whitespace is allowed between the parts of JSON
 
 
 def grammar_of(asked: AskedGrammar, tokens: Mapping[str, int] | None = None) -> str:
-    """The grammar, which is compiled later. Raises GrammarRefused.
+    """Make the grammar's text, without compiling it. Raises GrammarRefused.
 
-    `tokens`: ids of the tokens that stand for a text of their own, such as `<tool_call>`.
+    `tokens` has the ids of the tokenizer's added tokens, such as `<tool_call>`, by text.
     """
     from llguidance import grammar_from
 
@@ -78,7 +82,7 @@ def _json_grammar(schema: str, has_any_whitespace: bool) -> str:
     )
 
 
-# Any: parsed JSON that a client wrote.
+# The type is Any because a client wrote this JSON.
 def _choices(choices: Any) -> list[str]:
     if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
         raise GrammarRefused("choice must be a list of strings")
@@ -88,7 +92,10 @@ def _choices(choices: Any) -> list[str]:
 
 
 def _choice_grammar(choices: list[str]) -> str:
-    """All choices in one terminal: the parser fails on a rule with thousands of alternatives."""
+    """A grammar with all choices in one terminal.
+
+    The parser would fail on a rule with thousands of alternatives.
+    """
     texts = [quoted(text) for text in dict.fromkeys(choices) if text]
     if not texts:
         return 'start: ""'

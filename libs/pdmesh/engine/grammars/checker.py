@@ -1,7 +1,8 @@
-"""The process that compiles grammars for a gateway: `python -m pdmesh.engine.grammars.checker`.
+"""Checks clients' grammars for a gateway, in a separate process.
 
-`core.sampling.grammar_limits` bounds its time and memory. If a grammar makes it crash, the gateway
-survives. Frames come on stdin, and each is answered on stdout in order.
+The gateway runs `python -m pdmesh.engine.grammars.checker`. The process compiles each grammar
+within the time and memory of `core.sampling.grammar_limits`. If a grammar makes the process crash,
+the gateway survives. The process reads frames from stdin, and answers each on stdout, in order.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from pdmesh.engine.grammars.compiler import GrammarCompiler, GrammarRefused
 from pdmesh.engine.grammars.vocabulary import added_tokens, vocabulary_of
 
 FRAME: Final = struct.Struct("!I")
-MAX_VOCABULARIES: Final = 4  # beyond this, the least recently used one is dropped
+MAX_VOCABULARIES: Final = 4  # if there are more, the least recently used one is dropped
 
 
 class LoadVocabulary(msgspec.Struct, tag=True):
-    """A vocabulary that checks refer to by `key`. The answer is empty, even for one that fails."""
+    """A vocabulary, to which later `Check` frames refer by `key`.
+
+    The answer is an empty `Checked`, even if the vocabulary cannot be used. In that case, checks
+    with this vocabulary are refused.
+    """
 
     key: int
     tokenizer: msgspec.Raw  # tokenizer.json
@@ -40,7 +45,10 @@ class Check(msgspec.Struct, tag=True):
 
 
 class Checked(msgspec.Struct):
-    """The result: a grammar for engines, a refusal, or that the vocabulary is not loaded."""
+    """The result of a check: a grammar for engines, or a refusal.
+
+    `is_unknown` is set if the check's vocabulary is not loaded.
+    """
 
     grammar: str = ""
     refusal: str = ""
@@ -77,7 +85,10 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _compiler(load: LoadVocabulary) -> tuple[GrammarCompiler, dict[str, int]]:
-    """The compiler, and the added tokens by text; none for a vocabulary that fails."""
+    """The vocabulary's compiler, and the ids of its added tokens, by text.
+
+    For an unusable vocabulary, there are no added tokens.
+    """
     text, tokens = bytes(load.tokenizer).decode(), dict[str, int]()
     compiler = GrammarCompiler(lambda: vocabulary_of(text, load.vocab_size, load.eos_token))
     with contextlib.suppress(ValueError):  # each check with this vocabulary reports the problem
@@ -98,14 +109,17 @@ def _checked(compiler: GrammarCompiler, tokens: dict[str, int], asked: AskedGram
     except GrammarRefused as exc:
         return Checked(refusal=exc.message)
     except MemoryError:
-        os.abort()  # as the compiler does itself: earlier grammars may hold the memory
+        os.abort()  # earlier grammars may hold the memory, so later checks would fail as well
     finally:
         _unbound_cpu()
     return Checked(grammar=grammar)
 
 
 def _bound_cpu() -> None:
-    """Let the kernel kill this process if it uses too much CPU: most grammars take milliseconds."""
+    """Let the kernel kill this process if it uses too much CPU time.
+
+    Most grammars take milliseconds.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = int(used.ru_utime + used.ru_stime) + 1 + MAX_COMPILE_CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))

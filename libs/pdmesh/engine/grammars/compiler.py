@@ -1,4 +1,7 @@
-"""Compiles grammars to matchers, within `core.sampling.grammar_limits`, at gateways and engines."""
+"""Compiles grammars to matchers, which tell the allowed next tokens, at gateways and engines.
+
+`core.sampling.grammar_limits` bounds the size of a grammar.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ _MAX_EXPLAINED: Final = 300  # characters of a compiler's message
 
 
 class GrammarRefused(InvalidRequest):
-    """The compiler does not accept the grammar. The message is for the client that wrote it."""
+    """The grammar cannot be compiled. The message is for the client that wrote the grammar."""
 
     default_reason = "GRAMMAR_REFUSED"
 
 
 class GrammarCompiler:
-    """Compiles for one vocabulary, which `load` reads for the first grammar.
+    """Compiles grammars for one vocabulary. `load` reads the vocabulary for the first grammar.
 
-    Threads may share it.
+    Threads may share a compiler.
     """
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
@@ -45,9 +48,10 @@ class GrammarCompiler:
             return self._vocabulary
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of an answer. Raises GrammarRefused.
+        """Return a matcher that is at the beginning of an answer. Raises GrammarRefused.
 
-        A grammar that is kept is not compiled again; a copy costs some microseconds.
+        The last `MAX_KEPT` grammars are not compiled again. Copying a matcher costs some
+        microseconds.
         """
         name = hashlib.blake2b(grammar.encode(errors="replace"), digest_size=16).digest()
         with self._keeping:
@@ -67,7 +71,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self.vocabulary, grammar, log_level=0, limits=_limits())
         probe = matcher.deep_copy()
         if not probe.is_error():
-            # Some grammars grow without bound here, and some allow no token.
+            # Only the first bitmask shows whether a grammar grows without bound or allows no token.
             probe.compute_bitmask()
         if probe.is_error():
             raise GrammarRefused(_explained(probe.get_error()))
@@ -83,7 +87,7 @@ def _limits() -> LLParserLimits:
 
 
 def _explained(error: str) -> str:
-    """The beginning of the library's message in one line, or our own words for a panic."""
+    """The library's message in one line, shortened, or a message of ours for two known errors."""
     if error.startswith("panic"):
         return "the grammar is too large or too complex"
     if "NoExtensionBias" in error:

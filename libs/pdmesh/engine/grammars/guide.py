@@ -1,7 +1,8 @@
-"""The state of one answer under its constraint, which decides the tokens that may come next.
+"""The state of one answer under its constraint: a grammar that decides which tokens may come next.
 
-Any token may come before the constraint begins. Any token may also come after the EOS token, if the
-answer continues (`ignore_eos`).
+A constraint may begin later than the answer, for example after the model's reasoning. Any token may
+come before the constraint begins. Any token may also come after the EOS token, if the answer
+continues (`ignore_eos`).
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ if TYPE_CHECKING:
 
 
 class Guide:
-    """Takes tokens in the order of the answer, and can give back the last ones."""
+    """Takes the tokens of an answer in order, and can take the last ones back."""
 
     def __init__(self, matcher: LLMatcher, start: ConstraintStart, eos_token: int) -> None:
         self.matcher = matcher
         self._start, self._eos_token = start, eos_token
-        # For each token of the constraint: whether the matcher took it.
+        # One entry for each token since the constraint began: whether the matcher consumed it.
         self._consumed: list[bool] = []
-        # The number of these tokens up to the EOS token; None before it.
+        # The length of `_consumed` right after the EOS token. None before the EOS token.
         self._num_until_end: int | None = None
 
     @classmethod
     def after(
         cls, constraint: Constraint, compiler: GrammarCompiler, drawn: Sequence[int]
     ) -> Guide:
-        """Compile the grammar, and take `drawn`, the answer so far. Raises GrammarRefused."""
+        """Compile the grammar, and take the answer so far, `drawn`. Raises GrammarRefused."""
         matcher = compiler.matcher(constraint.grammar)
         guide = cls(
             matcher, ConstraintStart(constraint.begins_after), compiler.vocabulary.eos_token
@@ -46,10 +47,7 @@ class Guide:
         return not self._start.has_begun or self._num_until_end is not None
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Take tokens.
-
-        Return False if the constraint does not allow them, or no longer allows any.
-        """
+        """Take tokens. Return False if the constraint does not allow them, or has failed."""
         taken = all(self._take(token_id) for token_id in self._start.after(token_ids))
         return taken and not self.matcher.is_error()
 

@@ -1,4 +1,4 @@
-"""A model's vocabulary for llguidance, from the model's files and without another library.
+"""Reads a model's vocabulary for llguidance from the model's files, without Hugging Face's library.
 
 llguidance is imported where it is used, so a process that compiles no grammar never loads it.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load_vocabulary(model_dir: Path, vocab_size: int) -> LLTokenizer:
-    """Load the vocabulary; `vocab_size` is the number of the model's logits.
+    """Load the vocabulary. `vocab_size` is the number of the model's logits.
 
     A large vocabulary takes a second. Raises OSError or ValueError for unsuitable files.
     """
@@ -41,17 +41,17 @@ def vocabulary_of(tokenizer_json: str, vocab_size: int, eos_token: int) -> LLTok
 
 
 def added_tokens(tokenizer_json: str) -> dict[str, int]:
-    """The ids of the tokens that were added to the vocabulary of pieces, by their text."""
+    """The ids of the tokenizer's added tokens, by text."""
     added = json.loads(tokenizer_json).get("added_tokens") or ()
     return {str(token["content"]): int(token["id"]) for token in added}
 
 
 class _Words:
-    """The tokens as bytes. A token is special only if the tokenizer says so.
+    """The tokens as bytes. A token is special only if the tokenizer marks it as special.
 
-    The library by itself treats every added token in angle brackets as special, such as Qwen's
-    `<tool_call>`. It then offers that token where a grammar has this text, but refuses the token
-    when it comes.
+    llguidance by itself treats every added token in angle brackets as special, for example Qwen's
+    `<tool_call>`. Where a grammar has this text, llguidance then allows the token in its mask, but
+    refuses the token when it is drawn.
     """
 
     bos_token_id = unk_token_id = None
@@ -68,7 +68,7 @@ class _Words:
 
 
 def _eos(model_dir: Path, tokenizer: dict[str, Any]) -> int:
-    """The token that ends a text according to the tokenizer, chosen as in vLLM."""
+    """The EOS token, chosen as in vLLM. Returns -1 if there is none."""
     named = _read(model_dir / "tokenizer_config.json").get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
     for token in tokenizer.get("added_tokens") or ():
@@ -92,7 +92,7 @@ def _num_ids(tokenizer: dict[str, Any]) -> int:
     return 1 + max([*added, *ids], default=-1)
 
 
-# Any: these files may hold anything, so each use checks what it reads.
+# The values are Any because the files may hold any JSON. Each caller checks the values it reads.
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}

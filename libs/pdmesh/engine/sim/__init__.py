@@ -1,1 +1,4 @@
-"""The sim engine: a model whose tokens depend on every byte of KV, and whose time is a law."""
+"""The simulated engine: it needs no GPU and no weights.
+
+Its tokens depend on every byte of KV. A law gives the time of each step.
+"""

@@ -1,7 +1,8 @@
-"""Jobs of the sim engine wait here until their adapter is loaded.
+"""Lets jobs of the simulated engine wait until their LoRA adapter is loaded.
 
-The sim model has no weights to adapt. An adapter shifts its states by an amount that is computed
-from the adapter's digest. So its KV and its tokens differ with the content of the adapter.
+The sim model has no weights that an adapter could change. Instead, an adapter shifts the model's
+states by an amount that is computed from the adapter's digest. So the KV and the tokens differ with
+the content of the adapter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pdmesh.errors import AdapterMisfit, AdapterUnusable
 
 
 class SimSlots:
-    """Slots with nothing in them."""
+    """Pretends to load adapters into slots."""
 
     async def load(self, digest: str, folder: Path) -> None:
         await asyncio.sleep(0)
@@ -29,7 +30,11 @@ class SimSlots:
 
 
 class AdapterQueue:
-    """`go` gets a job whose adapter is loaded; a job without one never comes here."""
+    """The jobs that wait for their adapter.
+
+    `go` gets each job once its adapter is loaded. `give_up` gets a prefill whose adapter cannot be
+    loaded.
+    """
 
     def __init__(
         self,
@@ -58,7 +63,7 @@ class AdapterQueue:
 
     @property
     def num_signs(self) -> int:
-        """Signs of work on adapters' files."""
+        """Signs of work on the files of adapters, as in `EngineStats`."""
         return 0 if self._host is None else self._host.num_signs
 
     def begin(self, job: PrefillJob | DecodeJob) -> None:
@@ -75,14 +80,14 @@ class AdapterQueue:
         )
 
     def join(self, leg: int, first_token: int) -> bool:
-        """True if the leg's decode waits here: then `first_token` returns the token later."""
+        """Keep token 1 for a decode that waits here. Return False if the leg does not wait here."""
         if leg not in self._jobs:
             return False
         self._first_tokens[leg] = first_token
         return True
 
     def abort(self, leg: int) -> PrefillJob | None:
-        """Returns the leg's prefill, if it waited here."""
+        """Remove a leg. Returns the leg's job if a prefill waited here."""
         job = self._jobs.pop(leg, None)
         self._first_tokens.pop(leg, None)
         self.left(leg)
@@ -92,12 +97,12 @@ class AdapterQueue:
         return job
 
     def left(self, leg: int) -> None:
-        """The leg no longer needs its adapter, if it had one."""
+        """Release the leg's adapter, if the leg has one."""
         if self._host is not None:
             self._host.release(leg)
 
     def first_token(self, leg: int) -> int | None:
-        """Token 1 of a decode that waited, if it came meanwhile. Only the first call returns it."""
+        """Remove and return the token that `join` kept for this leg. None if there is no token."""
         return self._first_tokens.pop(leg, None)
 
     def keep(self, digests: Collection[str]) -> None:

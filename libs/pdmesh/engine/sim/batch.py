@@ -1,8 +1,8 @@
-"""The running decode batch: every sequence draws one token per step, all at once in numpy.
+"""The simulated engine's decode batch: each step draws a token for every sequence, in numpy.
 
-Each sequence has a column in a matrix of 64-bit words. The columns have no gaps: the last one
-replaces that of a sequence that leaves. A step costs some tens of microseconds for a batch of any
-usual size; sequences under a constraint cost more, because they draw one after another.
+Each sequence has a column in a matrix of 64-bit words. The columns have no gaps: when a sequence
+leaves, the last column takes its place. A step takes some tens of microseconds for a batch of any
+usual size. Sequences under a constraint take longer, because they draw one after another.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _ONE: Final = np.uint64(1)
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A sequence as it joins: the KV of `num_tokens` tokens is in memory.
+    """A sequence at the time when it joins the batch.
 
-    Token `last` is drawn but not computed.
+    The KV of its `num_tokens` tokens is in memory. The token after them, `last`, is drawn but not
+    computed.
     """
 
     leg: int
@@ -41,7 +42,7 @@ class Running:
     ignore_eos: bool
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0  # tokens still to draw before a stop token may end the answer
-    guide: LimitedGuide | None = None  # has accepted `last` already
+    guide: LimitedGuide | None = None  # the guide has taken `last` already
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class BatchStep:
     legs: Sequence[int]
     token_ids: list[int]
     finished: list[tuple[int, FinishReason]]
-    failed: Sequence[int] = ()  # legs whose constraint failed: they drew no token
+    failed: Sequence[int] = ()  # legs whose constraint failed, so that they drew no token
 
     @property
     def drawn(self) -> tuple[Sequence[int], list[int]]:
@@ -68,7 +69,7 @@ class DecodeBatch:
         self._history = np.zeros((capacity, model.params.max_model_len), np.uint32)
         self._legs: list[int] = []
         self._column_of: dict[int, int] = {}
-        self._stops: dict[int, frozenset[int]] = {}  # of legs that have stop tokens besides EOS
+        self._stops: dict[int, frozenset[int]] = {}  # by leg: the stop tokens besides EOS, if any
         self._guides: dict[int, LimitedGuide] = {}
         self._snapshot: tuple[int, ...] = ()
 
@@ -77,11 +78,14 @@ class DecodeBatch:
 
     @property
     def num_context(self) -> int:
-        """Tokens of context over all sequences."""
+        """The sum of all sequences' lengths, in tokens."""
         return int(self._columns[_NUM, : len(self._legs)].sum())
 
     def join(self, sequence: Running) -> None:
-        """Let the sequence draw from the next step on. Its context must have room for a token."""
+        """Let the sequence draw from the next step on.
+
+        The sequence must be shorter than the model's maximum length.
+        """
         model, at = self._model, sequence.num_tokens
         state = sequence.state + (sequence.last + 1) * int(model.state_weights[at]) & MASK
         digest = sequence.digest + mix(state) * int(model.token_gain[at]) & MASK
@@ -111,7 +115,7 @@ class DecodeBatch:
             self._guides[sequence.leg] = sequence.guide
 
     def leave(self, leg: int) -> npt.NDArray[np.uint32]:
-        """Take a sequence out; returns the tokens it drew here."""
+        """Remove a sequence. Returns the tokens that it drew here."""
         column, end = self._column_of.pop(leg), len(self._legs) - 1
         drawn = self._history[column, : int(self._columns[_DRAWN, column])].copy()
         if column != end:
@@ -140,8 +144,8 @@ class DecodeBatch:
         self._append(columns, tokens)
         columns[_MIN_LEFT] -= ~is_long_enough
         token_ids: list[int] = tokens.tolist()
-        # Below `min_tokens`, EOS is drawn only where a constraint allows nothing else. Even then it
-        # ends the answer.
+        # Before `min_tokens`, EOS is drawn only if a constraint allows no other token. Even then
+        # EOS ends the answer.
         stops = (tokens == EOS_ID) & (columns[_MAY_END] > 0)
         for leg, stop_ids in self._stops.items():
             column = self._column_of[leg]
@@ -152,7 +156,7 @@ class DecodeBatch:
     def _draw_guided(
         self, columns: Words, tokens: Words, may_end: npt.NDArray[np.bool_]
     ) -> list[int]:
-        """Replace the tokens of sequences with a constraint; returns the legs that failed."""
+        """Replace the tokens of sequences with a constraint. Returns the legs that failed."""
         failed: list[int] = []
         for leg, guide in self._guides.items():
             at = self._column_of[leg]
@@ -165,7 +169,7 @@ class DecodeBatch:
         return failed
 
     def _append(self, columns: Words, tokens: Words) -> None:
-        """Add the drawn tokens' KV to the digests, as if it were computed without a fault."""
+        """Add the drawn tokens to the digests, as if their KV were in memory without a fault."""
         model, count = self._model, columns.shape[1]
         self._history[np.arange(count), columns[_DRAWN]] = tokens
         at = columns[_NUM]

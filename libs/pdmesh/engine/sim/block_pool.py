@@ -1,8 +1,9 @@
-"""The KV blocks of one instance: which are free, in use, or kept for their prefix (S80).
+"""The simulated engine's record of which KV blocks are free, in use, or cached (S80).
 
-A block in use has references. A full block may also have a hash. A block with a hash is kept after
-its last reference is dropped, until memory is needed and the block is the least recently used. This
-is pure bookkeeping, without any bytes.
+A block in use has references. A full block may also have a hash, by which later prompts with the
+same prefix find it. A block with a hash stays cached after its last reference is dropped. If memory
+is needed, the least recently used of these blocks is evicted. This module handles block numbers,
+not the blocks' bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class BlockPool:
     _block_of: dict[bytes, int] = field(default_factory=dict)
     # Blocks with a hash and no references, the least recently used first.
     _idle: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    # Names that were stored, and names that were removed, since the last `take_changes`.
+    # The hashes that were stored and removed since the last `take_changes`.
     stored: dict[bytes, None] = field(default_factory=dict)
     removed: dict[bytes, None] = field(default_factory=dict)
 
@@ -32,11 +33,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, including those kept for their prefix."""
+        """The number of blocks that `allocate` can hand out, including the cached ones."""
         return len(self._free) + len(self._idle)
 
     def num_held(self, hashes: Sequence[bytes]) -> int:
-        """The length of the longest stored prefix of `hashes`, in blocks; takes no reference."""
+        """The length of the longest stored prefix of `hashes`, in blocks. Takes no reference."""
         held = (block_hash in self._block_of for block_hash in hashes)
         return sum(1 for _ in itertools.takewhile(bool, held))
 
@@ -56,10 +57,7 @@ class BlockPool:
         self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each.
-
-        It evicts the least recently used prefixes if needed.
-        """
+        """Return `count` blocks with one reference each. Evicts cached blocks if needed."""
         assert count <= self.num_free, "admission reserves blocks before a job allocates them"
         blocks: list[int] = []
         for _ in range(count):
@@ -90,7 +88,7 @@ class BlockPool:
                 self.removed[name] = None
 
     def store(self, block: int, block_hash: bytes) -> None:
-        """Make a full block findable. A second block of the same content stays anonymous."""
+        """Give a full block its hash. If another block has this hash, do nothing."""
         assert self._references[block] > 0
         if block_hash in self._block_of or block in self._hash_of:
             return
@@ -99,7 +97,11 @@ class BlockPool:
         self._learn_names([block_hash])
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each. The end of a prefix is evicted before its beginning."""
+        """Drop one reference to each block of a sequence.
+
+        The last blocks become idle first, so that the end of a prefix is evicted before its
+        beginning.
+        """
         for block in reversed(list(blocks)):
             self._references[block] -= 1
             assert self._references[block] >= 0
@@ -110,7 +112,10 @@ class BlockPool:
                     self._free.append(block)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """(stored, removed) since the last call; a block that came and went is in neither."""
+        """Return the hashes that were stored and removed since the last call.
+
+        A hash that was stored and removed in between is in neither.
+        """
         changes = tuple(self.stored), tuple(self.removed)
         self.stored.clear()
         self.removed.clear()

@@ -1,4 +1,4 @@
-"""The settings of one sim engine."""
+"""The settings of one simulated engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SimConfig:
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
     max_pulls: int = MAX_PULLS  # pulls of KV at once
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
-    max_adapters: int = 0  # LoRA adapters loaded at once; 0: it takes none
+    max_adapters: int = 0  # LoRA adapters loaded at once; 0: the engine takes no adapters
     max_adapter_rank: int = 16
     images: ImageFacts | None = None  # None: the model takes no images
     fail_every: int = 0  # one prompt in this many fails; 0: no prompt fails

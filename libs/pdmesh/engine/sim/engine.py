@@ -1,9 +1,10 @@
-"""The sim engine: real KV bytes over the real transport, tokens of the sim model, time by a law.
+"""The simulated engine, for tests and trials without a GPU or a model.
 
-One loop runs steps as a continuous-batching engine does. Requests that are ready join, the step
-takes the time that the law says, every running sequence draws a token, and the prompts' chunk
-counts as computed. Pulls run beside the loop; a pulled sequence joins at the next step (S52). With
-the zero law, steps follow each other without sleep.
+It moves real KV bytes over the real transport. The sim model draws the tokens, and a law gives the
+time of each step. One loop runs steps, as in a continuous-batching engine: ready requests join the
+step, the engine sleeps for the step's time, every running sequence draws a token, and the prompts'
+chunk counts as computed. Pulls run beside the loop, and a pulled sequence joins the next step
+(S52).
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
 from pdmesh.kv.tiers.stack import TierStack
 from pdmesh.net.tasks import watched
 
-_SIGN_S: Final = 0.1  # seconds between a long step's signs of work; vLLM gives one per layer
+_SIGN_S: Final = 0.1  # seconds between signs of work in a long step; vLLM signs once per layer
 
 AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence that decodes here. `kept`: its job, if the blocks of its answer are kept.
+    """A sequence that decodes here.
 
-    `first` is token 1.
+    `first` is token 1. `kept` is the sequence's job if the answer's KV blocks are to be cached.
     """
 
     blocks: list[int]
@@ -177,7 +178,7 @@ class SimEngine:
             self._go(job)
 
     def _go(self, job: PrefillJob | DecodeJob) -> None:
-        """The job has its adapter, if it needs one."""
+        """Continue with a job that has its adapter, or needs none."""
         constraint = job.sampling.constraint
         if isinstance(job, PrefillJob):
             if constraint is None:
@@ -201,14 +202,17 @@ class SimEngine:
             self._proceed(job)
 
     def _proceed(self, job: PrefillJob, num_fetched: int = 0) -> None:
-        """`num_fetched`: its first images whose embeddings came; the others are encoded here."""
+        """Continue with a job whose wait for embeddings is over.
+
+        `num_fetched` of the first images have their embeddings. The others are encoded here.
+        """
         if num_fetched:
             self._num_fetched[job.leg] = num_fetched
         if self._tiers is None or not self._tiers.begin(job):
             self._arrive(job)
 
     def _give_up(self, job: PrefillJob) -> None:
-        """The job fails before it has token 1. If its ticket is open already, the ticket closes."""
+        """Clean up after a job that failed before token 1. Close its ticket, if it is open."""
         self._embeddings.abort(job.leg)
         self._num_fetched.pop(job.leg, None)
         if self._stager.is_per_layer(job):
@@ -255,7 +259,7 @@ class SimEngine:
             or unguided
         )
         if job is not None and job.staging is not None and not self._stager.is_per_layer(job):
-            self._emit(TicketClosed(job.ticket_id, "released"))  # nothing was staged under it
+            self._emit(TicketClosed(job.ticket_id, "released"))  # no KV was staged yet
         self._stager.release_leg(leg)
         self._retriever.abort(leg)
         self._leave(leg)
@@ -329,7 +333,7 @@ class SimEngine:
         )
 
     def check_idle(self) -> None:
-        """Assert that everything was given back; tests call it when no job is left."""
+        """Assert that all jobs freed everything. Tests call this when no job is left."""
         self._pool.check_invariants()
         held = (
             self._arrivals,
@@ -395,9 +399,8 @@ class SimEngine:
         for layer in range(num_layers):
             await self._compute(duration / num_layers)
             for prompt in prompts:
-                if (
-                    prompt in self._prompts
-                ):  # if not, it was aborted, and others may have its blocks
+                # The blocks of an aborted prompt may belong to another prompt now.
+                if prompt in self._prompts:
                     self._stager.put(prompt, layer)
 
     async def _compute(self, duration: float) -> None:
@@ -424,7 +427,7 @@ class SimEngine:
             images = job.images[self._num_fetched.pop(job.leg, 0) :]
             num_to_encode += sum(image.num_tokens for image in images if image.end > num_cached)
         self._arrivals.clear()
-        # A ready sequence gets the slot of one that ended, from the next step on (S53).
+        # A ready sequence takes the slot of a sequence that ended in the last step (S53).
         while self._joining and len(self._batch) < self._config.num_slots:
             leg = next(iter(self._joining))
             self._batch.join(self._joining.pop(leg))
@@ -452,7 +455,7 @@ class SimEngine:
         num_tokens = len(job.prompt)
         tokens = tokens_of(job.prompt, job.images)
         states = self._model.states(tokens, shift_of(job.adapter))
-        if prompt.states is None:  # otherwise the layers have been written one by one
+        if prompt.states is None:  # if not None, `Stager.put` has written the layers
             self._memory.write(blocks, states, prompt.num_cached)
         for block, block_hash in zip(blocks, job.block_hashes, strict=False):
             self._pool.store(block, block_hash)
@@ -476,7 +479,7 @@ class SimEngine:
         if reason is None and job.staging is not None:
             ticket = self._stager.complete(job, blocks)
         elif job.staging is not None:
-            self._stager.release(job.ticket_id)  # token 1 ended the answer, so no decode pulls
+            self._stager.release(job.ticket_id)  # token 1 ended the answer, so no decode will pull
         self._emit(Prefilled(job.leg, token, ticket, prompt.num_cached, reason))
         if reason is None and ticket is None:
             running = Running(
@@ -513,7 +516,7 @@ class SimEngine:
         self._guides.when_ready(leg, lambda: self._join(self._held.pop(leg)))
 
     def _on_refused(self, leg: int) -> None:
-        """The leg's constraint cannot be compiled."""
+        """Fail a leg whose constraint cannot be compiled."""
         if (prompt := self._unguided.pop(leg, None)) is not None:
             self._give_up(prompt)
         if (held := self._held.pop(leg, None)) is not None:
@@ -561,7 +564,7 @@ class SimEngine:
                 job, blocks = sequence.kept, sequence.blocks
                 names = keep_answer(self._memory, self._pool, job, blocks, answer)
                 if self._tiers is not None and names:
-                    # The prefill has saved the blocks of a pulled prompt in its own tiers.
+                    # If the prompt was pulled, its prefill saved the prompt's blocks already.
                     first = len(job.block_hashes) if isinstance(job, DecodeJob) else 0
                     self._tiers.save(job.cache_salt, names, blocks, first)
         self._pool.release(sequence.blocks)
@@ -575,7 +578,7 @@ class SimEngine:
         self._has_output.set()
 
     def _release_adapter(self, output: Prefilled | Finished | Failed) -> None:
-        """A job that continues here after its first token keeps its adapter."""
+        """Release the job's adapter, unless the job continues here after token 1."""
         is_over = not isinstance(output, Prefilled) or output.finish_reason or output.ticket
         if is_over:
             self._adapters.left(output.leg)
@@ -604,6 +607,9 @@ def _min_left(sampling: Sampling) -> int:
 
 
 def _drawn(prompt: array[int], sampling: Sampling, num_to_come: int = 0) -> array[int]:
-    """The drawn tokens in the prompt, at its end; the last `num_to_come` are not in it yet."""
+    """The tokens at the prompt's end that belong to the answer.
+
+    The last `num_to_come` drawn tokens are not in the prompt yet.
+    """
     num = sampling.num_drawn - num_to_come
     return prompt[-num:] if num > 0 else array("I")

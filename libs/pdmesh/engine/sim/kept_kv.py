@@ -1,7 +1,8 @@
-"""Keeps the KV of drawn tokens for the next turn of a chat.
+"""Caches the KV of an answer in the simulated engine, for the next turn of the chat.
 
-A draw updates the digest without touching memory. When a sequence ends, its full blocks are
-written, named by continuing the prompt's chain of hashes, and made findable.
+While a sequence draws, the KV of its answer is not written to memory. When the sequence ends, its
+full blocks are written. Their hashes continue the prompt's chain of hashes, so that the next prompt
+finds the blocks.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ def keep_answer(
 ) -> tuple[bytes, ...]:
     """Store the full blocks that the answer completed, and add them to `blocks`.
 
-    Returns the names of all full blocks that are now stored, including the prompt's, or nothing if
-    no block was completed. The caller releases `blocks`.
-
-    The last drawn token has no KV yet. A job without hashes of its full blocks keeps nothing.
+    Returns the names of all stored full blocks, including the prompt's, or nothing if the answer
+    completed no block. Nothing is stored for a job that lacks the hashes of its full blocks. The
+    last drawn token has no KV yet, so it is left out. The caller releases `blocks`.
     """
     size = memory.model.params.block_size
     num_hashed = len(job.prompt) // size

@@ -1,8 +1,8 @@
-"""The sim engine's paged KV memory: one array of whole blocks per layer, as a real engine has it.
+"""The simulated engine's paged KV memory: one array of blocks per layer, as in a real engine.
 
-The order of blocks in memory means nothing; a sequence's KV is found through its list of blocks.
-A sequence's digest after its prompt is computed from these bytes, never from its tokens. Each drawn
-token then updates the digest.
+A sequence has a list of blocks, which may be anywhere in memory. The digest that decides its next
+token is computed from the bytes of the prompt's KV, never from the tokens. Each drawn token then
+updates the digest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PagedMemory:
         self._write(slice(None), blocks, states, start)
 
     def write_layer(self, layer: int, blocks: Sequence[int], states: Words, start: int) -> None:
-        """`write` for one layer."""
+        """Do the same as `write` for one layer."""
         self._write(slice(layer, layer + 1), blocks, states, start)
 
     def _write(self, layers: slice, blocks: Sequence[int], states: Words, start: int) -> None:
@@ -69,7 +69,7 @@ class PagedMemory:
 
 @dataclass(frozen=True, slots=True)
 class SimKv:
-    """The blocks' bytes, and the pool that knows which blocks are in use and their names."""
+    """The bytes of all blocks, and the record of the blocks' use."""
 
     memory: PagedMemory
     pool: BlockPool

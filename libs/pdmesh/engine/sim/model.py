@@ -1,9 +1,10 @@
-"""The sim model: KV is a function of the tokens, and each drawn token is a function of the KV.
+"""The simulated engine's model: tokens decide the KV bytes, and the KV bytes decide the next token.
 
-Each token has a state, a weighted sum over the whole prefix. The token's KV consists of words made
-from the mixed state. The next token is drawn from a digest of all KV words. All sums are mod 2^64
-with odd weights, so one wrong byte changes the digest, and so the rest of the text. Only a token
-that the vocabulary forces stays the same. A new token updates the digest in O(1).
+Each token has a state: a weighted sum over the token and all tokens before it. The token's KV
+consists of words that are computed from the mixed state. The next token is drawn from a digest of
+all KV words. All sums are mod 2^64 with odd weights. So a single wrong byte of KV changes the
+digest, and with it the rest of the text, except for tokens that the vocabulary forces. A new token
+updates the digest in O(1).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SimParams:
     seed: int = 1
     block_size: int = 64  # tokens
     num_layers: int = 2
-    token_bytes: int = 64  # of KV, per layer; a multiple of 8
+    token_bytes: int = 64  # KV bytes per token and layer; a multiple of 8
     max_model_len: int = 4096
     eos_period: int = 300  # a draw is EOS with probability 1 / eos_period; 0: never
 
@@ -70,10 +71,11 @@ def mix_words(x: Words) -> Words:
 
 
 def draw_key(sampling: Sampling, random_seed: int) -> int:
-    """What the sampling parameters add to the digest for a draw: 0 if it is greedy and unshaped.
+    """The number that a draw adds to the digest, for the sampling parameters.
 
-    The sim model has no logits to shape, so the shaping changes this key instead. Therefore a leg
-    that loses its shaping gives another text, and tests notice it.
+    The number is 0 for a greedy draw without shaping. The sim model has no logits to shape, so the
+    shaping changes this key instead. A leg that loses its shaping then gives another text, which
+    tests notice.
     """
     key = 0 if sampling.shaping is UNSHAPED else _shaping_key(sampling.shaping)
     if sampling.temperature == 0:
@@ -90,7 +92,7 @@ def _shaping_key(shaping: LogitShaping) -> int:
 
 
 def tokens_of(prompt: array[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.uint32]:
-    """The tokens of a prompt as the model sees them: those of an image are words of its digest."""
+    """The prompt's tokens as the model sees them: words of the digest replace an image's tokens."""
     tokens = np.frombuffer(prompt, np.uint32)
     if not images:
         return tokens
@@ -110,7 +112,7 @@ def shift_of(adapter: Adapter | None) -> int:
 
 @dataclass(frozen=True)
 class SimModel:
-    """Computes states, KV, digests and draws. It computes their weights only once."""
+    """Computes states, KV, digests and draws. The weights are computed once."""
 
     params: SimParams
 
@@ -120,7 +122,7 @@ class SimModel:
 
     @cached_property
     def _draw_tables(self) -> tuple[Words, Words]:
-        """Drawable ids, and for each id the id that must follow it, or 0."""
+        """The ids that can be drawn, and for each id the id that must follow it, or 0."""
         vocabulary = self._vocabulary
         follow = np.zeros(vocabulary.size, np.uint64)
         follow[list(vocabulary.follow)] = list(vocabulary.follow.values())
@@ -133,12 +135,12 @@ class SimModel:
 
     @cached_property
     def state_weights(self) -> Words:
-        """By position: the weight of the token in its own state and in all later states."""
+        """The weight of each position's token, in its own state and in all later states."""
         return self._weights(1, self.params.max_model_len)
 
     @cached_property
     def position_weights(self) -> Words:
-        """By position: the weight of a token's KV in the digest."""
+        """The weight of each position's KV in the digest."""
         return self._weights(2, self.params.max_model_len)
 
     @cached_property
@@ -159,19 +161,19 @@ class SimModel:
 
     @cached_property
     def token_gain(self) -> Words:
-        """By position: the factor of a token's mixed state in the digest, if its KV is intact."""
+        """The factor of each position's mixed state in the digest, if its KV is intact."""
         gain = np.sum(self.makers * self.readers, dtype=np.uint64)
         weighted: Words = self.position_weights * gain
         return weighted
 
     def states(self, token_ids: npt.NDArray[np.uint32], shift: int = 0) -> Words:
-        """The state after each token of a prefix, shape [num_tokens]. `shift`: the adapter's."""
+        """The state after each token, shape [num_tokens]. An adapter adds `shift` to each state."""
         terms = (token_ids.astype(np.uint64) + _ONE) * self.state_weights[: len(token_ids)]
         states: Words = np.cumsum(terms, dtype=np.uint64)
         return states + np.uint64(shift) if shift else states
 
     def last_state(self, token_ids: npt.NDArray[np.uint32], shift: int = 0) -> int:
-        """The last of `states`."""
+        """The state after the last token, computed without the others."""
         weights = self.state_weights[: len(token_ids)]
         return int(np.dot(token_ids.astype(np.uint64) + _ONE, weights)) + shift & MASK
 

@@ -1,9 +1,10 @@
-"""The sim's pooling engine: vectors and scores that are a function of the tokens, time by a law.
+"""The simulated engine of pooling instances: makes vectors and scores from the tokens of texts.
 
 A hash with the model's seed gives a vector to each token and to each pair of neighbouring tokens.
-A text's vector is the normalised, weighted sum of these, so texts with tokens in common are near
-each other. The logit of a pair of texts is eight times the cosine of their vectors; the score is
-its sigmoid, in 0 to 1. One loop computes one input after the other, as a device does.
+A text's vector is the normalised, weighted sum of these vectors, so texts with common tokens are
+near each other. The logit of a pair of texts is eight times the cosine of their vectors. The score
+is the sigmoid of the logit. One loop computes one input after the other, as a device does, in the
+time that a law gives.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class SimPoolingConfig:
     seed: int
     num_dimensions: int
     law: Law
-    scores_pairs: bool = False  # it is a cross-encoder; otherwise it makes vectors
+    scores_pairs: bool = False  # whether the model is a cross-encoder; if not, it makes vectors
 
 
 class SimPoolingEngine(SerialJobs[PoolJob]):
@@ -122,7 +123,10 @@ def vector(tokens: array[int], num_dimensions: int, seed: int) -> Vector:
 
 
 def _hashed(keys: npt.NDArray[np.uint64], num_dimensions: int, seed: int) -> Vector:
-    """Numbers in -1 to 1, a row for each key: splitmix64 of the key, the place and the seed."""
+    """A row of `num_dimensions` numbers from -1 to 1 for each key.
+
+    Each number is the splitmix64 of the key, the column and the seed.
+    """
     with np.errstate(over="ignore"):
         start = keys * _STEP + np.uint64(seed) * _MIX[0]
         places = (np.arange(num_dimensions, dtype=np.uint64) + np.uint64(1)) * _STEP

@@ -1,4 +1,8 @@
-"""Prompts under way: each step computes a chunk of bounded size, shared by urgency (S83)."""
+"""The prompts that the simulated engine computes, in chunks.
+
+Each step computes one chunk of bounded size. More urgent prompts get the chunk's tokens first
+(S83).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ class PromptUnderWay:
     urgency: Urgency
     num_computed: int = 0  # tokens computed after the cached ones
     num_in_chunk: int = 0  # tokens in the current step's chunk
-    states: Words | None = None  # of all its tokens; None until needed
+    states: Words | None = None  # the states of all the prompt's tokens; None until needed
 
     @property
     def num_left(self) -> int:
@@ -28,12 +32,12 @@ class PromptUnderWay:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one step computes, in the terms of the law."""
+    """What one step computes, as far as the step's time depends on it."""
 
     num_tokens: int = 0
-    num_before: int = 0  # tokens of context before the chunk, mean over its prompts
+    num_before: int = 0  # tokens of a prompt before the chunk, mean over the chunk's prompts
     batch: int = 0  # prompts with tokens in the chunk
-    longest: int = 0  # the most tokens of one prompt in the chunk
+    longest: int = 0  # most tokens of one prompt in the chunk
 
 
 @dataclass(slots=True)
@@ -58,7 +62,10 @@ class PrefillQueue:
         return self._prompts.pop(leg, None)
 
     def next_chunk(self) -> Chunk:
-        """Give the next step's tokens to the prompts, to the earliest turn first."""
+        """Give the next step's tokens to the prompts, in the order of their turns.
+
+        A prompt's turn is its arrival plus a time for its priority.
+        """
         budget, before, batch, longest = self.chunk_tokens, 0, 0, 0
         for prompt in sorted(self._prompts.values(), key=lambda p: p.urgency.turn_at):
             prompt.num_in_chunk = min(budget, prompt.num_left)
@@ -71,7 +78,7 @@ class PrefillQueue:
         return Chunk(self.chunk_tokens - budget, before // max(batch, 1), batch, longest)
 
     def finish_chunk(self) -> list[PromptUnderWay]:
-        """Count the chunk as computed; takes out and returns the prompts that are complete."""
+        """Count the chunk as computed. Removes and returns the prompts that are complete."""
         done: list[PromptUnderWay] = []
         for prompt in self._prompts.values():
             if prompt.num_in_chunk == 0:

@@ -1,7 +1,9 @@
-"""The sim engine's decode half: pulls KV, scatters it into new blocks and reads its digest.
+"""Pulls KV for the simulated engine's decodes, copies it into new blocks, and computes its digest.
 
-`core.kv.transfer.incoming_blocks` decides when to do what, as it does for vLLM's workers. Pulls run
-beside the step loop, so that running sequences keep drawing (S52).
+A pull copies a prompt's KV from the prefill to a range of memory here, the *landing*. To *scatter*
+is to copy the KV from the landing to the engine's blocks. `core.kv.transfer.incoming_blocks`
+decides when each of these happens, as it does for vLLM's workers. Pulls run beside the step loop,
+so that running sequences keep drawing (S52).
 """
 
 from __future__ import annotations
@@ -52,16 +54,16 @@ from pdmesh.net.tasks import watched
 
 T = TypeVar("T")
 
-_TICK_S: Final = 0.01  # the loop's timers may be early by less than this
-_QUICK_BYTES: Final = 1 << 20  # KV up to this size is read without a thread, which would cost more
-# A verified range is scattered in slices of this size, one in each turn of the loop: a step that is
-# due meanwhile waits for one slice, not for the range (S52).
+_TICK_S: Final = 0.01  # the loop's timers may be early, but by less than this
+_QUICK_BYTES: Final = 1 << 20  # KV up to this size is read on the loop; a thread would cost more
+# A verified range is scattered in slices of this size, one in each turn of the event loop. So a
+# step that becomes due waits for one slice, not for the whole range (S52).
 _SLICE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """A sequence whose KV is in `blocks`; `digest` was computed from the bytes there."""
+    """A sequence whose KV is in `blocks`. `digest` was computed from the bytes of these blocks."""
 
     job: DecodeJob
     first_token: int
@@ -72,17 +74,17 @@ class Retrieved:
 
 @dataclass(slots=True)
 class _Retrieval:
-    """A decode from `begin` until its sequence has joined or its blocks are released."""
+    """One decode, from `begin` until its sequence joins the batch or its blocks are released."""
 
     job: DecodeJob
     first_token: int | None
     blocks: list[int] = field(default_factory=list)  # for the prompt and its longest answer
     pull: asyncio.Task[LoadFailure | None] | None = None  # None until its turn comes
-    has_landing: bool = True  # the range is ours: the pull has not begun, or has ended well
-    digest: int | None = None  # of its KV; None until the KV was read
+    has_landing: bool = True  # true before the pull begins, and after it has succeeded
+    digest: int | None = None  # the digest of the KV; None until the KV was read
     is_complete: bool = False
     slices: deque[tuple[int, ByteArray]] = field(default_factory=deque)  # to scatter: offset, bytes
-    scattered: asyncio.Future[None] | None = None  # done when no slice is left; None before any
+    scattered: asyncio.Future[None] | None = None  # done when no slice is left; None at first
 
 
 class Retriever:
@@ -135,7 +137,7 @@ class Retriever:
             self._tell(FirstTokenKnown(leg))
 
     def abort(self, leg: int) -> None:
-        """Drop what was pulled; cancel a pull under way, whose landing range the agent frees."""
+        """Drop the leg's KV. If a pull runs, cancel it; the agent frees its landing later."""
         retrieval = self._retrievals.get(leg)
         if retrieval is not None and retrieval.is_complete:  # its KV is being read
             self._release(leg)
@@ -143,7 +145,7 @@ class Retriever:
             self._tell(LoadCancelled(leg))
 
     def free_landing(self, offset: int) -> None:
-        """No late write can reach the range any more."""
+        """Note that no late write can reach the range at `offset` any more."""
         self._tell(AgentLandingFreed(offset))
 
     # -- effects ----------------------------------------------------------------------------------
@@ -180,7 +182,7 @@ class Retriever:
     def _start(self, retrieval: _Retrieval, awaits_prefill: bool) -> None:
         job, params = retrieval.job, self._memory.model.params
         self._emit(KvPulling(job.leg))
-        # Admission has reserved this much.
+        # Admission has reserved blocks for this many tokens.
         last = min(len(job.prompt) + 1 + job.sampling.max_tokens, params.max_model_len)
         retrieval.blocks = self._pool.allocate(-(-last // params.block_size))
         pull = self._spawn(self._pull(retrieval, awaits_prefill), f"pull-{job.leg}")
@@ -189,7 +191,7 @@ class Retriever:
 
     async def _pull(self, retrieval: _Retrieval, awaits_prefill: bool) -> LoadFailure | None:
         job, blocks = retrieval.job, self._prompt_blocks(retrieval)
-        retrieval.has_landing = False  # from now on the agent reports when the range is free
+        retrieval.has_landing = False  # if the pull fails, the agent reports when the range is free
         try:
             await self._agent.pull(
                 job.ticket,
@@ -205,7 +207,7 @@ class Retriever:
         except KvTransferFailed as exc:
             return LoadFailure(exc.reason, exc.message)
         finally:
-            retrieval.slices.clear()  # after a failure the range is the agent's
+            retrieval.slices.clear()  # after a failure, the range belongs to the agent
         if failpoints.hit("decode.pulled") == "zero-kv":
             for cache in self._memory.caches:
                 cache[blocks] = 0
@@ -216,14 +218,14 @@ class Retriever:
         if pull.cancelled():
             failure: LoadFailure | None = LoadFailure(PullFailure.CLOSING, "it was cancelled")
         elif pull.exception() is not None:
-            return  # this error crashes the engine
+            return  # `watched` reports this error, which ends the engine
         else:
             failure = pull.result()
         landings = (job.landing.offset,) if retrieval.has_landing else ()
         self._tell(PullEnded(job.leg, failure, landings))
 
     def _land(self, retrieval: _Retrieval, offset: int, data: ByteArray, blocks: list[int]) -> None:
-        """Scatter a verified range, slice by slice, while the next ones are on their way."""
+        """Scatter a verified range, slice by slice, while the pull of the next ranges continues."""
         block_bytes = self._memory.model.params.block_bytes
         step = max(1, _SLICE_BYTES // block_bytes) * block_bytes
         for at in range(0, data.size, step):
@@ -258,7 +260,10 @@ class Retriever:
                 self._tell(RangeScattered(leg))
 
     async def _keep(self, job: DecodeJob) -> None:
-        """Renew the lease while the leg waits for its turn; if this fails, the pull reports why."""
+        """Renew the ticket's lease while the leg waits for its turn.
+
+        A failure is ignored, because the pull will report it.
+        """
         with contextlib.suppress(KvTransferFailed):
             await self._agent.keep(job.ticket, job.deadline_s)
 
@@ -278,7 +283,7 @@ class Retriever:
             self._spawn(self._read_aside(retrieval), f"read-{leg}")
 
     async def _read_aside(self, retrieval: _Retrieval) -> None:
-        """Read the digest in a thread, so that running sequences step meanwhile (S52)."""
+        """Compute the digest in a thread, so that running sequences continue (S52)."""
         retrieval.digest = await asyncio.to_thread(self._digest, retrieval)
         if self._retrievals.get(retrieval.job.leg) is retrieval:
             self._join_if_read(retrieval)

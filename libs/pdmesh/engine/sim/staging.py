@@ -1,8 +1,9 @@
-"""The sim engine's prefill half: gathers blocks into the staging range, whole or per layer (S48).
+"""Stages the simulated engine's KV: copies a prompt's blocks to where a decode pulls them (S48).
 
-A prompt that is handed on whole is gathered when it is complete. For a prompt that is handed on per
-layer, the ticket is open from the start. Each chunk's KV in a layer is gathered as soon as it is
-computed, and the layer may be pulled after the prompt's last chunk.
+A ticket is the decode's right to pull a prompt's staged KV. A prompt that is handed on whole is
+copied when all of it is computed. A prompt that is handed on per layer has an open ticket from the
+start. Each chunk's KV in a layer is copied as soon as it is computed. After the prompt's last
+chunk, the layer may be pulled.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from pdmesh.kv.transport.memory_access import in_host
 
 
 class Stager:
-    """Knows each ticket from when it is opened or staged until the agent has closed it."""
+    """The open tickets of the engine, until the KV agent closes them."""
 
     def __init__(self, config: SimConfig, memory: PagedMemory, agent: KvAgent) -> None:
         self._config, self._memory, self._agent = config, memory, agent
         self._legs: dict[str, int] = {}  # ticket id -> leg
-        self._writing: set[str] = set()  # open tickets, per layer, that still lack a layer
+        self._writing: set[str] = set()  # per-layer tickets whose last layer is not complete
         self.address = ""
 
     def __len__(self) -> int:
@@ -35,7 +36,7 @@ class Stager:
         return job.is_per_layer and hands_on(job, self._config.params.max_model_len)
 
     def open(self, job: PrefillJob) -> Ticket:
-        """Open the ticket before there is KV under it; `put` adds what is computed."""
+        """Open a per-layer ticket before any KV is computed. `put` adds the KV."""
         self._legs[job.ticket_id] = job.leg
         self._writing.add(job.ticket_id)
         self._agent.open(
@@ -48,9 +49,9 @@ class Stager:
         return self._ticket(job)
 
     def put(self, prompt: PromptUnderWay, layer: int) -> None:
-        """Write and gather what the current chunk adds to a layer.
+        """Write the current chunk's KV in one layer to the engine's memory, and stage it.
 
-        After the last chunk, the layer may be pulled.
+        After the prompt's last chunk, the layer may be pulled.
         """
         job, size = prompt.job, self._config.params.block_size
         if prompt.states is None:
@@ -74,7 +75,7 @@ class Stager:
             self._writing.discard(job.ticket_id)
 
     def complete(self, job: PrefillJob, blocks: list[int]) -> Ticket:
-        """The prompt is computed and continues elsewhere."""
+        """Stage a computed prompt that continues on another instance, and return its ticket."""
         if not self.is_per_layer(job):
             self._stage(job, blocks)
         failpoints.hit("prefill.staged")
@@ -90,7 +91,7 @@ class Stager:
             self.release(ticket_id)
 
     def closed(self, ticket_id: str) -> bool:
-        """The agent has closed the ticket; False if it is not one of ours."""
+        """Forget a ticket that the agent has closed. Return False if it is unknown here."""
         self._writing.discard(ticket_id)
         return self._legs.pop(ticket_id, None) is not None
 

@@ -1,7 +1,8 @@
-"""Prompts of the sim engine wait here, for a bounded time, for missing blocks from the tiers.
+"""Lets prompts of the simulated engine wait for KV blocks from the tiers, for a bounded time.
 
-Fetched blocks are copied into the engine's paged memory when the prompt joins a step. The blocks
-that a step completes are copied out, one by one, at memory speed (S76, S77).
+A tier is a place for KV below the engine: host memory, peers' host memory, files. Fetched blocks
+are copied into the engine's paged memory when the prompt joins a step. The blocks that a step
+completes are copied to the host pool, one by one (S76, S77).
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from pdmesh.net.tasks import watched
 
 @dataclass(frozen=True, slots=True)
 class FetchedBlocks:
-    """Where missing blocks come from, and how long a prompt waits for them."""
+    """The source of missing blocks, and the longest wait of a prompt for them."""
 
     stack: TierStack
     timeout_s: float
-    find: FindHolders | None = None  # which peers hold blocks; without it no peer is asked
+    find: FindHolders | None = None  # finds the peers that hold given blocks; None: ask no peer
 
 
 class TierQueue:
-    """`on_ready` gets a prompt once its blocks were fetched, or could not be fetched."""
+    """The prompts that wait for blocks. `on_ready` gets each prompt when its fetch has ended."""
 
     def __init__(
         self,
@@ -77,7 +78,11 @@ class TierQueue:
         self.stack.pool.close()
 
     def begin(self, job: PrefillJob) -> bool:
-        """False if the job has nothing to fetch: no names, or the engine holds all its blocks."""
+        """Begin to fetch a job's missing blocks.
+
+        Returns False if there is nothing to fetch: the job has no block names, or the engine has
+        all its blocks.
+        """
         names = self._names(job)
         first = self._pool.num_held(names)
         if first == len(names):
@@ -91,7 +96,7 @@ class TierQueue:
         return True
 
     def abort(self, leg: int) -> PrefillJob | None:
-        """Returns the leg's job, if it waited here."""
+        """Remove a leg. Returns the leg's job, if the job waited here."""
         job = self._jobs.pop(leg, None)
         if (task := self._fetches.get(leg)) is not None:
             task.cancel()
@@ -126,9 +131,10 @@ class TierQueue:
     # -- in a step --------------------------------------------------------------------------------
 
     def load(self, job: PrefillJob, num_local: int) -> list[int]:
-        """New engine blocks with the fetched KV after the first `num_local` blocks.
+        """Copy the fetched KV into new engine blocks, and return these blocks.
 
-        They can be found by name.
+        The engine has the first `num_local` blocks of the prompt already. The new blocks follow
+        them, and are stored under their names.
         """
         if (lease := self._leases.pop(job.leg, None)) is None:
             return []
@@ -147,9 +153,10 @@ class TierQueue:
     def save(
         self, cache_salt: str, names: Sequence[bytes], blocks: Sequence[int], first: int = 0
     ) -> None:
-        """Copy to the host pool those blocks from `first` on that it lacks.
+        """Copy blocks to the host pool, from position `first` on, unless the pool has them.
 
-        `names` and `blocks` begin at the start of the sequence, which still holds the blocks.
+        `names` and `blocks` begin at the start of the sequence. The sequence must still have its
+        references to the blocks.
         """
         pool, owner = self.stack.pool, owner_of(cache_salt)
         held = pool.held(names)
@@ -180,7 +187,7 @@ class TierQueue:
     def _names(self, job: PrefillJob) -> Sequence[bytes]:
         """The names of the blocks that may be loaded instead of computed.
 
-        The last token is always computed, since the first draw needs it.
+        The block of the last token is left out, because the first draw needs this token computed.
         """
         if not job.cache_salt:
             return ()

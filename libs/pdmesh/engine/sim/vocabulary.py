@@ -1,8 +1,8 @@
 """The sim model's tokens: bytes, words and halves of characters.
 
-Output reads as words and is valid UTF-8. Some characters are split over two tokens, so a client
-that decodes the stream token by token must hold back the first half. A first half is always
-followed by its second half.
+The output consists of words and is valid UTF-8. Some characters are split over two tokens. So a
+client that decodes a stream token by token must hold back the first half. The second half always
+follows the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SPLIT_CHARACTERS = ("é", "ж", "€", "日", "語", "✓", "🙂", "🚀", "�
 
 
 def byte_alphabet() -> list[str]:
-    """GPT-2's printable stand-in for each byte, by byte value."""
+    """The printable character by which GPT-2's tokenizer writes each byte, by byte value."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     stand_in = {b: chr(b) for b in printable}
     others = (b for b in range(256) if b not in stand_in)
@@ -39,19 +39,20 @@ def byte_alphabet() -> list[str]:
 
 @dataclass(slots=True)
 class Vocabulary:
-    """The vocabulary after the `SPECIALS`: `tokens[i]` is the bytes of id `len(SPECIALS) + i`.
+    """The vocabulary without the `SPECIALS`.
 
-    `merges` build a longer token from a prefix and a byte.
+    `tokens[i]` is the bytes of the token with the id `len(SPECIALS) + i`. Each of the `merges`
+    joins a token and one byte to a longer token.
     """
 
     tokens: list[bytes] = field(default_factory=list)
     merges: list[tuple[bytes, bytes]] = field(default_factory=list)
-    drawable: list[int] = field(default_factory=list)  # ids the sim model draws
+    drawable: list[int] = field(default_factory=list)  # the ids that the sim model may draw
     follow: dict[int, int] = field(default_factory=dict)  # first half -> second half
     _ids: dict[bytes, int] = field(default_factory=dict)
 
     def add(self, token: bytes) -> int:
-        """The id of `token`, which is added with all its prefixes if it is new."""
+        """Return the id of `token`. A new token is added together with all its prefixes."""
         if token not in self._ids:
             if len(token) > 1:
                 self.add(token[:-1])

@@ -1,3 +1,3 @@
-"""One incarnation of an instance: what it should be, how it loads, what it reports about itself,
-and how it serves until it deregisters.
+"""One incarnation of an instance: its role and settings, the loading of its engine, its registry
+record, and its serving until it deregisters.
 """

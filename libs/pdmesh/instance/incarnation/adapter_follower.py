@@ -1,7 +1,8 @@
-"""Tells an engine which adapters are registered, so that it unloads those that are not.
+"""Tells an engine which LoRA adapters are registered, so that the engine unloads all others.
 
-The leading master writes the list. An engine loads what requests ask for, not what is listed. Until
-the whole list has been read, and while NATS is away, the engine is told nothing.
+The leading master writes the list of registered adapters. The list loads nothing: an engine loads
+an adapter when a request needs it. The engine gets no list before the whole list was read, and no
+changes while NATS is unreachable.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pdmesh.v1.admin_service_pb2 import RegisteredAdapter
 
 
 class AdapterFollower:
-    """`keep` gets the digests of all registered adapters whenever one comes or goes."""
+    """`keep` gets the digests of all registered adapters after each change of the list."""
 
     def __init__(
         self, board: Board[RegisteredAdapter], keep: Callable[[Collection[str]], None]

@@ -1,10 +1,11 @@
-"""Builds, fetches and verifies artefacts, so that what is loaded is what was built (S17, S20).
+"""Builds, fetches and verifies artefacts, so that an instance loads the files that were built (S17,
+S20).
 
 An artefact is a model made ready for one role, in a folder with a manifest. The manifest names the
 role, each file with its hash, and the engine's settings for which the artefact was made. Prefill
-and decode have different artefacts, and an instance refuses an artefact of the other role.
-`revision` follows from the files and from the settings that decide the bytes of KV. So it is equal
-for the two artefacts of one model, and different after an upgrade.
+and decode have different artefacts, and an instance refuses an artefact of the other role. The
+manifest's `revision` is a hash over the files and the settings that change the bytes of KV. So the
+two artefacts of one model have the same revision, and an upgraded model has another one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _DECIDES_KV: Final = (
 
 
 class FileEntry(JsonObject):
-    path: str = Field(min_length=1, max_length=512)  # below the folder of files, with slashes
+    path: str = Field(min_length=1, max_length=512)  # relative to the folder `files`, with slashes
     size: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
@@ -59,21 +60,21 @@ class Manifest(JsonObject):
 @dataclass(frozen=True, slots=True)
 class Artefact:
     manifest: Manifest
-    folder: Path  # of the files
+    folder: Path  # has the files
 
     @property
     def key(self) -> str:
-        """A key made only of its files: two artefacts with the same files share a copy."""
+        """A key of the files alone: two artefacts with the same files share a copy in the cache."""
         return _digest(self.manifest.files, {})
 
     @property
     def digests(self) -> dict[str, str]:
-        """SHA-256 of its files, by path, as they are once `verify` has passed."""
+        """The SHA-256 of each file, by path. `verify` checks that the files match."""
         return {entry.path: entry.sha256 for entry in self.manifest.files}
 
 
 def read(path: Path) -> Artefact:
-    """Raises RoleRefused: BAD_MANIFEST."""
+    """Read a manifest. Raises RoleRefused: BAD_MANIFEST."""
     try:
         if path.stat().st_size > _MAX_MANIFEST:
             raise RoleRefused(f"{path} is too long for a manifest", reason="BAD_MANIFEST")
@@ -100,7 +101,7 @@ def check_role(artefact: Artefact, role: Role) -> None:
 
 
 def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
-    """A copy in the cache. One process makes it, and others find it. Blocks.
+    """Copy the artefact to the cache, unless the cache has a copy already. Blocks.
 
     Raises RoleRefused: FETCH_FAILED.
     """
@@ -126,8 +127,8 @@ def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
 def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
     """Replace a copy that `verify` found damaged. Blocks. Raises RoleRefused: FETCH_FAILED.
 
-    Processes that share the cache do this one after the other. A copy that another process has
-    replaced stays.
+    A lock lets only one process at a time do this. If another process has replaced the copy, the
+    new copy stays.
     """
     target = cache_dir / artefact.key
     with (cache_dir / f"{artefact.key}.lock").open("w") as lock:
@@ -142,10 +143,10 @@ def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
 
 
 def checked_copy(source: Artefact, cache_dir: Path, measure: Measure) -> Artefact:
-    """The checked copy in the cache. Raises RoleRefused.
+    """Fetch the artefact to the cache, and verify the copy. Raises RoleRefused.
 
-    A damaged copy is fetched once more, since every later load would find it again. `measure`
-    times the parts `fetch` and `verify`.
+    A damaged copy is replaced once, because every later load would find the same damage. `measure`
+    takes the time of `fetch` and of `verify`.
     """
     with measure("fetch"):
         copy = fetch(source, cache_dir)
@@ -188,7 +189,7 @@ def _is_whole(artefact: Artefact) -> bool:
 
 
 def _write_through(path: Path) -> None:
-    """Flush a file to disk: a folder with its final name must be whole even after a power cut."""
+    """Flush a file to disk. A power cut must not leave an incomplete folder with its final name."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -201,10 +202,10 @@ def build(
     model: str = "",
     config: dict[str, str] | None = None,
 ) -> Path:
-    """Make the artefact in `out`, which must not exist; returns its manifest's path.
+    """Make the artefact in the folder `out`, which must not exist. Returns the manifest's path.
 
-    Files are linked if possible, or else copied. `out` appears when it is complete. Raises
-    RoleRefused, OSError.
+    Files are linked if possible, or else copied. The folder gets its name only when it is complete.
+    Raises RoleRefused, OSError.
     """
     config = dict(sorted((config or {}).items()))
     for name in config:

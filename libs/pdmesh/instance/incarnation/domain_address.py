@@ -1,8 +1,9 @@
-"""The address that the engines of a data-parallel domain connect to if this instance is its rank 0
-(S121).
+"""Reserves the port at which the engines of a data-parallel domain meet (S121).
 
-The master chooses the ranks of a domain among blank instances, and tells all of them the address of
-rank 0. So a blank instance reserves a port, and gives it up just before its engine binds it.
+The engines of a domain compute one model together. All of them connect to the engine of rank 0. The
+master chooses the ranks among blank instances, that is instances without a role, and sends all of
+them the address of rank 0. So every blank instance announces an address with a reserved port. It
+gives the port up just before its engine binds the port.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import socket
 
 
 class MeetingPoint:
-    """A port on `host`, announced as `reachable_host`. Port 0 reserves a free one.
+    """A port on `host`, announced with the name `reachable_host`.
 
-    A port that the settings name is not reserved: the operator keeps it free.
+    For port 0, a free port is chosen and reserved. Any other port is not reserved: the operator
+    keeps it free.
     """
 
     def __init__(self, host: str, reachable_host: str, port: int) -> None:
@@ -27,7 +29,7 @@ class MeetingPoint:
         self.address = f"{name}:{port}"
 
     def give_up(self) -> None:
-        """From now on another process may bind the port. Idempotent."""
+        """Release the port, so that another process may bind it. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

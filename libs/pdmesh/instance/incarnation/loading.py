@@ -1,6 +1,7 @@
-"""Makes a loaded engine from a role spec (S20).
+"""Loads the engine for a role spec, which names the instance's role, group and model (S20).
 
-It finds, fetches and verifies the artefact and builds the engine, and times each part.
+Loading fetches and verifies the artefact (the model's files for one role), then builds and starts
+the engine. The time of each part is measured.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class PartTimes:
-    """How many seconds each part takes between blank and ready: fetch, verify, build, connect."""
+    """The seconds of each part of the way from blank to ready: fetch, verify, build, connect."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -80,9 +81,9 @@ class LoadedEngine:
 
 
 async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int) -> LoadedEngine:
-    """Raises EngineFailed, such as RoleRefused.
+    """Load and start the engine. If cancelled, stop the engine and free its memory.
 
-    If cancelled, it frees what it has built so far.
+    Raises EngineFailed, for example RoleRefused.
     """
     timings = PartTimes()
     settings, verified = await with_artefact(settings, role_spec, timings)
@@ -108,7 +109,11 @@ async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int
 async def with_artefact(
     settings: InstanceSettings, role_spec: RoleSpec, timings: PartTimes
 ) -> tuple[InstanceSettings, Artefact | None]:
-    """The settings of the role spec and its artefact, which is checked. Raises RoleRefused."""
+    """Verify the role spec's artefact, if it has one.
+
+    Returns the settings with the options of the artefact and the role spec, and the artefact.
+    Raises RoleRefused.
+    """
     if not role_spec.manifest:
         return role_settings.settings_for(settings, role_spec, {}), None
     found = await asyncio.to_thread(artefact.read, Path(role_spec.manifest))

@@ -1,8 +1,9 @@
-"""One incarnation of an instance process: follows its assignment, and reports how far it is.
+"""One incarnation of an instance process, from its registration to its end.
 
-`core.instance.lifecycle` decides what to do when. This shell loads, verifies, serves, drains and
-erases, and tells the core the results. If a task ends that must not end, the process fails, and its
-supervisor starts it again.
+An incarnation follows its assignment, which is the master's order to this instance, and reports its
+progress. `core.instance.lifecycle` decides what to do next. This shell loads, verifies peers,
+serves, drains and erases, and passes the results to that core. If a task fails or a permanent task
+ends, the process fails, and its supervisor starts the process again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _MAX_CHECKS: Final = 8  # peers that are verified at once
 
 @dataclass(frozen=True, slots=True)
 class MeshLinks:
-    """How an instance reaches the mesh; they outlive its incarnations."""
+    """The process's connections to the mesh, which all its incarnations use."""
 
     bus: NatsBus
     registry: Registry
@@ -67,7 +68,11 @@ class MeshLinks:
 
 
 class Member:
-    """`own`: the engine that the settings ask for, already loaded; None: blank until assigned."""
+    """One incarnation.
+
+    `own` is the loaded engine of an instance whose settings give it a role. None means that the
+    instance is blank until the master assigns a role.
+    """
 
     def __init__(
         self,
@@ -110,13 +115,15 @@ class Member:
 
     @property
     def epoch(self) -> int:
-        """The highest epoch that was seen."""
+        """The highest epoch (number of a master's leadership) of all assignments so far."""
         return self._life.epoch
 
     async def live(self) -> bool:
-        """Live until erased (True: begin anew), or until asked to stop and drained (False).
+        """Run the incarnation to its end.
 
-        Raises the error of a task that must not end.
+        Returns True if the master had the incarnation erased. The process then begins another one.
+        Returns False once the process was asked to stop and has drained. Raises the error of a task
+        that must not end.
         """
         feed = None
         try:
@@ -137,7 +144,7 @@ class Member:
                 await feed.close()
             await self._leave()
 
-    # -- what the core is told ---------------------------------------------------------------------
+    # -- events for the core -----------------------------------------------------------------------
 
     def _on_assignment(self, message: Assignment) -> None:
         try:
@@ -154,7 +161,7 @@ class Member:
 
     def _step(self, event: life.Event) -> None:
         if self._is_stopping:
-            return  # this process ends: its successor follows the assignment
+            return  # this process stops; the next process follows the assignment
         before = self._life.phase, self._life.verified_peers, self._life.failed_peers
         was_assigned = self._life.assignment
         for effect in self._life.handle(event, time.monotonic()):
@@ -180,7 +187,7 @@ class Member:
             self._serving.loaded.timings.add("connect", took_s)
             self._connecting_since = None
 
-    # -- what it asks for --------------------------------------------------------------------------
+    # -- the core's effects ------------------------------------------------------------------------
 
     def _carry_out(self, effect: life.Effect) -> None:
         match effect:
@@ -203,7 +210,7 @@ class Member:
                 log.warning("assignment.ignored", why=effect.value)
 
     async def _load(self, role_spec: RoleSpec) -> None:
-        self._meeting.give_up()  # the engine of rank 0 binds it
+        self._meeting.give_up()  # if this is rank 0 of a domain, its engine binds this port
         try:
             loaded = await load(self._settings, role_spec, self._app.incarnation)
         except EngineFailed as exc:
@@ -229,7 +236,7 @@ class Member:
         if loaded.info.max_adapters:
             self._adapters = AdapterFollower(self._adapter_board, loaded.engine.keep_adapters)
         self._watch_over(serving)
-        exclude_from_collection()  # an engine and its libraries are most of a process's objects
+        exclude_from_collection()  # most Python objects of the process belong to the engine
 
     def _watch_over(self, serving: Serving) -> None:
         settings, app = self._settings, self._app
@@ -286,12 +293,12 @@ class Member:
             self._meeting.address if self._life.role_spec is None else "",
         )
 
-    # -- its tasks, and its end -------------------------------------------------------------------
+    # -- tasks and the end ------------------------------------------------------------------------
 
     async def _register(self) -> None:
         """Register and send heartbeats. Raises the error that ended the heartbeats.
 
-        It never returns: if the process was replaced, it waits here until the process stops.
+        Never returns. If another process took the id, waits until this process stops.
         """
         await self._presence.start(self._record)
         await self._presence.watch()
@@ -321,9 +328,9 @@ class Member:
     async def _until(
         self, *events: Coroutine[Any, Any, object], timeout_s: float | None = None
     ) -> int:
-        """The index of the event that came first; -1: no event came in time.
+        """Wait for the first event and return its index, or -1 if no event came in time.
 
-        Raises the error of any task that must not end.
+        Raises the error of any task that failed.
         """
         waiters: list[asyncio.Future[Any]] = [asyncio.ensure_future(event) for event in events]
         try:
@@ -338,7 +345,7 @@ class Member:
                 waiter.cancel()
 
     async def _drain(self) -> None:
-        """The process was asked to stop: running requests get time to end."""
+        """Refuse new requests, and give the running ones up to `drain_s` to finish."""
         self._is_stopping = True
         if self._serving is None:
             return
@@ -350,10 +357,10 @@ class Member:
             log.warning("instance.drain_cut", num_slots_used=host.admission.num_slots_used)
 
     async def _leave(self) -> None:
-        """End everything of this incarnation."""
+        """End all tasks of this incarnation, deregister, and stop the engine."""
         self._died.cancel()  # from now on, every task may end
         if self._loading is not None and not self._loading.done():
-            self._loading.cancel()  # only once: the load frees what it has built so far
+            self._loading.cancel()  # only once, because the cancelled load still has to free memory
             await asyncio.wait([self._loading])
         await end(self._tasks)
         self._meeting.give_up()
@@ -373,7 +380,7 @@ _NOT_READY: Final = (Phase.LOADING, Phase.FAILED)
 
 
 def _pin(loaded: LoadedEngine, pins: Sequence[Pin]) -> None:
-    """Apply the operators' pins that are meant for this engine."""
+    """Apply the operators' pins (orders to keep a prefix's KV) that concern this engine."""
     scenario = loaded.role_spec.scenario
     loaded.engine.pin(prefixes_for(pins, loaded.info.model_fingerprint, scenario))
 

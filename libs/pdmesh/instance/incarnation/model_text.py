@@ -1,5 +1,6 @@
-"""What gateways need from the model that this instance has loaded: files to turn text into
-tokens.
+"""Finds the tokenizer files of the model that this instance has loaded, for gateways.
+
+If gateways cannot read the model's files, they are converted into a temporary folder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedText:
-    """`files` None: there are none that gateways can read; they use those in their own folder."""
+    """The tokenizer files. If `files` is None, gateways use the files in a folder of their own."""
 
     files: TextFiles | None = None
     made: tempfile.TemporaryDirectory[str] | None = None  # holds the files, if they were converted
@@ -30,7 +31,10 @@ class LoadedText:
 
 
 async def text_of(folder: Path | None) -> LoadedText:
-    """If there are no files that gateways can read, the model is still served; the log says why."""
+    """Find the files in the model's folder, and convert them if necessary.
+
+    If that fails, the log shows the reason, and the model is served without the files.
+    """
     if folder is None:  # the sim engine needs none
         return LoadedText()
     try:

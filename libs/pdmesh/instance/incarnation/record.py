@@ -1,4 +1,4 @@
-"""Builds the registry record of an instance: how far it is, and what its engine can do."""
+"""Builds an instance's registry record: its role, its phase, and what its engine can do."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def record_of(
     is_stopping: bool,
     domain_address: str = "",
 ) -> InstanceRecord:
-    """`is_stopping`: the process was asked to end, whatever its assignment says.
+    """Build the record.
 
-    `domain_address`: where a domain's ranks could connect to this one; empty unless it is blank.
+    `is_stopping` is true once the process was asked to stop, whatever its assignment says. Only a
+    blank instance has a `domain_address`. If the instance becomes rank 0 of a data-parallel domain,
+    the other ranks connect to this address.
     """
     role_spec = life.role_spec or _NO_ROLE
     phase = Phase.DRAINING if is_stopping and serving is not None else life.phase
@@ -96,7 +98,7 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
         record.pooling.CopyFrom(pooling_to_proto(info.pooling))
     record.load_timings.CopyFrom(loaded.timings.to_proto())
     record.excluded_kv_sources.extend(map(excluded_to_proto, serving.host.excluded_sources()))
-    if takes_requests(record):  # its host may refuse by itself, as after the engine's death
+    if takes_requests(record):  # the host also drains without an order, if the engine died
         record.is_draining = serving.host.admission.is_draining
 
 

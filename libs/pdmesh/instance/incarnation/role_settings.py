@@ -1,7 +1,7 @@
-"""Decides an instance's settings: those of its environment, changed by what the master assigned.
+"""Combines the settings of an instance's environment with those that the master assigned.
 
-An assignment may say which model is loaded and how. It never says where the process listens or what
-it trusts.
+An assignment may choose the model and the engine's options. It cannot change the addresses at which
+the process listens, or the certificates that it trusts.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ OPTIONS: Final = frozenset(
 
 
 class RoleRefused(EngineFailed):
-    """The assigned role spec is not possible; `reason` says why."""
+    """The instance cannot take the assigned role spec. `reason` names the cause."""
 
     default_reason = "BAD_ASSIGNMENT"
 
 
 def own_role_spec(settings: InstanceSettings, role: Role) -> RoleSpec:
-    """The role spec of an instance whose own settings give it a role."""
+    """The role spec of an instance that has its role from its settings, not from the master."""
     return RoleSpec(role, settings.group_id, settings.scenario, model=model_name(settings))
 
 
 def settings_for(settings: S, role_spec: RoleSpec, artefact: Mapping[str, str]) -> S:
-    """The settings for a role spec, whose options override the artefact's. Raises RoleRefused."""
+    """Apply the artefact's options, then the role spec's, to the settings. Raises RoleRefused."""
     if role_spec.role not in WORKS:
         raise RoleRefused(f"an instance cannot be {role_spec.role.value}")
     changes: dict[str, object] = {**artefact, **dict(role_spec.options)}
@@ -161,7 +161,7 @@ def tiers_of(settings: InstanceSettings) -> TierConfig:
 def capacity_of(
     settings: InstanceSettings, role: Role, built: BuiltEngine, info: EngineInfo
 ) -> Capacity:
-    """What the loaded engine can hold, for admission."""
+    """The loaded engine's capacity, against which admission checks each leg."""
     return Capacity(
         works=WORKS[role],
         num_slots=settings.num_slots,

@@ -1,9 +1,10 @@
-"""Decides for which reasons an instance ends itself: its engine hangs, or it was judged faulty.
+"""Ends an instance whose engine hangs, or which the health-monitor judged faulty.
 
-An instance reports its engine's silence, its node's devices and its counters with each heartbeat.
-`core.instance.engine_watchdog` decides whether the engine hangs, and `core.health.fault_levels`
-whether a verdict of the fault board ends this incarnation. Then its supervisor (launcher, container
-runtime) starts the process anew, with its own backoff and bound. So no other process needs its pid.
+`core.instance.engine_watchdog` decides whether the engine hangs. The health-monitor publishes its
+verdicts on the fault board, and `core.health.fault_levels` decides whether a verdict ends this
+incarnation. The instance then ends itself, and its supervisor (launcher or container runtime)
+starts it again. So no other process needs to know its pid. The module also adds the engine's
+silence, the node's device faults and the instance's counters to each heartbeat.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class RestartVerdict:
 
 
 class Watchdog:
-    """`say_now` sends a heartbeat at once; `node` reads this instance's signals from its node."""
+    """Watches the engine and the fault board.
+
+    `say_now` sends a heartbeat at once. `node` reads the faults of this instance's devices.
+    """
 
     def __init__(
         self,
@@ -80,7 +84,7 @@ class Watchdog:
         self._watch, self._verdict = watch, verdict
 
     def describe(self, health: InstanceHealth) -> None:
-        """Fill in what a heartbeat says about this instance."""
+        """Add this instance's signals and counters to a heartbeat."""
         own = self._watch.signal(self._clock())
         signals = [*self._node(), *([own] if own else [])]
         health.signals.extend(map(signal_to, signals))
@@ -90,12 +94,12 @@ class Watchdog:
         health.vitals.CopyFrom(vitals_to(vitals))
 
     async def run(self) -> None:
-        """Run until the instance must end; then tell its sessions and raise EngineFailed."""
+        """Run until the instance must end. Then fail all legs and raise EngineFailed."""
         try:
             await together(self._mind_the_engine(), self._mind_the_judge())
         except EngineFailed as exc:
             self._host.fail_all(exc.reason, exc.message)  # clients continue elsewhere at once
-            self._say_now()  # the judge learns the reason, and counts restarts that did not help
+            self._say_now()  # tells the health-monitor the reason, since it counts restarts
             await asyncio.sleep(_LAST_WORD_S)
             raise
 
@@ -134,7 +138,7 @@ class Watchdog:
 def node_reader(
     file: Path, devices: Sequence[str], wall_clock: Callable[[], float] = time.time
 ) -> ReadNode:
-    """Reads from the node's status file which faults these devices have; none without a file."""
+    """Reads the faults of these devices from the node's status file. No file means no faults."""
 
     def read() -> Sequence[Signal]:
         try:
@@ -149,13 +153,14 @@ def node_reader(
 def device_names(setting: str, instance_id: str, environment: Mapping[str, str]) -> list[str]:
     """The names of the devices that an instance computes on.
 
-    An instance without devices counts as a device itself, so that its node's agent can report it.
+    For an instance without devices, the list has the instance's id, so that its node's agent can
+    report faults under this name.
     """
     text = setting or environment.get("CUDA_VISIBLE_DEVICES") or _given_to_container(environment)
     return [name.strip() for name in text.split(",") if name.strip()] or [instance_id]
 
 
 def _given_to_container(environment: Mapping[str, str]) -> str:
-    """The devices by which NVIDIA's container runtime started this container; empty: none named."""
+    """The devices that NVIDIA's container runtime gave this container, if it names them."""
     names = environment.get("NVIDIA_VISIBLE_DEVICES", "")
     return "" if names in ("all", "none", "void") else names

@@ -1,4 +1,4 @@
-"""Serves with a loaded engine: runs the host, its gRPC server, and what publishes its events."""
+"""Serves requests with a loaded engine: runs the host, its gRPC server and its publishers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _CLOSE_S: Final = 1.0  # time for sessions to read their last message
 
 
 class Serving:
-    """Refuses requests until `admit`.
+    """Serves with one engine. It refuses requests until `admit`.
 
-    `record` makes the instance's present record; `on_record` is called when it has changed.
+    `record` makes the instance's present registry record. `on_record` is called when the record has
+    changed.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Serving:
         self.address = ""
 
     async def start(self, registry: Registry) -> list[asyncio.Task[None]]:
-        """Listen; returns the tasks, none of which may end. Raises StartupError."""
+        """Listen, and start the tasks that must run as long as this serves. Raises StartupError."""
         self._server = rpc.server()
         rpc.add_service(
             self._server,
@@ -75,7 +76,7 @@ class Serving:
             InstanceServicer(self.host, self._record, self._blocks, self.loaded.text.files),
         )
         self.address = join(self._settings.reachable_host, _listen(self._server, self._settings))
-        await rpc.start(self._server)  # this may be cancelled: an assignment may be withdrawn
+        await rpc.start(self._server)  # may be cancelled, if the master withdraws the assignment
         gauges.show(self.host, self._settings.scenario, self.loaded.info.model)
         works = {
             "outputs": self.host.run(),
@@ -90,22 +91,21 @@ class Serving:
         return list(self._works.values())
 
     def admit(self) -> None:
-        """Take requests from now on, or again."""
         self.host.drain(False)
 
     def refuse(self) -> None:
-        """Take no new request; running requests continue."""
+        """Refuse new requests. Running requests continue."""
         self.host.drain(True)
 
     async def erase_blocks(self) -> None:
-        """Tell every process with an index that this instance holds no blocks any more."""
+        """Publish that this instance holds no blocks any more, for all prefix indexes."""
         await self._quiesce()
         for tier in (Tier.ENGINE, Tier.HOST):
             self._blocks.add(BlocksChanged(is_cleared=True, tier=tier))
         await self._blocks.publish_rest()
 
     async def stop(self) -> None:
-        """End all sessions and free the engine's memory. Afterwards nothing is published."""
+        """End all sessions and free the engine's memory. Nothing is published afterwards."""
         await self._quiesce()
         await self._failures.publish_rest()
         self.host.close_all()

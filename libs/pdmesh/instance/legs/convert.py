@@ -1,4 +1,7 @@
-"""Converts commands and events between protobuf and the engine's types, and checks commands."""
+"""Converts gateways' commands and instances' events between protobuf and the engine's types.
+
+The commands are checked. A command that no correct gateway sends raises InvalidRequest.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,10 @@ def constraint_from_proto(m: common_pb2.Constraint) -> Constraint:
 
 
 def shaping_from_proto(m: common_pb2.LogitShaping) -> LogitShaping:
-    """Raises InvalidRequest with the field's name. The engine knows its vocabulary's size."""
+    """Raises InvalidRequest with the field's name.
+
+    Token ids are checked only as uint32. The engine checks them against the vocabulary's size.
+    """
     shaping = LogitShaping(
         presence_penalty=m.presence_penalty,
         frequency_penalty=m.frequency_penalty,
@@ -132,7 +138,7 @@ def thinking_budget_from_proto(m: common_pb2.ThinkingBudget) -> ThinkingBudget:
 
 
 def prompt_from_bytes(data: bytes, field: str = "prompt_token_ids") -> array[int]:
-    """Raises InvalidRequest if it is not a whole, positive number of uint32."""
+    """Raises InvalidRequest unless the bytes are one or more uint32."""
     if not data or len(data) % 4:
         raise InvalidRequest("must be one or more uint32", field=field)
     return tokens_from_bytes(data)
@@ -140,7 +146,7 @@ def prompt_from_bytes(data: bytes, field: str = "prompt_token_ids") -> array[int
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What `Prefill` and `Start` have in common."""
+    """The fields that `Prefill` and `Start` have in common, checked."""
 
     prompt: array[int]
     sampling: Sampling
@@ -153,7 +159,8 @@ class Parsed:
 def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
     """Raises InvalidRequest.
 
-    There is one hash per full block of the prompt, or no hash at all: then nothing is shared.
+    A command has one hash for each full block of the prompt. Without hashes, the request shares no
+    KV with others.
     """
     prompt = prompt_from_bytes(m.prompt_token_ids)
     hashes = tuple(m.block_hashes)
@@ -175,7 +182,7 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
 
 
 def priority_from_proto(m: Prefill | Start) -> int:
-    """Raises InvalidRequest. Gateways from before this field existed do not set it."""
+    """Raises InvalidRequest. Older gateways do not set the priority."""
     if not m.HasField("priority"):
         return DEFAULT_PRIORITY
     if m.priority > MAX_PRIORITY:
@@ -188,8 +195,8 @@ def images_from_proto(
 ) -> tuple[PromptImage, ...]:
     """The images of a prompt, in order, each within the prompt. Raises InvalidRequest.
 
-    `num_tokens` None: the prompt's length is not known. The gateway has hashed the data, which are
-    not hashed again.
+    `num_tokens` is the prompt's length, or None if it is not known. The digests are the gateway's;
+    the images' data is not hashed again.
     """
     images = tuple(
         PromptImage(each.position, each.num_tokens, each.digest, each.data, each.num_rows)
@@ -302,9 +309,10 @@ def adapter_from_proto(m: common_pb2.Adapter) -> Adapter:
 
 
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
-    """Check the ticket's numbers, unless its fingerprint differs: admission refuses that.
+    """Check the ticket's numbers. A ticket of another fingerprint is left to admission to refuse.
 
-    For layers with windows or states, fewer bytes are transferred than are reserved.
+    The expected bytes are the transferred ones. For layers with windows or states, these are fewer
+    than the reserved bytes.
     """
     if len(ticket.ticket_id.encode()) > MAX_TICKET_ID:
         raise InvalidRequest(f"must have at most {MAX_TICKET_ID} bytes", field="ticket.ticket_id")

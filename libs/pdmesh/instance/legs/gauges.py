@@ -1,4 +1,4 @@
-"""The state of an instance's host at /metrics, read at each scrape."""
+"""Gauges and totals at /metrics that each scrape reads from the instance's host and engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Shown:
 
 
 def show(host: InstanceHost | None, scenario: str = "", model: str = "") -> None:
-    """Show this host's state at /metrics from now on; None: no host."""
+    """Show this host's state at /metrics from now on. With None, /metrics shows no host."""
     _Shown.host, _Shown.scenario = host, scenario
     vllm_names.serve(model)
     instruments.forget_tiers()
@@ -91,7 +91,7 @@ def _engine_total(
 def engine_counts(
     labels_of: Mapping[str, metrics.Labels],
 ) -> Iterable[tuple[float, metrics.Labels]]:
-    """Counts that the engine keeps. `labels_of`: their labels, by the engine's names for them."""
+    """The engine's own counters. `labels_of` gives the labels for each of the engine's names."""
     numbers = {} if _Shown.host is None else _Shown.host.engine_numbers
     return [(numbers[own], labels) for own, labels in labels_of.items() if own in numbers]
 
@@ -139,7 +139,7 @@ metrics.gauge(
 
 
 def speculated() -> Iterable[tuple[float, metrics.Labels]]:
-    """Nothing until something was proposed: most instances never propose."""
+    """Return nothing before the first proposal, because most instances never propose."""
     if (found := _found()) is None:
         return []
     labels = {names.ATTR_SCENARIO: _Shown.scenario}

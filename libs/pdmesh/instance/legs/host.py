@@ -1,7 +1,8 @@
-"""One instance: sessions on one side, an engine on the other, and the legs between them.
+"""Connects the sessions of gateways with the engine of an instance.
 
-Commands are applied at once and in order, on the event loop. When a session ends, for whatever
-reason, all its legs end.
+A session is the gRPC stream of one gateway. Its commands begin and end legs; a leg is a request's
+stay on this instance. The host applies commands at once and in order, on the event loop. When a
+session ends, for whatever reason, all its legs end.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ ENGINE_DIED: Final = "ENGINE_DIED"
 class HostConfig:
     pulls: PullLimits = field(default_factory=PullLimits)
     stall_s: float = OUTBOX_STALL_S  # a gateway that does not read for this time is cut off
-    message_gap_s: float = 0.002  # after a message, further tokens wait this long for the next one
+    message_gap_s: float = 0.002  # tokens wait until this time after the last message
     progress_every_s: float = PROGRESS_EVERY_S
 
 
 @dataclass(frozen=True, slots=True)
 class HostReports:
-    """Callbacks that take what must be published; they must not block.
+    """Callbacks for changes that other processes must see. Callbacks must not block.
 
-    `on_record` is called when the record has changed.
+    `on_record` is called when the instance's registry record has changed.
     """
 
     on_blocks: Callable[[BlocksChanged], None] = lambda _: None
@@ -56,9 +57,7 @@ class HostReports:
 
 
 class Speculated(NamedTuple):
-    """What the engine proposed since its start, as its own statistics say; all 0 without
-    speculation.
-    """
+    """What the engine proposed since its start. Without speculation, all counts are 0."""
 
     num_proposals: int
     num_accepted: int  # tokens
@@ -66,10 +65,10 @@ class Speculated(NamedTuple):
 
 
 class InstanceHost:
-    """`on_load` is called when the load changed, and must not block.
+    """The legs of one engine, for all gateways. Everything runs on one event loop.
 
-    `new_secret` makes the part of a ticket's id that cannot be guessed. `run` passes the engine's
-    outputs on; sessions call everything else.
+    `on_load` is called when the load changed, and must not block. `new_secret` makes the part of a
+    ticket's id that cannot be guessed. A ticket is a decode's right to pull one prompt's KV.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class InstanceHost:
         self._num_signs_told = 0
         self._has_ignored = False  # whether an unknown command has come
 
-    # -- what it shows ----------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     @property
     def book(self) -> LoadBook:
@@ -111,7 +110,7 @@ class InstanceHost:
 
     @property
     def num_running(self) -> int:
-        """Legs that compute, or whose KV is on its way."""
+        """The number of legs that compute or wait for their KV."""
         return self.engine.stats().num_running
 
     @property
@@ -135,7 +134,7 @@ class InstanceHost:
 
     @property
     def engine_numbers(self) -> Mapping[str, float]:
-        """What only this kind of engine counts."""
+        """Counters that only this kind of engine has, by name."""
         return self.engine.stats().extra
 
     @property
@@ -173,14 +172,13 @@ class InstanceHost:
         )
 
     def excluded_sources(self) -> list[ExcludedSource]:
-        """See `KvSourceReports.excluded`."""
         return self._sources.excluded()
 
     def num_sources_excluded(self, fault: SourceFault) -> int:
         return self._sources.num_excluded(fault)
 
     async def wait_idle(self) -> None:
-        """Wait until no leg holds anything, staged KV included."""
+        """Wait until no leg holds a slot or KV, including KV that waits for a decode's pull."""
         await self._idle.wait()
 
     def check_invariants(self) -> None:
@@ -215,9 +213,10 @@ class InstanceHost:
     def apply(self, outbox: Outbox, commands: Iterable[Command]) -> None:
         """Carry out a batch of commands.
 
-        Commands that only a later release knows are ignored. A leg then lacks what such a command
-        would have brought. A leg that it would begin is never accepted, so the gateway gives it up
-        after `ANSWER_S`. The session stays, since all other legs of the gateway would end with it.
+        Commands of a later release are ignored. The session stays open, because all other legs of
+        the gateway would end with it. If an ignored command was to begin a leg, the gateway gets no
+        acceptance and gives the leg up after `ANSWER_S`.
+
         Raises InvalidRequest for commands that no correct gateway sends.
         """
         life = self._life
@@ -269,9 +268,9 @@ class InstanceHost:
     # -- the engine -------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Pass the engine's outputs on until it dies.
+        """Pass the engine's outputs on until the engine dies.
 
-        Raises EngineFailed, after telling all sessions.
+        Then fail all legs and raise EngineFailed.
         """
         pass_on = self._outputs.pass_on
         try:
@@ -284,9 +283,10 @@ class InstanceHost:
             raise
 
     async def tell_progress(self) -> None:
-        """Keep telling sessions with legs that the engine works.
+        """Report the engine's progress periodically to the sessions that have legs.
 
-        The engine may work for a long time before it puts out anything.
+        The engine may work for a long time before its first output. Gateways must not take that
+        for a hang.
         """
         while True:
             await asyncio.sleep(self._config.progress_every_s)
@@ -300,7 +300,7 @@ class InstanceHost:
                     outbox.flush()
 
     def fail_all(self, reason: str, message: str) -> None:
-        """The engine is lost with all that it held: fail every leg, and take no new one."""
+        """The engine is lost: fail every leg, end all sessions, and accept no new leg."""
         self._sources.on_error(reason, message, "")
         for leg in self._life.table.all():
             failure = Failed(leg.number, reason, message)
@@ -312,7 +312,10 @@ class InstanceHost:
             outbox.close()
 
     def _after_changes(self) -> None:
-        """Wake writers that have something to send, and gateways that wait for a free slot."""
+        """Let sessions send what waits, and report the load if it changed.
+
+        Gateways that wait for a free slot get the load as soon as there is one.
+        """
         admission = self.admission
         version, is_full = admission.version, self._is_full
         for outbox in self._outboxes:

@@ -1,4 +1,4 @@
-"""What an instance counts and measures."""
+"""The counters and histograms of an instance's legs, KV transfers and tiers, for /metrics."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ peer_checks: Final = metrics.counter(
 
 
 def forget_tiers() -> None:
-    """The last report belongs to an incarnation that has ended."""
+    """Clear the last report, which belongs to an incarnation that has ended."""
     for by_tier in (tier_bytes_used, tier_pinned, tier_leased):
         by_tier.clear()
 

@@ -1,4 +1,8 @@
-"""What an instance knows about its KV sources: the shell of `source_exclusions` (F23, F24, F34)."""
+"""Keeps the exclusions of an instance's KV sources and reports them (F23, F24, F34).
+
+A KV source is an instance from which this one pulls KV. `core.kv.transfer.source_exclusions`
+decides which sources are ejected or avoided, and for how long.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,9 @@ OnError = Callable[[str, str, str], None]  # reason, message, request id
 
 
 class KvSourceReports:
-    """Reports each exclusion and release as an error event.
+    """Passes each exclusion, and the end of each exclusion, to `on_error`.
 
-    `on_change` is called when the instance's record must be written again.
+    `on_change` is called after an exclusion, because the instance's registry record shows it.
     """
 
     def __init__(
@@ -37,13 +41,13 @@ class KvSourceReports:
     def succeeded(
         self, source: KvSource | None, waited_s: float, compute_s: float, request_id: str
     ) -> None:
-        """Like `KvSources.succeeded`."""
+        """Note a pull that succeeded. See `KvSources.succeeded` for the two times."""
         if source is not None:
             fault = self._sources.succeeded(source, waited_s, compute_s, self._clock())
             self._tell_if_excluded(source, fault, request_id)
 
     def failed(self, source: KvSource | None, cause: str, request_id: str) -> None:
-        """A pull from the source failed; `cause` is the KV agent's reason, empty if not known."""
+        """Note a pull that failed. `cause` is the KV agent's reason, or empty if not known."""
         if source is None or not cause:
             return
         fault = self._sources.failed(source, cause, self._clock())
@@ -57,9 +61,9 @@ class KvSourceReports:
             self._on_change()
 
     def excluded(self) -> list[ExcludedSource]:
-        """Sources that are ejected or avoided now.
+        """The sources that are ejected or avoided now.
 
-        Call it now and then: it first releases the sources whose time is over.
+        This call first releases the sources whose exclusion is over, so it must be made regularly.
         """
         for over in self._sources.release_due(self._clock()):
             self.on_error(SOURCE_RELEASED, f"{_name(over.source)}: {over.fault}", "")

@@ -1,8 +1,9 @@
-"""Begins and ends legs: admission, the engine's job, and the freeing and counting at the end.
+"""Begins legs (admits them, gives their jobs to the engine) and ends them (frees, counts).
 
-A leg is refused by the admission core, or because its KV source is ejected, without asking the
-engine (S40). A prefill's slot and range are kept after its last event, until its ticket closes
-(S41).
+A leg is a request's stay on this instance. The admission core may refuse a leg. This module refuses
+a decode if the instance that has its KV is ejected. Neither asks the engine (S40). The KV of a
+prefill waits in a range of memory until a decode pulls it with a ticket. So the slot and the range
+of a prefill are freed only when the ticket closes (S41).
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ from pdmesh.v1.instance_service_pb2 import (
 
 log = structlog.get_logger(__name__)
 
-# How long a decode's acceptance is held back. A prefill's is not: gateways count T_p from it.
+# An acceptance is left out if the leg's next event follows within this time. It applies to decodes
+# only: gateways measure the prefill time T_p from the acceptance of a prefill.
 _HOLD_ACCEPTED_S: Final = 0.05
 
 
@@ -74,13 +76,14 @@ class PullLimits:
     """Bounds of one pull of KV, however much of the request's deadline is left."""
 
     timeout_s: float = TRANSFER_TIMEOUT_S
-    stall_s: float = TRANSFER_STALL_S  # without any bytes, once prefill is done
+    stall_s: float = TRANSFER_STALL_S  # longest time without any bytes, once prefill is done
 
 
 class LegLife:
-    """`on_late` is called when a leg has ended by a timeout, and not by a command or an output.
+    """The open legs of an instance, and their beginning and end.
 
-    `new_secret` makes the secret part of a ticket's id.
+    `on_late` is called when a timeout of this module has ended a leg. `new_secret` makes the secret
+    part of a ticket's id.
     """
 
     def __init__(
@@ -105,9 +108,9 @@ class LegLife:
     # -- the beginning ----------------------------------------------------------------------------
 
     def begin(self, outbox: Outbox, m: Prefill | Start | Pool | Encode) -> None:
-        """Accept the leg and give it to the engine, or say why not.
+        """Accept the leg and give its job to the engine, or send the gateway a refusal.
 
-        Raises InvalidRequest for a key in use.
+        Raises InvalidRequest if another leg of the session has this key.
         """
         if self.table.find(outbox, m.key) is not None:
             raise InvalidRequest("a key must not be used twice", field="commands")
@@ -172,7 +175,7 @@ class LegLife:
         )
 
     def _without_answer(self, outbox: Outbox, m: Pool | Encode, ask: Ask, num_tokens: int) -> Leg:
-        """The accepted leg of work that makes no tokens."""
+        """Begin an accepted leg of pooling or encoding, which draws no tokens."""
         self.book.admitted(ask.leg, m.request_id, 0, self._clock())
         trace_id = m.traceparent[3:35]
         leg = Leg(ask.leg, outbox, m.key, ask.work, m.request_id, num_tokens, trace_id)
@@ -187,7 +190,7 @@ class LegLife:
         self._engine.embedded(leg.number, convert.encoder_from_proto(m))
 
     def _admitted(self, outbox: Outbox, key: int, ask: Ask) -> Admitted | None:
-        """None if admission refuses the leg; the gateway is told why."""
+        """Ask admission. If admission refuses, send the gateway the reason and return None."""
         decision = self.admission.admit(ask, self._clock())
         if isinstance(decision, Refused):
             self._refuse(outbox, key, decision)
@@ -262,7 +265,7 @@ class LegLife:
         )
         leg.is_per_layer = job.is_per_layer and hands_on(job, self.admission.capacity.max_model_len)
         self.table.add(leg)
-        if not leg.is_per_layer:  # if per layer, it is accepted once its ticket is open
+        if not leg.is_per_layer:  # a per-layer leg is accepted when its ticket opens
             leg.outbox.add_accepted(leg.key)
         self._engine.prefill(job)
 
@@ -281,7 +284,8 @@ class LegLife:
         self.table.add(leg)
         leg.outbox.add_accepted(leg.key, _HOLD_ACCEPTED_S)
         remaining_s = m.remaining_ms / 1000
-        if not m.awaits_first_token:  # an early decode waits for prefill, too: see `join`
+        # The deadline of an early decode includes the prefill, so `join` bounds its pull.
+        if not m.awaits_first_token:
             remaining_s = min(remaining_s, self._limits.timeout_s)
         self._engine.decode(
             DecodeJob(
@@ -305,15 +309,16 @@ class LegLife:
         )
 
     def join(self, leg: Leg, first_token: int) -> None:
-        """Prefill is done: the rest of the KV is on its way."""
+        """Prefill is done, so the decode may pull the rest of the KV."""
         self._engine.join(leg.number, first_token)
         leg.is_joined = True
         self._bound_pull(leg)
 
     def pulling(self, leg: Leg) -> None:
-        """The leg's turn to pull has come.
+        """The engine has begun to pull the leg's KV.
 
-        If it had to wait, gateways are told, because their `STALL_S` began with the acceptance.
+        If the leg had to wait for its turn, its gateway gets an event, because the gateway's
+        `STALL_S` has run since the acceptance.
         """
         leg.is_pulling = True
         self._bound_pull(leg)
@@ -321,10 +326,10 @@ class LegLife:
             leg.outbox.add_sign(convert.kv_advanced(leg.key, KV_STAGE_PULLING))
 
     def _bound_pull(self, leg: Leg) -> None:
-        """Bound the pull of an early decode, once prefill is done and the pull has begun.
+        """Start the timeout of an early decode's pull, once prefill is done and the pull has begun.
 
-        Until then the source is not to blame: its prefill still computes, or our engine has no
-        place for the pull.
+        Before that, the source must not be blamed: either its prefill still computes, or our engine
+        has no room for the pull.
         """
         if leg.is_joined and leg.is_pulling and not leg.has_first and leg.overdue is None:
             loop = asyncio.get_running_loop()
@@ -333,10 +338,7 @@ class LegLife:
     # -- the end ----------------------------------------------------------------------------------
 
     def abort(self, leg: Leg) -> None:
-        """Abort a leg.
-
-        The engine gives its ranges back by TicketClosed or LandingFreed, perhaps later.
-        """
+        """Abort a leg. The engine's TicketClosed or LandingFreed frees its memory later."""
         self._engine.abort(leg.number)
         self.forget(leg, "aborted")
         self.admission.ended(leg.number, self._clock())
@@ -368,18 +370,18 @@ class LegLife:
         self.close(leg, "failed" if _is_of_instance(failure) else "refused")
 
     def close(self, leg: Leg, outcome: str) -> None:
-        """The leg's last event was sent. A prefill that staged no KV is released at once."""
+        """End a leg whose last event was sent. A prefill that staged no KV is freed at once."""
         self.forget(leg, outcome)
         now = self._clock()
         self.admission.ended(leg.number, now)
         if leg.is_per_layer:
-            self.free_if_closed(leg)  # if it is open, TicketClosed follows: a decode may be pulling
+            self.free_if_closed(leg)  # while the ticket is open, a decode may still pull
         elif leg.work is Work.PREFILL:
             self.table.close_ticket(leg.ticket_id)
             self.admission.range_freed(leg.number, now)
 
     def forget(self, leg: Leg, outcome: str) -> None:
-        """The gateway hears no more about this leg."""
+        """Send no more events of this leg, and count its end."""
         self.book.ended(leg.number, self._clock())
         failure = "" if outcome == "finished" else outcome
         spans.end(leg.transfer_span, failure)
@@ -393,7 +395,7 @@ class LegLife:
 
     @staticmethod
     def in_time(leg: Leg) -> None:
-        """The KV that `_bound_pull` waits for has come, or is no longer needed."""
+        """Stop the timeout of `_bound_pull`: the KV has come or is not needed any more."""
         if leg.overdue is not None:
             leg.overdue.cancel()
             leg.overdue = None
@@ -404,7 +406,10 @@ class LegLife:
             self.admission.range_freed(leg.number, self._clock())
 
     def ended_unheard(self, number: int) -> None:
-        """The engine ended the leg before its abort, so no TicketClosed frees a prefill's range."""
+        """Free the range of a prefill that the engine ended before it saw the leg's abort.
+
+        In this case the engine sends no TicketClosed.
+        """
         leg = self.table.with_ticket(number)
         if leg is not None and not leg.is_per_layer:
             self.table.close_ticket(leg.ticket_id)
@@ -415,17 +420,15 @@ class LegLife:
         self.sources.check_invariants()
 
 
-# Failures that any instance would have with this request.
+# The reasons of failures that this request would have on any instance.
 _OF_REQUEST: Final = (ConstraintUnsatisfiable.default_reason, ImageUnusable.default_reason)
-# Failures that another instance may not have, though this one is well.
+# The reasons of failures that this request may not have on another instance, though this instance
+# works well.
 _OF_MODEL: Final = (AdapterUnusable.default_reason, ImageMisfit.default_reason)
 
 
 def _is_of_instance(failure: Failed) -> bool:
-    """Whether a failure is a sign of a bad instance.
-
-    Clients can cause the other failures at will.
-    """
+    """Whether a failure is a sign of a bad instance. Clients can cause all other failures."""
     return failure.is_retryable and failure.reason not in _OF_MODEL
 
 

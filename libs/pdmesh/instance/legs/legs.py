@@ -1,7 +1,8 @@
-"""The table of legs that gateways still hear about: their sessions, and where a step's tokens go.
+"""The table of an instance's open legs. It also tells which session gets which tokens of a step.
 
-A leg is found by the engine's number for it, by (session, key), and by its ticket. It leaves the
-table with its last event, while the admission core may hold its slot a little longer.
+A leg is a request's stay on this instance. The table finds a leg by the engine's number, by session
+and key, or by its ticket, a decode's right to pull the leg's KV. A leg leaves the table after its
+last event to the gateway. The admission core may keep the leg's slot longer.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ class Leg:
     key: int
     work: Work
     request_id: str
-    num_tokens: int = 0  # the most that the engine computes for it: prompt and longest answer
+    num_tokens: int = 0  # most tokens that the engine may compute: prompt and longest answer
     trace_id: str = ""
-    ticket_id: str = ""  # of a prefill, once admitted
+    ticket_id: str = ""  # of a prefill that stages KV
     source: KvSource | None = None  # of a decode: where its KV comes from
-    compute_s_per_byte: float = 0.0  # of a decode: time to compute a byte of its KV; 0: not known
-    is_per_layer: bool = False  # its ticket is open while it computes, and may close before it ends
+    compute_s_per_byte: float = 0.0  # of a decode: prefill's time per byte of KV; 0: not known
+    is_per_layer: bool = False  # of a prefill: the ticket opens, and may close, while it computes
     began_at: float = 0.0  # when it was admitted, on the host's clock
     is_pulling: bool = False  # of a decode: its turn to pull its KV has come
     is_joined: bool = False  # of an early decode: token 1 is known
-    has_first: bool = False  # token 1 was drawn (prefill), or the KV has come (decode)
+    has_first: bool = False  # of a prefill: token 1 is drawn; of a decode: the KV has come
     overdue: asyncio.TimerHandle | None = None
     span: Span | None = None
     transfer_span: Span | None = None
@@ -53,7 +54,7 @@ class LegTable:
     _by_number: dict[int, Leg] = field(default_factory=dict)
     _by_key: dict[Outbox, dict[int, Leg]] = field(default_factory=dict)
     _by_ticket: dict[str, Leg] = field(default_factory=dict)
-    num_open_tokens: int = 0  # the most that the engine computes for all of them
+    num_open_tokens: int = 0  # the sum of all legs' `num_tokens`
     _routed: Sequence[int] = ()
     _routes: list[Route] = field(default_factory=list)
 
@@ -62,7 +63,7 @@ class LegTable:
 
     @property
     def num_tickets(self) -> int:
-        """Prefills that have a ticket, from admission to its closing."""
+        """The number of prefills whose ticket is not closed, counted from their admission."""
         return len(self._by_ticket)
 
     def add(self, leg: Leg) -> None:
@@ -73,9 +74,9 @@ class LegTable:
             self._by_ticket[leg.ticket_id] = leg
 
     def remove(self, leg: Leg) -> None:
-        """Remove a leg that gateways hear no more about. Idempotent.
+        """Remove a leg whose last event was sent. Idempotent.
 
-        Its ticket stays known until `close_ticket`.
+        `with_ticket` still finds the leg until `close_ticket`.
         """
         if self._by_number.pop(leg.number, None) is None:
             return
@@ -87,14 +88,14 @@ class LegTable:
         self._routed = ()
 
     def close_ticket(self, ticket_id: str) -> Leg | None:
-        """The prefill that had the ticket; None if the ticket is closed already."""
+        """Remove the ticket. Returns its prefill, or None if the ticket is closed already."""
         return self._by_ticket.pop(ticket_id, None)
 
     def is_ticket_open(self, ticket_id: str) -> bool:
         return ticket_id in self._by_ticket
 
     def with_ticket(self, number: int) -> Leg | None:
-        """The prefill whose ticket is open, whether or not a gateway still hears about it.
+        """Find a prefill whose ticket is open, even if the leg was removed.
 
         The search is linear, since few tickets are open at once.
         """
@@ -118,7 +119,8 @@ class LegTable:
     def route(self, legs: Sequence[int]) -> list[Route]:
         """Group a batch by session.
 
-        Engines pass the same `legs` object while the batch keeps its members.
+        The result is cached for the `legs` object: engines pass the same object while the batch has
+        the same members.
         """
         if legs is not self._routed:
             routes: dict[Outbox, Route] = {}

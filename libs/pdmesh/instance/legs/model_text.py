@@ -1,4 +1,4 @@
-"""Gives a gateway the files that turn this model's text into tokens and back, in bounded pieces."""
+"""Sends a gateway the model's tokenizer files, in pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _MAX_READERS: Final = 4  # each holds one piece in memory
 
 
 class ModelTextSource:
-    """`text` None: this instance has no such files."""
+    """`text` is None if this instance has no tokenizer files."""
 
     def __init__(self, text: TextFiles | None) -> None:
         self._text = text
         self._num_readers = 0
 
     async def pieces(self, digest: str) -> AsyncGenerator[GetModelTextResponse, None]:
-        """Raises InvalidRequest, Overloaded, Unavailable.
+        """Yield the files with this digest.
 
-        A file may have changed since the engine was loaded, so the gateway compares the digest of
-        what it received.
+        A file may have changed since the engine was loaded, so the gateway must compare the digest
+        of the received files. Raises InvalidRequest, Overloaded, Unavailable.
         """
         text = self._text
         if text is None or text.digest != digest:

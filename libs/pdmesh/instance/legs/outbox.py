@@ -1,10 +1,9 @@
-"""Decides what goes to one gateway in one message, and when.
+"""Gathers the output for one gateway into messages, and decides when each message is sent.
 
-When the session's writer is ready, it takes all that waits as one message. While it is busy, the
-tokens of several steps gather into one message. Tokens go at once unless a message went less than
+The session's writer takes everything that waits as one message. While the writer is busy, the
+tokens of several steps gather. Tokens are sent at once unless the last message was sent less than
 `gap_s` ago, so that very short steps do not cost a message each. Events that are not urgent wait up
-to `gap_s` for others. An acceptance is left out if the same message has the leg's next event. The
-outbox is bounded: a gateway that does not read is cut off (F28).
+to `gap_s` for others. The outbox is bounded: a gateway that does not read is cut off (F28).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pdmesh.v1.instance_service_pb2 import (
 MAX_PENDING: Final = 200_000  # tokens and events together: some MB
 _ACCEPTED: Final = Accepted()
 _EVENT_WEIGHT: Final = 8  # an event takes about as much memory as this many tokens
-_BYTES_PER_WEIGHT: Final = 256  # bytes of vectors that count as one token
+_BYTES_PER_WEIGHT: Final = 256  # this many bytes of vectors count as one token
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class _Unsent:
         return len(self.keys) + events + self.num_value_bytes // _BYTES_PER_WEIGHT
 
     def hold_back(self, now: float) -> dict[int, float]:
-        """Take out the acceptances that are too new to be sent."""
+        """Take out the acceptances whose time to be sent has not come."""
         held = {key: at for key, at in self.accepted.items() if at > now}
         for key in held:
             del self.accepted[key]
@@ -79,7 +78,7 @@ class Outbox:
         self.gateway_id = gateway_id
         self.on_cut: Callable[[], None] = lambda: None
         self.is_closed = False
-        self.wants_load = False  # the gateway must hear when the instance is no longer full
+        self.wants_load = False  # the gateway must get the load once the instance has a free slot
         self.load_version = -1  # the version of the last Load sent
         self._stall_s, self._clock, self._gap_s = stall_s, clock, gap_s
         self._unsent = _Unsent()
@@ -95,7 +94,7 @@ class Outbox:
         self._send_by(self._taken_at + self._gap_s)
 
     def add_event(self, event: SessionEvent, *, is_urgent: bool = True) -> None:
-        """`is_urgent`: the gateway waits for it."""
+        """Add an event. It is urgent if the gateway waits for it."""
         self._unsent.accepted.pop(event.key, None)
         self._unsent.events.append(event)
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
@@ -106,18 +105,18 @@ class Outbox:
         self.add_event(event)
 
     def add_sign(self, event: SessionEvent) -> None:
-        """Add an event that is not urgent, without leaving out the acceptance.
+        """Add an event that is not urgent. Unlike `add_event`, keep the leg's acceptance.
 
-        Older gateways do not know this event, so they need the acceptance.
+        Older gateways do not understand these events, so they need the acceptance.
         """
         self._unsent.events.append(event)
         self._send_by(self._clock() + self._gap_s)
 
     def add_accepted(self, key: int, hold_s: float = 0.0) -> None:
-        """Add an acceptance, which is sent unless the leg's next event implies it.
+        """Add a leg's acceptance.
 
-        To imply it, that event must come within `hold_s` or in the same message. Events of
-        `add_sign` imply nothing.
+        The acceptance is left out if `add_event` adds an event of the leg within `hold_s` or before
+        the message is sent, because the event implies the acceptance.
         """
         now = self._clock()
         self._unsent.accepted[key] = now + hold_s
@@ -128,7 +127,7 @@ class Outbox:
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
 
     def set_progress(self, progress: Progress) -> None:
-        """Set the progress, which waits up to `gap_s` for other events."""
+        """Set the progress to be sent. It waits up to `gap_s` for other events."""
         self._unsent.progress = progress
         self._send_by(self._clock() + self._gap_s)
 
@@ -137,7 +136,7 @@ class Outbox:
 
     @property
     def num_pending(self) -> int:
-        """Tokens, and events by their weight."""
+        """How much waits, in tokens. An event weighs as much as several tokens."""
         return self._unsent.weight
 
     @property
@@ -145,7 +144,7 @@ class Outbox:
         return self.num_pending > 0
 
     def flush(self) -> None:
-        """Let the writer take what is there; cut the session if it has not done so for too long."""
+        """Wake the writer. If the writer has taken nothing for too long, cut the session."""
         if self.is_closed:
             return
         now = self._clock()
@@ -158,12 +157,12 @@ class Outbox:
         self._ready.set()
 
     def close(self) -> None:
-        """Nothing more is added; the writer ends once it has taken what is there."""
+        """Let the writer end once it has taken the rest."""
         self.is_closed = True
         self._ready.set()
 
     async def next(self) -> SessionResponse | None:
-        """The next message, waiting for one. None when the session is over."""
+        """Wait for the next message. Returns None when the session is over."""
         while not self._is_due():
             if self.is_closed:
                 return None

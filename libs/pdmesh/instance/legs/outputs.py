@@ -1,6 +1,8 @@
-"""Passes the engine's outputs on: to the leg's session, to the leg's end, or to be published.
+"""Handles the outputs of an instance's engine.
 
-Outputs come in batches, one per engine step, and leave as one message per session.
+A leg is a request's stay on this instance. Tokens and events are added to the outbox of the leg's
+session. Outputs that end a leg free its slot, and outputs about its memory free the memory. Changes
+of the engine's cache are published.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ from pdmesh.v1.instance_service_pb2 import KV_STAGE_ARRIVED, LogprobsDrawn, Sess
 
 
 class Outputs:
-    """`on_blocks` is told of changes of the engine's cache, `on_record` of those of the record."""
+    """`on_blocks` gets the changes of the engine's cache.
+
+    `on_record` is called when the instance's registry record has changed.
+    """
 
     def __init__(
         self,
@@ -95,7 +100,7 @@ class Outputs:
             life.book.decodes(leg.number, self._clock())
         life.admission.computed(leg.number)
         if leg.is_per_layer and not self._legs.is_ticket_open(leg.ticket_id):
-            life.forget(leg, "finished")  # its KV was taken before token 1 was read
+            life.forget(leg, "finished")  # the decode pulled all KV before token 1 was read here
             life.free_if_closed(leg)
 
     def _on_kv_pulling(self, output: KvPulling) -> None:
@@ -118,7 +123,7 @@ class Outputs:
         leg.has_first = True
         life = self._life
         life.book.decodes(leg.number, self._clock())
-        if output.kv_bytes:  # if 0, all KV was here already, which says nothing about the source
+        if output.kv_bytes:  # 0: all KV was here already, so nothing was pulled from the source
             compute_s = leg.compute_s_per_byte * output.kv_bytes
             life.sources.succeeded(leg.source, output.waited_s, compute_s, leg.request_id)
         life.in_time(leg)
@@ -163,7 +168,7 @@ class Outputs:
         instruments.tickets_closed.add(1, {names.ATTR_REASON: output.reason})
         if self._legs.get(leg.number) is leg:
             if leg.is_per_layer and not leg.has_first:
-                return  # it still computes; its slot and range are given back at its end
+                return  # the leg still computes; its end frees the slot and the range
             self._life.forget(leg, "finished")
         self._life.admission.range_freed(leg.number, self._clock())
 
@@ -190,7 +195,7 @@ class Outputs:
                 self._life.sources.failed(KvSource(*fault.source), fault.reason, "")
 
 
-# Any: each function takes the one output its key names.
+# The type is Any because each function takes only the output class that is its key.
 _HANDLE: Final[dict[type, Callable[[Outputs, Any], None]]] = {
     TokenBatch: Outputs._on_token_batch,
     Tokens: Outputs._on_tokens,

@@ -1,8 +1,8 @@
-"""Publishes an instance's KV blocks, load and failures on the bus. These events may be lost.
+"""Publishes an instance's KV blocks, load and failures on the bus. The bus may lose these events.
 
-Deltas of blocks are gathered for some tens of milliseconds. A snapshot holds what was published up
-to its sequence, so that a consumer with a gap continues from it. The load goes out 15 ms after a
-change, and at least every second. It is a hint for placement, and admission never depends on it.
+Changes of the stored blocks are published every 30 ms. A consumer that missed an event fetches a
+snapshot and continues from the snapshot's sequence number. The load is published 15 ms after it
+changed, and at least every second. The load is a hint for placement; admission never depends on it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pdmesh.net.events import EventPublisher
 from pdmesh.v1.instance_service_pb2 import Load
 
 BLOCKS_EVERY_S: Final = 0.03
-LOAD_EVERY_S: Final = 0.015  # so the master's view is never 20 ms old, transport included (S100)
-# The load is sent again after this time, even if nothing changed: the last report may have been
+LOAD_EVERY_S: Final = 0.015  # the master's view is at most 20 ms old, transport included (S100)
+# The load is sent again after this time, even if it did not change. The last report may have been
 # lost, or the master may be new.
 LOAD_AGAIN_S: Final = 1.0
 MAX_ERRORS: Final = 256  # waiting to be published
@@ -33,7 +33,7 @@ MAX_ERRORS: Final = 256  # waiting to be published
 
 @dataclass(slots=True)
 class BlockDelta:
-    """Net changes since the last event. Pure."""
+    """The net changes of a tier's blocks since the last event. Pure."""
 
     is_cleared: bool = False
     removed: dict[bytes, None] = field(default_factory=dict)
@@ -48,8 +48,8 @@ class BlockDelta:
             self.stored.pop(block_hash, None)
             self.removed[block_hash] = None
         for block_hash in change.stored:
-            # Removals are applied first, so a block that was removed and stored again may be in
-            # both lists.
+            # A block that was removed and stored again stays in both lists, because consumers
+            # apply the removals first.
             self.stored[block_hash] = None
 
     def apply_to(self, known: dict[bytes, None]) -> None:
@@ -73,7 +73,7 @@ class KvBlocksPublisher:
         self._changed.set()
 
     def snapshot(self) -> tuple[int, dict[Tier, list[bytes]]]:
-        """The sequence of the last event, and by tier all blocks that are stored after it."""
+        """The number of the last event, and each tier's blocks as of this event."""
         return self._sequence, {tier: list(held) for tier, held in self._published.items()}
 
     async def run(self) -> None:
@@ -112,7 +112,10 @@ class KvBlocksPublisher:
 
 
 class LoadPublisher:
-    """`read` gives the numbers, and `book` says which requests these numbers include."""
+    """Publishes the load that `read` returns, with the requests that `book` has noted.
+
+    `book` names the requests that were admitted or computed since the last report.
+    """
 
     def __init__(
         self, events: EventPublisher, instance_id: str, read: Callable[[], Load], book: LoadBook
@@ -129,7 +132,7 @@ class LoadPublisher:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOAD_AGAIN_S):
                     await self._changed.wait()
-            # Wait first, so that a short request that comes and ends causes only one event.
+            # Wait first: the beginning and the end of a short request then make one event.
             await asyncio.sleep(LOAD_EVERY_S)
             self._changed.clear()
             load = self._read()
@@ -158,9 +161,9 @@ class LoadPublisher:
 
 
 class ErrorPublisher:
-    """Failures that an operator may want to know about.
+    """Publishes failures that an operator may want to see.
 
-    At most `MAX_ERRORS` wait; more are dropped and counted.
+    At most `MAX_ERRORS` wait to be published. Further failures are dropped and counted.
     """
 
     def __init__(self, events: EventPublisher, instance_id: str, service: str) -> None:
@@ -183,6 +186,6 @@ class ErrorPublisher:
             await self._events.publish(self._subject, await self._waiting.get())
 
     async def publish_rest(self) -> None:
-        """Publish what waits after `run` has ended: an instance's last errors say why it dies."""
+        """Publish the waiting failures after `run` has ended. The last ones may explain the end."""
         while not self._waiting.empty():
             await self._events.publish(self._subject, self._waiting.get_nowait())

@@ -1,4 +1,7 @@
-"""InstanceService over gRPC: reads commands into the host and writes its outboxes."""
+"""Serves InstanceService over gRPC.
+
+It passes the commands of gateways to the host, and the host's output back to the gateways.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InstanceServicer:
-    """`record` makes the instance's present record; `text`: its model's tokenizer files."""
+    """`record` makes the instance's present registry record. `text` has the tokenizer files."""
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class InstanceServicer:
         writer = asyncio.current_task()
         assert writer is not None
         outbox.on_cut = lambda: self._cut(outbox, writer)
-        # The generator may be dropped without being closed; the call's end is always reported.
+        # gRPC may drop this generator without closing it, but it always calls the callback.
         context.add_done_callback(lambda _: self._host.close(outbox))  # type: ignore[arg-type]  # stub
         reader = asyncio.create_task(self._read(first, requests, outbox), name="session-reader")
         try:
@@ -136,7 +139,7 @@ class InstanceServicer:
     ) -> AsyncIterator[GetKvSnapshotResponse]:
         sequence, by_tier = self._blocks.snapshot()
         incarnation = self._record().incarnation
-        by_tier.setdefault(Tier.ENGINE, [])  # an instance without blocks has a sequence, too
+        by_tier.setdefault(Tier.ENGINE, [])  # without blocks, the answer still has the sequence
         for tier, hashes in by_tier.items():
             for start in range(0, max(len(hashes), 1), _HASHES_PER_PART):
                 yield GetKvSnapshotResponse(

@@ -1,6 +1,6 @@
-"""Spans of a leg (prefill, decode, kv.transfer).
+"""Makes OpenTelemetry spans for legs: one for a leg's computation, one for its KV transfer.
 
-They are made only if the gateway's trace is sampled, for each span costs 20 us.
+Spans are made only if the gateway's trace is sampled, because each span costs 20 us.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pdmesh.telemetry import names, traces
 
 
 def start(name: str, traceparent: str, request_id: str, attempt: int) -> Span | None:
-    """None unless `traceparent` is valid and sampled."""
+    """Start a span. Returns None unless `traceparent` is valid and sampled."""
     context = traces.sampled_context(traceparent)
     if context is None:
         return None
@@ -24,7 +24,10 @@ def start(name: str, traceparent: str, request_id: str, attempt: int) -> Span | 
 
 
 def end(span: Span | None, failure: str = "", **attributes: int) -> None:
-    """Attributes are named as in `names`, with double underscores for dots: pdmesh__kv__bytes."""
+    """End a span with these attributes.
+
+    An attribute's name is written with double underscores for dots: `pdmesh__kv__bytes`.
+    """
     if span is None:
         return
     for name, value in attributes.items():

@@ -1,3 +1,5 @@
-"""A mesh over several hosts: the file that describes it, a folder for each host, and the servers
-that the hosts run together (ADR 0050).
+"""A mesh over several hosts (ADR 0050).
+
+A file describes the hosts. Each host has a folder with its settings and secrets. Some of the hosts
+run NATS and Redis as clusters.
 """

@@ -1,12 +1,12 @@
-"""The folder of one host: what `pdmesh hosts prepare` writes, and `pdmesh up --host-folder` reads.
+"""The folder of one host, which `pdmesh hosts prepare` writes and `pdmesh up --host-folder` reads.
 
     host.json          the host's name, what it runs, addresses, secrets
-    tls/ROLE/ID        a certificate for each of its processes, and one of a viewer for commands
+    tls/ROLE/ID        the certificates of the host's processes, and of a viewer for commands
 
 Hosts with servers also have:
 
-    cluster-tls/       NATS' certificate for the cluster's other servers. A separate authority
-                       signs it, so that no process of the mesh can join as a server.
+    cluster-tls/       NATS' certificate for connections to the cluster's other servers. A
+                       separate authority signs it, so that no other process can join as a server.
     accounts.conf      the permissions of NATS' users
     redis.acl          the permissions of Redis' users
     sentinel.acl       the permissions of the users of Redis' sentinels
@@ -37,14 +37,14 @@ SERVICES_WITH_REDIS: Final = ("gateway", "kv-cache-index")
 
 
 class BadHostFolder(MeshError):
-    """The folder was not made by `pdmesh hosts prepare` of this release."""
+    """This release's `pdmesh hosts prepare` did not make the folder, or the folder is damaged."""
 
     default_reason = "BAD_HOST_FOLDER"
 
 
 @dataclass(frozen=True)
 class MeshSecrets:
-    """The secrets of the whole mesh; `passwords` has one for each user of Redis."""
+    """The secrets of the whole mesh. `passwords` has a password for each user of Redis."""
 
     hash_secret: str = field(repr=False)
     mesh_token: str = field(repr=False)
@@ -60,7 +60,7 @@ class HostFolder:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises BadHostFolder, which names the file."""
+        """Read the folder. Raises BadHostFolder, whose message names the file."""
         file = path / "host.json"
         try:
             data: dict[str, Any] = json.loads(file.read_text())
@@ -98,7 +98,7 @@ class HostFolder:
 
     @property
     def of_commands(self) -> Path:
-        """The certificate of commands on this host, which may only read."""
+        """The folder of the certificate for commands on this host, which may only read."""
         return folder_of(self.tls_dir, viewer_of(self.name))
 
     @property
@@ -112,7 +112,7 @@ class HostFolder:
         return f"rediss-sentinel://{role}:{password}@{sentinels}/0?primary={PRIMARY}"
 
     def _nearest_first(self, port: int) -> list[str]:
-        """The servers' addresses: this host's own, then those in its region, then the others."""
+        """The servers' addresses: this host's server, then servers of its region, then the rest."""
         region = self.host.region
 
         def distance(name: str) -> int:
@@ -122,7 +122,7 @@ class HostFolder:
         return [join(self.layout.address(name), port) for name in names]
 
     def spec(self, asked: MeshSpec) -> MeshSpec:
-        """The options of this host: its numbers of processes, and the rest from `asked`."""
+        """The options for this host: `asked`, with the host's own numbers of processes."""
         return replace(host_spec(self.name, self.host, asked), host_folder=self.path)
 
 

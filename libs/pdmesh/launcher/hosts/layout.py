@@ -1,7 +1,8 @@
-"""The file that describes the hosts of a mesh (docs/deploy.md), read and checked.
+"""Reads and checks the file that describes the hosts of a mesh (docs/deploy.md).
 
-A host runs only the processes that it names. The servers, a NATS cluster and Redis with its
-replicas and sentinels, run on the first three hosts, or on those in `servers`.
+For each host, the file says how many processes of each kind the host runs. A NATS cluster, and
+Redis with its replicas and sentinels, run on the hosts that `servers` names. By default, these are
+the first three hosts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from pdmesh.core.access.exposure import is_loopback
 from pdmesh.errors import InvalidRequest
 
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
-_CLUSTER_SIZES: Final = (3, 5)  # with a majority left when one of them is lost
-_FOLDERS: Final = frozenset({"authority", "admin"})  # other folders beside those of the hosts
+_CLUSTER_SIZES: Final = (3, 5)  # so that a majority is left when one server is lost
+_FOLDERS: Final = frozenset({"authority", "admin"})  # these folders are beside the hosts' folders
 _MAX_HOSTS: Final = 256
 _Count = Annotated[int, Field(ge=0, le=4096)]
 _Port = Annotated[int, Field(ge=1, le=65_535)]
@@ -47,7 +48,7 @@ class _Part(BaseModel):
 
 
 class Host(_Part):
-    """One host: where the others reach it, and how many processes of each kind it runs."""
+    """One host: its address for the other hosts, and the number of processes of each kind."""
 
     address: Annotated[str, AfterValidator(_address)]
     region: Annotated[str, Field(pattern=rf"^({_NAME.pattern})?$")] = ""
@@ -78,7 +79,7 @@ class Layout(_Part):
 
     @property
     def server_hosts(self) -> tuple[str, ...]:
-        """The names of the hosts with servers; Redis' first primary is on the first one."""
+        """The names of the hosts with servers. At first, Redis' primary is on the first of them."""
         return self.servers or tuple(self.hosts)[: _CLUSTER_SIZES[0]]
 
     def address(self, host: str) -> str:
@@ -117,7 +118,7 @@ class Layout(_Part):
 
 
 def read(text: str) -> Layout:
-    """Raises InvalidRequest, which names the field."""
+    """Read the file's text. Raises InvalidRequest with the field's name."""
     try:
         data = yaml.load(text, Loader=yaml.CSafeLoader)
     except yaml.YAMLError as exc:
@@ -132,7 +133,7 @@ def read(text: str) -> Layout:
 
 
 def _as_json(data: object) -> str:
-    """The data as JSON, because a strict model accepts a list for a tuple only from JSON."""
+    """Convert to JSON: a strict model accepts a list for a tuple only if it comes from JSON."""
     try:
         return json.dumps(data)
     except (TypeError, ValueError, RecursionError) as exc:

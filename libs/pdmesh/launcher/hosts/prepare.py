@@ -1,7 +1,7 @@
-"""Writes the folder of each host, and that of the mesh's authority and secrets.
+"""Writes a folder for each host, and a folder with the mesh's certificate authority and secrets.
 
-A second run keeps the authority and the secrets, and makes new certificates: for hosts that were
-added, and to replace certificates before they expire.
+A second run keeps the authority and the secrets, and makes new certificates. Run it when hosts were
+added, and before the certificates expire.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from pdmesh.server_permissions.nats_accounts import Holder, nats_accounts
 from pdmesh.server_permissions.redis_acl import redis_acl, server_user
 from pdmesh.server_permissions.role_permissions import REDIS_ROLES
 
-AUTHORITY: Final = "authority"  # it stays with the operator, and is copied to no host
+AUTHORITY: Final = "authority"  # this folder stays with the operator and is copied to no host
 ADMIN: Final = ProcessIdentity(str(AdminRole.ADMIN), "operator")
 
-# The commands that a replica sends to its primary, and that a sentinel sends to the servers that it
-# watches (redis.io).
+# `_REPLICA` has the commands that a replica sends to its primary. `_SENTINEL` has the commands that
+# a sentinel sends to the servers that it watches (redis.io).
 _REPLICA: Final = ("psync", "replconf", "ping")
 _SENTINEL: Final = (
     *("multi", "exec", "ping", "info", "role", "publish", "subscribe", "slaveof", "replicaof"),
     *("config|rewrite", "client|setname", "client|kill", "script|kill"),
 )
-# The commands that a sentinel accepts from its peers, and from clients that look for the primary.
+# A sentinel accepts the commands `_OF_SENTINELS` from other sentinels, and `_OF_CLIENTS` from
+# clients, which look for the primary.
 _OF_SENTINELS: Final = (
     *("hello", "ping", "info", "role", "publish", "subscribe", "client|setname"),
     "sentinel",
@@ -90,7 +91,7 @@ def _prepare_servers(
 
 
 def redis_users(passwords: Mapping[str, str]) -> str:
-    """The ACL file of Redis' servers: services, replicas and sentinels."""
+    """The ACL file of Redis' servers, with users for services, replicas and sentinels."""
     return (
         redis_acl({role: passwords[role] for role in REDIS_ROLES})
         + server_user(REPLICA_USER, passwords[REPLICA_USER], _REPLICA)
@@ -99,7 +100,10 @@ def redis_users(passwords: Mapping[str, str]) -> str:
 
 
 def sentinel_users(passwords: Mapping[str, str]) -> str:
-    """The ACL file of the sentinels, for services, which ask for the primary, and for sentinels."""
+    """The ACL file of the sentinels, with users for services and for other sentinels.
+
+    Services ask a sentinel for the primary.
+    """
     users = [server_user(role, passwords[role], _OF_CLIENTS) for role in sorted(REDIS_ROLES)]
     users.append(server_user(SENTINEL_USER, passwords[SENTINEL_USER], _OF_SENTINELS))
     return "user default off resetpass\n" + "".join(users)
@@ -111,13 +115,13 @@ def _identities(layout: Layout, name: str) -> list[ProcessIdentity]:
 
 
 def _holders(layout: Layout) -> list[Holder]:
-    """Every process and tool that NATS knows, on any host."""
+    """The NATS users of all hosts: every process, and the operators' commands."""
     everyone = [each for name in layout.hosts for each in _identities(layout, name)]
     return [Holder.of(each) for each in (*everyone, ADMIN)]
 
 
 def _secrets(file: Path) -> MeshSecrets:
-    """The stored secrets; the first run makes them. Raises BadCertificates, OSError."""
+    """Read the secrets, or make them in the first run. Raises BadCertificates, OSError."""
     users = (*REDIS_ROLES, REPLICA_USER, SENTINEL_USER)
     try:
         found = MeshSecrets(**json.loads(file.read_text()))

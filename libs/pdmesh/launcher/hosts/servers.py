@@ -1,4 +1,4 @@
-"""The servers of one host, made from its folder."""
+"""Makes the NATS, Redis and sentinel servers of one host from the host's folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pdmesh.launcher.hosts.folder import (
 
 
 def servers_of(folder: HostFolder, state_dir: Path) -> list[Server]:
-    """NATS, Redis and a sentinel; empty if the host has no servers. Raises PortTaken."""
+    """NATS, Redis and a sentinel, or nothing if the host has no servers. Raises PortTaken."""
     if not folder.has_servers:
         return []
     layout = folder.layout

@@ -1,1 +1,1 @@
-"""Commands that look at a mesh and change nothing."""
+"""Commands that show a mesh's state, logs and events, and change nothing."""

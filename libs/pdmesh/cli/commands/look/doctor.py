@@ -39,7 +39,7 @@ _NO_MESH: Final = "not checked, because no mesh runs here; start one with: pdmes
 
 
 def run(options: argparse.Namespace) -> int:
-    """Return 1 if there is a problem; warnings do not count."""
+    """Return 1 if there is a problem, but 0 if there are only warnings."""
     diagnoses = asyncio.run(_examine(options))
     show(options, [asdict(each) for each in diagnoses], lambda: diagnoses_text(diagnoses))
     return int(any(each.grade is Grade.PROBLEM for each in diagnoses))
@@ -72,7 +72,7 @@ async def _examine(options: argparse.Namespace) -> list[Diagnosis]:
 
 
 def _ports() -> list[int]:
-    """The ports on which a mesh would listen. Another check reports those that are not valid."""
+    """The ports on which a mesh would listen. Another check reports invalid ports."""
     asked = [os.environ.get(name, default) for name, default in _PORTS]
     return [int(port) for port in asked if port.isdecimal() and 0 < int(port) < 1 << 16]
 
@@ -104,7 +104,7 @@ async def _mesh(
         yield problem(
             "mesh", getattr(exc, "message", str(exc)), "see whether it is up: pdmesh status"
         )
-        if own is not None:  # a certificate may be the cause
+        if own is not None:  # a bad certificate may be the cause
             for each in await examine_ports(own, ports_of((), own.identity, nats_url)):
                 yield each
         return
@@ -124,13 +124,13 @@ async def _mesh(
 
 
 def _healths(seen: status.Status) -> dict[str, str]:
-    """The health of ready and failed instances, without those that are blank or still load."""
+    """The health of the ready instances, and the phase of the failed ones, by id."""
     serving = {row.id: row.health for row in seen.rows if row.phase == "ready"}
     return serving | {row.id: row.phase for row in seen.rows if row.phase == "failed"}
 
 
 async def _ahead_s(bus: NatsBus) -> dict[str, float]:
-    """How far each instance's clock is ahead of ours, from the heartbeats of half a lease."""
+    """How many seconds each instance's clock is ahead of ours, from their heartbeats."""
     ahead: dict[str, float] = {}
 
     async def on_heartbeat(message: Message) -> None:
@@ -138,7 +138,8 @@ async def _ahead_s(bus: NatsBus) -> dict[str, float]:
         ahead[header.publisher_id] = header.occurred_at.ToMicroseconds() / 1e6 - time.time()
 
     await bus.subscribe(subjects.health_instance(), on_heartbeat, on_gap=lambda: None)
-    await asyncio.sleep(WATCHER_LEASE_S / 2)  # an instance sends three heartbeats per lease
+    # This is long enough, because an instance sends three heartbeats per lease.
+    await asyncio.sleep(WATCHER_LEASE_S / 2)
     return ahead
 
 

@@ -37,7 +37,7 @@ async def _follow(options: argparse.Namespace) -> None:
             return
         try:
             print(show(message), flush=True)
-        except BrokenPipeError as exc:  # the reader of the output has gone
+        except BrokenPipeError as exc:  # the output's reader has ended
             broken.append(exc)
             stopping.set()
 
@@ -72,7 +72,7 @@ def as_yaml(message: Message) -> str:
 
 
 def as_line(message: Message) -> str:
-    """For example `12:00:01 health.changed decode-0  toHealth=dead cause=lease_expired`."""
+    """A line, for example `12:00:01 health.changed decode-0  toHealth=dead cause=lease_expired`."""
     event = _decoded(message)
     header = event.pop("header", {}) if isinstance(event, dict) else {}
     time_of_day = str(header.get("occurredAt", ""))[11:19]
@@ -83,7 +83,11 @@ def as_line(message: Message) -> str:
 
 
 def _decoded(message: Message) -> Any:
-    """The event as JSON data; of an unknown event its length, of a malformed one the reason."""
+    """The event as JSON data.
+
+    For an unknown type of event, the data has the event's length. For a malformed event, it has the
+    reason.
+    """
     try:
         event = decoded(message)
     except InvalidRequest as exc:

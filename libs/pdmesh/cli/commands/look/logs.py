@@ -1,4 +1,4 @@
-"""`pdmesh logs`: shows the logs of the mesh that was started here, also after it has stopped."""
+"""`pdmesh logs`: shows the logs of the mesh that was started here, even after it has stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh.cli.view.log_files import files_of, read_logs
 from pdmesh.cli.view.log_lines import LogLine, LogTail, as_text, followed, latest
 from pdmesh.core.suggestion import suggestion
 
-_PAUSE_S: Final = 0.2  # between two looks at the files
+_PAUSE_S: Final = 0.2  # between two reads of the files
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,8 +29,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace, folder: Path) -> None:
-    # Made before the files are read, so that no line is missed. One that is written meanwhile is
-    # shown twice.
+    # The tails begin before the files are read, so that no line is missed. A line that is written
+    # during the reading is shown twice.
     tails = _Tails(folder, options.processes)
     _print(options, latest(_chosen(options, read_logs(folder, options.processes)), options.lines))
     if options.follow:
@@ -60,7 +60,7 @@ def _print(options: argparse.Namespace, lines: Iterable[LogLine]) -> None:
 
 
 class _Tails:
-    """The growing ends of the files, also of files that processes begin later."""
+    """The growing ends of the log files, also of files that processes begin later."""
 
     def __init__(self, folder: Path, processes: Iterable[str]) -> None:
         self._folder, self._processes = folder, tuple(processes)

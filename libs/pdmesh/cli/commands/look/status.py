@@ -1,8 +1,9 @@
 """`pdmesh status`: shows the processes, their registry records, and how busy each instance is.
 
-It reads three sources: the launcher's state file, the registry on NATS, and the answers of the
-master and the instances. It marks every source that does not answer. A mesh that was started here
-is shown even without its NATS, because operators look when something is broken.
+The command reads three sources: the launcher's state file, the registry on NATS, and the answers of
+the master and the instances. Its output marks every source that does not answer. A mesh that was
+started here is shown even if its NATS does not answer, because operators call this command when
+something is broken.
 """
 
 from __future__ import annotations
@@ -39,18 +40,15 @@ _PAIRED: Final = {Role.ROLE_PREFILL: CoreRole.PREFILL, Role.ROLE_DECODE: CoreRol
 
 @dataclass
 class Row:
-    """One service process.
-
-    `health` is the health-monitor's latest verdict that the master knows.
-    """
+    """One service process. `health` is the health-monitor's verdict, as the master has it."""
 
     id: str
     service: str
     role: str = ""
     group: str = ""
-    domain: str = ""  # if it is a rank of a data-parallel domain: such as `chat-d7 3/8`
+    domain: str = ""  # of a rank of a data-parallel domain, for example `chat-d7 3/8`
     region: str = ""
-    phase: str = ""  # how far the instance is between blank and serving
+    phase: str = ""  # the instance's phase, from blank to serving
     health: str = ""
     fault_level: int = 0
     fault: str = ""  # the reasons for `fault_level`
@@ -64,7 +62,7 @@ class Row:
     engine: str = ""
     address: str = ""
     pid: int = 0
-    kv_path: str = ""  # where KV waits and lands, and why; " | " separates ranks that differ
+    kv_path: str = ""  # in which memory KV waits and lands, and why; " | " between ranks
 
 
 @dataclass
@@ -84,7 +82,7 @@ class GroupRow:
 @dataclass
 class Status:
     mesh: dict[str, Any] | None
-    problem: str = ""  # why the registry is not shown
+    problem: str = ""  # the reason why the registry could not be read
     leader_epoch: int | None = None
     rows: list[Row] = field(default_factory=list)
     groups: list[GroupRow] = field(default_factory=list)
@@ -98,9 +96,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def collect(options: argparse.Namespace) -> Status:
-    """Collect the status. Raises CommandFailed or MeshError if there is nothing to show:
+    """Collect the status.
 
-    no mesh was started here, or the NATS at --nats-url does not answer.
+    Raises CommandFailed or MeshError if there is nothing to show, because no mesh was started here,
+    or the NATS at --nats-url does not answer.
     """
     mesh = None if options.nats_url is not None else state.read(options.state_dir)
     if mesh is None and options.nats_url is None:
@@ -126,7 +125,10 @@ async def _collect(options: argparse.Namespace, mesh: state.MeshState | None) ->
 
 
 def _ask(bus: NatsBus) -> AskLeader:
-    """Groups are shown if the token in $PDMESH_TOKEN or $PDMESH_ADMIN_TOKEN allows it."""
+    """Call the leader with the token in $PDMESH_TOKEN or $PDMESH_ADMIN_TOKEN.
+
+    Without a token that allows the call, groups are not shown.
+    """
     token = own_token("PDMESH_ADMIN_TOKEN")
 
     async def ask(invoke: Invoke[T], /) -> T:
@@ -154,7 +156,7 @@ def _ready(records: Iterable[InstanceRecord]) -> dict[str, list[ReadyInstance]]:
 
 
 def _shown(mesh: state.MeshState) -> dict[str, Any]:
-    """The state without passwords, because people copy the output into chats and tickets."""
+    """The launcher's state without passwords, because users copy the output elsewhere."""
     urls = {"nats_url": mesh.nats_url, "redis_url": mesh.redis_url}
     return {**asdict(mesh), **{name: without_password(url) for name, url in urls.items()}}
 
@@ -218,7 +220,7 @@ def _add_answer(row: Row, answer: GetStatusResponse | None) -> None:
 
 
 def _instances(rows: Sequence[Row]) -> str:
-    """The table of instances. It has a column DOMAIN only if an instance belongs to a domain."""
+    """The table of instances. There is a column DOMAIN only if an instance belongs to a domain."""
     has_domains = any(row.domain for row in rows)
     titles = (
         "INSTANCE",
@@ -274,7 +276,7 @@ def _text(status: Status) -> str:
 
 
 def _kv_paths(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """One line for an instance, or more if its ranks found different paths."""
+    """A row for each instance, or several rows if its ranks found different paths."""
     found = [(row.id, path) for row in rows if row.kv_path for path in row.kv_path.split(" | ")]
     return [(name, *_split(path)) for name, path in found]
 
@@ -285,7 +287,7 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _processes(status: Status) -> str:
-    """The processes from the launcher's state file, for when the registry cannot be read."""
+    """The processes in the launcher's state file, which are shown if the registry is not read."""
     processes = status.mesh["processes"] if status.mesh else {}
     rows = [(n, p["phase"], str(p["pid"]), p["ops_address"]) for n, p in processes.items()]
     return table(("PROCESS", "PHASE", "PID", "OPS"), rows)

@@ -1,4 +1,4 @@
-"""`pdmesh top`: shows requests and the load of instances, again and again."""
+"""`pdmesh top`: shows requests and the load of instances, and updates the view until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdmesh.net.events import decode_event
 
 
 def run(options: argparse.Namespace) -> int:
-    """Return 0 at Ctrl-C."""
+    """Show the view until Ctrl-C, and return 0."""
     asyncio.run(_show(options))
     return 0
 

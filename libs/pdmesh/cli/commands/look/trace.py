@@ -1,4 +1,4 @@
-"""`pdmesh trace`: tells what happened to one request of the mesh that was started here."""
+"""`pdmesh trace`: shows the steps of one request, from the logs of the mesh started here."""
 
 from __future__ import annotations
 

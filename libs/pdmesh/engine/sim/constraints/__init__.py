@@ -1,1 +1,1 @@
-"""Constraints in the sim engine: they are compiled beside its loop, and its draws obey them."""
+"""Constraints of answers in the simulated engine: their compilation, and the draws under them."""

@@ -1,8 +1,8 @@
-"""The sim model's draws under a constraint.
+"""The sim model's draws under a constraint, which is a grammar for the answer.
 
-The model has no logits, so the constraint alone decides. One of the tokens that it allows is drawn,
-with preferences that make the answer end sooner or later. The same digest, key and state of the
-constraint draw the same token.
+The sim model has no logits, so it draws one of the tokens that the constraint allows. Preferences
+among these tokens make sure that strings, lists and the answer end. A draw depends only on the
+digest of the KV, the draw key and the state of the constraint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _CLOSERS: Final = (b'"', b"}", b"]", b">", b")")
 
 @dataclass(frozen=True, slots=True)
 class LimitedGuide:
-    """A guide, and the only tokens that may be drawn while it constrains the answer; empty: any."""
+    """A guide, and the client's `allowed_token_ids`, which apply while the guide constrains.
+
+    If `allowed_token_ids` is empty, any token may be drawn that the guide allows.
+    """
 
     guide: Guide
     allowed_token_ids: tuple[int, ...] = ()
@@ -44,8 +47,8 @@ class GuidedVocabulary:
     def draw_next(self, limited: LimitedGuide, free: int, seed: int, may_end: bool) -> int:
         """Draw the next token and pass it to the guide.
 
-        While the guide constrains nothing, the token is `free`. Raises EngineFailed if the
-        constraint allows no token or has become too complex.
+        `free` is the token that is drawn while the guide constrains nothing. Raises EngineFailed if
+        the constraint allows no token or has become too complex.
         """
         guide = limited.guide
         token = free if guide.is_free else self._draw(limited, mix(seed & MASK), may_end)
@@ -53,7 +56,11 @@ class GuidedVocabulary:
         return token
 
     def _draw(self, limited: LimitedGuide, drawn: int, may_end: bool) -> int:
-        """Each of the preferences has its share of the draws, so that strings and lists end."""
+        """Draw an allowed token.
+
+        If EOS is allowed, half of the draws choose EOS. If not, a quarter of the draws prefers
+        tokens that close a string or a list. All other draws prefer words.
+        """
         allowed = self._allowed(limited.guide)
         if limited.allowed_token_ids:
             others = np.ones(self._size, np.bool_)

@@ -1,4 +1,8 @@
-"""Compiles the constraints of requests beside the sim engine's loop; their draws wait for this."""
+"""Compiles the constraints of requests in threads, so that the simulated engine's loop runs on.
+
+A request with a constraint draws no token before its constraint is compiled to a guide. A guide
+tells which tokens may come next.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,10 @@ from pdmesh.net.tasks import watched
 
 
 class GuideQueue:
-    """A leg is here from `prepare` until its guide is taken or the leg is aborted or refused.
+    """The guides of legs that have not drawn a token here, by the leg's number.
 
-    `refuse` is called with the leg if its constraint cannot be compiled.
+    `prepare` adds a leg; `take` or `abort` removes the leg. If its constraint cannot be compiled,
+    the leg is removed and `refuse` is called with its number.
     """
 
     def __init__(self, refuse: Callable[[int], None], die: Callable[[BaseException], None]) -> None:
@@ -30,19 +35,19 @@ class GuideQueue:
         return len(self._tasks) + len(self._guides)
 
     def prepare(self, leg: int, sampling: Sampling, drawn: Sequence[int]) -> None:
-        """`sampling` has a constraint. `drawn`: the answer so far."""
+        """Begin to compile the constraint of `sampling`. `drawn` is the answer so far."""
         work = self._prepare(leg, sampling, drawn)
         self._tasks[leg] = watched(work, f"guide-{leg}", self._die)
 
     def when_ready(self, leg: int, then: Callable[[], None]) -> None:
-        """Call `then` when the leg's guide is ready: at once if it is, or if the leg needs none."""
+        """Call `then` once the leg's guide is ready, or at once if the leg needs no guide."""
         if leg in self._tasks:
             self._then[leg] = then
         else:
             then()
 
     def take(self, leg: int) -> LimitedGuide | None:
-        """None for a leg without a constraint."""
+        """Remove and return the leg's guide, or None if the leg has no constraint."""
         return self._guides.pop(leg, None)
 
     def abort(self, leg: int) -> None:

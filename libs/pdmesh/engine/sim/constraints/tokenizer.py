@@ -1,4 +1,4 @@
-"""The sim model's tokenizer in the forms for Hugging Face's library and for llguidance."""
+"""The sim model's tokenizer, for Hugging Face's library and for llguidance."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The sim's encoder, and how a sim prefill awaits and checks the embeddings of its images."""
+"""The simulated encoder, and how a simulated prefill awaits and checks the embeddings of images."""

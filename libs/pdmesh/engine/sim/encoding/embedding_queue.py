@@ -1,7 +1,7 @@
-"""The sim's prefills wait here until the embeddings of their images have come, or will not come.
+"""Lets prefills of the simulated engine wait for the embeddings of their images.
 
-The sim computes with the image itself, but it checks the embeddings that it fetched. A prompt with
-wrong embeddings fails, because a real model would answer about another image.
+The sim model needs no embeddings, but the engine fetches and checks them. A prompt with wrong
+embeddings fails, because a real model would answer about another image.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from pdmesh.net.tasks import end, watched
 
 
 class EmbeddingQueue:
-    """`go` gets each job whose wait is over, and how many of its first images have embeddings here.
+    """The jobs that wait for embeddings.
 
-    A job with wrong embeddings goes to `give_up` instead.
+    `go` gets each job whose wait is over, and how many of its first images have embeddings here.
+    `give_up` gets a job with wrong embeddings.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class EmbeddingQueue:
         return leg in self._awaited
 
     def expect(self, leg: int) -> None:
-        """The engine has taken a job that awaits embeddings; its wait begins now."""
+        """Begin the wait of a job, when the engine has taken the job."""
         self._awaited.expect(leg)
 
     def begin(self, job: PrefillJob) -> None:
-        """Begin to fetch: the job has its adapter and its guide, if it needs them."""
+        """Fetch the embeddings for a job that needs nothing else (adapter, guide) any more."""
         task = watched(self._wait(job), f"sim-embeddings-{job.leg}", self._die)
         self._jobs[job.leg] = job, task
 
@@ -76,7 +77,7 @@ class EmbeddingQueue:
         self._awaited.tell(leg, encoder)
 
     def abort(self, leg: int) -> PrefillJob | None:
-        """Returns the leg's job, if it waited here."""
+        """Remove a leg. Returns the leg's job, if the job waited here."""
         self._awaited.forget(leg)
         job, task = self._jobs.pop(leg, (None, None))
         if task is not None:

@@ -1,4 +1,4 @@
-"""The sim's embeddings: bytes that are a function of the image alone."""
+"""The embeddings that a simulated encoder makes: bytes that depend only on the image."""
 
 from __future__ import annotations
 

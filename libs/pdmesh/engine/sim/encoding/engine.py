@@ -1,7 +1,8 @@
-"""The sim's encoder: embeddings by a function, time by a law, bytes over the real transport.
+"""The simulated encoder, which makes embeddings of images for prefills.
 
-One loop encodes one image after the other, as a device does. An image whose embeddings are held
-already takes no time.
+One loop encodes one image after the other, as a device does, in the time that a law gives. Prefills
+fetch the embeddings over the real transport. An image takes no time if its embeddings are in the
+pool already.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class SimEncoderEngine(SerialJobs[EncodeJob]):
         self._end(job, Encoded(job.leg, num_computed))
 
     async def _computed(self, job: EncodeJob, name: bytes, image: PromptImage) -> bool:
-        """False if the job has ended."""
+        """Encode one image into the pool. Return False if the job was aborted or has failed."""
         await self._wait_out(self._config.law.prefill_s(image.num_tokens))
         made = sim_embedding(image)
         if failpoints.hit("encode.computing") == "zero-embeddings":
