@@ -254,8 +254,9 @@ class KvAgent:
         return await self._run(order, address, started, deadline_s, stall_s)
 
     def expect(self, ticket_id: str, stall_s: float) -> None:
-        """The ticket's sender has all bytes. From now on, a pull fails if no byte arrives for
-        `stall_s`.
+        """Note that the ticket's sender has all bytes.
+
+        From now on, a pull of the ticket fails if no byte arrives for `stall_s`.
         """
         self._receiver.expect(ticket_id, stall_s)
 
