@@ -2,7 +2,7 @@
 
 All pulls from one peer share one connection, which the first pull opens. If there are too many
 connections, the least recently used one is dropped. `ConnectionPool` has the connections that this
-agent opened, by address. `Peers` has these and the ones that peers opened, by connection key.
+agent opened, by address. `Peers` has all open connections, by connection key.
 """
 
 from __future__ import annotations

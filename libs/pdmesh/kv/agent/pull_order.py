@@ -1,6 +1,6 @@
 """One order of a KV agent's receiving half: which KV to get from which sender, and where to put it.
 
-The KV is that of a ticket (the right to pull one prompt's staged KV), some blocks by name, or the
+An order is for a ticket (the right to pull one prompt's staged KV), for blocks by name, or for the
 answer to a probe. `order_ticket` and `order_blocks` check the order and build the message that asks
 the sender.
 """

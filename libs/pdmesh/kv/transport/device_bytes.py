@@ -1,4 +1,4 @@
-"""A range of bytes in a GPU's memory, with an interface like that of a numpy array of bytes.
+"""A range of bytes in a GPU's memory. It is used like a numpy array of bytes.
 
 The KV transport, the KV agent and `kv.device.copies` accept both types (`base.KvBytes`). This
 module does not import torch. `kv.device.arena` makes the ranges, on machines that have a device.

@@ -1,3 +1,1 @@
-"""Mutual TLS between the mesh's processes: this process's certificate, and how the dev mesh makes
-certificates.
-"""
+"""Mutual TLS between the mesh's processes: the process's certificate, and an own authority."""
