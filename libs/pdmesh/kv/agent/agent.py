@@ -227,10 +227,10 @@ class KvAgent:
         `num_takers` ranks of this instance pull the ticket from that rank for the same `leg`.
         `on_range` gets verified bytes while later bytes are still on their way.
 
-        The pull fails if the sender has all bytes and sends none for `stall_s`. `on_silent` is
-        called earlier in such a pause, and the caller may use the link for other pulls. Raises
-        KvTransferFailed. After the return, the landing range belongs to the caller. After a failure
-        or a cancellation, the range belongs to the agent until AgentLandingFreed.
+        `stall_s` is for a sender that has all bytes. The pull fails if no byte arrives for this
+        time. After a shorter pause, `on_silent` is called, so that the caller can begin other pulls
+        on the idle link. After the return, the landing range belongs to the caller. After a failure
+        or a cancellation, it belongs to the agent until AgentLandingFreed. Raises KvTransferFailed.
         """
         started, identity = time.monotonic(), self._identity
         try:

@@ -25,7 +25,7 @@ _STEP_WORDS: Final = 8192  # words that numpy mixes at a time: they fit in the c
 # `mixed` and `weight` take uint64 values of numpy or of Triton, and wrap around. They have no
 # annotations, because Triton would try to resolve them. The constants are from splitmix64.
 def mixed(word, place):  # type: ignore[no-untyped-def]
-    """The word's part in the plain sum. For each place, this is another bijection of the words."""
+    """The word's part in the plain sum: a bijection of the word, a different one per place."""
     x = word ^ (place * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03)
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB

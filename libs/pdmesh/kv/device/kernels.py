@@ -17,9 +17,10 @@ from pdmesh.kv.device.words import TILE_WORDS, WordPlan
 
 
 def compiled(arithmetic: Callable[..., Any]) -> Any:
-    """A plain function, for use in a kernel.
+    """Make a plain function callable from a kernel.
 
-    A compiled kernel can call only functions of Triton. Triton's interpreter can call any function.
+    A compiled kernel can call only functions that Triton compiles. Triton's interpreter can call
+    any function.
     """
     return arithmetic if triton.knobs.runtime.interpret else triton.jit(arithmetic)
 

@@ -60,7 +60,7 @@ def _has_dma_buf(index: int) -> bool:
 
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
         status, value = driver.cuDeviceGetAttribute(attribute, index)
-    except Exception as error:  # noqa: BLE001  a driver that cannot tell counts as having none
+    except Exception as error:  # noqa: BLE001  no driver, or another one: DMA-BUF is not used
         log.info("kv.no_dma_buf", error=str(error))
         return False
     return not int(status) and bool(value)

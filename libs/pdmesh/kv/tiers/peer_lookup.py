@@ -1,9 +1,9 @@
 """Asks the kv-cache-index which peers' host pools hold a prompt's blocks.
 
 The answer is a hint and may be out of date. `core.kv.tiers.peer_choice` decides which of these
-peers may be asked for blocks. An instance reads the registry at intervals and does not watch it
-between: if every instance watched all others, the cost would grow with the square of their number.
-A peer that registers after the last reading is not asked yet.
+peers may be asked for blocks. An instance only reads the registry at intervals. If every instance
+watched all others, the cost would grow with the square of their number. A peer that registers after
+the last reading is not asked yet.
 """
 
 from __future__ import annotations

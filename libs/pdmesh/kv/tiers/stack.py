@@ -194,7 +194,7 @@ class TierStack:
         self.pool.note_session(state, session, owner, names, until)
 
     def _pin_backwards(self, names: Sequence[bytes]) -> list[PinnedBlock]:
-        """Pin the last blocks of `names`, back to the last block that is not in the pool."""
+        """Pin the longest run of blocks at the end of `names` that the pool holds completely."""
         here = self.pool.held(names)
         begin = len(names)
         while begin and here >> (begin - 1) & 1:
@@ -327,7 +327,7 @@ class TierStack:
         timeout_s: float,
         find: FindHolders | None,
     ) -> tuple[int, list[PeerHolding]]:
-        """Ask files and index at the same time. One that answers too late counts as empty (S106).
+        """Ask files and index at the same time. A late answer counts as empty (S106).
 
         Bit 0 of the files' mask stands for `missing`, the position of the first block that the pool
         lacks.

@@ -62,13 +62,13 @@ _WARM_UP_S = 1.0
 class _LostInGreeting(KvTransferFailed):
     """UCX ended the connection before the peer's welcome arrived.
 
-    The peer may be gone. Another cause is an earlier hello that was given up. The peer then closed
-    its endpoint of this pair, and UCX's keepalive notices it only now (`ucx_endpoints`).
+    The peer may be gone. Or an earlier hello was given up, and the peer closed its endpoint of this
+    pair long ago. UCX's keepalive notices that only now (`ucx_endpoints`).
     """
 
 
 class UcxTransport:
-    """A transport on the event loop that runs when it starts. asyncio's loop and uvloop work."""
+    """A transport that stays on the event loop of `start`, which may be asyncio's or uvloop's."""
 
     def __init__(self, host: str = "127.0.0.1", *, reaches_gpu: bool = False) -> None:
         """If `host` is a loopback address, UCX uses only the loopback device.

@@ -53,9 +53,9 @@ _ENVIRONMENT = {
     "UCX_POSIX_ERROR_HANDLING": "y",
     "UCX_SYSV_ERROR_HANDLING": "y",
     # A receiver on the same machine reads large payloads directly from the sender's memory (CMA).
-    # With error handling, UCX requires that this access can be revoked, and CMA cannot revoke it.
-    # This value lifts the requirement. A late read may then get a mix of old and new bytes, which
-    # the checksum detects (ADR 0006).
+    # With error handling, UCX allows this only if the sender can revoke the access. This value
+    # claims that it can, although CMA has no revocation. At worst, a late read gets a mix of old
+    # and new bytes, which the checksum detects (ADR 0006).
     "UCX_CMA_MEMORY_INVALIDATE": "y",
     # Shared memory moves pieces of this size, and each piece costs a wake-up. The default is 8K and
     # the maximum is 64K.

@@ -1,9 +1,9 @@
 """The mesh's gRPC channels and servers. All services make their channels and servers here.
 
-Two defaults of grpcio are changed. Its documented keepalive does not notice a frozen peer, unless
-`grpc.http2.ping_timeout_ms` is set on both sides. And it answers a malformed message with UNKNOWN
-and the parser's text. Here requests are parsed by this module, and a malformed one gets
-INVALID_ARGUMENT. MeshErrors are sent as gRPC statuses and converted back on the other side.
+There are two reasons. grpcio's documented keepalive does not notice a frozen peer, unless
+`grpc.http2.ping_timeout_ms` is set on both sides. And grpcio answers a malformed request with
+UNKNOWN and the parser's text. This module parses requests itself and answers INVALID_ARGUMENT. It
+also sends MeshErrors as gRPC statuses, and converts them back on the other side.
 """
 
 from __future__ import annotations

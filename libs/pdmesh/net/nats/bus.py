@@ -100,7 +100,7 @@ class NatsBus:
     async def connect(cls, url: str, name: str, num_replicas: int | None = None) -> NatsBus:
         """Connect to the server, or to one of several servers. Waits until a server answers.
 
-        Raises Unavailable if the server is too old, and BadCertificates.
+        Raises Unavailable if the server is too old, and BadCertificates if TLS cannot be used.
         """
         bus = cls(url, num_replicas)
         await bus._client.connect(

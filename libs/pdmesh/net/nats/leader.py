@@ -68,7 +68,10 @@ class LeaderElection:
         return self._state.epoch
 
     def saw_epoch(self, epoch: int) -> None:
-        """Note an epoch that another process's record has. A leader raises its epoch above it."""
+        """Note an epoch in another process's record.
+
+        If this process leads, it raises its own epoch above that epoch.
+        """
         if self._state.saw(epoch, time.monotonic()):
             log.warning("leader.epoch_raised", seen=epoch, epoch=self.epoch)
             self._on_change(True, self.epoch)

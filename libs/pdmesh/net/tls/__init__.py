@@ -1,1 +1,1 @@
-"""Mutual TLS between the mesh's processes: the process's certificate, and an own authority."""
+"""Mutual TLS between the mesh's processes: their certificates, and the mesh's own authority."""
