@@ -1,1 +1,1 @@
-"""KV bytes and where they are: transport, transfer agent, index."""
+"""KV outside the engine: its transport between processes, its tiers, and an index of its blocks."""

@@ -1,1 +1,1 @@
-"""Small models that a newcomer can run without downloading from a model hub."""
+"""Small models for first tries, which need no download from a model hub."""

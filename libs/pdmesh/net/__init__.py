@@ -1,1 +1,1 @@
-"""Communication between processes: events (bus), liveness (registry), calls (rpc)."""
+"""Communication between processes: events (bus), presence (registry), calls (gRPC)."""

@@ -1,7 +1,4 @@
-"""How an address is written with a port.
-
-`core.access.exposure` says which addresses need keys and TLS.
-"""
+"""Formats and checks addresses of the form `host:port`."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ def join(host: str, port: int) -> str:
 
 
 def is_numeric(address: str) -> bool:
-    """Whether `host:port` has a numeric host; IPv6 has brackets."""
+    """Whether `host:port` has a numeric host. A numeric IPv6 host must be in brackets."""
     host, _, port = address.rpartition(":")
     try:
         version = ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).version

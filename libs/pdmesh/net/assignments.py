@@ -1,10 +1,10 @@
-"""What each instance should be: one Assignment per instance, from the leading master.
+"""The interface for assignments: the leading master's order to each instance, what it should be.
 
-Assignments do not expire, so they outlive the master and the instances. The adapter is JetStream
-key-value (`nats/assignments.py`). Each write is compared with the revision that its writer last
-saw, and is refused once a leader of a later epoch has written (I7). In addition, an instance
-ignores an assignment that is meant for another incarnation or is older than one that it has seen
-(`core.instance.lifecycle`).
+An assignment names the role, the stage and the peers of one instance. Assignments do not expire, so
+they outlive the master and the instances. `nats/assignments.py` stores them in JetStream key-value.
+A write succeeds only if its writer has seen the latest revision, and fails once a leader of a later
+epoch has written (I7). An instance ignores assignments for other incarnations, and assignments that
+are older than one that it has seen (`core.instance.lifecycle`).
 """
 
 from __future__ import annotations
@@ -22,51 +22,54 @@ class AssignmentBook(Protocol):
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away or not fully read: then decide nothing from `known`."""
+        """Whether `known` is up to date.
+
+        False while the store is unreachable or not fully read. Do not decide from `known` then.
+        """
         ...
 
     @property
     def known(self) -> Mapping[str, Assignment]:
-        """The assignments by instance id; own writes show at once."""
+        """The assignments by instance id. Contains own writes at once."""
         ...
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Called on the event loop after each change by another writer."""
+        """Call `callback` on the event loop after each change by another writer."""
         ...
 
     async def write(self, assignment: Assignment) -> None:
-        """Raises NotLeader, StaleView or Unavailable.
+        """Write the assignment of one instance.
 
-        NotLeader: a leader of a later epoch has written it since. StaleView: one of an equal or
-        earlier epoch has.
+        Raises NotLeader if a leader of a later epoch has written it since, StaleView if a leader of
+        an equal or earlier epoch has, and Unavailable.
         """
         ...
 
     async def forget(self, instance_id: str, epoch: int) -> None:
-        """Remove the assignment; raises like `write`. Does nothing if it is absent."""
+        """Remove the assignment, if there is one. Raises the same errors as `write`."""
         ...
 
     async def close(self) -> None: ...
 
 
 class AssignmentFeed(Protocol):
-    """One instance's assignment, for as long as the instance follows it."""
+    """A subscription to one instance's assignment, until `close`."""
 
     async def close(self) -> None: ...
 
 
 class Assignments(Protocol):
     async def book(self) -> AssignmentBook:
-        """A book that holds what the store knows now; waits for the store if it is away."""
+        """A book with all assignments of the store. Waits if the store is unreachable."""
         ...
 
     def follow(self, instance_id: str, on_assignment: OnAssignment) -> AssignmentFeed:
-        """Deliver the current assignment, then each change, and all again after an outage.
+        """Deliver the current assignment, then each change.
 
-        The removal of an assignment is not delivered.
+        After an outage, the current assignment is delivered again. A removal is not delivered.
         """
         ...
 
 
 class StaleView(Exception):
-    """Another writer changed the assignment since it was last read; read again and decide again."""
+    """Another writer has changed the assignment since the last read. Read it and decide again."""

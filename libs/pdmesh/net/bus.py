@@ -1,10 +1,9 @@
-"""Events between services.
+"""The interface for events between services.
 
-The adapter is NATS; `MemoryBus` (tests/fakes) behaves the same in one process.
-
-Delivery is at most once: an event may be lost, and after an outage buffered events arrive late. So
-every event carries (publisher, incarnation, sequence), and correctness never depends on the arrival
-of one event.
+`nats/bus.py` implements it over NATS, and `MemoryBus` (tests/fakes) within one process. Delivery is
+at most once: an event may be lost, and after an outage buffered events arrive late. Therefore every
+event carries (publisher, incarnation, sequence), and correctness never depends on the arrival of
+one event.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`headers["content-type"]` says how `data` is encoded (`net.events`)."""
+    """An encoded event. `headers["content-type"]` names the encoding of `data` (`net.events`)."""
 
     subject: str
     data: bytes
@@ -39,9 +38,9 @@ class Bus(Protocol):
     async def publish(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Hand over an event.
+        """Send an event without waiting for the network.
 
-        Never waits for the network and never raises when disconnected: it drops and counts.
+        Never raises when disconnected. Events that cannot be sent are dropped and counted.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Decides which events are new, and which are repeated, late or lost, by their numbers."""
+"""Decides from the numbers of events which are new, and which are repeated, late or lost."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _RETIRED_PER_PUBLISHER: Final = 4
 
 
 class EventOrder(enum.Enum):
-    """What a sequence number says about an event."""
+    """The result of comparing an event's number with the publisher's earlier ones."""
 
     NEW = "new"
     STALE = "stale"  # repeated, late, or of an earlier incarnation
-    GAP = "gap"  # new, but earlier events are lost: ask for a snapshot
+    GAP = "gap"  # new, but earlier events are lost, so the receiver should fetch a snapshot
 
 
 @dataclass(slots=True)
@@ -29,11 +29,11 @@ class _Publisher:
 
 
 class SequenceGate:
-    """Tells new events of one kind of subject from repeated, late and lost ones.
+    """Compares the numbers of the events of one kind of subject.
 
-    After GAP the numbering continues from that event. The first event received from an incarnation
-    is NEW if it is number one, and otherwise a GAP. At most 65,536 publishers are kept; the
-    publisher that has been silent longest is dropped first.
+    After a GAP, the numbering continues from that event. The first event received from an
+    incarnation is NEW if it is number one, and otherwise a GAP. The gate keeps at most 65,536
+    publishers. It drops the publisher that has been silent longest.
     """
 
     def __init__(self) -> None:

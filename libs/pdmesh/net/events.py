@@ -1,7 +1,7 @@
-"""Events as messages: their encoding and their numbering.
+"""Encodes and numbers the events that services exchange over the bus (docs/events.md).
 
-Low-rate events use protobuf's JSON mapping, for people and tools; KV deltas and loads are binary.
-The `content-type` header says which. docs/events.md is the catalogue.
+Frequent events (KV deltas and loads) are binary. All other events use protobuf's JSON mapping, so
+that people and tools can read them. The `content-type` header names the encoding. With the numbers,
 `event_order.py` finds repeated and late events.
 """
 
@@ -53,7 +53,7 @@ class EventPublisher:
         self._sequences: dict[str, int] = {}  # a process publishes on few subjects
 
     async def publish(self, subject: str, message: Event) -> None:
-        """Fill in the header and send.
+        """Fill in the header and send the event.
 
         An event that cannot be sent leaves a gap in the sequence.
         """
@@ -74,7 +74,7 @@ class EventPublisher:
 
 
 def decode_event(message: Message, kind: type[T]) -> T:
-    """The event in `message`; raises InvalidRequest if it is not one of `kind`."""
+    """Decode an event. Raises InvalidRequest if the message is not an event of `kind`."""
     is_binary = message.headers.get(CONTENT_TYPE, JSON) == BINARY
     event = kind()
     try:

@@ -1,7 +1,8 @@
-"""The presence of a process: a record under a lease and heartbeats, renewed every lease/3.
+"""Makes a process visible to the mesh: a record in the registry, and heartbeats.
 
-Every service has one. Losing NATS changes nothing for the process. If another incarnation of the
-same id replaces it, the process should end.
+Every service process does this. Its record is under a lease, and it sends a heartbeat every third
+of the lease. The process continues without NATS. It should end if another incarnation of the same
+id replaces it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _BEATS_PER_LEASE: Final = 3
 
 
 class Presence:
-    """Registers at `start`, deregisters at `stop`.
+    """Registers the process at `start` and deregisters it at `stop`.
 
-    `record_fn` is called at every beat; a changed record is written at once. `on_replaced` is
-    called once, when another incarnation has taken the id. `describe` adds more fields to each
+    `record_fn` is called at every heartbeat, and a changed record is written at once. `on_replaced`
+    is called once, when another incarnation has taken the id. `describe` may add fields to each
     heartbeat.
     """
 
@@ -59,7 +60,7 @@ class Presence:
         return self._lease is not None and self._lease.is_held
 
     async def start(self, record_fn: Callable[[], InstanceRecord]) -> None:
-        """Register, waiting for the store if it is away, and beat from now on."""
+        """Register, and start to send heartbeats. Waits if the store is unreachable."""
         self._record_fn = record_fn
         self._record = _snapshot(record_fn())
         self._lease = await self._registry.register(self._record)
@@ -67,10 +68,9 @@ class Presence:
         self._task = asyncio.create_task(self._beat_often(self._lease), name="presence")
 
     async def watch(self) -> None:
-        """Wait until the heartbeats end.
+        """Wait until the heartbeats end. Raises the error that ended them, if any.
 
-        Raises the error that ended them, if any: without heartbeats, an instance is dead to the
-        mesh.
+        The process should then end, because the mesh takes an instance without heartbeats for dead.
         """
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -78,7 +78,7 @@ class Presence:
                 self._task.result()
 
     def refresh(self) -> None:
-        """The record changed: publish it now, not at the next heartbeat."""
+        """Publish a changed record now, not at the next heartbeat."""
         self._wake.set()
 
     async def stop(self) -> None:

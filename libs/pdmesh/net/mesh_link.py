@@ -1,7 +1,6 @@
-"""What connects one process to the rest of the mesh: bus, view of the registry, event publisher.
+"""The objects that connect a process to the mesh: bus, view of the registry, event publisher.
 
-It decides nothing; `nats/server_liveness.py` decides whether the bus works. Links between hosts and
-KV connections are elsewhere (`kv/transport`).
+KV between instances does not use them (`kv/transport`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pdmesh.net.registry import RegistryView
 
 @dataclass(frozen=True, slots=True)
 class MeshLink:
-    """One per process; all its parts share it."""
+    """A process has one link, which all parts of the process share."""
 
     bus: NatsBus
     view: RegistryView

@@ -1,8 +1,8 @@
-"""Pools of connections to Redis: over TLS if the address begins with `rediss`, and through
-sentinels if the address names them (`core.server_urls`).
+"""Makes pools of connections to Redis, by the address of the server (`core.server_urls`).
 
-Each new connection shows the latest certificate of this process. Through sentinels, it goes to the
-server that is the primary at that time.
+The connections use TLS if the address begins with `rediss`, and show the latest certificate of this
+process. If the address names sentinels, each new connection is made to the server that is the
+primary at that time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 
-# redis-py tells the server its name and version by a command that the roles may not use.
+# Without this, redis-py sends its name and version by a command that the server's ACLs forbid.
 _QUIET: Final = {"driver_info": None}
 
 
-# Any: redis-py's pools are generic, and the gateway imports redis only if it uses it.
+# The types are Any because redis-py's pools are generic, and because a gateway without Redis does
+# not import redis.
 def pool_of(pool_type: Any, url: str, **options: Any) -> Any:
-    """A pool of this type. Raises ValueError."""
+    """A pool of this type. Raises ValueError for a bad address."""
     options = {**_QUIET, **options}
     if is_sentinel_url(url):
         return _pool_behind_sentinels(pool_type, SentinelUrl.parse(url), options)
@@ -60,38 +61,45 @@ def _pool_behind_sentinels(pool_type: Any, url: SentinelUrl, options: dict[str, 
     pool = pool_type(
         connection_class=connection, db=url.database, host="", port=0, **(options | shared)
     )
-    # redis-py's own pool for sentinels never waits for a free connection, as a blocking one does.
+    # redis-py's own pool for sentinels cannot wait for a free connection. This pool can, if
+    # `pool_type` is a blocking one.
     pool.connection_kwargs["connection_pool"] = Primary(url, {**shared, **timeouts}, pool)
     return pool
 
 
 def primary_of(pool: Any) -> str:
-    """The primary that sentinels last named to a pool of `pool_of`; empty: none has named one."""
+    """The address of the primary that sentinels last named to the pool.
+
+    Empty if no sentinel has named one. `pool` is from `pool_of`.
+    """
     found = pool.connection_kwargs.get("connection_pool")
     return "" if found is None or found.address is None else join(*found.address)
 
 
 class Primary:
-    """What redis-py's connections behind sentinels ask of their pool."""
+    """Finds the primary for the connections of a pool.
+
+    redis-py's connections behind sentinels use it in place of redis-py's own pool.
+    """
 
     is_master = True
     check_connection = False
 
     def __init__(self, url: SentinelUrl, options: Mapping[str, Any], pool: Any) -> None:
         self._url, self._options, self._pool = url, options, pool
-        self.address: Address | None = None  # as last asked
+        self.address: Address | None = None  # from the last answer
         self._closing: set[asyncio.Task[None]] = set()
 
     async def get_master_address(self) -> Address:
         """Raises redis-py's ConnectionError if no sentinel knows the primary."""
         address = await self._first_answer()
-        if self.address not in (None, address):  # idle connections lead to the former primary
+        if self.address not in (None, address):  # the idle connections are to the former primary
             await self._pool.disconnect(inuse_connections=False)
         self.address = address
         return address
 
     async def _first_answer(self) -> Address:
-        """Ask all sentinels at once: one whose host is gone would not answer in time."""
+        """Ask all sentinels at once, because a sentinel whose host is gone does not answer."""
         from redis.exceptions import ConnectionError as NotReached
 
         asking = {asyncio.create_task(self._ask(*each)) for each in self._url.sentinels}
@@ -107,7 +115,10 @@ class Primary:
         raise NotReached(f"no sentinel knows the primary of {self._url.primary!r}")
 
     async def _ask(self, host: str, port: int) -> Address | None:
-        """None: the sentinel does not answer, or knows no primary that is up."""
+        """The primary that one sentinel names.
+
+        None if the sentinel does not answer, or knows no primary that is up.
+        """
         from redis.asyncio import sentinel as library
         from redis.exceptions import RedisError
 
@@ -123,9 +134,10 @@ class Primary:
         return found
 
     def _close(self, sentinel: Any) -> None:
-        """Close its connections in a task of its own.
+        """Close the client's connections in a separate task.
 
-        The question may be cancelled while it closes them, and redis-py would then leave them open.
+        `_ask` may be cancelled. If it closed the connections itself, redis-py would then leave them
+        open.
         """
         task = watched(sentinel.aclose(), "close a sentinel's connections", lambda _: None)
         self._closing.add(task)
@@ -133,11 +145,11 @@ class Primary:
 
 
 def _with_latest_certificate(connection: Any) -> Any:
-    """A subclass whose connections each read the certificate's files anew."""
+    """A subclass whose connections read the certificate's files each time that they connect."""
 
     class LatestCertificate(connection):  # type: ignore[misc]  # redis-py's, which is untyped
         async def connect(self) -> None:
-            self.ssl_context.context = None  # redis-py would keep the first one
+            self.ssl_context.context = None  # otherwise redis-py would reuse the first context
             await super().connect()
 
     return LatestCertificate

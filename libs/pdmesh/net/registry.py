@@ -1,8 +1,10 @@
-"""Which processes exist: one record per service process, under a lease that its owner renews.
+"""The interface of the registry, which lists all service processes of the mesh.
 
-The adapter is JetStream key-value (`nats/registry.py`). A record that is not renewed vanishes when
-its lease ends; the store's revision fences a replaced owner. When the store is gone, a view keeps
-what it last knew and says so (`is_connected`): a silent store does not mean dead instances (F18).
+Each process has one record, under a lease that the process renews. A record whose lease ends is
+removed. `nats/registry.py` implements the registry with JetStream key-value. A process that another
+incarnation has replaced can no longer write, because its revision of the record is old. While the
+store is unreachable, a view keeps its last records and `is_connected` is False. The instances are
+not taken for dead then (F18).
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, InstanceRecord
 
 
 def takes_requests(record: InstanceRecord) -> bool:
-    """Whether a request may be sent to this instance: loaded, connected, and not leaving (S19)."""
+    """Whether requests may be sent to this instance (S19).
+
+    It must be loaded, connected to its peers, and not about to leave.
+    """
     return record.phase == INSTANCE_PHASE_READY
 
 
 @dataclass(frozen=True, slots=True)
 class RecordChanged:
-    """A record appeared, changed, or vanished (then `record` is None).
+    """A record that appeared, changed, or was removed.
 
-    `is_lease_end` tells expiry from deregistration.
+    `record` is None after a removal. `is_lease_end` says that the lease ended and the process did
+    not deregister.
     """
 
     instance_id: str
@@ -32,30 +38,30 @@ class RecordChanged:
 
 
 class RecordLease(Protocol):
-    """A lease that a record's owner holds; renewed in the background until `release`."""
+    """The lease of a process's own record. It is renewed in the background until `release`."""
 
     @property
     def is_held(self) -> bool:
-        """False once another incarnation takes the id, or no renewal succeeds for a whole lease."""
+        """False if another incarnation has taken the id, or if no renewal succeeds for a lease."""
         ...
 
     @property
     def was_replaced(self) -> bool:
-        """True once another incarnation has taken the id: this process should end.
+        """Whether another incarnation has taken the id. If so, this process should end.
 
-        Losing the store is no reason to end.
+        The loss of the store alone is no reason to end.
         """
         ...
 
     async def update(self, record: InstanceRecord) -> None:
-        """Replace the record, e.g. when draining.
+        """Replace the record, for example when draining.
 
-        While the store is away, the record is not written; the next renewal writes it.
+        While the store is unreachable, nothing is written. The next renewal writes the record.
         """
         ...
 
     async def release(self) -> None:
-        """Deregister: the record vanishes at once."""
+        """Deregister. The record is removed at once."""
         ...
 
 
@@ -69,17 +75,17 @@ class RegistryView(Protocol):
     def records(self) -> Mapping[str, InstanceRecord]: ...
 
     def on_change(self, callback: Callable[[RecordChanged], None]) -> None:
-        """Called on the event loop for each change after the initial load."""
+        """Call `callback` on the event loop for each change after the initial load."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Registry(Protocol):
-    """One writer per instance id: registering an id replaces its former holder."""
+    """An id has one owner. A process that registers an id replaces the former owner."""
 
     async def register(self, record: InstanceRecord) -> RecordLease: ...
 
     async def watch(self) -> RegistryView:
-        """A view that already holds what the store knows now."""
+        """A view that already contains all present records."""
         ...

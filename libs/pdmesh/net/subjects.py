@@ -1,4 +1,4 @@
-"""Every NATS subject, in one place: mesh.v1.<domain>.<message>.<id> (docs/events.md)."""
+"""All NATS subjects of the mesh's events: mesh.v1.<domain>.<message>.<id> (docs/events.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Ends asyncio tasks for certain, and reports those that fail.
+"""Ends asyncio tasks reliably, and reports tasks that fail.
 
-On Python 3.11 `asyncio.wait_for`, which nats-py uses everywhere, swallows a cancellation that comes
-together with its result: the task lives on and its waiter hangs. So a task is cancelled until it is
-over; a TaskGroup would cancel its children only once.
+On Python 3.11, `asyncio.wait_for` swallows a cancellation that arrives together with its result.
+nats-py uses `wait_for` everywhere. Such a task continues, and code that waits for its end hangs.
+Therefore `end` cancels a task again and again until it is over. A TaskGroup would cancel it once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _AGAIN_S: Final = 0.05
 
 
 async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel the tasks until all are over; their exceptions are dropped.
+    """Cancel the tasks until all are over. Their exceptions are dropped.
 
-    If this call itself is cancelled, it still waits until all are over.
+    If this call itself is cancelled, it still waits until all tasks are over.
     """
     pending = {task for task in tasks if not task.done()}
     was_cancelled = False
@@ -36,10 +36,9 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all until one fails or this is cancelled; then end all of them. Raises the failure.
+    """Run all until one fails or this call is cancelled, and end the others. Raises the failure.
 
-    A task that was cancelled from elsewhere has failed, too; asyncio's FIRST_EXCEPTION would not
-    notice that.
+    A task that other code cancels counts as failed. asyncio's FIRST_EXCEPTION would not notice it.
     """
     tasks = [asyncio.create_task(work) for work in works]
     try:
@@ -57,9 +56,9 @@ async def together(*works: Coroutine[Any, Any, None]) -> None:
 def watched(
     work: Coroutine[Any, Any, T], name: str, on_failure: Callable[[BaseException], None]
 ) -> asyncio.Task[T]:
-    """A separate task whose failure is reported once, on the loop.
+    """Start a task that calls `on_failure` if it fails. A cancellation is not a failure.
 
-    Cancellation is not a failure. The caller keeps the task: the loop holds only a weak reference.
+    The caller must keep a reference to the task, because the loop has only a weak one.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
 

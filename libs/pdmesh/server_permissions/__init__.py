@@ -1,3 +1,4 @@
-"""What each role may do at the servers of NATS and Redis: one table, and files for the servers
-(ADR 0044). Who a client or an operator is, and what they may ask of the mesh, is in `core/access`.
+"""The permissions of each role at NATS and Redis: a table, and files for the servers (ADR 0044).
+
+The permissions of clients and operators in the mesh itself are in `core/access`.
 """

@@ -1,10 +1,10 @@
-"""NATS' `accounts`, made from the table of roles.
+"""Makes the block `accounts` of a nats-server's configuration from the table of roles.
 
-JetStream and its buckets belong to an account without users. Every certificate has a user in an
-account of its own, which imports what its role may use. Permissions alone are not enough: NATS
-sends an answer to whatever subject a request names, without checking whether the caller may publish
-there. So an instance could have the answer to a permitted request written over the desired state.
-An account's requests and answers stay within the account.
+JetStream and its buckets belong to an account without users. Every certificate has a user in a
+separate account, which imports the subjects that its role may use. Permissions on subjects alone
+would not be enough. NATS sends an answer to the subject that a request names, and does not check
+whether the caller may publish there. So an instance could let the answer to a permitted request
+overwrite the desired state. With separate accounts, an answer stays within the caller's account.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEAD: Final = """\
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A certificate, or with the id `*` all certificates of a role."""
+    """A certificate. With the id `*`, all certificates of a role."""
 
     role: str
     instance_id: str = ANY
@@ -41,7 +41,7 @@ class Holder:
 
     @property
     def user(self) -> str:
-        """As `verify_and_map` finds it in a certificate."""
+        """The name of the user, as NATS' `verify_and_map` finds it in a certificate."""
         identity = ProcessIdentity(self.role, self.instance_id, self.trust_domain)
         return identity.role_dns_name if self.instance_id == ANY else identity.uri
 
@@ -51,15 +51,18 @@ class Holder:
 
     @property
     def inbox(self) -> str:
-        """Subjects of its answers. Without an id, the whole role's: NATS sees only the role."""
+        """The subjects of answers to this holder.
+
+        Without an id, these are the subjects of the whole role, because NATS knows only the role.
+        """
         return f"{inbox_of(self.role, self.instance_id)}.>".replace(".*.>", ".>")
 
 
 def nats_accounts(holders: Iterable[Holder]) -> str:
-    """The block `accounts` of a nats-server's configuration, for these certificates.
+    """The text of the block `accounts`, for these certificates.
 
-    Raises ValueError: a role is unknown, has users both for all of its certificates and for one, or
-    an account is named in two trust domains.
+    Raises ValueError if a role is unknown, if a role is given both as a whole and with single ids,
+    or if an account is in two trust domains.
     """
     known = sorted(set(holders), key=lambda holder: holder.account)
     _check(known)
@@ -106,7 +109,7 @@ def _own_accounts(holders: list[Holder]) -> Iterator[str]:
         for teller in holders:
             if teller is not holder:
                 heard = (each for each in events[teller] if _is_heard(access, each))
-                # NATS refuses a cycle: two accounts that take the same subject from each other.
+                # NATS refuses two accounts that import the same subject from each other.
                 back = {each for each in events[holder] if _is_heard(NATS_ROLES[teller.role], each)}
                 yield from (_stream(teller.account, each) for each in heard if each not in back)
         yield "    ]"
@@ -118,13 +121,13 @@ def _told(access: NatsAccess, instance_id: str) -> tuple[str, ...]:
 
 
 def _entries(access: NatsAccess, holder: Holder) -> tuple[str, ...]:
-    """The subjects of the entries that it writes."""
+    """The subjects of the entries that the holder may write."""
     record = (f"$KV.{INSTANCES}.{holder.instance_id}",) if access.has_record else ()
     return (*record, *(f"$KV.{bucket}.*" for bucket in access.writes))
 
 
 def _calls(access: NatsAccess, holder: Holder) -> Iterator[str]:
-    """The calls of JetStream's API that it may make, without the API's prefix."""
+    """The calls of JetStream's API that the holder may make, without the API's prefix."""
     own = (f"{bucket}.{holder.instance_id}" for bucket in access.follows_own)
     followed = (*access.follows, *own)
     for entry in followed:
@@ -139,7 +142,7 @@ def _calls(access: NatsAccess, holder: Holder) -> Iterator[str]:
 
 
 def _is_heard(access: NatsAccess, event: str) -> bool:
-    """Whether one of the patterns that the role hears includes the event's subject."""
+    """Whether the event's subject matches one of the patterns in `access.hears`."""
     kind = event.rpartition(".")[0]
     return any(heard in (subjects.ALL, f"{kind}.*") for heard in access.hears)
 

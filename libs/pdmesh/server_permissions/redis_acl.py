@@ -1,6 +1,7 @@
-"""An ACL file of Redis or Valkey, made from the table of roles: one user for each service.
+"""Makes the ACL file of a Redis or Valkey server from the table of roles.
 
-A user is named as its service. The file has no password, only the SHA-256 of each.
+The file has one user for each service, with the name of the service. It contains the SHA-256 of
+each password, and no password.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from pdmesh.server_permissions.role_permissions import REDIS_ROLES, RedisAccess
 
 
 def redis_acl(passwords: Mapping[str, str]) -> str:
-    """The file's text; nobody else may connect.
+    """The text of the file. Only the roles in `passwords` may connect.
 
-    Raises ValueError: a role has no access to Redis, or its password is empty.
+    Raises ValueError if a role has no access to Redis, or if its password is empty.
     """
     lines = ["user default off resetpass"]
     for role, password in sorted(passwords.items()):
@@ -27,7 +28,7 @@ def redis_acl(passwords: Mapping[str, str]) -> str:
 
 
 def server_user(name: str, password: str, commands: Iterable[str]) -> str:
-    """A line for a server that connects to another one: all channels, but no keys."""
+    """The line for a server that connects to another server. It allows all channels and no keys."""
     digest = hashlib.sha256(password.encode()).hexdigest()
     allowed = " ".join(f"+{command}" for command in commands)
     return f"user {name} on resetpass #{digest} resetkeys allchannels -@all {allowed}\n"

@@ -1,9 +1,10 @@
-"""What each role may do at NATS and Redis, as data. What is not here, nobody may do.
+"""The table of permissions at NATS and Redis, by role. Everything that is not listed is forbidden.
 
-A role is a service's name as certificates have it (`core.access.process_identity`). People's roles
-(viewer, operator, admin) only read here: people change the mesh through the master. Each process
-writes its own record, and no other. It sends events about itself, and some roles also send events
-about others. A node agent's reports count among these: their subject names the machine.
+A role is the name of a service, as in its certificate (`core.access.process_identity`). The roles
+of people (viewer, operator, admin) may only read here, because people change the mesh through the
+master. Each process writes its own record in the registry and no other record. It sends events
+about itself. Some roles also send events about others. The reports of a node agent are such events,
+because their subject names the machine.
 """
 
 from __future__ import annotations
@@ -18,38 +19,41 @@ from pdmesh.net import subjects
 from pdmesh.net.nats import buckets
 from pdmesh.net.nats.desired_store import CURRENT, UPGRADES
 
-Subject = Callable[[str], str]  # from an id, or "*"
+Subject = Callable[[str], str]  # makes a subject from an id or "*"
 ANY: Final = "*"
 
 
 def whole(bucket: str) -> str:
-    """All entries of a bucket, as `KvBucket.watch` asks for them."""
+    """All entries of a bucket, in the form that `KvBucket.watch` uses."""
     return f"{bucket}.>"
 
 
 @dataclass(frozen=True, slots=True)
 class NatsAccess:
-    """Events that a role sends and gets, and what it does with the entries of buckets.
+    """The events that a role may send and receive, and its access to the entries of buckets.
 
-    An entry is `<bucket>.<key>`. NATS can limit a watch to certain entries, but reads of single
-    entries only to a bucket.
+    An entry is `<bucket>.<key>`. NATS can limit a watch to certain entries. It can limit reads of
+    single entries only to a bucket.
     """
 
-    tells_of_itself: tuple[Subject, ...] = ()
-    tells: tuple[str, ...] = ()  # about others
-    hears: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()  # buckets, whole; everyone but operators writes its record
-    follows: tuple[str, ...] = ()  # entries
-    follows_own: tuple[str, ...] = ()  # buckets, of which only the entry with its id
-    reads: tuple[str, ...] = ()  # buckets
-    makes: tuple[str, ...] = ()  # buckets
-    inspects: tuple[str, ...] = ()  # buckets: which servers hold them, and how current each is
-    has_record: bool = True
+    tells_of_itself: tuple[Subject, ...] = ()  # subjects of events that it sends about itself
+    tells: tuple[str, ...] = ()  # subjects of events that it sends about others
+    hears: tuple[str, ...] = ()  # subjects of events that it receives
+    writes: tuple[str, ...] = ()  # buckets in which it writes any entry
+    follows: tuple[str, ...] = ()  # entries that it watches
+    follows_own: tuple[str, ...] = ()  # buckets in which it watches the entry with its own id
+    reads: tuple[str, ...] = ()  # buckets in which it reads single entries
+    makes: tuple[str, ...] = ()  # buckets that it makes and updates
+    inspects: tuple[str, ...] = ()  # buckets whose servers and replicas it may see
+    has_record: bool = True  # whether it writes its own record in the registry
 
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """Patterns of keys, and commands as Redis' ACLs name them, with those that scripts call."""
+    """The patterns of keys and the commands that a role may use, by their names in Redis' ACLs.
+
+    The commands include those that its scripts call.
+    """
 
     keys: tuple[str, ...]
     commands: tuple[str, ...]
@@ -96,7 +100,7 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
             subjects.instance_load(),
             subjects.request_finished(),
             subjects.error_reported(),
-            # What the operators' page shows of the last hour, of other masters too:
+            # The operators' page shows these events of the last hour, also those of other masters.
             subjects.health_changed(),
             subjects.fault_report(),
             subjects.group_step(),
@@ -155,8 +159,8 @@ NATS_ROLES: Final[Mapping[str, NatsAccess]] = {
     ),
 }
 
-# What clients with redis-py send (`net.redis_pool`). Redis 7.0 does not load a file that names a
-# command which it does not have, such as CLIENT SETINFO.
+# The commands that redis-py sends for each connection (`net.redis_pool`). CLIENT SETINFO is not
+# among them: Redis 7.0 lacks this command, and does not load a file with unknown commands.
 _CONNECTION: Final = ("hello", "ping", "select", "client|setname")
 _RESPONSES: Final = (
     f"{redis_keys.KEPT_RESPONSES}*",

@@ -1,1 +1,1 @@
-"""The transfer agent of one rank: stages KV for others to pull, and pulls from others."""
+"""The KV agent of one rank: stages KV for other agents to pull, and pulls KV from them."""

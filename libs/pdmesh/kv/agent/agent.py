@@ -1,10 +1,10 @@
-"""The transfer agent of one rank: stages KV for others to pull, and pulls from others.
+"""The KV agent of one rank: stages KV for other agents to pull, and pulls KV from them.
 
-It runs on one event loop. One connection per peer carries all pulls at once, told apart by pull id.
-A prompt of at most 64 KiB costs three messages: PULL, META with the bytes, and ACK. A longer prompt
-adds one META per further part of up to a few MiB, and one payload for each part beyond 64 KiB.
-`sender.py` sends and `receiver.py` receives. This file has the public methods and what the two
-halves share.
+A prefill's agent opens a ticket, which is the right to pull one prompt's KV from its staging arena.
+A decode's agent pulls the ticket into its landing arena. Both arenas are registered memory. A
+prompt of at most 64 KiB costs three messages: PULL, META with the bytes, and ACK. A longer prompt
+is cut into parts of up to a few MiB. Each part costs a META, and a payload if the part exceeds
+64 KiB. `sender.py` sends and `receiver.py` receives. This file has the public methods.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MAX_PEERS = 256  # connections that this agent opened
 
 
 class KvAgent:
-    """Call all methods on the loop of `start`; `on_event` is called on it, too."""
+    """Call all methods on the event loop that `start` ran on. `on_event` is called on that loop."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class KvAgent:
         on_event: Callable[[AgentEvent], None],
         *,
         hooks: AgentHooks | None = None,
-        on_peers: Callable[[int], None] = lambda _: None,  # how many connections are open
+        on_peers: Callable[[int], None] = lambda _: None,  # gets the number of open connections
     ) -> None:
         self._transport = transport
         self._identity = identity
@@ -86,7 +86,7 @@ class KvAgent:
         self._is_closed = False
         self.address = ""  # the transport's address, once started
         self._posted: deque[Callable[[], None]] = deque()
-        self._is_woken = False  # a call of `_do_posted` is on its way
+        self._is_woken = False  # whether a call of `_do_posted` is scheduled
 
     @property
     def num_tickets(self) -> int:
@@ -110,7 +110,7 @@ class KvAgent:
         )
 
     async def start(self) -> str:
-        """Open the transport; returns its address. Raises KvTransferFailed."""
+        """Open the transport and return its address. Raises KvTransferFailed."""
         self._loop = asyncio.get_running_loop()
         self.address = await self._transport.start(self._handler)
         return self.address
@@ -118,7 +118,7 @@ class KvAgent:
     # -- sending ----------------------------------------------------------------------------------
 
     def staging(self, r: ArenaRange) -> ArenaBytes:
-        """A view of the staging arena, to gather into."""
+        """A view of a range of the staging arena, to gather into."""
         return self._staging.view(r)
 
     def open(
@@ -131,27 +131,27 @@ class KvAgent:
         *,
         chunk_bytes: int | None = None,
     ) -> None:
-        """Serve pulls of a prompt whose layers are still to come.
+        """Serve pulls of a prompt whose layers are not computed yet.
 
-        Each pull waits until its bytes are `ready`. Without `chunk_bytes` the prompt is cut so that
-        little is left to move after the last layer. The caller writes the range until all layers
-        are ready. It must end its writing with the last layer or with `release`. Raises ValueError
-        if the ticket is open already, the range is too short or the layout is not ours.
+        The caller writes the layers to the range and calls `ready`, until the last layer or until
+        `release`. A pull waits for layers that are not ready. Without `chunk_bytes`, the parts get
+        shorter towards the end, so that little is left to move after the last layer. Raises
+        ValueError if the ticket is open already, the range is too short, or the layout has another
+        model's fingerprint.
         """
         is_tapered = not chunk_bytes
         chunk_bytes = chunk_bytes or layer_chunk_bytes(layout)
         self._sender.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes, is_tapered)
 
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
-        """Thread-safe: whether a pull of all heads and blocks can go on once these layers are
-        ready.
+        """Whether the first `num_layers` layers complete a part of a pull. Thread-safe.
 
-        If not, `ready` need not be called yet: other pulls can wait, too.
+        If not, the caller may omit the call of `ready` for this number of layers.
         """
         return self._sender.completes_part(ticket_id, num_layers)
 
     def ready(self, ticket_id: str, num_layers: int) -> None:
-        """The layers below `num_layers` are in place. After the last one the lease begins."""
+        """The layers below `num_layers` are in place. The lease begins after the last layer."""
         self._sender.ready(ticket_id, num_layers)
         self._ticker.keep_going()
 
@@ -165,25 +165,25 @@ class KvAgent:
         *,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """`open` with all layers in place."""
+        """Like `open`, for a prompt whose layers are all in place."""
         self.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes)
         self.ready(ticket_id, layout.num_layers)
 
     def release(self, ticket_id: str) -> None:
-        """No peer should pull the ticket any more, and nothing writes its range now.
+        """Close a ticket whose range the caller no longer writes.
 
-        TicketClosed follows, at once or when the last send has ended.
+        AgentTicketClosed follows, at once or when the last send has ended.
         """
         self._sender.handle(tx.Released(ticket_id))
 
     # -- receiving --------------------------------------------------------------------------------
 
     def landing(self, r: ArenaRange) -> ArenaBytes:
-        """A view of the landing arena, to scatter from."""
+        """A view of a range of the landing arena, to scatter from."""
         return self._landing.view(r)
 
     async def connect(self, address: str, deadline_s: float = 5.0) -> KvConnection:
-        """Our connection to a peer, opened if there is none. Raises KvTransferFailed."""
+        """The connection to a peer. Opens one if there is none. Raises KvTransferFailed."""
         if self._is_closed:
             raise KvTransferFailed("the KV agent is closing", reason=PullFailure.CLOSING)
         connection = await self._pool.get(address, deadline_s)
@@ -191,10 +191,10 @@ class KvAgent:
         return connection
 
     async def keep(self, ticket: Ticket, for_s: float) -> None:
-        """Renew a ticket's lease while it waits here for its turn.
+        """Renew the lease of a ticket that is not pulled yet.
 
         The lease is renewed until the ticket is pulled, `stop_renewing` is called or `for_s` has
-        passed. The connection is opened, too, so that the pull finds it. Raises KvTransferFailed.
+        passed. This call also opens the connection that the pull will use. Raises KvTransferFailed.
         """
         check_ticket(ticket)
         connection = await self.connect(self._address(ticket, None))
@@ -202,7 +202,6 @@ class KvAgent:
         self._ticker.keep_going()
 
     def stop_renewing(self, ticket_id: str) -> None:
-        """Stop renewing a ticket's lease."""
         self._receiver.stop_renewing(ticket_id)
 
     async def pull(
@@ -223,15 +222,15 @@ class KvAgent:
         """Pull a ticket's blocks from `first_block` on into `landing`, and verify them.
 
         The bytes are laid out as in the sender's buffer, without the first `first_block` blocks of
-        each layer. `heads` = (first, number) selects some heads, if the layout tells heads apart.
-        `source_rank`: the sender's rank; None: the same rank as ours. `num_takers` ranks of this
-        instance pull the ticket from the sender's rank for the same `leg`.
-        `on_range` gets verified bytes while others are still on their way.
+        each layer. `heads` = (first, number) selects some heads, if the layout separates heads.
+        `source_rank` is the sender's rank, by default the same number as this agent's rank.
+        `num_takers` ranks of this instance pull the ticket from that rank for the same `leg`.
+        `on_range` gets verified bytes while later bytes are still on their way.
 
-        A sender that has all bytes may be silent for `stall_s`. `on_silent` is called when it has
-        been silent for a while, so that the link is free for other pulls. After the return the
-        landing range is the caller's. Raises KvTransferFailed. After a failure or a cancellation,
-        the range stays the agent's until AgentLandingFreed.
+        `stall_s` is for a sender that has all bytes. The pull fails if no byte arrives for this
+        time. After a shorter pause, `on_silent` is called, so that the caller can begin other pulls
+        on the idle link. After the return, the landing range belongs to the caller. After a failure
+        or a cancellation, it belongs to the agent until AgentLandingFreed. Raises KvTransferFailed.
         """
         started, identity = time.monotonic(), self._identity
         try:
@@ -255,7 +254,10 @@ class KvAgent:
         return await self._run(order, address, started, deadline_s, stall_s)
 
     def expect(self, ticket_id: str, stall_s: float) -> None:
-        """The ticket's sender has all bytes: pulls now fail after `stall_s` without bytes."""
+        """Note that the ticket's sender has all bytes.
+
+        From now on, a pull of the ticket fails if no byte arrives for `stall_s`.
+        """
         self._receiver.expect(ticket_id, stall_s)
 
     async def fetch(
@@ -269,11 +271,11 @@ class KvAgent:
         on_freed: Callable[[], None],
         source: str = "",
     ) -> Sequence[bytes]:
-        """Fetch the blocks of `names` that a peer's pool holds without a gap from the first on.
+        """Fetch the blocks of `names`, up to the first one that the peer's pool lacks.
 
-        Returns their checksums, all verified. Block i goes to `targets[i]`. `on_freed` is called
-        once, when no late write can reach the targets: before the return, or after the failure.
-        `source` is the peer's instance id. Raises KvTransferFailed.
+        Block i is written to `targets[i]`. Returns the checksums of the blocks, all verified.
+        `on_freed` is called once, when no late write can reach the targets: before the return, or
+        after a failure. `source` is the peer's instance id. Raises KvTransferFailed.
         """
         started = time.monotonic()
         try:
@@ -295,9 +297,9 @@ class KvAgent:
     async def probe(
         self, address: str, incarnation: int, *, deadline_s: float, source: str = ""
     ) -> float:
-        """Verify the connection to a peer: a nonce comes back the way KV would (S16).
+        """Verify that the connection to a peer moves KV (S16, `probes.py`).
 
-        Returns how many seconds it took. Raises KvTransferFailed; its reason is
+        Returns the duration in seconds. Raises KvTransferFailed. The reason is
         `KV_REFUSED_WRONG_INCARNATION` or `KV_REFUSED_WRONG_MODEL` if another instance answers.
         """
         probe = KvProbe(incarnation, self._fingerprint_hash, source)
@@ -306,7 +308,7 @@ class KvAgent:
         return result.duration_s
 
     def disconnect(self, address: str) -> None:
-        """The peer has left: drop our connection to it as soon as no pull uses it (S26)."""
+        """Drop the connection to a peer that has left, as soon as no pull uses it (S26)."""
         self._pool.leave(address)
         self._ticker.keep_going()
 
@@ -325,7 +327,8 @@ class KvAgent:
                 connection = await self._receiver.opening(
                     order, lambda: self.connect(address, deadline_s), stall_s
                 )
-            self._peers.add(connection)  # its opener may not have run again yet
+            # The task that opened the connection may not have resumed and added it yet.
+            self._peers.add(connection)
         except BaseException:
             order.on_freed()  # nothing has been requested yet
             raise
@@ -334,18 +337,18 @@ class KvAgent:
         return await self._receiver.pull(order, connection, started, deadline, stall_s)
 
     def give_back(self, landing: ArenaRange) -> None:
-        """AgentLandingFreed for a pull that never began, or whose result was not taken."""
+        """Report AgentLandingFreed for a pull that never began, or whose result was not taken."""
         self._on_event(AgentLandingFreed(landing.offset))
 
     # -- both -------------------------------------------------------------------------------------
 
     def post(self, what: Callable[[], None]) -> None:
-        """Thread-safe: call `what` on the loop, before any message that arrives from now on.
+        """Call `what` on the loop, before any message that arrives from now on. Thread-safe.
 
-        Several calls before the loop runs again wake it once.
+        Several posts before the loop runs again wake the loop once.
         """
         self._posted.append(what)
-        if self._is_woken:  # `_do_posted` clears this first, so it still finds `what`
+        if self._is_woken:  # `_do_posted` clears the flag before it reads, so it finds `what`
             return
         self._is_woken = True
         with contextlib.suppress(RuntimeError):  # the loop is closed, and so are all tickets
@@ -361,7 +364,7 @@ class KvAgent:
                 log.error("kv.posted.died", exc_info=error)
 
     async def close(self) -> None:
-        """Drop all connections, close all tickets, fail all pulls. Bounded in time, idempotent."""
+        """Drop all connections, close all tickets, fail all pulls. Idempotent, in bounded time."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -389,7 +392,7 @@ class KvAgent:
         return self._receiver.peers_in_use()
 
     def _has_work(self) -> bool:
-        """Whether a pull or a ticket depends on time, so that ticks are needed."""
+        """Whether ticks are needed: for a pull, a ticket, or a connection that is to be dropped."""
         return bool(self._sender.num_tickets or self._receiver.has_work or self._pool.is_leaving)
 
     def _on_tick(self) -> None:

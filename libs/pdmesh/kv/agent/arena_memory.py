@@ -1,7 +1,9 @@
-"""Where an arena's bytes are: one private anonymous mapping, committed page by page as it is used.
+"""The memory of a KV agent's arenas.
 
-`kv.device.arena` has another `ArenaMemory`, in a GPU's memory: the agent only slices, sends,
-receives and checksums what `view` returns.
+An arena is memory that is mapped and registered once, and from which ranges are reserved. Here it
+is one private anonymous mapping in host memory. The kernel commits each page when it is first used.
+`kv.device.arena` has an `ArenaMemory` in a GPU's memory. The agent works with either, because it
+only slices, sends, receives and checksums the ranges.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from pdmesh.kv.transport.base import ByteArray, KvBytes
 class ArenaMemory(Protocol):
     """`size` contiguous bytes that the transport may read and write.
 
-    `core.instance.arena` decides which leg owns which of them.
+    `core.instance.arena` decides which leg owns which bytes.
     """
 
     @property
     def size(self) -> int: ...
 
     def view(self, r: ArenaRange) -> KvBytes:
-        """The bytes of a range, not a copy. Raises IndexError outside the arena."""
+        """The bytes of a range, without a copy. Raises IndexError outside the arena."""
         ...
 
     def close(self) -> None: ...
@@ -42,7 +44,8 @@ class HostArena:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # gather, checksum and scatter take 5 to 20 % less time; the kernel may not support it
+            # Huge pages make gather, checksum and scatter 5 to 20 % faster. Not every kernel
+            # supports them.
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: ByteArray = np.frombuffer(self._map, np.uint8)
@@ -57,15 +60,15 @@ class HostArena:
         return self._bytes[r.offset : r.offset + r.length]
 
     def close(self) -> None:
-        """Release the mapping; it is unmapped when the last view is gone."""
+        """Release the mapping. The memory is unmapped when the last view is gone."""
         self._bytes = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentMemory:
-    """An agent's memory: peers pull from `staging`, and own pulls write to `landing`.
+    """An agent's memory: peers pull from `staging`, and the agent's own pulls write to `landing`.
 
-    `blocks`: the pool that peers may fetch from.
+    `blocks` is the pool that peers may fetch blocks from.
     """
 
     staging: ArenaMemory

@@ -1,7 +1,7 @@
-"""Checksums of ranges of bytes: xxh3_128 in the host's memory, `kv.device.digest` in a GPU's.
+"""Checksums of KV bytes: xxh3_128 in the host's memory, `kv.device.digest` in a GPU's memory.
 
-Each kind can also be computed for bytes in the other memory, but more slowly. More than
-HASH_HERE_BYTES at once are hashed beside the event loop (xxhash releases the GIL).
+Either kind of checksum can be computed in either memory, but the wrong kind is slower. Callers hash
+more than HASH_HERE_BYTES on a thread, beside the event loop. xxhash releases the GIL.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ HASH_HERE_BYTES = 8 << 20  # 0.1 ms in the best case
 
 
 class ChecksumKind(IntEnum):
-    """How META's checksums were made."""
+    """The algorithm that made the checksums of a META message (`kv.agent.wire`)."""
 
     XXH3 = 0  # xxh3_128
     WORDS = 1  # `kv.device.digest`
 
 
 def checksum(data: KvBytes) -> bytes:
-    """The checksum of the kind that is fastest in the memory of `data`: see `kind_of`."""
+    """A checksum of the kind that is fastest in the memory of `data` (see `kind_of`)."""
     return _checksum(data, kind_of(data))
 
 
@@ -51,7 +51,10 @@ def group_hash(group_id: str) -> int:
 
 
 def decode_hash(instance_id: str, incarnation: int, leg: int) -> int:
-    """A number that all ranks of a decode share for one leg; other legs and decodes differ."""
+    """A number for one leg (one request's stay) on one decode.
+
+    All ranks of the decode compute the same number. Other legs and other decodes get other numbers.
+    """
     return xxhash.xxh3_64_intdigest(f"{instance_id}/{incarnation}/{leg}".encode())
 
 
@@ -60,6 +63,6 @@ def are_intact(
     checksums: Iterable[bytes],
     kind: ChecksumKind = ChecksumKind.XXH3,
 ) -> bool:
-    """Whether each buffer has its checksum, which was made as `kind` says."""
+    """Whether each buffer matches its checksum of this kind."""
     pairs = zip(buffers, checksums, strict=True)
     return all(_checksum(data, kind) == expected for data, expected in pairs)

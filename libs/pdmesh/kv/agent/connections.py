@@ -1,8 +1,8 @@
-"""One connection per peer, opened when needed and shared by all pulls. If there are too many, the
-least recently used is dropped.
+"""A KV agent's connections to the agents of other processes.
 
-`ConnectionPool` has the connections that we opened, by address; `Peers` has all that are open, by
-key.
+All pulls from one peer share one connection, which the first pull opens. If there are too many
+connections, the least recently used one is dropped. `ConnectionPool` has the connections that this
+agent opened, by address. `Peers` has all open connections, by connection key.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _CONNECT_S = 5.0
 
 
 class ConnectionPool:
-    """Outgoing connections by address, at most `max_peers`.
+    """At most `max_peers` outgoing connections, by address.
 
-    A connection whose key is `in_use` is never dropped to make room.
+    A connection whose key is `in_use` is never dropped to make room for another.
     """
 
     def __init__(
@@ -34,13 +34,12 @@ class ConnectionPool:
         self._transport = transport
         self._max_peers = max_peers
         self._in_use = in_use
-        self._wanted: Counter[str] = (
-            Counter()
-        )  # by address: callers of `get` that have not resumed yet
+        # By address: the number of callers of `get` that have not resumed yet.
+        self._wanted: Counter[str] = Counter()
         self._open: OrderedDict[str, KvConnection] = OrderedDict()  # least recently used first
         self._opening: dict[str, asyncio.Task[KvConnection]] = {}
         self._ended_early: set[int] = set()  # keys that ended before their opening was reported
-        self._leaving: dict[str, None] = {}  # addresses to disconnect from when idle
+        self._leaving: dict[str, None] = {}  # addresses whose connections are dropped when idle
 
     def __len__(self) -> int:
         return len(self._open)
@@ -55,8 +54,8 @@ class ConnectionPool:
     async def get(self, address: str, timeout_s: float) -> KvConnection:
         """The open connection to an address, or a new one.
 
-        Raises KvTransferFailed: not connected, lost at once, too late, or all connections in use.
-        After a timeout, the attempt may continue for another caller.
+        Raises KvTransferFailed if the connection cannot be opened in time or ends at once, or if
+        all connections are in use. After one caller's timeout, the attempt continues for others.
         """
         if (connection := self.find(address)) is not None:
             return connection
@@ -78,13 +77,13 @@ class ConnectionPool:
             self._wanted[address] -= 1
             self._wanted += Counter()  # drop zeros
         if self._open.get(address) is not connection:
-            # The connection's end was reported before this task ran again. It is not reported
-            # twice, so a pull on this connection would never end.
+            # The end of the connection was reported before this task ran again. The end is not
+            # reported twice, so a pull on this connection would never end.
             raise KvTransferFailed("the KV connection ended at once", reason=PullFailure.PEER_LOST)
         return connection
 
     def remove(self, connection: KvConnection) -> None:
-        """The connection is closed; the next `get` opens another."""
+        """Forget a closed connection, so that the next `get` opens another."""
         if self._opening:
             self._ended_early.add(connection.key)
         for address, other in list(self._open.items()):
@@ -97,7 +96,7 @@ class ConnectionPool:
         return bool(self._leaving)
 
     def leave(self, address: str) -> None:
-        """Drop the connection to the address as soon as it is not in use."""
+        """Drop the connection to the address as soon as no pull uses the connection."""
         self._leaving[address] = None
         self.drop_left()
 
@@ -146,7 +145,7 @@ class ConnectionPool:
 
 
 class Peers:
-    """Every open connection, from either side, and counts of the messages sent on them."""
+    """All open connections, whichever side opened them, and counts of the messages sent."""
 
     def __init__(
         self, pool: ConnectionPool, on_change: Callable[[int], None] = lambda _: None
@@ -165,7 +164,7 @@ class Peers:
         return {kind.__name__.lower(): count for kind, count in self._num_sent.items()}
 
     def add(self, connection: KvConnection) -> None:
-        """Idempotent: each pull adds the connection that it uses."""
+        """Add an open connection. Idempotent, since each pull adds the connection that it uses."""
         if connection.key not in self._by_key:
             self._by_key[connection.key] = connection
             self._on_change(len(self))
@@ -179,14 +178,14 @@ class Peers:
         return self._by_key.get(key)
 
     def tell(self, key: int, message: wire.Message) -> None:
-        """Send a message. Does nothing if the peer is gone: its end is reported elsewhere."""
+        """Send a message. Does nothing if the peer's connection is gone."""
         connection = self._by_key.get(key)
         if connection is not None:
             self._num_sent[type(message)] += 1
             connection.send(wire.encode(message))
 
     def retire(self, key: int) -> None:
-        """The next pull opens another connection; the pulls on this one continue."""
+        """Let the next pull open another connection, while the pulls on this one continue."""
         connection = self._by_key.get(key)
         if connection is not None:
             self._pool.remove(connection)

@@ -1,7 +1,7 @@
-"""Dispatches the transport's reports: each message goes to the sender or to the receiver.
+"""Passes each message from a peer to the sending or the receiving half of a KV agent.
 
-A peer loses its connection if its bytes are not a message, or if handling its message fails: the
-messages of other peers wait behind it and must not suffer.
+A peer loses its connection if it sends bytes that are not a message, or if handling a message
+fails. The other peers' messages are handled all the same.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ log = structlog.get_logger(__name__)
 
 
 class AgentHandler:
-    """`ConnectionHandler` of an agent.
+    """The `ConnectionHandler` of an agent.
 
-    `catch_up` is called before each message; `lent` is called after each fetch and each probe.
+    It calls `catch_up` before each message, and `lent` after each fetch and each probe.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The probe that shows that a connection moves KV and does not merely open (P/D-Serve 3.2, S16).
+"""A probe of a connection between two KV agents: does it move KV? (P/D-Serve 3.2, S16)
 
-The receiver sends a nonce. The sender answers with bytes derived from it, over the lane and the
-code that KV takes. They also depend on the sender's incarnation and the KV's fingerprint, so that
-no other process's answer is accepted.
+The receiver sends a nonce. The sender derives bytes from the nonce and sends them as it sends KV:
+on the same lane, by the same code. The bytes also depend on the sender's incarnation and on the
+fingerprint of its KV, so the receiver accepts no other process's answer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pdmesh.kv.agent import wire
 from pdmesh.kv.agent.pull_order import PullOrder
 from pdmesh.kv.transport.base import ByteArray
 
-# too long to go inline in a message, so it goes from memory to memory
+# An answer of this size does not fit into a message. It travels from memory to memory, as KV does.
 PROBE_BYTES = 2 * wire.MAX_INLINE
 
 
 def probe_bytes(nonce: bytes, incarnation: int, fingerprint_hash: int) -> ByteArray:
-    """What the sender of this incarnation answers to the nonce."""
+    """The answer to the nonce from a sender of this incarnation and this fingerprint."""
     seed = b"%b/%d/%d" % (nonce, incarnation, fingerprint_hash)
     return np.frombuffer(hashlib.shake_128(seed).digest(PROBE_BYTES), np.uint8)
 
 
 class KvProbe:
-    """One question to a peer, and its answer once pulled."""
+    """One nonce for a peer. Pull `order`, then `check` the answer."""
 
     def __init__(self, incarnation: int, fingerprint_hash: int, source: str) -> None:
         self._asked = (incarnation, fingerprint_hash)
@@ -40,7 +40,7 @@ class KvProbe:
         )
 
     def check(self) -> None:
-        """Raises KvTransferFailed if the bytes are intact but are not the answer."""
+        """Raises KvTransferFailed if the pulled bytes are not the answer to the nonce."""
         if not np.array_equal(self._answer, probe_bytes(self._nonce, *self._asked)):
             raise KvTransferFailed("the probe's answer was wrong", reason=PullFailure.CORRUPT)
 

@@ -1,4 +1,9 @@
-"""What a receiver asks a sender for, a ticket or blocks by name, and where the bytes go."""
+"""One order of a KV agent's receiving half: which KV to get from which sender, and where to put it.
+
+An order is for a ticket (the right to pull one prompt's staged KV), for blocks by name, or for the
+answer to a probe. `order_ticket` and `order_blocks` check the order and build the message that asks
+the sender.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +19,23 @@ from pdmesh.kv.transport.base import KvBytes
 
 @dataclass(slots=True)
 class PullOrder:
-    """`on_freed` follows a failure or a cancellation, once no late write can reach the targets."""
+    """A message to send, and the memory that the answer is written to.
 
-    make_message: Callable[[int], wire.Question]  # from the pull's id
-    targets: Sequence[KvBytes]  # one range for all bytes, or one per block, all of one length
+    After a failure or a cancellation, `on_freed` is called once no late write can reach `targets`.
+    """
+
+    make_message: Callable[[int], wire.Question]  # its argument is the pull's id
+    targets: Sequence[KvBytes]  # one range for all bytes, or one range per block, equally long
     min_bytes: int
     max_bytes: int
     on_freed: Callable[[], None]
     on_range: OnRange | None = None
-    on_silent: Callable[[], None] = lambda: None  # nothing has arrived for a while
+    on_silent: Callable[[], None] = lambda: None  # called when nothing has arrived for a while
     ticket: Ticket | None = None
     source: str = ""  # the instance that sends
 
     def place(self, ranges: tuple[wire.Range, ...]) -> list[KvBytes] | None:
-        """Where the ranges belong; None if these ranges were not asked for."""
+        """The buffers to receive the ranges into; None if the order does not cover the ranges."""
         if len(self.targets) == 1:
             whole = self.targets[0]
             return [whole[r.offset : r.offset + r.length] for r in ranges]
@@ -41,7 +49,7 @@ class PullOrder:
 
 
 def bad_ticket(what: str) -> KvTransferFailed:
-    """`what` begins with the name of the field."""
+    """`what` begins with the name of the ticket's bad field."""
     return KvTransferFailed(f"ticket.{what}", reason=PullFailure.BAD_TICKET)
 
 
@@ -73,7 +81,7 @@ def order_ticket(
     first_head, num_heads = heads or (0, 0)
 
     def make_message(pull_id: int) -> wire.Question:
-        # Fingerprint and group are ours: the sender compares them with its own.
+        # The sender compares our fingerprint and group with its own.
         return wire.Pull(
             pull_id,
             ticket.ticket_id,
@@ -88,8 +96,7 @@ def order_ticket(
             group_hash,
         )
 
-    # How many bytes a part of the heads or blocks has depends on the sender's layout, which is not
-    # in the ticket.
+    # The size of some heads or some blocks depends on the sender's layout, which the ticket lacks.
     most = min(ticket.kv_bytes, landing.size)
     least = most if is_whole else 0
     return PullOrder(

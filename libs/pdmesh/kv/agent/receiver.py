@@ -1,7 +1,9 @@
 """The receiving half of a KV agent: pulls tickets into the landing arena, and blocks into a pool.
 
-`core.kv.transfer.receiver` decides when a pull ends and when its bytes are safe. This shell posts
-receives, compares checksums, hands verified parts on and renews leases.
+A ticket is the right to pull one prompt's KV from a peer, for the length of a lease. A pull gets
+the KV in parts. The core (`core.kv.transfer.receiver`) decides when a pull ends and when no late
+write can reach its landing range. The code here carries out these decisions. It posts receives,
+compares checksums, passes verified parts to the caller and renews leases.
 """
 
 from __future__ import annotations
@@ -61,14 +63,14 @@ class _Pull:
     done: asyncio.Future[None]
     started: float
     parts: list[_Part] = field(default_factory=list)
-    num_bytes: int = 0  # verified
+    num_bytes: int = 0  # verified so far
     num_ranges: int = 0
     first_range_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class _Opening:
-    """A pull whose connection is being opened, within `limit`."""
+    """A pull that waits for its connection. `limit` is the timeout of the wait."""
 
     ticket_id: str
     limit: asyncio.Timeout
@@ -85,13 +87,11 @@ class ReceiverHalf:
         self._book = PullBook()
         self._pulls: dict[int, _Pull] = {}
         self._openings: set[_Opening] = set()
-        self._stalls: OrderedDict[str, float] = (
-            OrderedDict()
-        )  # by ticket id: `stall_s` of the last `expect`
+        # By ticket id: the `stall_s` of the last `expect`.
+        self._stalls: OrderedDict[str, float] = OrderedDict()
         self._leases = LeaseKeeper()
-        self._kept: dict[
-            str, tuple[Ticket, KvConnection]
-        ] = {}  # by id: tickets that wait to be pulled
+        # By ticket id: tickets that wait to be pulled.
+        self._kept: dict[str, tuple[Ticket, KvConnection]] = {}
         self._checks: set[asyncio.Task[None]] = set()
         self._num_asked = 0
         self.num_corrupt = 0
@@ -131,7 +131,7 @@ class ReceiverHalf:
     # -- for the engine ---------------------------------------------------------------------------
 
     def check_room(self) -> None:
-        """Raises KvTransferFailed if there are too many pulls for another one now."""
+        """Raises KvTransferFailed if MAX_PULLS pulls are under way."""
         if len(self._book) >= MAX_PULLS:
             raise KvTransferFailed("too many pulls at once", reason=PullFailure.BUSY)
 
@@ -178,7 +178,7 @@ class ReceiverHalf:
     ) -> KvConnection:
         """Open the connection for a pull.
 
-        If the sender has all bytes, the opening takes at most `stall_s`. Raises KvTransferFailed.
+        Raises KvTransferFailed, also after `stall_s` or after the limit that `expect` sets.
         """
         ticket_id = order.ticket.ticket_id if order.ticket else ""
         stall_s = self._stall_s(order, stall_s)
@@ -203,7 +203,10 @@ class ReceiverHalf:
         return min(stall_s, self._stalls.get(order.ticket.ticket_id, math.inf))
 
     def expect(self, ticket_id: str, stall_s: float) -> None:
-        """Applies to pulls under way, to pulls that wait for a connection, and to later pulls."""
+        """Set the longest silence for the ticket's pulls.
+
+        The limit applies to present and later pulls, and to pulls that wait for a connection.
+        """
         self._stalls[ticket_id] = stall_s
         if len(self._stalls) > MAX_EXPECTED:
             self._stalls.popitem(last=False)
@@ -240,7 +243,10 @@ class ReceiverHalf:
             del self._kept[ticket_id]
 
     async def close(self, within_s: float) -> None:
-        """Stop renewing, and wait for checks. All connections are gone, so no write lands now."""
+        """Stop renewing leases, and wait until the checks of received parts have ended.
+
+        The caller has closed all connections, so no more writes arrive.
+        """
         for ticket_id in list(self._kept):
             self.stop_renewing(ticket_id)
         if self._checks:
@@ -257,7 +263,7 @@ class ReceiverHalf:
             return  # act like a link that loses every answer
         part: _Part | None = None
         if pull is not None and pull.connection.key == peer:
-            is_ours = meta.question == pull.question  # if not, it answers another pull
+            is_ours = meta.question == pull.question  # if False, META answers another pull
             buffers = pull.order.place(meta.ranges) if is_ours else None
             if buffers is None:
                 length = -1  # the core rejects it
@@ -277,10 +283,10 @@ class ReceiverHalf:
     def handle(self, event: rx.ReceiverEvent) -> None:
         """Pass the event to the core and carry out its effects.
 
-        If a part is checked at once, the result is the next event.
+        An effect may have a result at once, such as a part's check. The result is the next event.
         """
         events = [event]
-        for event in events:  # grows meanwhile
+        for event in events:  # the loop appends to `events`
             for effect in self._book.handle(event, time.monotonic()):
                 checked = self._do[type(effect)](effect)
                 if checked is not None:
@@ -306,7 +312,7 @@ class ReceiverHalf:
 
     def _complete(self, effect: rx.CompletePull) -> None:
         pull = self._pulls.pop(effect.pull_id)
-        if pull.done.done():  # cancelled, and the core has not been told yet
+        if pull.done.done():  # the caller has cancelled, and the core does not know it yet
             pull.order.on_freed()
         else:
             pull.done.set_result(None)
@@ -337,7 +343,7 @@ class ReceiverHalf:
             pull.connection.recv_payload(pull_id, buffer, on_received)
 
     def _check(self, effect: rx.CheckPart) -> rx.PartChecked | rx.CheckFailed | None:
-        """Whether the part's bytes are what was sent; None if the answer comes later."""
+        """Compare the part's bytes with its checksums. None means that the result comes later."""
         failpoints.hit("decode.receiving")
         pull_id, index = effect.pull_id, effect.index
         part = self._pulls[pull_id].parts[index]
@@ -352,7 +358,7 @@ class ReceiverHalf:
         if part.length <= HASH_HERE_BYTES:
             try:
                 is_intact = are_intact(part.buffers, part.checksums, part.kind)
-            except Exception as error:  # whatever failed, the pull must not wait forever
+            except Exception as error:  # the pull must not wait forever
                 log.error("kv.check.died", exc_info=error)
                 return rx.CheckFailed(pull_id, index)
             return rx.PartChecked(pull_id, index, is_intact)

@@ -1,7 +1,8 @@
 """The sending half of a KV agent: serves tickets of the staging arena, and blocks of a pool.
 
-`core.kv.transfer.sender` decides which peer may read what, and when bytes are free. This shell
-hashes, announces and sends, part by part.
+A ticket is the right to pull one prompt's staged KV. The core (`core.kv.transfer.sender`) decides
+which peer may pull a ticket, and when no peer reads its bytes any more. The code here carries out
+these decisions. It hashes, announces and sends the bytes part by part.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ log = structlog.get_logger(__name__)
 MAX_FETCHES = 64  # fetches and probes that are served at once
 _FETCH_LEASE_S = 10.0
 
-_SLOW_S: Final = 0.5  # per part, if the failpoint says that the link is slow
+_SLOW_S: Final = 0.5  # the delay of each part, if a failpoint makes the link slow
 
 
 class SenderHalf:
@@ -77,7 +78,7 @@ class SenderHalf:
         self._hashing: set[asyncio.Task[None]] = set()
         self._num_fetches = 0
         self._loan_secret = secrets.token_hex(16)
-        # Parts that a test delays, by peer, pull and offset.
+        # Parts that a test delays, by peer, pull id and offset.
         self._late: dict[tuple[int, int, int], asyncio.TimerHandle] = {}
         self._is_closing = False
         self.bytes_sent = 0
@@ -120,10 +121,9 @@ class SenderHalf:
         self._staged[ticket_id] = StagedRange(data, layout, parts if layout.total_bytes else ())
 
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
-        """Whether a part of a pull of all heads and blocks ends with these layers.
+        """Whether the first `num_layers` layers complete a part of a pull. Thread-safe.
 
-        True also near the last layer, and for a ticket that is not known yet. May be called on any
-        thread.
+        Also True for an unknown ticket, because another thread may be about to open it.
         """
         staged = self._staged.get(ticket_id)
         return not isinstance(staged, StagedRange) or staged.completes_part(num_layers)
@@ -134,7 +134,7 @@ class SenderHalf:
             return
         staged.num_written = min(num_layers, staged.layout.num_layers)
         if staged.hashing is not None:
-            return  # the task under way includes these
+            return  # the running task hashes these layers, too
         todo = staged.parts[len(staged.checksums) :][: staged.num_to_hash]
         if sum(part.length for part in todo) > HASH_HERE_BYTES and not staged.has_failed:
             self._start_hashing(ticket_id, staged)
@@ -142,7 +142,7 @@ class SenderHalf:
         try:
             for _ in () if staged.has_failed else todo:
                 staged.hash_next()
-        except Exception as error:  # noqa: BLE001  whatever it is, pulls must not wait for it
+        except Exception as error:  # noqa: BLE001  pulls must not wait forever
             self._hashing_died(ticket_id, staged, error)
             return
         self.handle(tx.LayersReady(ticket_id, staged.num_ready))
@@ -156,7 +156,7 @@ class SenderHalf:
         staged.hashing.add_done_callback(self._hashing.discard)
 
     async def _hash_aside(self, ticket_id: str, staged: StagedRange) -> None:
-        """Hash part by part, so that the first parts are sent while the last are hashed."""
+        """Hash part by part, so that the first parts are sent while later parts are hashed."""
         while staged.num_to_hash and self._staged.get(ticket_id) is staged:
             await asyncio.to_thread(staged.hash_next)
             if self._staged.get(ticket_id) is staged:
@@ -164,9 +164,10 @@ class SenderHalf:
         staged.hashing = None
 
     def _hashing_died(self, ticket_id: str, staged: StagedRange, error: BaseException) -> None:
-        """Refuse all pulls that wait for its layers.
+        """Refuse all pulls of the ticket.
 
-        The range becomes free when the engine is done with it.
+        The staging range becomes free when the engine has written all layers or releases the
+        ticket.
         """
         log.error("kv.hashing.died", ticket=shown_ticket_id(ticket_id), exc_info=error)
         staged.hashing, staged.has_failed = None, True
@@ -178,7 +179,7 @@ class SenderHalf:
         self.handle(Tick())
 
     async def close(self, within_s: float) -> None:
-        """Release all tickets. All connections are gone, so nothing reads their bytes now."""
+        """Release all tickets. The caller has closed all connections, so no peer reads now."""
         self._is_closing = True
         for ticket_id in list(self._staged):
             self.handle(tx.Released(ticket_id))
@@ -209,7 +210,7 @@ class SenderHalf:
         )
 
     def on_fetch(self, peer: int, message: wire.Fetch) -> None:
-        """Serve the blocks of the names that are held without a gap from the first on."""
+        """Serve the named blocks, up to the first one that the pool lacks."""
         refusal = self._refusal(message)
         if refusal is not None or self._blocks is None:
             refused = wire.PullRefusal(message.pull_id, refusal or Refusal.UNKNOWN_TICKET)
@@ -217,7 +218,7 @@ class SenderHalf:
             return
         ticket_id = self._name_loan("fetch", peer, message)
         if ticket_id in self._staged:
-            return  # the same message has come twice
+            return  # this message is a duplicate
         pinned = self._blocks.open(message.names)
         if pinned is None or not pinned.views:
             self._peers.tell(peer, _nothing_of(message))
@@ -225,10 +226,7 @@ class SenderHalf:
         self._lend(peer, message, ticket_id, LentBlocks(pinned, self._blocks.close))
 
     def on_probe(self, peer: int, message: wire.Probe) -> None:
-        """Answer with the bytes that belong to the nonce, this incarnation and this model.
-
-        They are sent like the blocks of a pull.
-        """
+        """Answer with bytes derived from the nonce, and send them like the blocks of a pull."""
         if (refusal := self._refusal(message)) is not None:
             self._peers.tell(peer, wire.PullRefusal(message.pull_id, refusal))
             return
@@ -239,19 +237,20 @@ class SenderHalf:
             self._lend(peer, message, ticket_id, pinned)
 
     def _name_loan(self, kind: str, peer: int, message: wire.Fetch | wire.Probe) -> str:
-        """A ticket id that is the same if a message comes twice, and that no peer can guess.
+        """The ticket id for serving this message.
 
-        It never leaves this process.
+        A duplicate of the message gets the same id. The id never leaves this process, and no peer
+        can guess it.
         """
         return f"{kind}/{peer}/{message.pull_id}/{self._loan_secret}"
 
     def _lend(
         self, peer: int, message: wire.Fetch | wire.Probe, ticket_id: str, pinned: LentBlocks
     ) -> None:
-        """Lend blocks under a ticket that only this process knows."""
+        """Send blocks to a peer under a ticket that only this process knows."""
         views = pinned.blocks.views
         layout = KvLayout(1, len(views), views[0].size)
-        chunk_bytes = min(CHUNK_BYTES, MAX_SPANS * layout.block_bytes)  # a block is a range of META
+        chunk_bytes = min(CHUNK_BYTES, MAX_SPANS * layout.block_bytes)  # META has a range per block
         self.handle(tx.OpenAsked(ticket_id, 0, layout, _FETCH_LEASE_S, chunk_bytes, is_single=True))
         self._staged[ticket_id] = pinned
         self._num_fetches += 1
@@ -275,10 +274,10 @@ class SenderHalf:
     def handle(self, event: tx.SenderEvent) -> None:
         """Pass the event to the core and carry out its effects.
 
-        If the transport copies a part at once, its `PartSent` is the next event.
+        If the transport copies a part at once, the part's `PartSent` is the next event.
         """
         events = [event]
-        for event in events:  # grows meanwhile
+        for event in events:  # the loop appends to `events`
             for effect in self._book.handle(event, time.monotonic()):
                 match effect:
                     case tx.SendPart():
@@ -293,7 +292,7 @@ class SenderHalf:
                         self._close_ticket(ticket_id, reason)
 
     def _send_part(self, effect: tx.SendPart) -> bool:
-        """Whether the part is already sent."""
+        """Send a part. Returns whether it is sent already."""
         if delay := self._delay_s(effect):
             timer = asyncio.get_running_loop().call_later(delay, self._send_late, effect)
             self._late[_late_key(effect)] = timer
@@ -301,7 +300,7 @@ class SenderHalf:
         return self._send_now(effect)
 
     def _delay_s(self, effect: tx.SendPart) -> float:
-        """A test's delay of the link."""
+        """The delay that a test or a failpoint sets for the part, otherwise 0."""
         if self._hooks is not None:
             return self._hooks.part_delay_s(effect.pull_id, effect.part.offset)
         return _SLOW_S if failpoints.hit("prefill.link") == "slow" else 0.0
@@ -346,14 +345,14 @@ class SenderHalf:
     def _send_late(self, effect: tx.SendPart) -> None:
         """Send a part that a test has delayed.
 
-        It has counted as being sent meanwhile, so its ticket and its peer are still there.
+        The core has counted the part as being sent, so its ticket is still open.
         """
         del self._late[_late_key(effect)]
         if self._peers.get(effect.peer) is not None and self._send_now(effect):
             self.handle(tx.PartSent(effect.peer, effect.pull_id))
 
     def _drop_late(self, peer: int, pull_id: int) -> list[tx.PartSent]:
-        """Drop delayed parts: after a refusal they belong to no pull, and the peer would abort."""
+        """Drop a refused pull's delayed parts. The peer would abort if it got one of them."""
         keys = [key for key in self._late if key[:2] == (peer, pull_id)]
         for key in keys:
             self._late.pop(key).cancel()
@@ -369,7 +368,7 @@ class SenderHalf:
                 self.handle(tx.PartSent(peer, pull_id))
 
         connection = self._peers.get(peer)
-        if connection is not None:  # if None, its end is about to be reported
+        if connection is not None:  # if None, the transport is about to report the end
             for piece in pieces:
                 connection.send_payload(pull_id, piece, on_sent)
 

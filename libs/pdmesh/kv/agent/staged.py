@@ -1,4 +1,8 @@
-"""The bytes of a ticket, as the sender reads them: part by part, each piece with its checksum."""
+"""The bytes that a KV agent sends for a ticket, with their checksums.
+
+A ticket is the right to pull one prompt's KV. The sender sends the KV in parts (`pull_parts`). A
+part consists of one or more contiguous pieces, and each piece has a checksum.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,10 @@ Piece = tuple[KvBytes, bytes]  # bytes and their checksum
 
 @dataclass(slots=True, eq=False)
 class StagedRange:
-    """A prompt's bytes in the arena.
+    """A prompt's bytes in the staging arena.
 
-    Checksums of a whole pull's parts are made as their layers get ready.
+    When the layers of a part are written, the part's checksum is computed. This applies to the
+    parts of a pull of all heads and blocks. Other pulls compute their checksums as they send.
     """
 
     data: KvBytes
@@ -28,25 +33,26 @@ class StagedRange:
     checksums: list[bytes] = field(default_factory=list)
     num_written: int = 0  # layers
     hashing: asyncio.Task[None] | None = None
-    has_failed: bool = False  # its checksums could not be made: no pull is served
+    has_failed: bool = False  # a checksum could not be computed, so no pull is served
 
     @property
     def num_to_hash(self) -> int:
-        """Parts that are written and have no checksum."""
+        """The number of parts that are written and have no checksum yet."""
         todo = self.parts[len(self.checksums) :]
         return sum(part.end_layer <= self.num_written for part in todo)
 
     @property
     def num_ready(self) -> int:
-        """Layers in place, with the checksums of all parts that they complete."""
+        """The number of layers that are written and whose completed parts have checksums."""
         if self.has_failed or not self.num_to_hash:
             return self.num_written
         return self.parts[len(self.checksums)].first_layer
 
     def completes_part(self, num_layers: int) -> bool:
-        """Whether a part ends with these layers.
+        """Whether the first `num_layers` layers complete a part of a pull.
 
-        Near the end every layer counts, for it may end a part of another pull.
+        In the last eighth of the layers this is always True: each layer may complete a part of a
+        pull of some heads or blocks.
         """
         is_near_end = num_layers * 8 > self.layout.num_layers * 7
         return is_near_end or any(part.end_layer == num_layers for part in self.parts)
@@ -77,7 +83,7 @@ class StagedRange:
 
 @dataclass(slots=True, eq=False)
 class LentBlocks:
-    """Blocks of a pool, or the bytes of a probe, on their way to one peer."""
+    """Blocks of a pool, or the answer to a probe, while they are sent to one peer."""
 
     blocks: PinnedBlocks
     unpin: Callable[[PinnedBlocks], None]

@@ -1,9 +1,9 @@
-"""A KvAgent on a thread and loop of its own.
+"""Runs a KvAgent (`agent.py`) on its own thread and event loop.
 
-It is for a host whose loop is busy, or that has no loop, such as an engine's worker. Calls may come
-from any thread. Results are `concurrent.futures.Future`s: wait for them, or `asyncio.wrap_future`
-them; cancelling a future cancels the pull. Event callbacks run on the agent's thread and must only
-hand the event over.
+A process uses it if it has no event loop, such as an engine's worker, or if its loop is busy. All
+methods may be called on any thread. They return `concurrent.futures.Future`s, and cancelling the
+future of a pull cancels the pull. Event callbacks run on the agent's thread, so they must only pass
+the event on to another thread.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class AgentThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started: Future[str] = Future()
         self._is_closing = False
-        self._handed: set[_HandedPull[Any]] = set()  # whose futures are not done
+        self._handed: set[_HandedPull[Any]] = set()  # pulls whose futures are not done
 
     def start(self, timeout_s: float = 30.0) -> str:
-        """Blocks until the agent listens; returns its address.
+        """Block until the agent listens. Returns its address.
 
         Raises KvTransferFailed or TimeoutError.
         """
@@ -74,9 +74,9 @@ class AgentThread:
         *,
         chunk_bytes: int | None = None,
     ) -> Future[None]:
-        """Like `KvAgent.open`, whose ValueError the future raises.
+        """Like `KvAgent.open`. The future raises the ValueError of `KvAgent.open`.
 
-        A pull that comes later finds the ticket.
+        A pull that arrives after this call finds the ticket, even if the future is not done.
         """
         agent = self._running()
         return self._post(
@@ -84,10 +84,7 @@ class AgentThread:
         )
 
     def ready(self, ticket_id: str, num_layers: int) -> None:
-        """Like `KvAgent.ready`, in the order of the calls.
-
-        Only layers that complete a part wake the thread.
-        """
+        """Like `KvAgent.ready`. Only layers that complete a part of a pull wake the thread."""
         agent = self._running()
         if agent.completes_part(ticket_id, num_layers):
             agent.post(lambda: agent.ready(ticket_id, num_layers))
@@ -102,9 +99,9 @@ class AgentThread:
         *,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> Future[None]:
-        """Like `KvAgent.stage`, whose ValueError the future raises.
+        """Like `KvAgent.stage`. The future raises the ValueError of `KvAgent.stage`.
 
-        A pull that comes later finds the ticket.
+        A pull that arrives after this call finds the ticket, even if the future is not done.
         """
         agent = self._running()
         return self._post(
@@ -127,7 +124,7 @@ class AgentThread:
         agent.post(lambda: agent.expect(ticket_id, stall_s))
 
     def stats(self) -> AgentStats:
-        """The counters; they may be a moment old: the call does not wait for the agent's thread."""
+        """The counters. They may be a moment old, because this does not wait for the thread."""
         return self._running().stats()
 
     def pull(
@@ -145,9 +142,9 @@ class AgentThread:
         stall_s: float = math.inf,
         on_silent: Callable[[], None] = lambda: None,
     ) -> Future[PullResult]:
-        """Like `KvAgent.pull`, errors included.
+        """Like `KvAgent.pull`. The future raises the same errors.
 
-        Cancelling the future cancels the pull at any time; AgentLandingFreed follows.
+        Cancelling the future cancels the pull. AgentLandingFreed follows.
         """
         agent = self._made()
 
@@ -179,7 +176,10 @@ class AgentThread:
         on_freed: Callable[[], None],
         source: str = "",
     ) -> Future[Sequence[bytes]]:
-        """Like `KvAgent.fetch`; `on_freed` runs on the agent's thread, or here if it has ended."""
+        """Like `KvAgent.fetch`.
+
+        `on_freed` runs on the agent's thread, or on the caller's thread if the agent has ended.
+        """
         agent = self._made()
 
         async def fetch() -> Sequence[bytes]:
@@ -193,13 +193,13 @@ class AgentThread:
                 source=source,
             )
 
-        # A complete fetch has called `on_freed` itself, whether or not its result is taken.
+        # A complete fetch has called `on_freed` already, even if its result is not taken.
         return self._hand_over(fetch, on_freed, is_freed_by_result=True)
 
     def probe(
         self, addresses: Sequence[str], incarnation: int, *, deadline_s: float, source: str = ""
     ) -> Future[None]:
-        """`KvAgent.probe` of each of a peer's ranks, one after the other, within the deadline."""
+        """Call `KvAgent.probe` for each rank of a peer in turn. One deadline applies to all."""
         agent = self._running()
         deadline = time.monotonic() + deadline_s
 
@@ -300,11 +300,12 @@ class AgentThread:
 
 
 class _HandedPull(Generic[T]):
-    """A pull that another thread asked for. With the result its landing range becomes the caller's.
+    """A pull that another thread asked for, and the task that runs it on the agent's loop.
 
-    The agent gives back the range of a pull that fails. In two cases it does not, and the range is
-    given back here: the task is cancelled before its first step and runs none of its code, or the
-    caller cancels a task that is already done.
+    If the pull succeeds, the caller gets the landing range. If it fails, the agent gives the range
+    back, except in two cases. The task may be cancelled before its first step, and then it runs no
+    code of the agent. Or the caller may cancel when the task is already done. In both cases this
+    class gives the range back.
     """
 
     def __init__(
@@ -321,7 +322,10 @@ class _HandedPull(Generic[T]):
         self._refusing = threading.Lock()  # never released after a refusal
 
     def refuse(self) -> None:
-        """The agent's loop has ended: the pull never began, or the agent gave its range back."""
+        """Fail the pull because the agent's loop has ended.
+
+        If the pull never began, this gives the range back. Otherwise the agent has done so.
+        """
         if not self._refusing.acquire(blocking=False):
             return
         if not self._has_begun:

@@ -1,4 +1,4 @@
-"""A timer that runs only while something depends on time, so that an idle agent costs nothing."""
+"""A timer for a KV agent. It runs only while the agent has work, so an idle agent costs nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = structlog.get_logger(__name__)
 
 
 class Ticker:
-    """Calls `on_tick` on the running loop, every `every_s` seconds while `has_work()`."""
+    """Calls `on_tick` on the running loop every `every_s` seconds while `has_work()` is true."""
 
     def __init__(
         self, every_s: float, has_work: Callable[[], bool], on_tick: Callable[[], None]
@@ -21,7 +21,7 @@ class Ticker:
         self._is_stopped = False
 
     def keep_going(self, soon: bool = False) -> None:
-        """Start the timer if there is work; `soon`: also if work is only about to begin."""
+        """Start the timer if there is work, or if work will begin `soon`."""
         if self._timer is None and not self._is_stopped and (soon or self._has_work()):
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._every_s, self._tick)

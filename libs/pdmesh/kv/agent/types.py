@@ -1,4 +1,8 @@
-"""The agent's interface for its users: events, results, counters, and the pool for fetches."""
+"""The types that users of a KV agent (`agent.py`) exchange with it.
+
+They are the agent's identity, its events, results and counters, and the pool of KV blocks that
+peers may fetch from.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,12 @@ class AgentIdentity:
     incarnation: int
     model_fingerprint: str
     rank: int = 0
-    group_id: str = ""  # KV is handed on only within it (S13)
+    group_id: str = ""  # the agent hands KV only to instances of this group (S13)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTicketClosed:
-    """Nothing reads the ticket's staging range any more. It comes once per opened ticket."""
+    """No peer reads the ticket's staging range any more. This comes once per opened ticket."""
 
     ticket_id: str
     reason: str  # taken, released, expired, failed
@@ -31,8 +35,8 @@ class AgentTicketClosed:
 
 AgentEvent = AgentTicketClosed | AgentLandingFreed
 
-# Gets verified bytes that lie at `offset` of the landing range: in order, without gaps, in whole
-# blocks. Must not raise.
+# Called with the offset in the landing range and the verified bytes there. The calls come in order
+# of the offsets, without gaps, with whole blocks. The function must not raise.
 OnRange = Callable[[int, ArenaBytes], None]
 
 
@@ -40,15 +44,15 @@ OnRange = Callable[[int, ArenaBytes], None]
 class PullResult:
     num_bytes: int
     duration_s: float
-    first_range_s: float = 0.0  # from the call to the first verified bytes
+    first_range_s: float = 0.0  # time from the call to the first verified bytes
     num_ranges: int = 1
     num_metas: int = 1
-    checksums: Sequence[bytes] = ()  # of each range, in order, as the sender made them
+    checksums: Sequence[bytes] = ()  # the sender's checksum of each range, in order
 
 
 @dataclass(frozen=True, slots=True)
 class AgentStats:
-    """Counters since the start, and what is held now."""
+    """How many tickets, pulls, sends and peers are open now, and counters since the start."""
 
     num_tickets: int
     num_pulls: int
@@ -61,26 +65,26 @@ class AgentStats:
 
 
 class AgentHooks:
-    """Faults for tests; production passes no hooks. Override what should go wrong."""
+    """Faults for tests. A test overrides the methods that it needs. Production passes no hooks."""
 
     def is_dropped(self, pull_id: int) -> bool:
-        """Receiver: the sender's answer is lost."""
+        """On the receiver: whether to drop the sender's answer, as a bad link does."""
         return False
 
     def on_received(self, payload: ArenaBytes) -> None:
-        """Receiver: a part's bytes landed and are not verified yet."""
+        """On the receiver: a part's bytes have arrived and are not verified yet."""
 
     def on_verified(self, payload: ArenaBytes) -> None:
-        """Receiver: a part's bytes were verified and go to the caller next."""
+        """On the receiver: a part's bytes are verified. The caller gets them next."""
 
     def part_delay_s(self, pull_id: int, offset: int) -> float:
-        """Sender: how long a part waits before it is announced."""
+        """On the sender: how long a part waits before it is announced."""
         return 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlocks:
-    """Blocks of a pool that stay in place until they are closed.
+    """Blocks of a pool that the pool does not evict or move until they are closed.
 
     All views have the same length.
     """
@@ -90,12 +94,21 @@ class PinnedBlocks:
 
 
 class BlockSource(Protocol):
-    """A pool whose blocks peers may fetch by name. Called on the agent's loop; must be quick."""
+    """A pool whose blocks peers may fetch by name.
+
+    The agent calls the methods on its event loop, so they must be quick.
+    """
 
     def open(self, names: Sequence[bytes]) -> PinnedBlocks | None:
-        """Pin the longest beginning of `names` that is held. None or no views: nothing is held."""
+        """Pin the blocks of `names` up to the first one that the pool lacks.
+
+        Returns None or no views if the pool lacks the first block.
+        """
         ...
 
     def close(self, pinned: PinnedBlocks) -> None:
-        """Nothing reads the views any more. Called once per `open` that returned views."""
+        """Unpin blocks that the agent no longer reads.
+
+        The agent calls this once per `open` that returned views.
+        """
         ...

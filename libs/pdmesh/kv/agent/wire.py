@@ -1,18 +1,17 @@
 """The messages between two KV agents: fixed little-endian headers, checked lengths, no pickle.
 
-One message asks for a pull, one META announces each part of it as contiguous ranges, never blocks
-(S49), and one ACK ends it. Small parts follow META in the same message. `parse` takes any bytes and
-returns a message or raises WireError, nothing else.
+A receiver asks a sender for KV with PULL (a ticket's KV), FETCH (blocks by name) or PROBE. The
+sender announces each part of the answer with a META message, as contiguous ranges of bytes and
+never as blocks (S49). A small part travels inside its META. The receiver ends the pull with ACK.
 
-Each message is sealed by a checksum over all of it except an inline payload, which has checksums of
-its own in META. Without the seal, a changed bit in a ticket id, a pull id or a flag could request,
-answer, end or renew another request's transfer. META also names the message that it answers
-(`question`), so that a valid answer to another pull is not accepted. The seal has no key: it
+Each message carries a seal. The seal is a checksum of the message without the inline payload; the
+checksums of the payload are in META. Without the seal, a changed bit in a ticket id, a pull id or a
+flag could request, answer, end or renew another request's transfer. The seal has no key: it
 protects against faults, not against forgers. The transport's handshake and unguessable ticket ids
 keep forgers out.
 
-Messages and core events are not `frozen`: a small pull makes 25 of them, and freezing
-them would make the pull 10 % more expensive.
+Messages and core events are not `frozen`. A small pull makes 25 of them, and freezing them would
+make the pull 10 % more expensive.
 """
 
 from __future__ import annotations
@@ -33,25 +32,26 @@ MAGIC = b"PDKV"
 VERSION = 6
 
 _CHECKSUM_KINDS = frozenset(ChecksumKind)
-MAX_INLINE = INLINE_BYTES  # payload that may follow META inline
+MAX_INLINE = INLINE_BYTES  # the largest payload that META may carry
 MAX_RANGES = MAX_SPANS
 MAX_NAMES = 1024
 NAME_BYTES = 16
 MAX_PULL_BYTES = 1 << 44
 CHECKSUM_BYTES = 16
 
-# magic, version, kind, detail (META's kind of checksums, else 0), message bytes, pull id
+# magic, version, kind of message, detail (the ChecksumKind in META, otherwise 0), bytes of the
+# message, pull id
 _HEAD = struct.Struct("<4sBBHIQ")
-_SEAL = struct.Struct("<Q")  # after the head: xxh3_64 of the head and of what follows the seal
+_SEAL = struct.Struct("<Q")  # after the head: xxh3_64 of the head and the body
 BODY_AT = _HEAD.size + _SEAL.size
 _KIND_AT = 5
 # attempt, incarnation, fingerprint, first block, first head, heads, takers, decode, group, bytes of
 # the ticket id
 _PULL = struct.Struct("<IQQIIIBQQH")
-_FETCH = struct.Struct("<QQH")  # incarnation, fingerprint, names
+_FETCH = struct.Struct("<QQH")  # incarnation, fingerprint, number of names
 _PROBE = struct.Struct(f"<QQ{NAME_BYTES}s")  # incarnation, fingerprint, nonce
-_RENEW = struct.Struct("<IQH")  # attempt, incarnation, ticket id bytes
-_META = struct.Struct("<QQHB")  # question, bytes of the whole pull, ranges, is inline
+_RENEW = struct.Struct("<IQH")  # attempt, incarnation, bytes of the ticket id
+_META = struct.Struct("<QQHB")  # question, bytes of the whole pull, number of ranges, is inline
 _RANGE = struct.Struct(f"<QQ{CHECKSUM_BYTES}s")  # offset in the landing range, bytes, checksum
 _BYTE = struct.Struct("<B")
 
@@ -76,7 +76,8 @@ class Kind(IntEnum):
 class Pull:
     """Receiver to sender: send this ticket's blocks from `first_block` on.
 
-    `num_heads`: how many heads; 0: all.
+    `num_heads` is how many heads the receiver wants, and 0 means all. The decode has `num_takers`
+    ranks that pull the ticket from this sender.
     """
 
     pull_id: int
@@ -88,13 +89,13 @@ class Pull:
     first_head: int = 0
     num_heads: int = 0
     num_takers: int = 1
-    decode: int = 0  # which decode the takers belong to
-    group_hash: int = 0  # the receiver's group: only this group hands KV to it
+    decode: int = 0  # `decode_hash` of the decode and leg that the takers belong to
+    group_hash: int = 0  # the receiver's group: the sender refuses other groups
 
 
 @dataclass(slots=True)
 class Fetch:
-    """Receiver to sender: send the named blocks, up to the first that your pool lacks."""
+    """Receiver to sender: send the named blocks, up to the first one that your pool lacks."""
 
     pull_id: int
     incarnation: int
@@ -114,27 +115,28 @@ class Probe:
 
 @dataclass(slots=True)
 class Range:
-    """Contiguous bytes; `offset` is where they belong in the landing range."""
+    """Contiguous bytes, and their offset in the receiver's landing range."""
 
     offset: int
     length: int
-    checksum: bytes  # of the bytes, as META's `checksums` says
+    checksum: bytes  # of the kind that META names
 
 
 @dataclass(slots=True)
 class Meta:
     """Sender to receiver: this part of a pull is coming.
 
-    One payload per range follows, or `inline` bytes follow the ranges. The ranges are consecutive,
-    and so are the parts of a pull.
+    Either `inline` has the bytes of all ranges, or one payload per range follows this message. The
+    ranges of a part are consecutive, and the parts of a pull are consecutive. `question` lets the
+    receiver reject a valid answer to another pull.
     """
 
     pull_id: int
-    num_bytes: int  # of all parts together
+    num_bytes: int  # of all parts of the pull together
     ranges: tuple[Range, ...]
     inline: memoryview | None = None
-    question: int = 0  # `question` of the message that asked for the pull
-    checksums: ChecksumKind = ChecksumKind.XXH3  # how those of the ranges were made
+    question: int = 0  # the checksum `question` of the message that asked for the pull
+    checksums: ChecksumKind = ChecksumKind.XXH3  # the kind of the ranges' checksums
 
     @property
     def offset(self) -> int:
@@ -157,8 +159,8 @@ class PullRefusal:
 class Ack:
     """Receiver to sender: the pull is over.
 
-    `is_taken`: the bytes are verified, and the ticket may be closed. If false: announce no more
-    parts of this pull.
+    If `is_taken`, the receiver has verified the bytes, and the sender may close the ticket. If not,
+    the sender must announce no more parts of this pull.
     """
 
     pull_id: int
@@ -167,7 +169,10 @@ class Ack:
 
 @dataclass(slots=True)
 class Renew:
-    """Receiver to sender: keep the ticket for another lease: it is not pulled yet. No answer."""
+    """Receiver to sender: keep the ticket, which is not pulled yet, for another lease.
+
+    The sender does not answer.
+    """
 
     ticket_id: str = field(repr=False)
     attempt: int
@@ -179,12 +184,12 @@ Question = Pull | Fetch | Probe
 
 
 def question(message: Question) -> int:
-    """A checksum of the message's fields. Each end computes it from its own copy."""
+    """A checksum of the message's fields. Both ends compute it, each from its own copy."""
     return xxhash.xxh3_64_intdigest(_plain(message))
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """The message in parts, to be sent one after the other."""
+    """The message as buffers, to be sent one after the other."""
     plain = _plain(message)
     seal = _SEAL.pack(xxhash.xxh3_64_intdigest(plain))
     sealed = plain[: _HEAD.size] + seal + plain[_HEAD.size :]
@@ -235,7 +240,10 @@ def _plain(message: Message) -> bytes:
 
 
 def parse(data: memoryview) -> Message:
-    """One whole message. `Meta.inline` is a view of `data`. Raises WireError."""
+    """Parse one whole message from any bytes. Raises WireError and nothing else.
+
+    `Meta.inline` is a view of `data`.
+    """
     if len(data) < BODY_AT:
         raise WireError(f"a message of {len(data)} bytes is too short")
     magic, version, kind, detail, size, pull_id = _HEAD.unpack_from(data)
@@ -257,7 +265,7 @@ def parse(data: memoryview) -> Message:
 
 
 def seal_of(data: memoryview) -> int:
-    """What the seal of these bytes must be; there are at least BODY_AT of them."""
+    """The right seal for a message, which must have at least BODY_AT bytes."""
     body = data[BODY_AT:]
     if data[_KIND_AT] == Kind.META and len(body) >= _META.size:
         num_ranges: int = _META.unpack_from(body)[2]  # checked by the seal
@@ -353,9 +361,9 @@ def _parse_meta(pull_id: int, data: memoryview) -> Meta:
 
 
 def _tiled_bytes(ranges: tuple[Range, ...], num_bytes: int) -> int:
-    """The length of the ranges together.
+    """The total length of the ranges. Raises WireError unless they are consecutive in the pull.
 
-    They are consecutive within the pull, so no byte can land outside the range or twice.
+    Consecutive ranges write no byte twice and none outside the landing range.
     """
     start = end = ranges[0].offset if ranges else 0
     for r in ranges:

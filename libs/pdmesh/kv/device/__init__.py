@@ -1,1 +1,1 @@
-"""Copies between the engine's paged blocks and contiguous bytes, on a processor and on a GPU."""
+"""Copies between the engine's paged KV blocks and contiguous bytes, on a CPU and on a GPU."""

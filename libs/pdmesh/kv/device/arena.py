@@ -1,8 +1,8 @@
-"""An arena in a GPU's memory: gather writes it, UCX reads and writes it, scatter reads it.
+"""An arena for KV in a GPU's memory: gather writes it, UCX moves it, scatter reads it.
 
-The memory comes from cudaMalloc, by RMM. torch's own allocator may map memory in pieces
-(`expandable_segments`), which cuda_ipc and GPUDirect do not reach. Checksums and small copies have
-a stream of their own, so they do not wait for the model.
+RMM allocates the memory with cudaMalloc. torch's allocator would not do, because it may map memory
+in pieces (`expandable_segments`) that cuda_ipc and GPUDirect cannot reach. Checksums and small
+copies run on a separate CUDA stream, so they do not wait for the model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ log = structlog.get_logger(__name__)
 
 
 class DeviceArena:
-    """`ArenaMemory` on `device`; on "cpu" it is host memory that is used as a GPU's, for tests.
+    """An `ArenaMemory` on `device`.
 
-    Raises OSError if the device has too little memory.
+    For tests, `device` may be "cpu". The code then treats host memory like a GPU's memory. Raises
+    OSError if the device has too little memory.
     """
 
     def __init__(self, size: int, device: Any) -> None:
@@ -42,12 +43,12 @@ class DeviceArena:
         return DeviceBytes(self._bytes[r.offset : r.offset + r.length], self._work)
 
     def close(self) -> None:
-        """Release the memory; it is freed when the last view is gone."""
+        """Release the memory. The device frees it when the last view is gone."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
 class _Work:
-    """On a stream of its own; any thread may call."""
+    """The `DeviceWork` of an arena, on a separate stream. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,7 +92,7 @@ def _allocated(size: int, device: torch.device) -> Any:
     try:
         with torch.cuda.device(device):
             memory = rmm.DeviceBuffer(size=size, mr=rmm.mr.CudaMemoryResource())
-            found = torch.as_tensor(memory, device=device)  # keeps `memory`
+            found = torch.as_tensor(memory, device=device)  # the tensor keeps `memory` alive
             torch.cuda.synchronize(device)
     except MemoryError as error:
         raise OSError(f"{size} bytes of the GPU's memory: {error}") from error

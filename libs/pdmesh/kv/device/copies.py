@@ -1,9 +1,10 @@
-"""Copies between a device's paged blocks and an arena, beside the model (S50).
+"""Copies between a GPU's paged KV blocks and an arena, while the model computes (S50).
 
-A side stream gathers into an arena on the device. For a page-locked arena on the host, it gathers
-into a scratch buffer on the device and copies from there with the copy engine, which leaves the
-compute units to the model. The streams wait for each other on the device, by events: the calling
-thread queues the work and returns. Another thread waits until the copies end and calls back.
+The copies run on a side stream. If the arena is on the device, the side stream gathers directly
+into it. If the arena is page-locked host memory, the side stream gathers into a scratch buffer on
+the device, and the copy engine copies from there to the host. The compute units stay free for the
+model. The streams wait for each other on the device, by events, so the calling thread only queues
+the work. Another thread waits until the copies end and calls back.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from pdmesh.kv.transport.device_bytes import DeviceBytes
 log = structlog.get_logger(__name__)
 
 SCRATCH_BYTES = 256 << 20
-OnDone = Callable[[], None] | None  # None: the call waits for the end of its copy
-_Span = tuple[int, int]
-_Waiting = tuple[Any, Callable[[], None]]  # Any: torch's Event
+OnDone = Callable[[], None] | None  # with None, the call waits until its copy ends
+_Span = tuple[int, int]  # first, count
+_Waiting = tuple[Any, Callable[[], None]]  # a torch Event and its callback
 
 
 class DeviceCopies:
-    """One object per cache, made on the model's thread. It calls back on a thread of its own.
+    """The copies of one cache. Make it on the model's thread. It calls back on its own thread.
 
-    The waiting copies are bounded by the arena's ranges: each range has at most one copy.
+    The queue of waiting copies has no limit, but each range of the arena has at most one copy.
     """
 
     def __init__(self, blocks: DeviceBlocks, device: Any) -> None:
@@ -47,9 +48,9 @@ class DeviceCopies:
     def gather(
         self, block_ids: Sequence[int], out: KvBytes, layers: _Span, on_done: OnDone
     ) -> None:
-        """Gather what the model's stream has written so far.
+        """Gather the blocks, with everything that the model's stream has written so far.
 
-        The stream's next work waits until the gather is done, but not for the copy.
+        Later work on the model's stream waits for the gather, but not for the copy to the host.
         """
         model = torch.cuda.current_stream(self._device)
         with self._lock, torch.cuda.stream(self._stream):
@@ -81,7 +82,7 @@ class DeviceCopies:
     def scatter_now(
         self, source: KvBytes, block_ids: Sequence[int], layers: _Span, heads: _Span | None
     ) -> None:
-        """Scatter, and return when it is complete; do not call it on the model's thread.
+        """Scatter, and return when the scatter is complete. Not for the model's thread.
 
         No request may have begun to read the blocks.
         """
@@ -91,7 +92,7 @@ class DeviceCopies:
         self, source: KvBytes, block_ids: Sequence[int], layers: _Span, heads: _Span
     ) -> Any:
         with self._lock, torch.cuda.stream(self._stream):
-            # The current step may still read the blocks for the request that held them last.
+            # The current step may still read the blocks for the request that had them before.
             self._stream.wait_stream(self._model)
             ids = self._ids(block_ids)
             if isinstance(source, DeviceBytes):
@@ -119,9 +120,9 @@ class DeviceCopies:
     def _parts(
         self, num_blocks: int, layers: _Span, num_heads: int
     ) -> list[tuple[_Span, int, int]]:
-        """(layers, begin in the buffer, bytes) of each part that the scratch buffer can hold.
+        """Divide the layers into parts that fit the scratch buffer: (layers, begin, bytes) each.
 
-        A part has at least one layer.
+        `begin` is a position in the arena's range. A part has at least one layer.
         """
         layer_bytes = self._blocks.buffer_bytes(num_blocks, 1, num_heads)
         if layer_bytes > self._scratch.numel() or not self._scratch.numel():
@@ -157,7 +158,7 @@ class DeviceCopies:
 
 
 def lock_pages(memory: ByteArray) -> None:
-    """Register an arena's pages with the device, so that it copies to and from them by itself.
+    """Lock an arena's pages in memory, so that the device can copy to and from them.
 
     Raises OSError.
     """

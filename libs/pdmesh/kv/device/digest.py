@@ -1,11 +1,10 @@
-"""A checksum of 128 bits that a GPU computes as fast as it reads, and that the host can compute.
+"""A checksum of 128 bits for KV bytes. A GPU computes it as fast as it reads; the host can, too.
 
-xxh3 carries a state from block to block, so one stream of it occupies one thread. Here every word
-of 8 bytes is mixed with its place, and the results are added: a plain sum and one weighted by
-place, both modulo 2^64. Any order of additions gives the same sums, so each program of a kernel
-adds up its own words. A changed word always changes the plain sum. The checksum guards against
-faults, not against forgers. Only `mixed` and `weight` decide what is added: Triton compiles them,
-and numpy runs them.
+xxh3 would be slow on a GPU, because it carries a state from block to block. Here every word of 8
+bytes is mixed with its place, and the results are added up. There are two sums modulo 2^64: a plain
+sum and a sum weighted by place. The order of additions does not matter, so each program of a kernel
+can add up its own words. A changed word always changes the plain sum. The checksum protects against
+faults, not against forgers. The functions `mixed` and `weight` run in Triton and in numpy.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _MASK: Final = (1 << 64) - 1
 _STEP_WORDS: Final = 8192  # words that numpy mixes at a time: they fit in the cache
 
 
-# Both take uint64 of numpy or of Triton, and wrap around. They have no annotations, since Triton
-# would look up their names. The factors are those of splitmix64.
+# `mixed` and `weight` take uint64 values of numpy or of Triton, and wrap around. They have no
+# annotations, because Triton would try to resolve them. The constants are from splitmix64.
 def mixed(word, place):  # type: ignore[no-untyped-def]
-    """The word's part in the plain sum: a bijection of the word, a different one for each place."""
+    """The word's part in the plain sum: a bijection of the word, a different one per place."""
     x = word ^ (place * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03)
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -34,16 +33,16 @@ def mixed(word, place):  # type: ignore[no-untyped-def]
 
 
 def weight(place):  # type: ignore[no-untyped-def]
-    """The place's factor in the weighted sum; odd, so that no change of a word is lost."""
+    """The place's factor in the weighted sum. It is odd, so that no change of a word is lost."""
     return place * 2 + 1
 
 
-_MIXED: Final[Any] = mixed  # for callers with types
+_MIXED: Final[Any] = mixed  # for typed callers
 _WEIGHT: Final[Any] = weight
 
 
 def digest(data: ByteArray) -> bytes:
-    """The checksum of host memory: 16 bytes."""
+    """The checksum (16 bytes) of bytes in host memory."""
     num_words = data.size // WORD_BYTES
     whole = np.ascontiguousarray(data[: num_words * WORD_BYTES])
     words: npt.NDArray[np.uint64] = _as_words(whole)
@@ -59,7 +58,10 @@ def digest(data: ByteArray) -> bytes:
 
 
 def finished(plain: int, weighted: int, num_bytes: int) -> bytes:
-    """The digest of both sums. The length tells zeros at the end from the padding of a word."""
+    """The checksum from both sums and the length.
+
+    The length distinguishes zeros at the end of the data from the padding of the last word.
+    """
     a, b = (plain + num_bytes) & _MASK, (weighted ^ num_bytes) & _MASK
     return struct.pack("<QQ", a, b)
 

@@ -1,4 +1,4 @@
-"""The Triton kernel behind `digest`: one program mixes and adds up a tile of words."""
+"""The Triton kernel that computes `digest` on a GPU. One program adds up a tile of words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _mixed = compiled(digest.mixed)
 _weight = compiled(digest.weight)
 
 
-# Only Triton's own annotations: see `kernels`.
+# The parameters have only Triton's own annotations, as in `kernels`.
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum(words, sums, num_words, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
@@ -34,7 +34,10 @@ def _sum(words, sums, num_words, tile: tl.constexpr):  # type: ignore[no-untyped
 
 
 def sums_of(data: torch.Tensor) -> Any:
-    """Queue the sums of a range (uint8); returns a tensor of two int64 on its device."""
+    """Queue the computation of both sums of `data` (uint8).
+
+    Returns a tensor of two int64 on the device of `data`.
+    """
     num_bytes = data.numel()
     if num_bytes % WORD_BYTES or data.data_ptr() % WORD_BYTES:
         padded = torch.zeros(

@@ -1,4 +1,7 @@
-"""The Triton kernel behind `operators`: one program moves a tile of one head's block of a layer."""
+"""The Triton kernel of `operators`, which gathers and scatters KV blocks on a GPU.
+
+One program of the kernel moves one tile of words, from one block of one head in one layer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ from pdmesh.kv.device.words import TILE_WORDS, WordPlan
 
 
 def compiled(arithmetic: Callable[..., Any]) -> Any:
-    """Triton compiles only functions of its own kind; its interpreter calls any function."""
+    """Make a plain function callable from a kernel.
+
+    A compiled kernel can call only functions that Triton compiles. Triton's interpreter can call
+    any function.
+    """
     return arithmetic if triton.knobs.runtime.interpret else triton.jit(arithmetic)
 
 
@@ -28,8 +35,8 @@ _WORDS = {
 }
 
 
-# Only Triton's own annotations: Triton reads all of them, and cannot resolve typing names from this
-# module's imports.
+# The parameters have only Triton's own annotations. Triton reads all annotations and cannot resolve
+# names of `typing`.
 @triton.jit  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
     pointers,
@@ -76,7 +83,7 @@ def move(
     *,
     is_gather: bool,
 ) -> None:
-    """Queue one launch on the current stream. Sizes have been checked."""
+    """Queue one launch on the current stream. The caller has checked all sizes."""
     word, dtype = _WORDS[plan.word_bytes]
     grid = (len(pointers) * num_heads, len(block_ids), plan.num_tiles)
     _move[grid](

@@ -1,9 +1,10 @@
-"""Gather and RecvScatter as operators on a device's stream (S50): all layers in one launch.
+"""Gather and RecvScatter on a GPU: copy KV blocks of all layers in one kernel launch (S50).
 
-The buffer is [layer][head][block][head's bytes], with only the heads asked for. Only `cache_word`
-and `buffer_word` decide what each program of the kernels moves. They are plain arithmetic that
-Triton compiles and that tests run on arrays without Triton. Memory is addressed in the widest words
-that divide every stride. torch and Triton are imported only if there is a device.
+Gather copies from the engine's paged blocks to a contiguous buffer, and RecvScatter copies back.
+The buffer is [layer][head][block][head's bytes], and has only the requested heads. The functions
+`cache_word` and `buffer_word` compute the addresses. They are plain arithmetic that Triton
+compiles, and that tests run on arrays. The kernel moves the widest words that divide every stride.
+torch and Triton are imported only if there is a device.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class DeviceBlocks:
-    """The layers' paged caches on one device, all with one layout.
+    """The paged caches of all layers on one device. All layers have the same layout.
 
-    Calls return when the launch is queued. Everything runs on the caller's current stream; ids and
-    buffers are tensors on the caches' device.
+    A call queues a launch on the caller's current stream and returns. Block ids and buffers are
+    tensors on the device of the caches.
     """
 
     def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
@@ -34,7 +35,7 @@ class DeviceBlocks:
         self._plan = word_plan(where)
         self.where = where
         self.num_layers = len(caches)
-        self._caches = list(caches)  # keeps the memory behind the pointers
+        self._caches = list(caches)  # keeps the memory of the pointers alive
         pointers = [cache.data_ptr() for cache in caches]
         if any(p % self._plan.word_bytes for p in pointers):
             raise ValueError("a cache begins between two words")
@@ -50,9 +51,10 @@ class DeviceBlocks:
         layers: tuple[int, int] | None = None,
         heads: tuple[int, int] | None = None,
     ) -> None:
-        """Copy blocks into `out` (uint8): of the layers and heads (first, count), or of all.
+        """Copy blocks into `out` (uint8).
 
-        Raises ValueError unless sizes match.
+        `layers` and `heads` are (first, count), and by default all. Raises ValueError unless the
+        sizes match.
         """
         self._move(block_ids, out, layers, heads, is_gather=True)
 

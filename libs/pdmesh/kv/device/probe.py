@@ -1,4 +1,8 @@
-"""Finds the facts for `core.kv.transfer.gpu_or_host`: UCX's transports, what reads GPU memory."""
+"""Finds out how KV can travel from this machine: UCX's transports, and RDMA access to GPU memory.
+
+From these facts, `core.kv.transfer.gpu_or_host` decides whether the arenas for KV are in the GPU's
+memory or in the host's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from pdmesh.kv.transport.ucx_worker import context_info, is_local, options_for
 
 log = structlog.get_logger(__name__)
 
-# As UCX itself looks for the module that lets an RDMA device read a GPU's memory.
+# The kernel module that lets an RDMA device read a GPU's memory. UCX checks the same paths.
 _PEER_MEMORY: Final = (
     Path("/sys/kernel/mm/memory_peers/nv_mem/version"),
     Path("/sys/module/nvidia_peermem/version"),
@@ -20,10 +24,10 @@ _PEER_MEMORY: Final = (
 
 
 def path_facts(device: Any, host: str, arena_bytes: int) -> PathFacts:
-    """`device`: the torch device of the KV cache; `host`: where KV is sent from. Any: of torch.
+    """The facts for a KV cache on a torch device, sent from the network address `host`.
 
-    UCX is asked in this process, with the options and the environment that the agent will use.
-    Raises KvTransferFailed if UCX does not start.
+    This makes a UCX context with the options and the environment that the agent will use. Raises
+    KvTransferFailed if UCX does not start.
     """
     kind = device.type
     if kind == "cpu":
@@ -44,7 +48,7 @@ def host_facts(host: str) -> PathFacts:
 
 
 def gpu_reader(device: Any) -> str:
-    """How RDMA devices reach the GPU's memory: nvidia_peermem, DMA-BUF, or not at all."""
+    """How RDMA devices reach the GPU's memory: nvidia_peermem, DMA-BUF, or empty for no way."""
     if any(path.exists() for path in _PEER_MEMORY):
         return "nvidia_peermem"
     return "DMA-BUF" if _has_dma_buf(device.index or 0) else ""
@@ -56,7 +60,7 @@ def _has_dma_buf(index: int) -> bool:
 
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
         status, value = driver.cuDeviceGetAttribute(attribute, index)
-    except Exception as error:  # noqa: BLE001  another driver, or none: then it is not used
+    except Exception as error:  # noqa: BLE001  no driver, or another one: DMA-BUF is not used
         log.info("kv.no_dma_buf", error=str(error))
         return False
     return not int(status) and bool(value)

@@ -1,10 +1,10 @@
-"""Copies between discrete blocks and the contiguous buffer (S50): gather at the sender, RecvScatter
-at the receiver.
+"""Copies between KV blocks in host memory and a contiguous buffer (S50).
 
-Consecutive blocks in the cache are one copy; otherwise numpy selects rows of 8-byte words, its fast
-path for index arrays. Torch tensors come in as `t.view(torch.uint8).numpy()`, which copies nothing.
-It uses one thread: memory is the limit, and a second thread would take a core from the step that
-runs beside it.
+The sender gathers blocks into the buffer, and the receiver scatters the buffer into its blocks
+(RecvScatter). A long run of consecutive blocks is copied at once. Otherwise numpy selects rows by
+an index array, which is fast with 8-byte words. Torch tensors are passed as
+`t.view(torch.uint8).numpy()`, without a copy. One thread does the work, because memory is the
+limit, and a second thread would take a core from the engine's step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ByteMatrix = npt.NDArray[np.uint8]  # (blocks, bytes of one block of one layer),
 BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 Run = tuple[int, int, int]  # first block in the cache, first place in the buffer, number of blocks
 
-# From this size on, a copy per run beats one selection of all rows: measured on 64 MiB in pieces of
-# 4 to 96 KiB.
+# If the runs have at least this size on average, one copy per run is faster than one selection of
+# all rows. Measured on 64 MiB in pieces of 4 to 96 KiB.
 _RUN_BYTES = 128 << 10
 
 
@@ -36,10 +36,10 @@ def runs_of(ids: npt.NDArray[np.intp]) -> list[Run]:
 
 
 class HostBlocks:
-    """The layers' blocks in host memory, prepared once for any number of copies.
+    """The blocks of all layers in host memory, prepared for any number of copies.
 
-    Raises ValueError if the rows of a layer are not contiguous. A layer may have its own block
-    size.
+    Layers may have different block sizes. Raises ValueError if the rows of a layer are not
+    contiguous.
     """
 
     def __init__(self, caches: Sequence[ByteMatrix]) -> None:
@@ -48,25 +48,25 @@ class HostBlocks:
         self._block_bytes = sum(int(cache.shape[1]) for cache in caches)
 
     def gather(self, block_ids: BlockIds, out: ByteArray) -> None:
-        """Copy the named blocks of each layer into `out`, layer-major.
+        """Copy the blocks of each layer into `out`, layer by layer.
 
-        Raises ValueError unless sizes match.
+        Raises ValueError unless the sizes match.
         """
         ids, runs = self._plan(block_ids, out)
         start = 0
         for rows in self._rows:
             target, start = _next_rows(out, start, len(ids), rows)
             if runs is None:
-                # ids are checked; "raise" would go through a buffer
+                # The ids are checked already. In mode "raise", numpy would use an extra buffer.
                 np.take(rows, ids, axis=0, out=target, mode="clip")
                 continue
             for first, place, count in runs:
                 target[place : place + count] = rows[first : first + count]
 
     def scatter(self, source: ByteArray, block_ids: BlockIds) -> None:
-        """Copy `source` back to the named blocks of each layer.
+        """Copy `source`, laid out as `gather` does it, to the blocks of each layer.
 
-        Raises ValueError unless sizes match.
+        Raises ValueError unless the sizes match.
         """
         ids, runs = self._plan(block_ids, source)
         start = 0
@@ -75,15 +75,15 @@ class HostBlocks:
             _put_rows(rows, ids, runs, landed)
 
     def scatter_part(self, data: ByteArray, offset: int, block_ids: BlockIds) -> None:
-        """Copy a part of the buffer that `scatter` takes: whole blocks from byte `offset` on.
+        """Copy `data`, a part of the buffer that `scatter` takes, to the blocks.
 
-        A part may begin and end inside a layer. Raises ValueError if it cuts a block or goes beyond
-        the last layer.
+        The part begins at byte `offset` of the buffer. It may begin and end inside a layer. Raises
+        ValueError if the part cuts a block or extends beyond the last layer.
         """
         ids = np.asarray(block_ids, dtype=np.intp)
         start = 0  # where the layer begins in the whole buffer
         end = offset + data.size
-        planned, runs = (0, 0), list[Run]()  # equal for all layers that lie wholly in the part
+        planned, runs = (0, 0), list[Run]()  # the same for all layers that are whole in the part
         for rows in self._rows:
             block_bytes = rows.shape[1] * rows.itemsize
             stop = start + len(ids) * block_bytes
@@ -102,7 +102,7 @@ class HostBlocks:
             raise ValueError(f"bytes {offset} to {end} are outside a buffer of {start} bytes")
 
     def _runs(self, ids: npt.NDArray[np.intp]) -> list[Run]:
-        """`runs_of` with a check per run: numpy's min and max cost more than a small copy."""
+        """The runs of checked ids. The check is per run, because numpy's min and max are slower."""
         runs = runs_of(ids)
         if any(first < 0 or first + count > self._num_blocks for first, _, count in runs):
             raise ValueError(f"block ids outside 0..{self._num_blocks - 1}")
@@ -111,7 +111,7 @@ class HostBlocks:
     def _plan(
         self, block_ids: BlockIds, buffer: ByteArray
     ) -> tuple[npt.NDArray[np.intp], list[Run] | None]:
-        """The checked ids, and their runs if copying runs is faster."""
+        """The checked ids, and their runs if a copy per run is faster than a selection."""
         ids = np.asarray(block_ids, dtype=np.intp)
         expected = len(ids) * self._block_bytes
         if buffer.size != expected:
@@ -125,7 +125,7 @@ class HostBlocks:
 
 
 def _is_faster(runs: Sequence[Run], num_bytes: int) -> bool:
-    """Whether copying `num_bytes` of one layer by its runs beats one selection."""
+    """Whether a copy per run is faster than a selection, for `num_bytes` of one layer."""
     return len(runs) == 1 or num_bytes // max(1, len(runs)) >= _RUN_BYTES
 
 
@@ -169,7 +169,7 @@ def scatter_part(
 def _next_rows(
     buffer: ByteArray, start: int, count: int, like: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], int]:
-    """`count` rows from `start` on, shaped like the rows of `like`, and where they end."""
+    """`count` rows of the buffer from `start` on, shaped like the rows of `like`, and their end."""
     width = like.shape[1]
     end = start + count * width * like.itemsize
     return buffer[start:end].view(like.dtype).reshape(count, width), end

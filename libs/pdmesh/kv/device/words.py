@@ -1,5 +1,6 @@
-"""Where each word of a block lies, in the cache and in the buffer: arithmetic for Triton and
-arrays.
+"""Computes the position of each word of a KV block, in the paged cache and in the buffer.
+
+The same arithmetic runs in Triton kernels (`kernels.py`) and, in tests, on arrays.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from pdmesh.core.kv.layout.head_blocks import HeadBlocks
 TILE_WORDS = 1024  # words that one program moves
 
 
-_MAX_OUTER = 2  # K or V, and token
+_MAX_OUTER = 2  # an axis for K or V, and an axis for tokens
 
 
 _WORD_BYTES = (8, 4, 2, 1)
 
 
-# Both take ints, arrays or Triton's values. They have no annotations, since Triton would look up
-# their names.
+# `cache_word` and `buffer_word` take ints, arrays or Triton's values. They have no annotations,
+# because Triton would try to resolve them.
 def cache_word(word, run_words, inner_count, outer_stride, inner_stride):  # type: ignore[no-untyped-def]
-    """Where word `word` of a head's block lies in the cache, counted from the block's start."""
+    """The position in the cache of word `word` of a head's block, counted from its start."""
     run = word // run_words
     outer = run // inner_count
     inner = run % inner_count
@@ -28,16 +29,16 @@ def cache_word(word, run_words, inner_count, outer_stride, inner_stride):  # typ
 
 
 def buffer_word(row, block, num_blocks, head_words):  # type: ignore[no-untyped-def]
-    """Where a head's block begins in the buffer.
+    """The position in the buffer where a head's block begins.
 
-    `row` counts layers, and within each layer the heads that are asked for.
+    `row` is the index of a pair of layer and head. It counts only the requested heads.
     """
     return (row * num_blocks + block) * head_words
 
 
 @dataclass(frozen=True, slots=True)
 class WordPlan:
-    """How a layer's cache is read in words of `word_bytes`; a kernel also gets pointers and ids."""
+    """The sizes and strides of a layer's cache, in words of `word_bytes`."""
 
     word_bytes: int
     head_words: int
@@ -50,7 +51,7 @@ class WordPlan:
 
     @property
     def num_tiles(self) -> int:
-        """Programs per block of a head."""
+        """The number of programs that move one block of one head."""
         return -(-self.head_words // TILE_WORDS)
 
 

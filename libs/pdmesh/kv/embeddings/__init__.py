@@ -1,1 +1,1 @@
-"""Embeddings of images between instances: their names, their pool at an encoder, their fetch."""
+"""The names of image embeddings, and an encoder's pool from which prefills fetch embeddings."""

@@ -1,6 +1,7 @@
-"""The embeddings that an encoder holds, for others to fetch by name: the KV agent's `BlockSource`.
+"""The image embeddings of an encoder, which prefills fetch by name.
 
-The engine's thread adds embeddings; the agent's thread lends them.
+The pool is a `BlockSource` of the encoder's KV agent. The engine's thread adds embeddings, and the
+agent's thread lends them to peers.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class EmbeddingPool:
         return self._lru.num_bytes
 
     def add(self, name: bytes, data: ByteArray) -> Sequence[bytes] | None:
-        """Hold `data`, which must not change any more; returns the names of those that left.
+        """Add embeddings. Returns the names of evicted ones, or None if there is no room.
 
-        None if there is no room for it.
+        `data` must not change any more.
         """
         with self._lock:
             left = self._lru.add(name, data.size)
@@ -47,7 +48,10 @@ class EmbeddingPool:
             return left
 
     def open(self, names: Sequence[bytes]) -> PinnedBlocks | None:
-        """Views of one fetch have one length: the first embedding of another size ends it."""
+        """Pin the embeddings of `names`, up to the first that is missing or has another size.
+
+        All views of one fetch must have the same length.
+        """
         with self._lock:
             held = self._lru.pin(names)
             num = next(

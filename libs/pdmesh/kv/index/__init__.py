@@ -1,1 +1,1 @@
-"""The block index: kept up to date by deltas and snapshots, and mirrored in Redis."""
+"""The index of which instance holds which KV blocks. Deltas and snapshots keep it up to date."""

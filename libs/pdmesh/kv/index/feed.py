@@ -1,9 +1,10 @@
-"""Keeps a PrefixIndex equal to what the instances hold: deltas over NATS, snapshots to fill gaps.
+"""Keeps a PrefixIndex up to date: which instance holds which KV blocks.
 
-Only instances in the registry, under their registered incarnation, are followed. A gap leads to a
-snapshot. Also, at intervals, the next instance in turn is asked for a snapshot, since nothing else
-reveals the loss of an instance's last delta. An instance that could not be asked waits before it is
-asked again. Meanwhile it takes no place among the fetches in flight, so it delays no other.
+Each instance publishes numbered deltas over NATS. If deltas of an instance are missing (a gap), the
+feed fetches a snapshot of its blocks. The loss of an instance's last delta leaves no gap.
+Therefore the feed also fetches snapshots at intervals, from one instance after the other. After a
+failed fetch, an instance is asked again after a pause. Only instances in the registry are followed,
+under their registered incarnation.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ log = structlog.get_logger(__name__)
 
 _ROLES: Final = (ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION)
 _FETCH_S: Final = 5.0
-_STEP_BLOCKS: Final = 4096  # of a snapshot or removal, handled per turn of the loop
+_STEP_BLOCKS: Final = 4096  # blocks of a snapshot or a removal per turn of the event loop
 
 _gaps = metrics.counter(names.INDEX_GAPS, "How often deltas from an instance were missing")
 _snapshots = metrics.counter(names.INDEX_SNAPSHOTS, "Snapshot requests, by outcome")
@@ -52,7 +53,7 @@ _delay = metrics.histogram(
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All blocks that one incarnation's engine and host pool held after its delta `sequence`."""
+    """All blocks of one incarnation, in its engine and its host pool, after delta `sequence`."""
 
     incarnation: int
     sequence: int
@@ -64,7 +65,7 @@ Fetch = Callable[[InstanceRecord], Awaitable[Snapshot]]
 
 
 class Follower(Protocol):
-    """Learns what changed in the index, for example to copy it elsewhere."""
+    """Gets all changes of the index, for example to copy them to Redis."""
 
     def on_delta(self, delta: IndexDelta) -> None: ...
     def on_replaced(self, instance_id: str) -> None: ...
@@ -72,7 +73,7 @@ class Follower(Protocol):
 
 
 class IndexFeed:
-    """Owns `index`: nothing else may change it."""
+    """Updates `index`. Nothing else may change the index."""
 
     def __init__(
         self,
@@ -97,19 +98,19 @@ class IndexFeed:
 
     @property
     def is_whole(self) -> bool:
-        """True while no snapshot is wanted, not even for a routine comparison."""
+        """Whether no snapshot is wanted now, not even for a routine comparison."""
         return not self._repairs
 
     def age_s(self) -> float:
-        """How long the worst instance has had missing deltas; 0 if nothing is missing (S100).
+        """For how many seconds deltas of any instance have been missing. 0 if none are (S100).
 
-        A routine comparison with a snapshot does not count as missing.
+        A snapshot that is wanted only as a routine comparison does not count.
         """
         doubted = [at for i, at in self._repairs.since() if not self.index.is_whole(i)]
         return time.monotonic() - min(doubted) if doubted else 0.0
 
     async def start(self) -> None:
-        """Listen. Nothing is repaired before `run`."""
+        """Subscribe to deltas. No snapshot is fetched before `run`."""
         self._subscription = await self._bus.subscribe(
             subjects.kv_blocks(), self._on_message, on_gap=self._on_gap
         )
@@ -119,9 +120,9 @@ class IndexFeed:
                 self._mark(record.instance_id)
 
     async def run(self) -> None:
-        """Repair until cancelled.
+        """Fetch snapshots as needed until cancelled.
 
-        If a bug raises, the exception passes through: an index that is not repaired must not look
+        Exceptions are not caught, because an index that is no longer repaired must not look
         healthy.
         """
         try:
@@ -134,7 +135,7 @@ class IndexFeed:
             await self._subscription.unsubscribe()
 
     def resync_all(self) -> None:
-        """Ask every instance for a snapshot."""
+        """Fetch a snapshot of every instance."""
         for record in tuple(self._view.records.values()):
             if _has_blocks(record):
                 self._mark(record.instance_id)
@@ -148,7 +149,7 @@ class IndexFeed:
         header = event.header
         record = self._view.records.get(header.publisher_id)
         if record is None or record.incarnation != header.incarnation:
-            return  # its snapshot will be requested when its record appears
+            return  # the instance's snapshot is fetched when its record appears
         delta = IndexDelta(
             header.publisher_id,
             header.incarnation,
@@ -177,7 +178,7 @@ class IndexFeed:
             is_same_life = version is None or version[0] == delta.incarnation
             if is_next and is_same_life and not delta.clears:
                 self._follower.on_delta(delta)
-            else:  # it let waiting deltas in, cleared all, or began a new incarnation
+            else:  # the delta released waiting deltas, cleared all, or began a new incarnation
                 self._follower.on_replaced(delta.instance_id)
         self._pass_on_forgotten()
 
@@ -192,7 +193,7 @@ class IndexFeed:
             self._has_gone.set()
             log.debug("index.instance_removed", instance_id=instance_id, num_blocks=num_blocks)
             if change.is_lease_end:
-                self.index.forget_history(instance_id)  # it may be alive and register again
+                self.index.forget_history(instance_id)  # the incarnation may register again
             if self._follower is not None:
                 self._follower.on_removed(instance_id)
         elif _has_blocks(record):
@@ -206,7 +207,7 @@ class IndexFeed:
                 self._mark(instance_id)
 
     def _pass_on_forgotten(self) -> None:
-        """Report to followers what the index dropped for lack of room."""
+        """Report to the follower which blocks the index dropped for lack of room."""
         for delta in self.index.take_forgotten():
             if self._follower is not None:
                 self._follower.on_delta(delta)
@@ -234,7 +235,10 @@ class IndexFeed:
                     await self._wake.wait()
 
     async def _load_snapshot(self, instance_id: str) -> bool:
-        """True when done: loaded without a later gap, or the instance is gone."""
+        """Fetch and load a snapshot. Returns True unless the instance must be asked again.
+
+        It need not be asked again if its part of the index has no gap, or if it is gone.
+        """
         record = self._view.records.get(instance_id)
         if record is None:
             return True
@@ -257,12 +261,12 @@ class IndexFeed:
         if outcome is not DeltaOutcome.STALE and self._follower is not None:
             self._follower.on_replaced(instance_id)
         self._pass_on_forgotten()
-        # A stale snapshot is older than deltas that came meanwhile. Unless there is a gap, these
-        # deltas are complete.
+        # A stale snapshot is older than deltas that arrived during the fetch. If these deltas left
+        # no gap, the index is complete.
         return self.index.is_whole(instance_id)
 
     async def _replace(self, instance_id: str, snapshot: Snapshot) -> DeltaOutcome:
-        """Load it in steps, so that the loop does other work in between."""
+        """Load a snapshot in steps, so that the event loop does other work in between."""
         load = self.index.begin_snapshot(
             instance_id, snapshot.incarnation, snapshot.sequence, snapshot.blocks, snapshot.host
         )
@@ -299,5 +303,8 @@ def _host_part(event: KvBlocks) -> TierDelta | None:
 
 
 def _has_blocks(record: InstanceRecord) -> bool:
-    """Whether the instance can be asked: while it loads, it has a role but no address."""
+    """Whether the instance may have blocks and can be asked for them.
+
+    An instance that is loading has a role but no address.
+    """
     return record.role in _ROLES and bool(record.grpc_address)

@@ -1,7 +1,8 @@
-"""Follows pinned prefixes for processes that keep blocks or an index of them.
+"""Follows the list of pinned prefixes, for processes that keep KV blocks or index them.
 
-A pinned prefix has only block names. The leading master writes the list. While NATS is away the
-list may be old, which only costs room.
+An operator pins a prefix (the beginning of a prompt) so that its KV is kept. The leading master
+writes the list of pins to NATS. A pin contains block names and no text. While NATS is unreachable,
+the list may be out of date. This only costs memory.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from pdmesh.v1.admin_service_pb2 import Pin
 
 
 def all_names(pins: Iterable[Pin]) -> frozenset[bytes]:
-    """Names of blocks under any fingerprint."""
+    """The names of all pinned blocks, whatever their fingerprint."""
     return frozenset(name for pin in pins for blocks in pin.blocks for name in blocks.names)
 
 
 def prefixes_for(pins: Iterable[Pin], fingerprint: str, scenario: str) -> list[PinnedPrefix]:
-    """What an instance keeps, oldest pin first: if room is short, later pins wait."""
+    """The prefixes that an instance of this fingerprint and scenario keeps, oldest pin first.
+
+    If there is not enough room for all, the oldest pins win.
+    """
     mine = [pin for pin in pins if pin.scenario in ("", scenario)]
     return [
         PinnedPrefix(tuple(blocks.names), blocks.owner, pin.until.ToMicroseconds() / 1e6)
@@ -30,7 +34,7 @@ def prefixes_for(pins: Iterable[Pin], fingerprint: str, scenario: str) -> list[P
 
 
 class PinFollower:
-    """Passes all pins on whenever one comes or goes, until closed."""
+    """Calls `on_change` with all pins whenever a pin is added or removed, until `close`."""
 
     def __init__(self, board: Board[Pin], on_change: Callable[[Sequence[Pin]], None]) -> None:
         self._on_change = on_change

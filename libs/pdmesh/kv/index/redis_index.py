@@ -1,9 +1,8 @@
-"""The index of blocks in Redis, by instance and tier, from which a restarted index starts.
+"""A copy of the block index in Redis, by instance and tier. A restarted kv-cache-index reads it.
 
-Everything here may be wiped at any time. The epoch changes after a wipe (F14, F15), and when
-sentinels choose another primary. Each command to Redis ends within about a quarter of a second. The
-methods raise Unavailable, never redis-py's own errors, and do not retry for a minute as redis-py
-does by default.
+Redis may be wiped at any time. The epoch of the store changes after a wipe (F14, F15), and when
+sentinels choose another primary. A command to Redis takes at most about a quarter of a second and
+is not retried. The methods raise Unavailable instead of redis-py's own errors.
 """
 
 from __future__ import annotations
@@ -25,13 +24,16 @@ from pdmesh.errors import Unavailable
 from pdmesh.kv.index import redis_keys as keys
 from pdmesh.net.redis_pool import pool_of, primary_of
 
-_CHUNK: Final = 5000  # blocks per call: a few ms, so that the store stays responsive
+_CHUNK: Final = 5000  # blocks per command; one takes a few ms, so the store stays responsive
 _TIMEOUT_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class StoredInstance:
-    """What the store holds of one instance, up to its delta `sequence`."""
+    """The blocks of one instance in the store, after the instance's delta number `sequence`.
+
+    `blocks` are in the engine and `host` are in the host pool.
+    """
 
     incarnation: int
     sequence: int
@@ -44,7 +46,7 @@ class StoredInstance:
 
 class RedisIndex:
     def __init__(self, url: str, timeout_s: float = _TIMEOUT_S) -> None:
-        # Any: redis-py's generic client; replies are bytes.
+        # The type is Any because redis-py's client is generic. Replies are bytes.
         self._redis: Any = Redis.from_pool(
             pool_of(
                 ConnectionPool,
@@ -62,9 +64,10 @@ class RedisIndex:
             await self._redis.aclose()
 
     async def epoch(self, proposed: str) -> str:
-        """The store's epoch; `proposed` becomes it if the store has none, e.g. after a wipe.
+        """The store's epoch. If the store has none, as after a wipe, `proposed` becomes its epoch.
 
-        A new primary changes the epoch: it may lack the last writes to its predecessor.
+        The epoch includes the address of the primary, because a new primary may lack the last
+        writes to the old one.
         """
         async with self._answering():
             await self._redis.set(keys.EPOCH, proposed, nx=True)
@@ -77,7 +80,7 @@ class RedisIndex:
             return sorted(member.decode() for member in await self._redis.smembers(keys.INSTANCES))
 
     async def load(self, instance_id: str) -> StoredInstance | None:
-        """None if nothing usable is stored."""
+        """Read one instance. Returns None if the store has no usable data of it."""
         async with self._answering(), self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(keys.instance_version(instance_id))
             for tier in TIERS:
@@ -93,9 +96,9 @@ class RedisIndex:
         return None
 
     async def apply(self, delta: IndexDelta) -> None:
-        """Add a delta to what the store has of this incarnation, in one transaction.
+        """Apply a delta to the stored blocks of its instance, in one transaction.
 
-        It does not take a delta that clears.
+        The delta must be for the stored incarnation and must not clear all blocks.
         """
         assert not delta.clears
         name = delta.instance_id
@@ -111,7 +114,7 @@ class RedisIndex:
             await pipe.execute()
 
     async def replace(self, instance_id: str, instance: StoredInstance) -> None:
-        """Make the store hold exactly this for the instance. The cost grows with the difference."""
+        """Replace the stored data of an instance. Only differences are written."""
         version = keys.instance_version(instance_id)
         async with self._answering():
             await self._redis.delete(version)
@@ -126,7 +129,6 @@ class RedisIndex:
             await self._redis.hset(version, mapping=_version(instance))
 
     async def remove(self, instance_id: str) -> None:
-        """Forget an instance."""
         blocks = [keys.instance_blocks(instance_id, tier) for tier in TIERS]
         async with self._answering(), self._redis.pipeline(transaction=True) as pipe:
             pipe.unlink(keys.instance_version(instance_id), *blocks)

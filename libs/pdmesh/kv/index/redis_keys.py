@@ -1,7 +1,7 @@
-"""Every Redis key, in one place: pdmesh:v1:<noun>:<id>[:<field>].
+"""All Redis keys of the mesh, in the form pdmesh:v1:<noun>:<id>[:<field>].
 
-The index keeps nothing of a prompt: a block's name is a keyed hash. Only responses that clients
-ask to keep hold text.
+The keys of the block index reveal no prompt, because a block's name is a keyed hash. Only the
+responses that clients ask to keep contain text.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pdmesh.core.kv.tier import Tier
 
 _PREFIX: Final = "pdmesh:v1"
 
-INSTANCES: Final = f"{_PREFIX}:instances"  # set of the ids that own keys
+INSTANCES: Final = f"{_PREFIX}:instances"  # the set of the ids of instances that have keys
 EPOCH: Final = f"{_PREFIX}:index:epoch"  # exists until the store is wiped
 INSTANCE_KEYS: Final = f"{_PREFIX}:instance:"
 
 
 def instance_blocks(instance_id: str, tier: Tier) -> str:
-    """Set of the blocks (16 bytes each) that the instance holds in the tier."""
+    """The set of the names (16 bytes each) of the blocks that the instance holds in the tier."""
     return f"{INSTANCE_KEYS}{instance_id}:{tier}-blocks"
 
 
@@ -27,11 +27,13 @@ def instance_version(instance_id: str) -> str:
     return f"{INSTANCE_KEYS}{instance_id}:version"
 
 
-# All keys of kept responses are on one shard: to make room for one, any tenant's may be removed.
+# The hash tag {response} puts all keys of kept responses on one shard. To make room for a response,
+# a script may remove responses of any tenant.
 KEPT_RESPONSES: Final = f"{_PREFIX}:{{response}}:"
-# A sorted set of `<tenant>:<response id>` by when they expire, in ms.
+# A sorted set of `<tenant>:<response id>`. The score is the expiry time in ms.
 KEPT_EXPIRIES: Final = f"{_PREFIX}:{{response}}-expiries"
-# A hash: bytes of each response by `<tenant>:<response id>`, of each tenant, and of all under "".
+# A hash of sizes in bytes. A response has the field `<tenant>:<response id>`, and all responses of
+# a tenant together have the field `<tenant>`. The empty field has the total.
 KEPT_SIZES: Final = f"{_PREFIX}:{{response}}-sizes"
 
 
@@ -41,10 +43,14 @@ def kept_response(tenant: str, response_id: str) -> str:
 
 
 def kept_mark(tenant: str, response_id: str, mark: str) -> str:
-    """`made`: a living gateway makes the response. `stop`: the gateway must stop making it."""
+    """The key of a mark on a response.
+
+    The mark `made` says that a living gateway is making the response. The mark `stop` orders that
+    gateway to stop.
+    """
     return f"{kept_response(tenant, response_id)}:{mark}"
 
 
 def kept_expiries(tenant: str) -> str:
-    """Sorted set of the tenant's response ids by when they expire, in ms."""
+    """A sorted set of the tenant's response ids. The score is the expiry time in ms."""
     return f"{KEPT_EXPIRIES}:{tenant}"

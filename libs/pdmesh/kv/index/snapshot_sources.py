@@ -1,4 +1,7 @@
-"""Where a snapshot of an instance's blocks comes from: the instance, or the kv-cache-index."""
+"""Gets a snapshot of the KV blocks that an instance holds, from the instance or the kv-cache-index.
+
+A process with its own index asks for a snapshot after it has missed changes (`feed.py`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ _TIMEOUT_S: Final = 4.0
 
 
 class _Channels:
-    """Channels to registered processes; opening one closes those that have left the registry."""
+    """Open channels to registered processes.
+
+    Opening a channel also closes the channels to processes that have left the registry.
+    """
 
     def __init__(self, view: RegistryView) -> None:
         self._view = view
@@ -46,7 +52,7 @@ class _Channels:
 
 
 class InstanceSource:
-    """Asks the instance."""
+    """Asks the instance itself."""
 
     def __init__(self, view: RegistryView) -> None:
         self._channels = _Channels(view)
@@ -64,8 +70,8 @@ class InstanceSource:
 class IndexSource:
     """Asks the kv-cache-index or the instance, as `IndexFirst` decides.
 
-    It also asks the instance if there is no index, or if the index fails or has another
-    incarnation.
+    The instance is also asked if there is no index, if the index fails, or if the index's snapshot
+    is of another incarnation.
     """
 
     def __init__(self, view: RegistryView) -> None:
@@ -101,9 +107,10 @@ def _place(record: InstanceRecord) -> tuple[str, str]:
 
 
 async def _gather(parts: Any) -> Snapshot:
-    """Join the parts of a snapshot.
+    """Join the streamed parts of a snapshot.
 
-    Any: a grpc.aio call of either message; both have incarnation, sequence, tier and block_hashes.
+    `parts` is the call of either service. The messages of both have the fields incarnation,
+    sequence, tier and block_hashes.
     """
     by_tier: dict[str, list[bytes]] = {Tier.ENGINE: [], Tier.HOST: []}
     incarnation = sequence = 0

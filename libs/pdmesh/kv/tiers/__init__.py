@@ -1,1 +1,1 @@
-"""Tiers of KV below the engine's own blocks: host pool, peers' pools, shared file store (S76)."""
+"""Places for KV below the engine: the host pool, the peers' pools and a shared file store (S76)."""

@@ -1,4 +1,4 @@
-"""The configuration of an instance's tiers, as plain values, and how to open them."""
+"""Configures and opens an instance's tiers: its host pool, its file store, its peers' pools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pdmesh.kv.tiers.host_pool import HostPool
 from pdmesh.kv.tiers.report import TierCounts
 from pdmesh.kv.tiers.stack import TierStack
 
-LEAST_POOL_BYTES: Final = 64 << 20  # for a file store without a pool: its blocks pass through one
+# The size of the pool if only a file store is configured, because its blocks pass through a pool.
+LEAST_POOL_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ def open_tiers(
     num_ranks: int = 1,
     costs: CostBook | None = None,
 ) -> TierStack:
-    """`block_bytes` is one block over all layers of the rank.
+    """Open the tiers of one rank. `block_bytes` is the size of a block over all layers of the rank.
 
-    Close the result on the loop where it is used.
+    The caller must close the TierStack on the event loop that it uses it on.
     """
     counts = TierCounts()
     pool = HostPool(config.pool_bytes, block_bytes, owner_share=config.owner_share)

@@ -1,10 +1,8 @@
-"""Threads for calls that a disk may never return from.
+"""Threads for disk calls, which may never return if the disk hangs.
 
-Threads and waiting calls are bounded, and nothing waits for the threads to end.
-
-The threads are daemons. At its end, the interpreter joins all other threads, those of a
-`ThreadPoolExecutor` included, so a hanging disk would keep the process alive. An exception of a
-call goes to the call's future, and the thread continues.
+The number of threads and the number of waiting calls are bounded. The threads are daemons, and
+nothing waits for their end. A `ThreadPoolExecutor` would not do: the interpreter joins its threads
+at exit, so a hanging disk would keep the process alive.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ T = TypeVar("T")
 
 
 class NotTried(OSError):
-    """The call was never made: the disk hangs, or too many calls wait."""
+    """The call was not made, because the disk hangs or too many calls wait."""
 
     def __init__(self) -> None:
         super().__init__(errno.EAGAIN, "not tried: the disk hangs, or too many calls wait for it")
@@ -34,7 +32,7 @@ class DiskThreads:
     ) -> None:
         self._max_waiting, self._clock = max_waiting, clock
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        # by thread that runs a call: when the call last made progress
+        # By the id of each thread that runs a call: when the call last made progress.
         self._progress: dict[int, float] = {}
         self._num_busy = 0  # threads that run a call or report its end
         self._changed = threading.Condition()
@@ -48,12 +46,15 @@ class DiskThreads:
 
     @property
     def num_open(self) -> int:
-        """Calls that wait or run."""
+        """The number of calls that wait or run."""
         with self._changed:
             return len(self._waiting) + self._num_busy
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Cancelling the future of a waiting call drops the call. Raises NotTried."""
+        """Queue a call. Raises NotTried if too many calls wait, or after `close`.
+
+        Cancelling the future of a waiting call drops the call.
+        """
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed or len(self._waiting) >= self._max_waiting:
@@ -63,18 +64,18 @@ class DiskThreads:
         return future
 
     def got_on(self) -> None:
-        """Called on a call's own thread: the call made progress, so it does not hang."""
+        """Note that the call on this thread made progress, and so does not hang."""
         me = threading.get_ident()
         if me in self._progress:
             self._progress[me] = self._clock()
 
     def waits_since(self) -> float | None:
-        """The earliest time at which a running call last made progress; None: no call runs."""
+        """The earliest time at which a running call last made progress. None if no call runs."""
         with self._changed:
             return min(self._progress.values(), default=None)
 
     def drop_waiting(self) -> None:
-        """The waiting calls end with NotTried."""
+        """Drop all waiting calls. Their futures raise NotTried."""
         with self._changed:
             dropped = list(self._waiting)
             self._waiting.clear()
@@ -84,7 +85,7 @@ class DiskThreads:
                 future.set_exception(NotTried())
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until no call waits or runs. False if the time is over first."""
+        """Wait until no call waits or runs. Returns False after a timeout."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._waiting and not self._num_busy, timeout_s
@@ -116,7 +117,7 @@ class DiskThreads:
             self._progress[me] = self._clock()
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001  its submitter gets it
+        except BaseException as error:  # noqa: BLE001  the submitter gets it
             self._returned(me)
             future.set_exception(error)
         else:
@@ -124,6 +125,10 @@ class DiskThreads:
             future.set_result(result)
 
     def _returned(self, thread: int) -> None:
-        """Called before the caller gets the result, so that the caller finds no hanging call."""
+        """Remove a call that has returned from `_progress`.
+
+        This comes before the caller gets the result. Otherwise `waits_since` could still report the
+        call.
+        """
         with self._changed:
             del self._progress[thread]

@@ -1,8 +1,8 @@
-"""One KV block as a file: a fixed header with the block's identity and checksums, then its bytes.
+"""The file format of one KV block: a fixed header, then the block's bytes. Little-endian.
 
-The file is trusted only if all of it holds: magic, name, identity (model fingerprint and rank),
-length, and the checksums of header and payload. A file cut or changed anywhere fails one of them.
-Little-endian.
+The header has the block's name, its identity (a digest of model fingerprint and rank), its length
+and two checksums. A reader checks all of these. A file that is cut or changed anywhere fails at
+least one check.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ VERSION: Final = 1
 IDENTITY_BYTES: Final = 16
 CHECKSUM_BYTES: Final = 16
 
-# magic, version, reserved, name, identity, payload length, payload xxh3-128; then xxh3-64 of these.
+# magic, version, reserved, name, identity, payload length, payload xxh3-128
 _FIELDS: Final = struct.Struct(f"<8sII{HASH_BYTES}s{IDENTITY_BYTES}sQ{CHECKSUM_BYTES}s")
-_SEAL: Final = struct.Struct("<Q")
+_SEAL: Final = struct.Struct("<Q")  # xxh3-64 of the fields
 HEADER_BYTES: Final = _FIELDS.size + _SEAL.size
 
 
 class BadBlockFile(Exception):
-    """The file is not what its name says; the message names the first fault."""
+    """The file does not hold the expected block. The message names the first fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class BlockHeader:
 
 
 def identity_of(model_fingerprint: str, rank: int, num_ranks: int) -> bytes:
-    """A digest of model, layout and rank, so that no other blocks are ever taken for ours."""
+    """A digest of model, layout and rank. It keeps blocks of different ranks and models apart."""
     text = f"{model_fingerprint}/{rank}/{num_ranks}"
     return hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).digest()
 
@@ -58,7 +58,7 @@ def pack_header(header: BlockHeader) -> bytes:
 
 
 def check_header(data: bytes, name: bytes, identity: bytes, num_bytes: int) -> BlockHeader:
-    """Parse a header and compare it with what is expected. Raises BadBlockFile."""
+    """Parse a header. Raises BadBlockFile if name, identity or length are not the expected ones."""
     if len(data) != HEADER_BYTES:
         raise BadBlockFile("cut within the header")
     fields = data[: _FIELDS.size]

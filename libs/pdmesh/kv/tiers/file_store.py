@@ -1,19 +1,19 @@
 """KV blocks as files in a directory that instances share (S105).
 
-In production the directory is on a shared file system; elsewhere any folder will do.
+In production the directory is on a shared file system. The path of a block's file is
+`<root>/<identity>/<owner>/<two hex digits>/<name>.kv`. Identity stands for model and rank, and
+owner for a tenant. A block is written under a temporary name and then renamed, so that a file is
+complete even if its writer dies. Other damage is found by the checksums when a file is read, and
+the file is removed. The modification time of a file is the time of its last use, which
+`core.kv.tiers.file_eviction` uses to choose files for eviction.
 
-The name is the path, `<root>/<identity>/<owner>/<two hex digits>/<name>.kv`, so there is no map to
-lose. A block is written under a temporary name and then renamed, so a named file is whole, whenever
-its writer dies. Any other damage (a torn disk, a flipped bit) fails the checksums when the file is
-read, and the file is removed. The modification time is the time of the last use.
-`core.kv.tiers.file_eviction` decides which files are evicted when the quota is reached.
+All processes that write to the directory share the quota. They count the bytes in use in one small
+file, under a lock. A writer that dies may leave the count too high by one block. Therefore the
+files are counted again when the quota seems to be reached. Other programs may fill the disk before
+the quota is reached. Then the store evicts files once and retries, and fails if the disk is still
+full.
 
-All processes that write to the directory share the quota: they count the bytes in use in one small
-file, under a lock. A writer that dies may leave the count too high by one block; the files are
-counted again when the quota seems to be reached. If the disk is full before the quota is (others
-use the disk, too), the store evicts once; if the disk is still full, that is a fault.
-
-Methods block on I/O and may be called from any thread. OSError means that the disk is at fault.
+Methods block on I/O and may be called from any thread. They raise OSError if the disk is at fault.
 """
 
 from __future__ import annotations
@@ -52,18 +52,21 @@ from pdmesh.kv.transport.base import ByteArray
 
 _SUFFIX: Final = ".kv"
 _TEMPORARY: Final = ".writing-"
-_ABANDONED_S: Final = 300.0  # a temporary file older than this has lost its writer
+_ABANDONED_S: Final = 300.0  # the writer of a temporary file that is older than this is dead
 _COUNT: Final = struct.Struct("<qq")  # bytes added, bytes removed
 _COUNT_FILE: Final = ".count"
 _LOCK_FILE: Final = ".evicting"
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_FILE_MODE: Final = 0o600  # KV reveals what was asked
+_FILE_MODE: Final = 0o600  # other users must not read KV, because it reveals the prompts
 _FOLDER_MODE: Final = 0o700
 
 
 @dataclass(slots=True)
 class _Count:
-    """`added` only grows, so that processes that count the files at the same time agree."""
+    """The bytes added and removed by all writers.
+
+    `added` only grows, so that processes that recount the files at the same time agree.
+    """
 
     added: int
     removed: int
@@ -74,7 +77,7 @@ class _Count:
 
 
 class FileStore:
-    """`identity` comes from `file_format.identity_of`; `clock` is the wall clock."""
+    """The store of one rank. `identity` is from `file_format.identity_of`; `clock` is wall time."""
 
     def __init__(
         self,
@@ -89,26 +92,25 @@ class FileStore:
         self._root, self._identity, self._block_bytes = root, identity, block_bytes
         self._quota, self._clock, self._owner_share = quota_bytes, clock, owner_share
         self._folder = root / identity.hex()
-        # Process ids do not identify writers: two hosts that share the directory may both use one.
+        # A process id would not identify a writer: hosts that share the directory reuse the ids.
         self._writer = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._bytes_used: int | None = None  # at the last look; None: not counted yet
+        self._bytes_used: int | None = None  # as last counted; None if not counted yet
         self._full_disk = FullDisk()
         self.num_evicted = 0
         self.num_corrupt = 0
-        self.on_step: Callable[[], None] = (
-            _no_step  # called on the calling thread while long work makes progress
-        )
+        # Long work calls this on its thread whenever it makes progress.
+        self.on_step: Callable[[], None] = _no_step
 
     @property
     def bytes_used(self) -> int:
-        """The bytes of all identities and writers, when this process last counted."""
+        """The bytes of all identities and all writers, as this process last counted them."""
         return self._bytes_used or 0
 
     @property
     def num_blocks_at_most(self) -> int:
-        """How many blocks the quota has room for, if all are of this identity."""
+        """How many blocks of this identity the quota has room for."""
         return self._quota // (HEADER_BYTES + self._block_bytes)
 
     # -- blocks -----------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ class FileStore:
         owner: bytes,
         is_given_up: threading.Event | None = None,
     ) -> int:
-        """Mask of the positions that have a file, up to the first without one.
+        """A mask of the positions whose blocks have files, up to the first block without a file.
 
         The look-up ends early once `is_given_up` is set. A file that is found may still be bad.
         """
@@ -134,10 +136,10 @@ class FileStore:
         return mask
 
     def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
-        """Read the block into `out`, verify it there, and return its checksum. None: no such file.
+        """Read the block into `out` and verify it. Returns its checksum, or None without a file.
 
-        Raises BadBlockFile if the file is bad; it is then counted and removed, and `out` may hold
-        anything.
+        Raises BadBlockFile if the file is bad. The file is then removed and counted as corrupt, and
+        the bytes in `out` are undefined.
         """
         path = self._path(name, owner)
         try:
@@ -153,10 +155,10 @@ class FileStore:
             if checksum_of(out) != header.checksum:
                 raise BadBlockFile("wrong checksum of the payload")
         except FileNotFoundError:
-            return None  # never there, or just evicted
+            return None  # the file was never written, or was just evicted
         except BadBlockFile:
             self.num_corrupt += 1
-            with contextlib.suppress(OSError):  # a read-only disk cannot remove it
+            with contextlib.suppress(OSError):  # a read-only disk refuses the removal
                 self.delete(name, owner)
             raise
         self._touch(path)
@@ -165,10 +167,9 @@ class FileStore:
     def put(
         self, name: bytes, owner: bytes, data: ByteArray, checksum: bytes, position: int = 0
     ) -> bool:
-        """Store a block. False if it exists already, or if the quota is reached and nothing may go.
+        """Store a block. Returns False if it exists already, or if eviction cannot make room.
 
-        `position`: the block's place in its prompt. Of blocks written together, later ones count as
-        older and are evicted first.
+        `position` is the block's place in its prompt. Later blocks of a prompt are evicted first.
         """
         path = self._path(name, owner)
         size = HEADER_BYTES + data.size
@@ -210,7 +211,10 @@ class FileStore:
             raise
 
     def keep(self, name: bytes, owner: bytes, until: float) -> bool:
-        """Let no instance evict the block before `until`. False if there is no such block."""
+        """Prevent every instance from evicting the block before `until`.
+
+        Returns False if the block has no file.
+        """
         try:
             os.utime(self._path(name, owner), (until, until))
         except FileNotFoundError:
@@ -223,11 +227,11 @@ class FileStore:
     # -- the directory ----------------------------------------------------------------------------
 
     def scan(self) -> Iterator[StoredFile]:
-        """Every block of this identity, in no particular order."""
+        """The files of all blocks of this identity, in no particular order."""
         yield from self._scan(self._folder)
 
     def recover(self) -> int:
-        """Count what is there and remove what dead writers left behind.
+        """Count all files again, and remove the temporary files of dead writers.
 
         Returns the bytes in use.
         """
@@ -238,12 +242,12 @@ class FileStore:
             if path.name.startswith(_TEMPORARY):
                 if used_at < self._clock() - _ABANDONED_S:
                     self._unlink(path, is_counted=False)
-                else:  # a block that is being written counts in full
+                else:  # a block that is being written counts with its full size
                     total += max(num_bytes, HEADER_BYTES + self._block_bytes)
             elif path.suffix == _SUFFIX:
                 total += num_bytes
-        # The scan may or may not have seen what others added meanwhile. Counting it twice is better
-        # than not counting it.
+        # Other writers may have added files during the scan. These files are counted twice if the
+        # scan has seen them. Counting a file twice is better than not counting it.
         with self._counted() as count:
             count.removed = before.added - total
         if self._bytes_used is None:  # the disk has no room for the count
@@ -256,7 +260,10 @@ class FileStore:
                 yield StoredFile(path, num_bytes, used_at)
 
     def _reserve(self, size: int) -> bool:
-        """Count the bytes before they are written, if the quota has room or eviction makes room."""
+        """Count bytes that are about to be written. Returns False if there is no room for them.
+
+        If the quota is reached, this evicts files to make room.
+        """
         if self._bytes_used is None:
             self.recover()
         if self._add_within_quota(size):
@@ -274,7 +281,7 @@ class FileStore:
             return True
 
     def _evict_of_what_is_there(self, size: int) -> bool:
-        """The disk is full, whatever the quota says. Returns whether anything was evicted."""
+        """Evict files because the disk is full. Returns whether any file was evicted."""
         if not self._full_disk.may_evict():
             return False
         before = self.num_evicted
@@ -283,10 +290,9 @@ class FileStore:
         return self.num_evicted > before
 
     def _evict(self, target_of: Callable[[int], int]) -> None:
-        """Evict down to `target_of(bytes in use)`.
+        """Evict files until at most `target_of(bytes in use)` bytes are left.
 
-        Only one of the processes that share the directory evicts at a time. The lock is released
-        even if the process dies.
+        Does nothing if another process is evicting. The lock is released even if a process dies.
         """
         lock = os.open(self._root / _LOCK_FILE, os.O_RDWR | os.O_CREAT, _FILE_MODE)
         try:
@@ -306,13 +312,13 @@ class FileStore:
             os.close(lock)
 
     def _touch(self, path: Path) -> None:
-        """The file was used.
+        """Note the use of a file.
 
-        If the disk cannot be written, the order of eviction does not matter.
+        Errors are ignored: on a disk that cannot be written, no file is evicted.
         """
         now = self._clock()
         with contextlib.suppress(OSError):
-            if path.stat().st_mtime < now:  # so it is not a kept file
+            if path.stat().st_mtime < now:  # a kept file has a time in the future
                 os.utime(path, (now, now))
 
     def _unlink(self, path: Path, num_bytes: int | None = None, is_counted: bool = True) -> bool:
@@ -327,7 +333,7 @@ class FileStore:
         return True
 
     def _count(self, num_bytes: int) -> None:
-        """Count the bytes of a block; negative if it was evicted, or not written after all."""
+        """Add the bytes of a block to the count. `num_bytes` is negative for a removal."""
         with contextlib.suppress(OSError), self._counted() as count:
             if num_bytes < 0:
                 count.removed -= num_bytes
@@ -340,7 +346,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[_Count]:
-        """The count that all writers share; no other writer changes it during the `with` block."""
+        """The count that all writers share. It is locked during the `with` block."""
         with self._lock:
             fd = os.open(self._root / _COUNT_FILE, os.O_RDWR | os.O_CREAT, _FILE_MODE)
             try:
@@ -352,13 +358,13 @@ class FileStore:
                 yield count
                 if is_lost or count != before:
                     self._write_count(fd, count)
-                self._bytes_used = None if is_lost else count.used  # None: count again
+                self._bytes_used = None if is_lost else count.used  # None leads to a recount
             finally:
                 os.close(fd)
 
     @staticmethod
     def _write_count(fd: int, count: _Count) -> None:
-        """If the disk has no room for the count, the count stays lost until a block is evicted."""
+        """Write the count. If the disk has no room for it, it is lost until a block is evicted."""
         try:
             os.pwrite(fd, _COUNT.pack(count.added, count.removed), 0)
         except OSError as error:
@@ -370,7 +376,10 @@ class FileStore:
         return self._folder / owner.hex() / text[:2] / f"{text}{_SUFFIX}"
 
     def _files(self, folder: Path) -> Iterator[tuple[Path, int, float]]:
-        """(path, bytes, modification time) of every file below that does not vanish meanwhile."""
+        """(path, bytes, modification time) of every file in the folder and in its subfolders.
+
+        Files that vanish during the scan are skipped.
+        """
         try:
             entries = list(os.scandir(folder))
         except FileNotFoundError:
@@ -388,13 +397,13 @@ class FileStore:
 
 
 def _no_step() -> None:
-    """The default of `on_step`: does nothing."""
+    """The default of `on_step`."""
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder and its missing parents, for this user only.
+    """Make the folder and its missing parents, with access for this user only.
 
-    `parents=True` would give the parents the default mode.
+    `Path.mkdir(parents=True)` would give the parents the default mode.
     """
     if not folder.is_dir():
         if not folder.parent.is_dir():
@@ -418,7 +427,7 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def _read_into(fd: int, out: memoryview) -> int:
-    """Returns the number of bytes read: fewer than `out` holds only at the end of the file."""
+    """Read until `out` is full or the file ends. Returns the number of bytes read."""
     done = 0
     while done < len(out) and (count := os.readv(fd, [out[done:]])):
         done += count

@@ -1,8 +1,8 @@
-"""The file store behind a few threads: no I/O runs on an event loop or an engine's thread.
+"""Reads and writes the file store on a few threads, so that no event loop and no engine waits.
 
-The number of threads is bounded, and so is the number of blocks that wait to be read or written;
-further blocks are dropped and counted. A disk that fails or hangs is not used for a while and then
-tried again (`core.kv.tiers.disk_health`); meanwhile the tier serves nothing or takes nothing.
+Only a bounded number of blocks may wait to be read or written. Further blocks are dropped and
+counted. After the disk fails or hangs, the tier does not use it for a while and then tries again
+(`core.kv.tiers.disk_health`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _REASONS: Final = {
     DiskState.OFF: "KV_TIER_OFF",
 }
 _NUM_READERS: Final = 4
-_MAX_WRITES: Final = 256  # writes that wait
+_MAX_WRITES: Final = 256  # writes that wait for the thread
 _MAX_READS: Final = 1024  # reads that wait for a thread
 
 
 class FileTier:
-    """Await the coroutines on one loop. Other methods may be called from any thread."""
+    """The file store as a tier. Call the coroutines on one loop, other methods on any thread."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class FileTier:
         self._health = DiskHealth()
         self._health_lock = threading.Lock()
         self._readers = DiskThreads("kv-file-read", _NUM_READERS, _MAX_READS, clock)
-        # Blocks that wait are pinned, and a slow disk must not pin the whole pool.
+        # Blocks that wait to be written are pinned. A slow disk must not pin the whole pool.
         max_waiting = min(_MAX_WRITES, pool.num_slots - pool.num_slots // 4)
         self._writer = DiskThreads("kv-file-write", 1, max_waiting, clock)
         store.on_step = self._got_on
@@ -71,13 +71,13 @@ class FileTier:
 
     @property
     def num_waiting(self) -> int:
-        """Blocks whose write has not ended."""
+        """The number of writes that wait or run."""
         return self._writer.num_open
 
     def watch(self) -> None:
-        """Notice a call that hangs, and drop all calls that wait behind it.
+        """Look for a disk call that hangs, and drop all calls that wait behind it.
 
-        Call it often; it is cheap.
+        Call this often. It is cheap.
         """
         reading, writing = self._readers.waits_since(), self._writer.waits_since()
         with self._health_lock:
@@ -94,9 +94,9 @@ class FileTier:
     # -- reading ----------------------------------------------------------------------------------
 
     async def contains(self, names: Sequence[bytes], owner: bytes) -> int:
-        """Mask of positions; 0 while the disk is off or fails.
+        """A mask of the positions in `names` whose blocks have files (`FileStore.contains`).
 
-        When cancelled, no more files are looked up.
+        Returns 0 while the disk is off or fails. When cancelled, it looks up no more files.
         """
         is_given_up = threading.Event()
         try:
@@ -106,12 +106,10 @@ class FileTier:
         return found or 0
 
     async def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
-        """Fill `out` with the block, verified; returns its checksum.
+        """Read the block into `out`, verify it, and return its checksum.
 
-        None: there is no file, the file was bad and is removed now, or the disk failed.
-
-        A cancelled read continues to its end in its thread, and `out` must stay in place until
-        then. So shield the call.
+        Returns None if there is no file, if the file was bad, or if the disk failed. A bad file is
+        removed. Do not cancel this: the thread continues to write to `out` after a cancellation.
         """
         try:
             checksum = await self._read(lambda: self._store.get(name, owner, out))
@@ -131,13 +129,13 @@ class FileTier:
             return None
         try:
             return await asyncio.wrap_future(self._readers.submit(lambda: self._judged(work)))
-        except OSError:  # the read was judged, or was not tried
+        except OSError:  # `_health` has the error already, or the read was not tried
             return None
 
     def _judged(self, work: Callable[[], T]) -> T:
-        """Run a read on its thread.
+        """Run a read on its thread and tell its outcome to the disk's health.
 
-        Even if no load waits for the read any more, it shows the disk's health.
+        This also happens if no load waits for the read any more.
         """
         try:
             result = work()
@@ -181,7 +179,7 @@ class FileTier:
         written.add_done_callback(lambda done: self._written(block, done))
 
     def keep(self, names: Sequence[bytes], owners: Sequence[bytes], until: Sequence[float]) -> None:
-        """Keep each of these blocks until its wall-clock time, in the background.
+        """Prevent the eviction of each block's file until its wall-clock time, in the background.
 
         Blocks without a file are skipped.
         """
@@ -199,11 +197,11 @@ class FileTier:
             log.info("kv.tier.not_kept", cause="too many calls wait for the disk")
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until no write waits or runs. False if the time is over first."""
+        """Wait until no write waits or runs. Returns False after a timeout."""
         return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what waits, as far as the time and the disk allow, and release the threads.
+        """Finish the waiting writes, unless the time ends or the disk hangs. Release the threads.
 
         Idempotent.
         """
@@ -231,7 +229,7 @@ class FileTier:
             raise
         finally:
             self._counts.add(Tier.FILE, TierEvent.EVICTED, self._store.num_evicted - evicted)
-        # If the block existed already, nothing was written: that shows only that the disk answers.
+        # If nothing was written because the block exists, this shows only that the disk answers.
         if is_new or self._health.is_write_hanging:
             self._write_ended(None)
         if is_new:

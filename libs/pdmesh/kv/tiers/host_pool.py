@@ -1,9 +1,9 @@
-"""Blocks in host memory: one arena mapped up front, one slot for all layers of a block (S68, S76).
+"""A pool of KV blocks in host memory, below the engine's own blocks (S68, S76).
 
-The thread of the engine's step copies to and from slots at memory speed; other threads fill slots
-from slower tiers.
-`core.kv.tiers.pool_eviction` decides which block has which slot, under one lock. Bytes are copied
-without the lock, into a slot that no other thread has or out of a slot that is pinned.
+The memory is one arena, mapped at the start. A slot holds all layers of one block.
+`core.kv.tiers.pool_eviction` decides, under one lock, which block gets which slot. Bytes are copied
+without the lock. This is safe because only one thread writes to a reserved slot, and because a
+block is pinned while it is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALIGN = 4096
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlock:
-    """A block that stays in place until it is unpinned."""
+    """A block that stays in its slot until it is unpinned."""
 
     name: bytes
     data: ByteArray
@@ -33,7 +33,7 @@ class PinnedBlock:
 
 
 class HostPool:
-    """`block_bytes` is one block over all layers of the rank.
+    """The pool of one rank. `block_bytes` is the size of a block over all layers of the rank.
 
     All methods may be called from any thread.
     """
@@ -66,7 +66,7 @@ class HostPool:
         return self._book.num_evicted
 
     def held(self, names: Sequence[bytes]) -> int:
-        """Mask of the positions whose block is here."""
+        """A mask of the positions in `names` whose blocks are in the pool."""
         with self._lock:
             return self._book.held(names)
 
@@ -77,10 +77,10 @@ class HostPool:
     def put(
         self, name: bytes, owner: bytes, write: Callable[[ByteArray], None], checksum: bytes = b""
     ) -> bool:
-        """Let `write` fill a slot; from then on the block is found.
+        """Let `write` fill a slot, and add the block to the pool.
 
-        False: the block is already here, or there is no room. If `write` raises, the block is not
-        stored, and the exception is passed on. Give `checksum` if it is known.
+        Returns False if the block is already here or if there is no room. If `write` raises, the
+        block is not stored, and the exception is passed on. Give `checksum` if it is known.
         """
         slot = self.reserve(name, owner)
         if slot is None:
@@ -94,9 +94,9 @@ class HostPool:
         return True
 
     def reserve(self, name: bytes, owner: bytes) -> ByteArray | None:
-        """The bytes to write the block to, before `commit` or `abandon`.
+        """Reserve a slot and return its bytes. Write the block there, then `commit` or `abandon`.
 
-        None: the block is already here, or there is no room.
+        Returns None if the block is already here or if there is no room.
         """
         with self._lock:
             slot = self._book.reserve(name, owner)
@@ -108,9 +108,9 @@ class HostPool:
     def commit(
         self, name: bytes, data: ByteArray, checksum: bytes, is_pinned: bool = False
     ) -> None:
-        """The bytes that `reserve` returned now hold the block, with this checksum.
+        """Add a block to the pool. Its bytes are complete and have this checksum.
 
-        `is_pinned`: also pin the block, as `pin` does.
+        `is_pinned` also pins the block, as `pin` does.
         """
         with self._lock:
             self._book.commit(name)
@@ -123,7 +123,7 @@ class HostPool:
             self._book.abandon(name)
 
     def pin(self, names: Sequence[bytes]) -> list[PinnedBlock]:
-        """The longest prefix of `names` that is here; unpin each block once."""
+        """Pin the blocks of `names` up to the first that is not here. Unpin each of them once."""
         pinned: list[PinnedBlock] = []
         with self._lock:
             for name in names:
@@ -136,7 +136,10 @@ class HostPool:
         return pinned
 
     def unpin(self, names: Sequence[bytes], is_use: bool = True) -> None:
-        """In reverse order, so that the end of a prompt is evicted before its beginning."""
+        """Unpin blocks in reverse order, so that a prompt's end is evicted before its beginning.
+
+        `is_use` means that the blocks served a request, and so should be evicted late.
+        """
         with self._lock:
             for name in reversed(names):
                 self._book.unpin(name, is_use)
@@ -150,9 +153,10 @@ class HostPool:
         return self._book.num_fixed
 
     def fix(self, names: Sequence[bytes]) -> None:
-        """Never evict these blocks once they are here, as far as the pool allows.
+        """Never evict these blocks, which an operator has pinned, once they are in the pool.
 
-        They replace the blocks of the last call.
+        Each call replaces the blocks of the last one. Fixed blocks may fill only a share of the
+        pool.
         """
         with self._lock:
             self._book.fix(names)
@@ -160,7 +164,10 @@ class HostPool:
     def note_session(
         self, state: SessionState, session: str, owner: bytes, names: Sequence[bytes], until: float
     ) -> None:
-        """See `PoolBook.hold`, `resume`, `retire`. `until`: when a paused session's hold ends."""
+        """Hold, release or retire a session's blocks (`PoolBook.hold`, `resume`, `retire`).
+
+        While a session is paused, its held blocks are evicted last. A hold ends at `until`.
+        """
         with self._lock:
             match state:
                 case SessionState.PAUSED_FOR_TOOL:
@@ -179,13 +186,16 @@ class HostPool:
         return self._book.num_held
 
     def take_kept(self) -> list[tuple[bytes, bytes]]:
-        """(name, owner) of blocks kept since the last call because many requests use them."""
+        """(name, owner) of blocks that became kept since the last call.
+
+        The pool keeps a block that many requests use.
+        """
         with self._lock:
             names = self._book.take_kept()
             return [(name, self._owners[self._book.slot(name)]) for name in names]
 
     def forget(self, name: bytes) -> None:
-        """The block is bad or unwanted, and is not found from now on."""
+        """Remove a block that is bad or unwanted."""
         with self._lock:
             self._book.forget(name)
 
@@ -195,7 +205,7 @@ class HostPool:
                 self._book.forget(name)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """(stored, removed) since the last call."""
+        """The names of the blocks (stored, removed) since the last call."""
         with self._lock:
             return self._book.take_changes()
 

@@ -1,7 +1,7 @@
-"""Blocks on their way into the host pool, from files and peers; requests share a load.
+"""Loads KV blocks from files and from peers into the host pool.
 
-A load continues when a request stops waiting for it, and serves the next request. Its blocks stay
-pinned while any request waits.
+Requests that need the same block share a load. A load continues when a request stops waiting for
+it, and serves the next request.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from pdmesh.kv.transport.base import ByteArray
 
 log = structlog.get_logger(__name__)
 
-FAILED_S: Final = 30.0  # nothing is prefetched from a peer for this time after a failed load
-_MAX_FAILED: Final = 256  # peers
-MAX_LOADING: Final = 1024  # blocks under way at once; requests compute further blocks
+FAILED_S: Final = 30.0  # after a failed load, nothing is prefetched from the peer for this time
+_MAX_FAILED: Final = 256  # peers whose failures are remembered
+MAX_LOADING: Final = 1024  # blocks that are loaded at once; requests compute further blocks
 
 
 @dataclass(slots=True)
 class BlockLoad:
-    """Blocks on their way into the pool, and the requests that wait for them.
+    """Blocks on their way into the pool, and the number of requests that wait for them.
 
-    Arrived blocks stay pinned while any request waits, or other loads would evict them again.
+    Blocks that have arrived stay pinned while any request waits. Otherwise other loads might evict
+    them.
     """
 
     names: tuple[bytes, ...]
@@ -43,7 +44,7 @@ class BlockLoad:
 
 
 class Loads:
-    """Use it on one event loop."""
+    """All loads of one rank. Use it on one event loop."""
 
     def __init__(
         self,
@@ -60,11 +61,11 @@ class Loads:
         self.tasks: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
-        """Blocks under way."""
+        """The number of blocks that are being loaded."""
         return len(self._loading)
 
     def coming(self, names: Sequence[bytes]) -> Mapping[Tier, int]:
-        """Masks of the names whose blocks are under way, by the tier that they come from."""
+        """By tier: a mask of the positions in `names` whose blocks are being loaded from it."""
         masks: dict[Tier, int] = {}
         if self._loading:
             for i, name in enumerate(names):
@@ -73,7 +74,7 @@ class Loads:
         return masks
 
     def failed_lately(self, instance_id: str) -> bool:
-        """Whether the last load from this peer brought nothing, at most `FAILED_S` ago."""
+        """Whether the last load from this peer brought no block, at most `FAILED_S` ago."""
         return self._clock() < self._failed_until.get(instance_id, 0.0)
 
     def start(
@@ -84,7 +85,10 @@ class Loads:
         holdings: dict[str, PeerHolding],
         peers: PeerPools | None,
     ) -> list[BlockLoad]:
-        """The loads, new or under way, that bring the planned blocks which are not here yet."""
+        """Start the loads that the plan needs. Returns these and the plan's loads under way.
+
+        The caller counts as waiting for each of them until it calls `leave`.
+        """
         loads: dict[int, BlockLoad] = {}
         for run in plan.runs:
             if run.tier is Tier.HOST:
@@ -134,8 +138,8 @@ class Loads:
         if data is None:
             return  # the engine just saved it, or there is no room
         started = self._clock()
-        # It is cancelled only when the process ends. Then the slot stays reserved, for a thread may
-        # still write to it.
+        # This task is cancelled only when the process ends. The slot then stays reserved, because a
+        # thread may still write to it.
         checksum = await self._files.get(name, owner, data)
         if checksum is None:
             self._pool.abandon(name)

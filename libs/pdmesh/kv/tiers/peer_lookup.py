@@ -1,8 +1,9 @@
-"""Asks the kv-cache-index which peers' host pools hold a prompt's blocks: a hint, in bounded time.
+"""Asks the kv-cache-index which peers' host pools hold a prompt's blocks.
 
-The registry is read now and then, not followed: if every instance followed all others, the cost
-would grow with the square of their number. A peer that is newer than the last reading is not asked
-yet. `core.kv.tiers.peer_choice` decides which of these peers may be asked for blocks.
+The answer is a hint and may be out of date. `core.kv.tiers.peer_choice` decides which of these
+peers may be asked for blocks. An instance only reads the registry at intervals. If every instance
+watched all others, the cost would grow with the square of their number. A peer that registers after
+the last reading is not asked yet.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ log = structlog.get_logger(__name__)
 
 _ASK_S: Final = 0.05
 _READ_EVERY_S: Final = 10.0
-_PAUSE_S: Final = 1.0  # after a failure the index is not asked for this time
+_PAUSE_S: Final = 1.0  # the index is not asked for this time after a failure
 
 
 class PeerLookup:
-    """Until `run` has read the registry, it finds no holders."""
+    """Finds holders of blocks. It finds none before `run` has read the registry."""
 
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id
         self._records: Mapping[str, InstanceRecord] = {}
-        self._kv_region = ""  # that our KV must stay in, from our record
-        self._corrupt: set[KvSource] = set()  # peers that our record excludes as corrupt
+        self._kv_region = ""  # the region that our record confines our KV to
+        self._corrupt: set[KvSource] = set()  # peers that our record excludes for corrupt KV
         self._channel: grpc.aio.Channel | None = None
         self._place = ("", "")
         self._not_before = 0.0
@@ -59,7 +60,7 @@ class PeerLookup:
         await view.close()
 
     async def find(self, names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
-        """A `FindHolders`: never raises."""
+        """The peers that hold blocks from position `first` on (a `FindHolders`). Never raises."""
         channel = await self._index()
         if channel is None or time.monotonic() < self._not_before:
             return ()

@@ -1,9 +1,8 @@
-"""Other instances' host pools as a tier: which peer holds which blocks, and how their bytes get
-here (S76).
+"""Fetches KV blocks from the host pools of other instances, and lends blocks to them (S76).
 
-The KV index's answer about holders is a hint and may be out of date. If incarnation and fingerprint
-match, the peer serves the blocks of the list from the first one on, up to the first that it no
-longer has. Every block is verified when it arrives.
+The KV index says which peer holds which blocks. Its answer is a hint and may be out of date. A peer
+refuses a fetch if incarnation or fingerprint do not match. Otherwise it serves the requested blocks
+up to the first one that it no longer has. Every block is verified when it arrives.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ from pdmesh.kv.transport.base import ByteArray
 
 log = structlog.get_logger(__name__)
 
-MAX_NAMES: Final = 1024  # in one fetch
+MAX_NAMES: Final = 1024  # block names in one fetch
 
 
 @dataclass(frozen=True, slots=True)
 class PeerHolding:
-    """A peer whose host pool holds `count` blocks of a chain from position `first` on.
+    """A peer whose host pool holds `count` blocks of a chain, from position `first` on.
 
-    Addresses are by rank.
+    A chain is the sequence of a prompt's block names.
     """
 
     instance_id: str
     incarnation: int
-    addresses: tuple[str, ...] = field(repr=False)
+    addresses: tuple[str, ...] = field(repr=False)  # by rank
     first: int
     count: int
 
     @property
     def held(self) -> int:
-        """Mask of positions in the chain."""
+        """A mask of the positions in the chain whose blocks the peer holds."""
         return ((1 << self.count) - 1) << self.first
 
 
-# (names of a chain, the first position of interest) -> the peers that hold blocks from there on.
+# Called with a chain and a position. Returns the peers that hold blocks from this position on.
 FindHolders = Callable[[Sequence[bytes], int], Awaitable[Sequence[PeerHolding]]]
 
 
@@ -55,16 +54,16 @@ class PeerPools(Protocol):
     async def load(
         self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]
     ) -> Sequence[bytes]:
-        """Fill targets with the longest prefix of the names that the peer has; returns checksums.
+        """Fetch blocks into `targets`, up to the first one that the peer lacks, and verify them.
 
-        The blocks are verified. It returns when no late write can reach a target any more. It never
-        raises, and is cancelled only when the process ends.
+        Returns the checksums of these blocks, once no late write can reach a target. Never raises.
+        The caller cancels it only when the process ends.
         """
         ...
 
 
 class FetchBlocks(Protocol):
-    """`KvAgent.fetch`, or the same on an agent's thread."""
+    """`KvAgent.fetch`, or its equivalent for an agent on another thread."""
 
     def __call__(
         self,
@@ -80,9 +79,10 @@ class FetchBlocks(Protocol):
 
 
 class AgentPeers:
-    """Fetches over the KV agent. `timeout_s` bounds one fetch; its callers have their own bounds.
+    """Fetches blocks over the KV agent. `timeout_s` bounds one fetch.
 
-    A corrupt fetch is a fault that names the peer. The host decides which peers to avoid.
+    A fetch of corrupt bytes is reported as a fault of the peer. The host of the instance decides
+    which peers to avoid.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class AgentPeers:
         self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]
     ) -> Sequence[bytes]:
         if len(peer.addresses) != self._num_ranks:
-            return ()  # its blocks are divided among a different number of ranks
+            return ()  # the peer divides its blocks among another number of ranks
         names, targets = names[:MAX_NAMES], targets[:MAX_NAMES]
         loop, freed = asyncio.get_running_loop(), asyncio.Event()
 
@@ -133,9 +133,9 @@ class _Lent(PinnedBlocks):
 
 
 class PoolSource:
-    """A host pool that peers may fetch from: the agent's `BlockSource`.
+    """The agent's `BlockSource` for a host pool: peers fetch the pool's blocks through it.
 
-    A peer's fetch does not count as a use that keeps a block here.
+    A peer's fetch does not count as a use of the block, so it does not delay the block's eviction.
     """
 
     def __init__(self, pool: HostPool, counts: TierCounts) -> None:

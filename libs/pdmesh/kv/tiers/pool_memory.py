@@ -1,8 +1,9 @@
-"""Makes the kernel allocate the pool's pages before their first use.
+"""Makes the kernel allocate the pages of a host pool before their first use.
 
-The first touch of a page costs several times as much as a copy into it, and that copy is part of an
-engine's step. So a thread asks the kernel for the pages, piece by piece, without changing them. A
-kernel that cannot do this allocates each page at its first use.
+The first write to a page costs several times as much as later writes, and the engine's step would
+have to wait for it. Therefore a thread asks the kernel for the pages in advance, piece by piece.
+The pages' contents stay the same. A kernel that does not support this allocates each page at its
+first use.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Final
 
 from pdmesh.kv.agent.arena_memory import HostArena
 
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not among Python's constants
-_PIECE_BYTES: Final = 4 << 20  # one piece holds the interpreter for about a millisecond
+_MADV_POPULATE_WRITE: Final = 23  # since Linux 5.14; Python's `mmap` lacks this constant
+_PIECE_BYTES: Final = 4 << 20  # a piece blocks the interpreter for about a millisecond
 
 
 class PopulatedArena(HostArena):

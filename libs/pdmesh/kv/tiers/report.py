@@ -1,7 +1,8 @@
-"""What the tiers of an instance did: counts by tier and event, blocks that came and went, faults.
+"""Reports about an instance's tiers: counts by tier and event, stored and removed blocks, faults.
 
-It is collected where the bytes are, possibly in an engine's worker, and reported to the host in
-small pieces.
+A tier is a place for KV below the engine: the host pool, the peers' pools or files. The process
+that has the tiers, possibly an engine's worker, collects the counts. It sends small reports to the
+instance's host.
 """
 
 from __future__ import annotations
@@ -15,52 +16,53 @@ from typing import Final
 from pdmesh.core.kv.tier import Tier
 
 REPORT_EVERY_S: Final = 0.05  # how often a rank reports to the instance's host
-MAX_FAULTS: Final = 64  # that wait to be reported; further ones push out the oldest
+MAX_FAULTS: Final = 64  # faults that wait for a report; a further fault replaces the oldest one
 
 
 class TierEvent(StrEnum):
-    """What is counted in blocks, per tier."""
+    """An event of one block. Each tier counts its blocks by event."""
 
-    SERVED = "served"  # a request got it from here and did not compute it
-    PREFETCHED = "prefetched"  # asked for before a request needed it
+    SERVED = "served"  # a request got the block from this tier and did not compute it
+    PREFETCHED = "prefetched"  # the block was requested before a prompt needed it
     STORED = "stored"
-    LENT = "lent"  # sent to a peer
+    LENT = "lent"  # the block was sent to a peer
     EVICTED = "evicted"
-    CORRUPT = "corrupt"  # a checksum or header did not match; recomputed
-    FAILED = "failed"  # could not be read or written; a block not read is recomputed
-    LATE = "late"  # still on its way when the request had to continue
-    DROPPED = "dropped"  # not stored: no room, or too many blocks waited
+    CORRUPT = "corrupt"  # the checksum or the header was wrong; the block is recomputed
+    FAILED = "failed"  # the block was not read (and is recomputed), or it was not written
+    LATE = "late"  # the block was still on its way when the request had to continue
+    DROPPED = "dropped"  # the block was not moved: no room, or too many blocks were waiting
 
 
 @dataclass(frozen=True, slots=True)
 class TierFault:
-    """A tier became worse or better, or a peer sent bad blocks."""
+    """A disk became worse or better, or a peer sent bad blocks."""
 
     tier: Tier
     reason: str  # KV_TIER_READ_ONLY, KV_TIER_OFF, KV_TIER_RECOVERED, KV_CORRUPT
     message: str
-    source: tuple[str, int] | None = None  # instance and incarnation of the peer
+    source: tuple[str, int] | None = None  # the peer's instance id and incarnation
 
 
 FAULTS: Final = (
     *((Tier.FILE, reason) for reason in ("KV_TIER_READ_ONLY", "KV_TIER_OFF", "KV_TIER_RECOVERED")),
     (Tier.PEER, "KV_CORRUPT"),
 )
-"""The tiers and reasons of faults; metrics count them from 0."""
+"""All combinations of tier and reason. Their metrics exist from the start, with the value 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """Increments since the last report, and levels as they are now."""
+    """The increments since the last report, and the present levels."""
 
     counts: dict[tuple[str, str], int]  # (tier, event)
-    seconds: dict[str, float]  # by tier: the time that loads took
-    bytes_used: dict[str, int]
-    stored: tuple[bytes, ...] = ()  # into the host pool
-    removed: tuple[bytes, ...] = ()
+    seconds: dict[str, float]  # the time that loads took, by tier
+    bytes_used: dict[str, int]  # by tier
+    stored: tuple[bytes, ...] = ()  # names of blocks that are new in the host pool
+    removed: tuple[bytes, ...] = ()  # names of blocks that the host pool no longer has
     faults: tuple[TierFault, ...] = ()
-    num_pinned: int | None = None  # blocks of pinned prefixes in the host pool; None: unchanged
-    num_leased: int | None = None  # blocks of the host pool that are being read; None: unchanged
+    # Two numbers of blocks in the host pool; None means unchanged.
+    num_pinned: int | None = None  # blocks of prefixes that an operator pinned
+    num_leased: int | None = None  # blocks that are being read
 
     @property
     def is_empty(self) -> bool:
@@ -71,7 +73,7 @@ class TierReport:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Thread-safe."""
+    """Collects counts and faults between two reports. Thread-safe."""
 
     _counts: dict[tuple[str, str], int] = field(default_factory=dict)
     _seconds: dict[str, float] = field(default_factory=dict)

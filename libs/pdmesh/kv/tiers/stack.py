@@ -1,10 +1,10 @@
-"""Brings the blocks of a prompt into the host pool, from any tier, before it is computed (S76,
-S77).
+"""Brings a prompt's KV blocks into the host pool before the prompt is computed (S76, S77).
 
-All tiers are asked at the same time, and all blocks that are worth loading are loaded at the same
-time (`core.kv.tiers.load_plan`). The wait is bounded by the caller's deadline and by the time that
-computing the blocks would take. Blocks that have not arrived by then are computed; a load under way
-continues and serves the next request. Every failure has the same result: fewer blocks.
+The blocks come from files or from peers' pools. Files and index are asked at the same time, and all
+blocks that are worth loading (`core.kv.tiers.load_plan`) are loaded at the same time. The wait ends
+at the caller's deadline, or when computing the blocks would have taken as long. The engine computes
+blocks that have not arrived by then. Their load continues, for the next request. A failure of a
+tier only means fewer blocks.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from pdmesh.kv.tiers.report import TierCounts, TierEvent, TierReport
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-LOOKUP_S: Final = 0.05  # for all tiers together to answer what they hold
+LOOKUP_S: Final = 0.05  # time for all tiers together to say which blocks they hold
 _CLOSE_S: Final = 2.0
 _CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed beside the loop
 
 
 @dataclass(slots=True)
 class BlockLease:
-    """Blocks `first`, `first + 1`, ... of a chain, pinned in the host pool until `close`.
+    """Consecutive blocks of a chain, from position `first` on, pinned in the pool until `close`.
 
-    Any thread may use it, but only one at a time.
+    A chain is the sequence of a prompt's block names. Any thread may use a lease, but only one
+    thread at a time.
     """
 
     first: int
@@ -58,7 +59,7 @@ class BlockLease:
         return self.first + len(self.blocks)
 
     def use(self, first: int, count: int) -> list[PinnedBlock]:
-        """Blocks `first` to `first + count - 1` of the chain go into the engine now."""
+        """The blocks from position `first` on, to copy into the engine. Counts them as served."""
         start = first - self.first
         assert 0 <= start <= start + count <= len(self.blocks), "a plan names what its lease holds"
         assert not self._is_closed
@@ -67,14 +68,17 @@ class BlockLease:
         return self.blocks[start : start + count]
 
     def close(self) -> None:
-        """Give the blocks back to the pool; idempotent."""
+        """Unpin the blocks. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._pool.unpin([block.name for block in self.blocks])
 
 
 class TierStack:
-    """Use it on one event loop, except `stored`. `clock` is monotonic."""
+    """The tiers of one rank: host pool, files, peers' pools.
+
+    Call all methods except `stored` on one event loop. `clock` is monotonic.
+    """
 
     def __init__(
         self,
@@ -88,16 +92,15 @@ class TierStack:
     ) -> None:
         self._lookup_s = lookup_s
         self.pool, self.counts, self.files = pool, counts, files
-        self.peers: PeerPools | None = None  # set once there is a KV agent to fetch with
+        self.peers: PeerPools | None = None  # set once there is a KV agent that can fetch
         self.costs = costs or CostBook()
         self._clock = clock
         self._loads = Loads(pool, counts, self.costs, clock, files)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_evicted = 0
         self._num_pinned = self._num_leased = 0  # as last reported
-        self._pinned: Mapping[
-            bytes, PinnedPrefix
-        ] = {}  # replaced, never changed: read by any thread
+        # By block name. Other threads read the mapping, so it is replaced and never changed.
+        self._pinned: Mapping[bytes, PinnedPrefix] = {}
         self._is_closing = False
 
     @property
@@ -114,14 +117,12 @@ class TierStack:
         timeout_s: float,
         find: FindHolders | None = None,
     ) -> BlockLease:
-        """Pin as many of the blocks from `first` on as arrive in time.
+        """Load and pin the blocks from position `first` on, as many as arrive in time.
 
-        Raises only when cancelled.
-
-        The lease begins earlier if the pool also has blocks just before `first`: the engine was
-        thought to hold these blocks but may have evicted some, and a lease must continue what the
-        engine holds. `find` says which peers hold blocks of `names`; it is called while the
-        other tiers are asked, and must not raise.
+        The caller believes that the engine holds the blocks before `first`, but the engine may have
+        evicted some. The lease must follow directly on blocks of the engine. Therefore the lease
+        also has blocks just before `first`, if the pool holds them. `find` returns the peers that
+        hold blocks of `names`, and must not raise. Raises only when cancelled.
         """
         end = self._clock() + timeout_s
         plan, holdings = await self._plan(names, owner, first, end, find)
@@ -151,11 +152,11 @@ class TierStack:
         chance: float,
         timeout_s: float,
     ) -> None:
-        """Bring blocks of a peer here before a prompt needs them, if that is expected to save time.
+        """Load blocks from a peer before a prompt needs them, if this is expected to save time.
 
-        `chance`: the probability that a prompt needs them. Only as many are brought as
-        `core.kv.tiers.prefetch` allows within `timeout_s`. Nothing is brought from a peer for some
-        time after a load from it has failed.
+        `chance` is the probability that a prompt needs the blocks. `core.kv.tiers.prefetch` limits
+        how many blocks are loaded within `timeout_s`. After a failed load from a peer, nothing is
+        prefetched from this peer for some time.
         """
         if self.peers is None or self._is_closing or self._loads.failed_lately(holder.instance_id):
             return
@@ -185,12 +186,15 @@ class TierStack:
         names: Sequence[bytes],
         hold_s: float,
     ) -> None:
-        """A session's client has said whether its blocks are needed again soon."""
+        """Hold, release or retire a session's blocks, as its client has announced.
+
+        A held block is evicted last.
+        """
         until = self._clock() + min(hold_s, MAX_HOLD_S)
         self.pool.note_session(state, session, owner, names, until)
 
     def _pin_backwards(self, names: Sequence[bytes]) -> list[PinnedBlock]:
-        """Pin the longest run at the end of `names` that is here."""
+        """Pin the longest run of blocks at the end of `names` that the pool holds completely."""
         here = self.pool.held(names)
         begin = len(names)
         while begin and here >> (begin - 1) & 1:
@@ -202,9 +206,9 @@ class TierStack:
         return blocks
 
     def stored(self, names: Sequence[bytes], first: int = 0) -> None:
-        """The engine put these blocks into the pool; from any thread.
+        """Note that the engine put these blocks into the pool, and write them to files.
 
-        `first` is their position in the prompt.
+        `first` is the position of the first block in its prompt. Thread-safe.
         """
         self.counts.add(Tier.HOST, TierEvent.STORED, len(names))
         if self.files is not None:
@@ -214,9 +218,10 @@ class TierStack:
                 self._keep_file(pinned, prefixes)
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
-        """No tier here evicts these blocks; they replace the blocks of the last call.
+        """Keep the blocks of prefixes that an operator pinned: neither pool nor files evict them.
 
-        `core.kv.prefix.pins` bounds their share. Files are kept only until a pin's time ends.
+        Each call replaces the prefixes of the last one. `core.kv.prefix.pins` bounds their share.
+        Files are kept until the time of the pin is over.
         """
         before, names = self._pinned, [name for prefix in prefixes for name in prefix.names]
         self.pool.fix(names)
@@ -235,9 +240,9 @@ class TierStack:
         self.files.keep(names, [p.owner for p in prefixes], [p.until for p in prefixes])
 
     def report(self) -> TierReport:
-        """What happened since the last report.
+        """A report on the time since the last report.
 
-        Call it often: it also notices a disk that hangs.
+        Call this often, because it also notices a disk that hangs and ends the holds of sessions.
         """
         if self.files is not None:
             self.files.watch()
@@ -260,9 +265,9 @@ class TierStack:
         return TierReport(counts, seconds, used, stored, removed, faults, num_pinned, num_leased)
 
     def _keep_files(self) -> None:
-        """Keep the files of blocks that many requests ask for.
+        """Keep the files of blocks that many requests use.
 
-        Pools serve these blocks, so their files look unused; but later instances need the files.
+        Pools serve these blocks, so their files look unused. But later instances need the files.
         """
         kept = self.pool.take_kept()
         if kept and self.files is not None:
@@ -270,7 +275,7 @@ class TierStack:
             self.files.keep(names, owners, [time.time() + KEEP_FILES_S] * len(names))
 
     async def close(self) -> None:
-        """Wait a short time for loads and writes under way. Bounded in time, idempotent."""
+        """Close the tiers. Waits a short time for loads and writes under way. Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -281,7 +286,7 @@ class TierStack:
         if self.files is not None:
             await asyncio.to_thread(self.files.close)
 
-    # -- looking ----------------------------------------------------------------------------------
+    # -- looking up -------------------------------------------------------------------------------
 
     async def _plan(
         self,
@@ -297,7 +302,7 @@ class TierStack:
         if missing < len(names) and not self._is_closing:
             timeout_s = min(self._lookup_s, end - self._clock())
             in_files, holdings = await self._look(names, missing, owner, timeout_s, find)
-        # Blocks may have come during the look.
+        # Blocks may have arrived during the look-up.
         here, coming = self.pool.held(names), self._loads.coming(names)
         costs = self.costs.costs
         sources = [
@@ -309,7 +314,7 @@ class TierStack:
         return plan, {holding.instance_id: holding for holding in holdings}
 
     def _sources(self, here: int, coming: Mapping[Tier, int]) -> list[Source]:
-        """The pool, and the loads under way by tier."""
+        """The pool and the loads under way, as sources of blocks."""
         costs = self.costs.costs
         under_way = [Source(tier, mask, costs[tier]) for tier, mask in coming.items()]
         return [Source(Tier.HOST, here, costs[Tier.HOST]), *under_way]
@@ -322,9 +327,10 @@ class TierStack:
         timeout_s: float,
         find: FindHolders | None,
     ) -> tuple[int, list[PeerHolding]]:
-        """Ask the slower tiers at once; a tier that does not answer in time counts as empty (S106).
+        """Ask files and index at the same time. A late answer counts as empty (S106).
 
-        The mask of files counts from `missing`, the first block that is not here.
+        Bit 0 of the files' mask stands for `missing`, the position of the first block that the pool
+        lacks.
         """
         files = self._task(self.files.contains(names[missing:], owner)) if self.files else None
         peers = self._task(_asked(find, names, missing)) if self.peers and find else None
@@ -333,7 +339,7 @@ class TierStack:
         return _answer(files, 0), list(_answer(peers, ()))
 
     def _pin_runs_in_pool(self, names: Sequence[bytes], plan: LoadPlan) -> list[bytes]:
-        """Pin the planned blocks of the pool, so that loads beside them do not evict them."""
+        """Pin the blocks that the plan takes from the pool, so that loads do not evict them."""
         pinned: list[bytes] = []
         for run in plan.runs:
             if run.tier is Tier.HOST:
@@ -342,7 +348,7 @@ class TierStack:
         return pinned
 
     async def _without_bad(self, blocks: list[PinnedBlock]) -> list[PinnedBlock]:
-        """The blocks up to the first whose bytes in memory are no longer those that were stored."""
+        """The blocks up to the first one whose bytes in memory have changed since it was stored."""
         try:
             if sum(block.data.size for block in blocks) > _CHECK_ASIDE_BYTES:
                 num_good = await asyncio.to_thread(_num_intact, blocks)
@@ -367,12 +373,13 @@ class TierStack:
 
 
 def _answer(ask: asyncio.Task[T] | None, nothing: T) -> T:
-    """The answer if it came in time.
+    """The answer of a look-up, or `nothing` if it is late or has failed.
 
-    A late look-up is cancelled; otherwise look-ups would pile up behind a disk that hangs.
+    A late look-up is cancelled, because look-ups would otherwise pile up behind a disk that hangs.
     """
+    # The look-up may also have been cancelled because the index's channel was closed.
     if ask is None or ask.cancel() or ask.cancelled():
-        return nothing  # cancelled elsewhere: the channel to the index was closed during the call
+        return nothing
     if (error := ask.exception()) is not None:
         log.error("kv.tier.lookup_died", exc_info=error)
         return nothing

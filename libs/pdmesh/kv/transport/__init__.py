@@ -1,1 +1,1 @@
-"""Moving bytes between two processes: the Protocol, and UCX."""
+"""Moves KV bytes between two processes: the Protocol for it, and its implementation over UCX."""

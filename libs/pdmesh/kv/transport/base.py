@@ -1,11 +1,10 @@
-"""Moving KV bytes between two processes.
+"""The interface for moving KV bytes between two processes.
 
-The adapter is UCX (`ucx.py`); tests also have one in memory.
-
-A connection has two lanes, each in order. Messages are small and copied. Payloads go straight from
-one arena into another, without a copy here, and are matched by key. Callbacks run on the event loop
-that started the transport; there is no coroutine per message, which would cost more than moving a
-small prompt.
+`ucx.py` implements it over UCX; tests also use an implementation in memory. A connection carries
+messages and payloads. It keeps messages in order, and payloads in order. Messages are small and
+copied. A payload moves from one arena (memory registered for KV) directly into another. Sender and
+receiver match payloads by key. Callbacks run on the event loop that started the transport. There is
+no coroutine per message, because one would cost more than moving a small prompt.
 """
 
 from __future__ import annotations
@@ -19,15 +18,17 @@ import numpy.typing as npt
 from pdmesh.kv.transport.device_bytes import DeviceBytes
 
 ByteArray = npt.NDArray[np.uint8]  # one-dimensional and contiguous
-KvBytes = ByteArray | DeviceBytes  # in the host's memory or a GPU's
-ArenaBytes = Any  # `KvBytes` of an arena; its user gave the arena, and knows which of the two
+KvBytes = ByteArray | DeviceBytes  # in the host's memory, or in a GPU's memory
+# `KvBytes` of an arena. The caller made the arena and knows which of the two types it has.
+ArenaBytes = Any
 MAX_MESSAGE = 96 << 10  # bytes
 
 
 class KvConnection(Protocol):
     """The connection to one peer.
 
-    Calls on a connection that is closed or closing do nothing; `on_closed` says why it closed.
+    Calls on a connection that is closed or closing do nothing. The handler's `on_closed` gets the
+    reason for the end.
     """
 
     @property
@@ -36,28 +37,30 @@ class KvConnection(Protocol):
         ...
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send one message of at most MAX_MESSAGE bytes, made of parts.
+        """Send one message of at most MAX_MESSAGE bytes, which consists of `parts`.
 
-        The parts may be reused at once.
+        The caller may reuse the parts at once.
         """
         ...
 
     def send_payload(self, key: int, buffer: KvBytes, on_sent: Callable[[], None]) -> None:
-        """Send all bytes.
+        """Send all bytes of the buffer.
 
-        `on_sent` is called when the buffer may be reused, but not if the connection closes first.
+        `on_sent` is called when the buffer may be reused. It is not called if the connection closes
+        first.
         """
         ...
 
     def recv_payload(self, key: int, buffer: KvBytes, on_received: Callable[[], None]) -> None:
-        """Receive the next payload of `key`, which is as long as the buffer.
+        """Receive the next payload of `key`, which must be as long as the buffer.
 
-        `on_received` is called as `on_sent` is in `send_payload`.
+        `on_received` is called when the bytes are in the buffer. It is not called if the connection
+        closes first.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """Drop the connection at once. `on_closed` follows, from the loop."""
+        """Drop the connection at once. The loop calls `on_closed` later."""
         ...
 
 
@@ -69,7 +72,7 @@ class ConnectionHandler(Protocol):
         ...
 
     def on_message(self, connection: KvConnection, message: memoryview) -> None:
-        """`message` is valid during the call only."""
+        """A message arrived. `message` is valid only during the call."""
         ...
 
     def on_closed(self, connection: KvConnection, reason: str) -> None:
@@ -81,19 +84,19 @@ class ConnectionHandler(Protocol):
 
 
 class KvTransport(Protocol):
-    """Connections that carry small messages in order, and payloads from one arena into another."""
+    """Accepts connections from peers and opens connections to peers."""
 
     async def start(self, handler: ConnectionHandler) -> str:
-        """Accept connections; returns the address that peers pass to `connect`.
+        """Start to accept connections. Returns the address that peers pass to `connect`.
 
         Raises KvTransferFailed.
         """
         ...
 
     async def connect(self, address: str, timeout_s: float) -> KvConnection:
-        """Raises KvTransferFailed (KV_CONNECT_FAILED) within `timeout_s`."""
+        """Open a connection. Raises KvTransferFailed (KV_CONNECT_FAILED) within `timeout_s`."""
         ...
 
     async def close(self) -> None:
-        """Abort all connections and free everything. Bounded in time, idempotent."""
+        """Abort all connections and free everything. Idempotent, in bounded time."""
         ...

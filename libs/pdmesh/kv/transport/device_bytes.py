@@ -1,7 +1,7 @@
-"""A range of bytes in a GPU's memory; it is used like a numpy array of bytes in host memory.
+"""A range of bytes in a GPU's memory. It is used like a numpy array of bytes.
 
-The transport, the agent and the copies take either (`base.KvBytes`). Nothing here imports torch: a
-range is made by `kv.device.arena`, where there is a device.
+The KV transport, the KV agent and `kv.device.copies` accept both types (`base.KvBytes`). This
+module does not import torch. `kv.device.arena` makes the ranges, on machines that have a device.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 
 class DeviceWork(Protocol):
-    """What is done with a range on its device. Each call returns when it is done.
+    """The operations on a range's tensor. Each call returns when the device has finished.
 
-    Any: torch's tensors, one-dimensional, contiguous, of uint8.
+    A tensor is a torch tensor of uint8, one-dimensional and contiguous. Its type is Any because
+    this module does not import torch.
     """
 
     def checksum(self, tensor: Any) -> bytes:
@@ -41,7 +42,7 @@ class DeviceBytes:
 
     @property
     def exposed(self) -> Any:
-        """What UCX takes: an object with the buffer protocol or `__cuda_array_interface__`."""
+        """The bytes as UCX accepts them: with the buffer protocol or `__cuda_array_interface__`."""
         return self.tensor if self.tensor.is_cuda else self.tensor.numpy()
 
     def checksum(self) -> bytes:
@@ -51,7 +52,7 @@ class DeviceBytes:
         return self._work.to_host(self.tensor)
 
     def fill(self, data: memoryview) -> None:
-        """Raises ValueError unless `data` is as long as the range."""
+        """Write `data` to the range. Raises ValueError unless both have the same length."""
         if len(data) != self.size:
             raise ValueError(f"{len(data)} bytes for a range of {self.size}")
         self._work.fill(self.tensor, data)

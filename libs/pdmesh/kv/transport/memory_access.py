@@ -1,4 +1,4 @@
-"""The few bytes that the host itself reads or writes of a range, wherever it lies."""
+"""Reads and writes a few KV bytes from the host, in the host's memory or in a GPU's memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pdmesh.kv.transport.device_bytes import DeviceBytes
 
 
 def host_view(data: KvBytes) -> memoryview:
-    """The bytes; a copy if they lie in a GPU's memory."""
+    """A view of bytes in the host's memory, or a copy of bytes in a GPU's memory."""
     return memoryview(data.to_host()) if isinstance(data, DeviceBytes) else data.data
 
 
 def fill(buffer: KvBytes, data: memoryview) -> None:
-    """Write `data`, which is as long as the buffer."""
+    """Write `data`, which must be as long as the buffer."""
     if isinstance(buffer, DeviceBytes):
         buffer.fill(data)
     else:
@@ -29,7 +29,7 @@ def flip_bit(data: KvBytes) -> None:
 
 
 def in_host(data: KvBytes) -> ByteArray:
-    """The range, for caches in the host's memory. Raises TypeError if it lies in a GPU's."""
+    """Return `data` itself. Raises TypeError if its bytes lie in a GPU's memory."""
     if isinstance(data, DeviceBytes):
         raise TypeError("caches in the host's memory, and an arena in a GPU's")
     return data

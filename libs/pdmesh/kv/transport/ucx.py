@@ -1,15 +1,15 @@
 """`KvTransport` over UCX through ucxx: RDMA and cuda_ipc on a cluster, tcp and shm on a laptop.
 
 All connections share one receive for messages, so that the cost of a wake-up does not grow with the
-number of peers. A frame names its connection by a random number that only the two ends know. All
-messages to a peer from one turn of the loop go as one frame, since a send and its completion cost
-more than moving a small prompt's bytes. Payloads have a tag of their own, made of the connection's
-number and the pull's key, and are received in place.
+number of peers. Messages travel in frames. A frame contains all messages to one peer from one turn
+of the event loop, because a send and its completion cost more than moving a small prompt's bytes. A
+frame names its connection by a random number that only the two ends know. Payloads are received in
+place, by a tag made of the connection number and the pull's key.
 
-There is no listener. A peer is reached by its worker's address and gets a hello at connection
-number 0 (`ucx_handshake`). The transports of a process, one after the other, share the worker and
-its handshake key (`ucx_worker`). The number of the transport's life, at the end of an address,
-tells them apart: a hello that names another life than the present one makes no connection.
+There is no listener. To connect, a peer sends a hello to the worker's address (`ucx_handshake`).
+The successive transports of a process share one worker and its handshake key (`ucx_worker`). Each
+transport has a random life number, which is part of its address. A hello that names the life of an
+earlier transport makes no connection.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ from pdmesh.kv.transport.ucx_worker import (
 
 log = structlog.get_logger(__name__)
 
-_MAX_FRAME = LENGTH.size + MAX_MESSAGE  # without its header
-_AT_ONCE = 32 << 10  # a message of this size or more is sent at once, not copied to wait for others
-MAX_CONNECTIONS = 4096  # both directions
-_FLUSH_S = 0.2  # for the last messages, above all acks
+_MAX_FRAME = LENGTH.size + MAX_MESSAGE  # without the frame's header
+_AT_ONCE = 32 << 10  # a message of at least this size is sent at once, not copied to wait
+MAX_CONNECTIONS = 4096  # in both directions together
+_FLUSH_S = 0.2  # time to send the last messages, mostly acks
 _DRAIN_S = 2.0
-_MAX_OPENINGS = 8  # attempts, if UCX ends the connection before the peer's welcome
+_MAX_OPENINGS = 8  # attempts to connect, if UCX ends the connection before the peer's welcome
 _WARM_UP_S = 1.0
 
 
 class _LostInGreeting(KvTransferFailed):
-    """UCX ended the connection before the welcome.
+    """UCX ended the connection before the peer's welcome arrived.
 
-    The peer may be gone. Or the peer closed its end of the pair long ago, after a hello that was
-    given up, and UCX's keepalive notices that only now (`ucx_endpoints`).
+    The peer may be gone. Or an earlier hello was given up, and the peer closed its endpoint of this
+    pair long ago. UCX's keepalive notices that only now (`ucx_endpoints`).
     """
 
 
 class UcxTransport:
-    """Starts and connects on the running loop (asyncio's or uvloop's), and stays on it."""
+    """A transport that stays on the event loop of `start`, which may be asyncio's or uvloop's."""
 
     def __init__(self, host: str = "127.0.0.1", *, reaches_gpu: bool = False) -> None:
-        """A loopback `host` keeps UCX on the loopback device.
+        """If `host` is a loopback address, UCX uses only the loopback device.
 
-        Otherwise it uses the devices of `UCX_NET_DEVICES`, or all. `reaches_gpu`: payloads may lie
-        in a GPU's memory.
+        Otherwise UCX uses the devices that `UCX_NET_DEVICES` names, or all devices. `reaches_gpu`
+        allows payloads in a GPU's memory.
         """
         self._options = options_for(host, reaches_gpu=reaches_gpu)
         self._is_local = is_local(host)
@@ -83,11 +83,13 @@ class UcxTransport:
         self._life = secrets.randbits(64)
         self._is_closing = False
         self._by_number: dict[int, UcxConnection] = {}
-        self._greeting: dict[tuple[bytes, int], UcxConnection] = {}  # by peer, turn of our hello
-        self._talking: dict[UcxConnection, None] = {}  # with messages that wait to be sent
+        # By the peer's address and the turn of our hello: connections that wait for a welcome.
+        self._greeting: dict[tuple[bytes, int], UcxConnection] = {}
+        self._talking: dict[UcxConnection, None] = {}  # connections with unsent messages
         self._emptied = asyncio.Event()  # set when no connection is left
-        self._dying: list[UcxConnection] = []  # their endpoints are to be closed
-        self._draining: list[UcxConnection] = []  # closed endpoints, whose requests have not ended
+        self._dying: list[UcxConnection] = []  # connections whose endpoints are to be closed
+        # Connections whose endpoints are closed and whose requests have not ended yet.
+        self._draining: list[UcxConnection] = []
 
     @property
     def num_connections(self) -> int:
@@ -116,7 +118,7 @@ class UcxTransport:
         return str(Address(self._ucx.address, self._ucx.key, self._life))
 
     async def _warm_up(self, ucx: UcxWorker) -> None:
-        """Connect to ourselves, so that no request pays for a worker's first connection."""
+        """Connect to this worker itself, so that no request pays for its first connection."""
         try:
             connection = await self.connect(self._address(), _WARM_UP_S)
         except KvTransferFailed as error:
@@ -153,7 +155,7 @@ class UcxTransport:
                 finally:
                     del self._greeting[there.worker, endpoint.turn]
                 if connection.close_reason:
-                    # Close it without a report: its opening was never reported, either.
+                    # The handler gets no `on_closed`, because it never got this connection.
                     raise ConnectionError(connection.close_reason)
                 connection.is_announced = True
         except BaseException as exc:
@@ -162,7 +164,7 @@ class UcxTransport:
                 if connection.close_reason == PEER_GONE:
                     failure = _LostInGreeting
                 if connection.greeted is not None:
-                    connection.greeted.cancel()  # its caller no longer waits
+                    connection.greeted.cancel()  # the caller no longer waits for the welcome
                 connection.abort("not connected")
             if not isinstance(exc, (OSError, ValueError, self._ucx_error)):
                 raise  # TimeoutError is an OSError
@@ -183,14 +185,14 @@ class UcxTransport:
         give_worker_back(ucx, is_quiet=not self._by_number and not ucx.num_pending)
         self._ucx = None
         for connection in self._draining:
-            # the only worker that could touch their buffers is never used again
+            # Only this worker could touch the payloads' buffers, and it is never used again.
             connection.payloads.clear()
         self._close_dying()
 
-    # -- what connections use ---------------------------------------------------------------------
+    # -- for connections --------------------------------------------------------------------------
 
     def post(self, post: Any, buffer: Any, tag: int) -> Any:
-        """Post a tagged send or receive; None if the endpoint refuses it."""
+        """Post a tagged send or receive. Returns None if the endpoint refuses it."""
         try:
             return post(self._array(buffer), self._tag(tag))
         except self._ucx_error:
@@ -201,7 +203,10 @@ class UcxTransport:
             self._ucx.watch(request, on_done, buffer)
 
     def add_message(self, connection: UcxConnection, parts: Sequence[bytes | memoryview]) -> None:
-        """Send the message with the next frame to that peer, in this turn of the loop."""
+        """Add the message to the peer's next frame, which is sent in this turn of the loop.
+
+        A large message is sent at once.
+        """
         size = sum(len(part) for part in parts)
         assert 0 < size <= MAX_MESSAGE
         length = LENGTH.pack(size)
@@ -223,7 +228,7 @@ class UcxTransport:
         return bool(talking)
 
     def send_frame(self, connection: UcxConnection, *more: bytes | memoryview) -> None:
-        """Post what waits, and then `more` if there is any."""
+        """Send the waiting messages, followed by `more`, as one frame."""
         body, connection.waiting, connection.num_waiting_bytes = connection.waiting, [], 0
         if connection.endpoint is None or not (body or more):
             return
@@ -240,13 +245,13 @@ class UcxTransport:
             self.watch(request, connection.on_posted, frame)
 
     def close_soon(self, connection: UcxConnection) -> None:
-        """Close the endpoint soon, not now: nothing may be closed within a callback of UCX."""
+        """Close the endpoint later, because nothing may be closed within a callback of UCX."""
         _settle(connection.greeted, connection.close_reason)
         self._dying.append(connection)
         if self._ucx is not None:
             self._ucx.kick()
 
-    # -- what UCX tells ---------------------------------------------------------------------------
+    # -- called by the worker ---------------------------------------------------------------------
 
     def _on_progressed(self) -> bool:
         assert self._ucx is not None
@@ -271,7 +276,7 @@ class UcxTransport:
             if not connection.is_fenced:
                 connection.lose("the peer said goodbye")
             return
-        # A welcome counts even now: without it the peer could not get a goodbye.
+        # Read a welcome even if the connection is fenced: a goodbye needs the peer's number.
         while at + LENGTH.size <= end and not (connection.is_fenced and connection.peer_number):
             (length,) = LENGTH.unpack_from(view, at)
             at += LENGTH.size
@@ -309,10 +314,10 @@ class UcxTransport:
         self.watch(request, connection.on_posted, frame)
 
     def _on_hello(self, data: bytes) -> None:
-        """A peer that knows our key may connect.
+        """Accept a peer whose hello was made with our key.
 
-        A hello gets a goodbye at once if it names another life, if there are too many connections,
-        or if this transport is closing.
+        The peer gets a goodbye instead if its hello names another life, if there are too many
+        connections, or if this transport is closing.
         """
         assert self._ucx is not None
         ucx = self._ucx
@@ -329,7 +334,7 @@ class UcxTransport:
             endpoint = self._endpoint_for(hello, ucx)
             connection = self._add(endpoint)
         except (self._ucx_error, RuntimeError):
-            return  # the peer is gone, or on a device that we do not have
+            return  # the peer is gone, or uses a device that this machine lacks
         connection.peer_number = hello.number
         connection.is_announced = True
         own = Welcome(connection.number, endpoint.turn)
@@ -338,11 +343,11 @@ class UcxTransport:
         self._handler.on_connected(connection)
 
     def _endpoint_for(self, hello: Hello, ucx: UcxWorker) -> PairedEndpoint:
-        """The endpoint to answer on.
+        """The endpoint to answer a hello on.
 
-        A hello of our own may have crossed this one: then both came on the same pair of endpoints.
-        The side with the lower address answers on its end of that pair. It moves its own connection
-        to the next pair, on which the other side answers.
+        Our own hello to the same peer may have crossed the peer's hello. Then both hellos used the
+        same pair of endpoints. In this case, the side with the lower address answers on this pair,
+        and moves the connection that it is opening to the next pair.
         """
         crossed = self._greeting.get((hello.worker, hello.turn))
         if crossed is None or crossed.endpoint is None or not ucx.address < hello.worker:
@@ -377,7 +382,7 @@ class UcxTransport:
     def _close_dying(self) -> bool:
         """Close the endpoints of dying connections.
 
-        Report each end once UCX has released the buffers.
+        Report the end of a connection to the handler once UCX has released the buffers.
         """
         has_work = bool(self._dying)
         while self._dying:
@@ -389,9 +394,9 @@ class UcxTransport:
                 close_endpoint(endpoint.raw)
             self._draining.append(connection)
         if self._ucx is not None and any(c.payloads for c in self._draining):
-            # This is for receives on an endpoint that ended by itself. ucxx only marks them for
-            # cancellation and cancels them in its own progress loop, which we do not run. Without
-            # this call, an unmatched receive never ends, and neither does its connection.
+            # An endpoint that ended by itself may have posted receives. ucxx marks these receives
+            # and cancels them in its own progress loop, which does not run here. Without this call,
+            # an unmatched receive never ends, and its connection never ends.
             self._ucx.worker.cancel_inflight_requests()
         for connection in [c for c in self._draining if not c.payloads]:
             self._draining.remove(connection)
@@ -403,7 +408,10 @@ class UcxTransport:
         return has_work
 
     def _say_goodbye(self, connection: UcxConnection, ucx: UcxWorker | None) -> None:
-        """Best effort; while both processes live, nothing else tells the peer of the end."""
+        """Try to tell the peer that the connection ends.
+
+        While both processes live, UCX does not tell the peer.
+        """
         if ucx is None:
             return
         if connection.peer_number and connection.endpoint is not None:
@@ -414,7 +422,7 @@ class UcxTransport:
 
 
 class _NoHandler:
-    """The handler until the user's is set."""
+    """The handler during the warm-up."""
 
     def on_connected(self, connection: KvConnection) -> None: ...
     def on_message(self, connection: KvConnection, message: memoryview) -> None: ...

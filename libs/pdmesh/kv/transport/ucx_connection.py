@@ -1,4 +1,4 @@
-"""One UCX endpoint as a `KvConnection`: what is posted on it, and what happens when it ends."""
+"""A `KvConnection` over one UCX endpoint: posts its sends and receives, and ends it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PEER_GONE: Final = "the peer is gone"
 
 
 class Owner(Protocol):
-    """What a connection needs from its transport."""
+    """The methods of the transport that its connections call."""
 
     def post(self, post: Any, buffer: Any, tag: int) -> Any: ...
 
@@ -33,22 +33,27 @@ class Owner(Protocol):
 
 
 class UcxConnection:
-    """One endpoint. `number` is ours, `peer_number` the other side's; both make up tags."""
+    """The connection on one endpoint.
+
+    Each side chooses a number for the connection. `number` is ours and `peer_number` is the peer's.
+    The tag of a payload contains the receiver's number.
+    """
 
     def __init__(self, transport: Owner, endpoint: PairedEndpoint, key: int, number: int) -> None:
         self.key = key
         self.number = number
-        self.peer_number = 0  # 0 until the peer's welcome
-        self.there: Address | None = None  # where our hello went; None: the peer connected to us
-        self.greeted: asyncio.Future[None] | None = None  # only of a connection that we opened
+        self.peer_number = 0  # 0 until the peer's welcome arrives
+        # The address that our hello was sent to. None if the peer opened the connection.
+        self.there: Address | None = None
+        self.greeted: asyncio.Future[None] | None = None  # None if the peer opened the connection
         self.endpoint: PairedEndpoint | None = endpoint  # None once it is closed
         self.is_announced = False
         self.close_reason = ""
-        self.is_fenced = False  # we dropped it: later messages from it are ignored
-        self.waiting: list[bytes] = []  # messages, each with its length, for the next frame
+        self.is_fenced = False  # True after `abort`: later messages of the peer are ignored
+        self.waiting: list[bytes] = []  # messages for the next frame, each with its length
         self.num_waiting_bytes = 0
-        self.num_unsent = 0  # frames on their way out
-        self.payloads: list[Any] = []  # requests that may still touch a caller's bytes
+        self.num_unsent = 0  # frames that are posted and not sent yet
+        self.payloads: list[Any] = []  # requests that may still read or write a caller's bytes
         self._transport = transport
         endpoint.raw.set_close_callback(self._on_endpoint_closed)
 
@@ -66,7 +71,7 @@ class UcxConnection:
             self._post_payload(self.endpoint.raw.tag_recv, self.number, key, buffer, on_received)
 
     def move_to(self, endpoint: PairedEndpoint) -> None:
-        """Use another endpoint to the same peer. Nothing but the greeting was sent so far."""
+        """Use another endpoint to the same peer. Only the greeting may have been sent so far."""
         if self.endpoint is not None:
             self.endpoint.raw.remove_close_callback()
         self.endpoint = endpoint
@@ -77,7 +82,7 @@ class UcxConnection:
         self.lose(reason)
 
     def lose(self, reason: str) -> None:
-        """The peer is gone; messages that have arrived already still count."""
+        """End the connection because the peer is gone. Messages already received are handled."""
         if not self.close_reason:
             self.close_reason = reason
             self._transport.close_soon(self)
@@ -87,7 +92,7 @@ class UcxConnection:
     ) -> None:
         if isinstance(buffer, DeviceBytes):
             exposed = buffer.exposed
-        else:  # a strided array would be sent as wrong bytes, silently
+        else:  # UCX would send wrong bytes of a strided array, without an error
             exposed = buffer
             assert exposed.dtype == np.uint8
             assert exposed.ndim == 1
@@ -108,7 +113,7 @@ class UcxConnection:
         self._transport.watch(request, done, buffer)
 
     def on_posted(self, is_ok: bool) -> None:
-        """A frame or greeting left, or failed."""
+        """UCX has sent a frame or a greeting, or has failed to send it."""
         self.num_unsent -= 1
         if not is_ok:
             self.lose(PEER_GONE)
@@ -118,5 +123,8 @@ class UcxConnection:
 
 
 def _tag(number: int, key: int) -> int:
-    """The lower half of a connection's number is unique at its receiver, and never 0."""
+    """The tag of a payload, from the lower halves of the connection's number and the pull's key.
+
+    The lower half of a connection number is unique in its process and never 0.
+    """
     return (number & 0xFFFFFFFF) << 32 | key & 0xFFFFFFFF

@@ -1,13 +1,13 @@
-"""Makes a worker's endpoints to its peers, in step with the endpoints that the peers make to it.
+"""Makes a UCX worker's endpoints to its peers so that both ends of a connection belong together.
 
-UCX pairs the n-th endpoint that a worker makes to a peer's worker with the n-th that the peer makes
-to this one. `turn` is that n, from 0. If one end of a pair is closed, the other one may fail, above
-all in UCX's next round of keepalive. So both ends of a connection must have the same turn, or the
-connection is lost because of another, older one.
+UCX pairs endpoints by count. It pairs the n-th endpoint that worker A makes to worker B with the
+n-th endpoint that B makes to A. `turn` is this n, counted from 0. When one endpoint of a pair is
+closed, the other may fail, mostly at UCX's next keepalive. Therefore both ends of a connection must
+have the same turn. Otherwise the end of an older connection would end this one.
 
-The two counts diverge when one side makes an endpoint that the other does not answer: a hello that
-was given up or never arrived, or two hellos that cross. Therefore hello and welcome name the turns
-of their endpoints, and the side that is behind skips turns.
+The counts of the two workers diverge when one worker makes an endpoint that the other does not
+answer. This happens if a hello is given up or lost, or if two hellos cross. Hello and welcome name
+the turns of their endpoints, so that the worker with the lower count can skip turns.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-MAX_SKIPPED = (
-    16  # turns per call, about 1 ms each; if the peer is further ahead, more hellos skip on
-)
+# The most turns that one call skips. A turn takes about 1 ms. If the peer is further ahead, the
+# answers to later hellos skip the rest.
+MAX_SKIPPED = 16
 MAX_SPARE = 64
 _CLOSE_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairedEndpoint:
-    """`raw` is ucxx's endpoint."""
+    """An endpoint and its turn. `raw` is the endpoint of ucxx."""
 
     raw: Any
     turn: int
 
 
 def close_endpoint(raw: Any) -> None:
-    """Close at once, without the peer's consent; posted operations end with it.
+    """Close an endpoint at once, without asking the peer. This ends its posted operations.
 
-    Do not call it within a callback of UCX.
+    Must not be called within a callback of UCX.
     """
     raw.close_blocking(period=_CLOSE_NS, max_attempts=1)
     raw.remove_close_callback()
 
 
 class PeerEndpoints:
-    """`make` makes UCX's endpoint to an address; `own` is the worker's address."""
+    """One worker's endpoints. `own` is the worker's address; `make` makes an endpoint to a peer."""
 
     def __init__(self, own: bytes, make: Callable[[bytes], Any]) -> None:
         self._own, self._make = own, make
-        # By the digest of an address. UCX never forgets its count of a peer, so neither does this.
+        # By digest of the address. UCX never forgets its count for a peer, so no entry is removed.
         self._num_made: dict[bytes, int] = {}
-        self._spare: dict[
-            tuple[bytes, int], PairedEndpoint
-        ] = {}  # by digest and turn, oldest first
+        # By digest and turn, oldest first.
+        self._spare: dict[tuple[bytes, int], PairedEndpoint] = {}
 
     def num_made(self, address: bytes) -> int:
         return self._num_made.get(_digest(address), 0)
 
     def next(self, address: bytes) -> PairedEndpoint:
-        """An endpoint for a hello to a trusted address; it connects at its first use."""
+        """A new endpoint, for a hello to a trusted address. UCX connects it at its first use."""
         if address == self._own and self.num_made(address) % 2:
             # Within one worker, UCX pairs turn 0 with 1, 2 with 3, and so on.
             self._skip_to(address, self.num_made(address) + 1)
         return self._next(address)
 
     def answering(self, address: bytes, turn: int) -> PairedEndpoint:
-        """The endpoint that UCX pairs with the peer's endpoint of that turn.
+        """The endpoint that UCX pairs with the peer's endpoint of this turn.
 
-        If that turn is over, it is the next one: its turn tells the peer to follow.
+        If this worker has used the turn already, the result is its next endpoint. The welcome names
+        the turn of that endpoint, and the peer changes to it (`follow`).
         """
         if address != self._own:
             spare = self._spare.pop((_digest(address), turn), None)
@@ -75,10 +75,11 @@ class PeerEndpoints:
         return self._next(address)
 
     def follow(self, address: bytes, endpoint: PairedEndpoint, turn: int) -> PairedEndpoint:
-        """The endpoint that UCX pairs with an answer of that turn to a hello on `endpoint`.
+        """The endpoint to use after a hello on `endpoint` was answered on this turn.
 
-        It is `endpoint` itself if the turns agree, or if that turn is over. If not, `endpoint`
-        becomes a spare one: a hello of the peer, which crossed ours, may still come on it.
+        If the turns are equal, or if this worker has used the answer's turn already, the result is
+        `endpoint`. Otherwise the result is an endpoint of the answer's turn, and `endpoint` is kept
+        as a spare. A hello from the peer that crossed ours may still arrive on the spare.
         """
         is_over = turn < self.num_made(address)
         if turn == endpoint.turn or is_over or address == self._own:
@@ -100,7 +101,7 @@ class PeerEndpoints:
     def _next(self, address: bytes) -> PairedEndpoint:
         digest = _digest(address)
         turn = self._num_made.get(digest, 0)
-        self._num_made[digest] = turn + 1  # UCX counts an endpoint that it fails to make, too
+        self._num_made[digest] = turn + 1  # UCX also counts an endpoint that it fails to make
         return PairedEndpoint(self._make(address), turn)
 
 

@@ -1,11 +1,11 @@
-"""How two UCX transports connect without a listener: addresses, and the two opening messages.
+"""The addresses and the opening messages by which two UCX transports connect without a listener.
 
-An address has all that is needed to reach a process: the UCX address of its worker, the process's
-handshake key, and the life of the transport. It travels over the mesh's control channel. A peer
-that connects sends a hello to connection number 0; the answer, a welcome, goes to the number that
-the hello names. Both carry a keyed digest, so that no stranger's message and no damaged byte
-reaches UCX's parser of addresses. A stranger gets no answer. A welcome for a connection that was
-given up meanwhile is answered with a goodbye.
+The address of a process has three parts: the UCX address of its worker, its handshake key, and a
+random number for the life of its transport. The mesh's control channel brings the address to peers.
+A peer connects by sending a hello to connection number 0. The hello contains a connection number,
+and the answer (a welcome) is sent to that number. Hello and welcome carry a keyed digest, so that
+no stranger's message and no damaged byte reaches UCX's parser of addresses. A stranger gets no
+answer.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import secrets
 import struct
 from dataclasses import dataclass, field
 
-HANDSHAKE = 0  # the connection number that hellos are sent to; no connection has it
+HANDSHAKE = 0  # hellos are sent to this number, which no connection has
 KEY_BYTES = 16
 MAX_WORKER_ADDRESS = 8 << 10
 _SCHEME = "ucx:"
 _MAGIC = b"PDKVUCX5"
 _DIGEST_BYTES = 16
-# magic, the wanted transport's life, the connecting side's number and turn
+# magic, life of the transport to connect to, number and turn of the connecting side
 _HELLO = struct.Struct("<8sQQI")
-# magic, the connecting side's number, the accepting side's number and turn
+# magic, number of the connecting side, number and turn of the accepting side
 _WELCOME = struct.Struct("<8sQQI")
 
 
@@ -41,7 +41,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Raises ValueError if it is no address of ours."""
+    """Raises ValueError if `text` is not the address of a UCX transport."""
     before, _, life = text.removeprefix(_SCHEME).partition("/")
     worker, _, key = before.partition(".")
     if not text.startswith(_SCHEME) or len(key) != 2 * KEY_BYTES:
@@ -59,9 +59,11 @@ def make_key() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """I want to connect to this life of yours; answer to this number at this worker's address.
+    """The connecting side's first message.
 
-    `turn`: of the endpoint that this hello comes on (`ucx_endpoints`).
+    It asks for a connection to the transport with this `life`. The answer must be sent to
+    connection `number` at the `worker` address. `turn` is the turn of the endpoint that carries the
+    hello (`ucx_endpoints`).
     """
 
     life: int
@@ -72,7 +74,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The accepting side's number of the connection, and the turn of its endpoint."""
+    """The answer to a hello: the accepting side's connection number, and its endpoint's turn."""
 
     number: int
     turn: int
@@ -84,7 +86,7 @@ def pack_hello(hello: Hello, key: bytes) -> bytes:
 
 
 def read_hello(data: bytes, key: bytes) -> Hello | None:
-    """None if it is from a stranger, or damaged."""
+    """Parse a hello. Returns None if it is damaged, or if it was made without the key."""
     body = _opened(data, key)
     if body is None or not 0 < len(body) - _HELLO.size <= MAX_WORKER_ADDRESS:
         return None
@@ -97,7 +99,7 @@ def pack_welcome(number: int, own: Welcome, key: bytes) -> bytes:
 
 
 def read_welcome(data: bytes, number: int, key: bytes) -> Welcome | None:
-    """None if this does not answer the hello of `number`."""
+    """Parse a welcome. Returns None if it is not an intact answer to the hello of `number`."""
     body = _opened(data, key)
     if body is None or len(body) != _WELCOME.size:
         return None

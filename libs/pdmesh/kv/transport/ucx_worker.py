@@ -1,13 +1,13 @@
-"""One UCX worker for the process's lifetime; its event fd wakes the loop, so that an idle worker
-costs nothing.
+"""A UCX worker that moves KV bytes, driven by an asyncio event loop.
 
-ucxx's own asyncio front end either polls or progresses in a thread, and polls for a request
-(`sleep(0)`). Here the loop watches the worker's fd. When the fd is readable, the worker progresses,
-completed requests are called back, and the worker is armed again. No message costs an await.
+ucxx's own asyncio front end polls for each request, so it is not used. Here the loop watches the
+worker's event fd. When the fd is readable, the worker progresses, the callbacks of completed
+requests run, and the worker is armed again. An idle worker costs nothing, and no message costs an
+await.
 
-There is no listener (ADR 0002): peers use the worker's address, which they know from the mesh. The
-worker is never destroyed (ADR 0024) but lent to one transport after the other. Between two
-transports it turns peers away.
+There is no listener (ADR 0002). Peers get the worker's address from the mesh. A worker is never
+destroyed (ADR 0024). One transport after another uses it (`take_worker`, `give_worker_back`).
+Between two transports, the worker sends a goodbye to each peer that wants to connect.
 """
 
 from __future__ import annotations
@@ -39,46 +39,52 @@ from pdmesh.kv.transport.ucx_handshake import (
 
 log = structlog.get_logger(__name__)
 
-# TLS and devices are chosen per transport, see `options_for`.
+# `options_for` chooses UCX's TLS (the list of UCX transports) and the devices.
 _ENVIRONMENT = {
     "UCX_TCP_TX_SEG_SIZE": "256K",
     "UCX_TCP_RX_SEG_SIZE": "256K",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "UCX_KEEPALIVE_INTERVAL": "1s",  # without it, the end of a silent peer is not noticed
-    # without it, a peer that falls silent while it connects stops the loop for minutes
+    "UCX_KEEPALIVE_INTERVAL": "1s",  # without this, UCX does not notice the end of a silent peer
+    # Without this, a peer that falls silent during the handshake blocks the loop for minutes.
     "UCX_TCP_CONN_NB": "y",
-    "UCX_RNDV_THRESH": "96K",  # inline payloads are eager; larger ones meet a posted receive
-    # without these two, UCX silently uses tcp in place of shared memory
+    # Messages with an inline payload are sent eagerly. Larger payloads wait for a posted receive.
+    "UCX_RNDV_THRESH": "96K",
+    # Without these two, UCX silently uses tcp instead of shared memory.
     "UCX_POSIX_ERROR_HANDLING": "y",
     "UCX_SYSV_ERROR_HANDLING": "y",
-    # A receiver reads large payloads straight out of the sender's memory. With error handling on,
-    # UCX wants to be able to revoke that access, which the memory of one machine does not allow. At
-    # worst a late read is torn, and every byte has a checksum (ADR 0006).
+    # A receiver on the same machine reads large payloads directly from the sender's memory (CMA).
+    # With error handling, UCX allows this only if the sender can revoke the access. This value
+    # claims that it can, although CMA has no revocation. At worst, a late read gets a mix of old
+    # and new bytes, which the checksum detects (ADR 0006).
     "UCX_CMA_MEMORY_INVALIDATE": "y",
-    # Shared memory moves pieces of this size, each with a wake-up; 8K by default, at most 64K.
+    # Shared memory moves pieces of this size, and each piece costs a wake-up. The default is 8K and
+    # the maximum is 64K.
     "UCX_MM_SEG_SIZE": "60K",
-    # The death of a peer is an event here, not an error that three loggers should report.
+    # The death of a peer is an ordinary event here. UCX's loggers should not report it.
     "UCX_LOG_LEVEL": "fatal",
     "UCXX_LOG_LEVEL": "FATAL",
     "UCXPY_LOG_LEVEL": "CRITICAL",
 }
-MESSAGE_TAG = 0  # of frames, which all connections receive in one inbox; payloads have other tags
-# Some transports' events do not reach the fd (ucxx guards against this, too): poll now and then.
+MESSAGE_TAG = 0  # the tag of all frames, which have one shared inbox; payloads have other tags
+# The events of some UCX transports do not reach the fd, so the worker also polls at this interval.
+# ucxx does the same.
 _GUARD_S = 0.5
-# A large payload must not keep the loop to itself: a decode's next step may be due (S52). This time
-# is not measured by `loop.time()`, which stands still within a callback under uvloop.
+# The longest time for one turn of progress. A large payload must not block the loop, because a
+# decode's next step may be due (S52). `loop.time()` cannot measure this time: under uvloop it
+# stands still within a callback.
 _TURN_S = 0.0005
 MAX_REFUSING = 64  # peers that are being turned away
 _REFUSE_S = 5.0
-MAX_GIVEN_UP = 256  # connections that ended before their welcome, and are remembered
+MAX_GIVEN_UP = 256  # remembered connections that ended before their welcome
 LENGTH = struct.Struct("<I")  # precedes each message of a frame
-FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes that follow; 0: goodbye
+# The receiver's connection number, and how many bytes follow. No bytes mean a goodbye.
+FRAME = struct.Struct("<QI")
 
 
 def load_library() -> Any:  # ucxx has no type information
-    """Import ucxx with the environment that it needs; values that the user has set win.
+    """Import ucxx, after setting the environment variables that it needs.
 
-    Returns `ucxx._lib.libucxx`.
+    Values that the user has set are kept. Returns `ucxx._lib.libucxx`.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -90,14 +96,15 @@ def load_library() -> Any:  # ucxx has no type information
 
 
 def is_local(host: str) -> bool:
-    """Whether `host` names this machine only."""
+    """Whether `host` is a loopback address."""
     return is_loopback(host)
 
 
 def options_for(host: str, *, reaches_gpu: bool = False) -> dict[str, str]:
-    """UCX options for an agent on loopback: tcp on `lo` only. For another host: none.
+    """The UCX options of an agent on this host.
 
-    `reaches_gpu`: payloads may lie in a GPU's memory. Values in the environment win.
+    On a loopback address the agent uses tcp on `lo` only. With `reaches_gpu`, payloads may also lie
+    in a GPU's memory. On other addresses there are no options. The environment overrides options.
     """
     if not is_local(host):
         return {}
@@ -107,9 +114,10 @@ def options_for(host: str, *, reaches_gpu: bool = False) -> dict[str, str]:
 
 
 def context_info(options: dict[str, str]) -> str:
-    """What UCX prints of a context with these options: its devices and transports.
+    """UCX's description of a context with these options: its devices and transports.
 
-    ucxx's `cuda_support` does not tell: it is True even without a GPU. Raises KvTransferFailed.
+    ucxx's `cuda_support` is no replacement, because it is True even without a GPU. Raises
+    KvTransferFailed.
     """
     try:
         context = load_library().UCXContext(options)
@@ -120,9 +128,9 @@ def context_info(options: dict[str, str]) -> str:
 
 
 class UcxWorker:
-    """Progress, completions and arrivals of one UCX context.
+    """A UCX context with its worker. Progresses it, reports completed requests, receives frames.
 
-    One loop at a time uses it.
+    Only one event loop uses a worker at a time.
     """
 
     def __init__(self, options: dict[str, str], inbox_bytes: int) -> None:
@@ -141,10 +149,9 @@ class UcxWorker:
         self.address: bytes = self.worker.address.tobytes()
         self.endpoints = PeerEndpoints(self.address, self._make_endpoint)
         self.key = make_key()
-        self._refusing: dict[
-            int, PairedEndpoint
-        ] = {}  # endpoints of peers that are being turned away
-        self._given_up: OrderedDict[int, Address] = OrderedDict()  # by our number, oldest first
+        self._refusing: dict[int, PairedEndpoint] = {}  # endpoints that send a goodbye
+        # By our connection number: connections that ended before their welcome, oldest first.
+        self._given_up: OrderedDict[int, Address] = OrderedDict()
         _keep_for_good(self._context, self.worker)
         self._fd: int = self.worker.epoll_file_descriptor
         self._inbox = np.empty(inbox_bytes, np.uint8)
@@ -163,9 +170,9 @@ class UcxWorker:
         return len(self._pending)
 
     def next_key(self) -> int:
-        """A connection number, unique for the process's lifetime.
+        """A connection number that this worker never uses again.
 
-        So a late byte is never taken for another connection's.
+        Late bytes of an old connection are therefore never taken for bytes of a new one.
         """
         self._num_connections += 1
         return self._num_connections
@@ -177,7 +184,7 @@ class UcxWorker:
         """
         return any(word in self._context.info for word in ("rc_", "dc_", "ud_", "srd", "ib/"))
 
-    # -- which transport has it -------------------------------------------------------------------
+    # -- the transport that uses the worker -------------------------------------------------------
 
     def is_free_for(self, loop: asyncio.AbstractEventLoop) -> bool:
         return self._loop is None or self._loop is loop or self._loop.is_closed()
@@ -185,7 +192,8 @@ class UcxWorker:
     def begin(self, on_progressed: Callable[[], bool]) -> None:
         """Serve a transport on the running loop.
 
-        `on_progressed` is called after each progress; True if it may have made new work.
+        The worker calls `on_progressed` each time it has progressed. `on_progressed` returns
+        whether it may have made new work.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
@@ -198,13 +206,13 @@ class UcxWorker:
         self.kick()
 
     def end(self) -> None:
-        """The transport is done: until the next one, peers that connect are turned away."""
+        """Stop serving the transport. Until the next one begins, turn away peers that connect."""
         self._on_progressed = self._turn_away
         self.endpoints.close_spare()
         self.kick()
 
     def stop(self) -> None:
-        """Never progress again: pending operations would touch memory that others may own now."""
+        """Never progress again. Pending operations would touch memory that may be reused by now."""
         self._is_stopped = True
         assert self._loop is not None
         if not self._loop.is_closed():
@@ -232,16 +240,16 @@ class UcxWorker:
         self._loop.call_later(_REFUSE_S, self._refused, key)
 
     def give_up(self, number: int, there: Address) -> None:
-        """A connection of ours ended before its welcome.
+        """Remember a connection of ours that ended before its welcome.
 
-        The peer may have opened its end already.
+        The peer may have accepted the connection. If its welcome arrives, the peer gets a goodbye.
         """
         self._given_up[number] = there
         if len(self._given_up) > MAX_GIVEN_UP:
             self._given_up.popitem(last=False)
 
     def on_late(self, number: int, body: memoryview) -> None:
-        """A frame for none of our connections: if it is a welcome, answer with a goodbye."""
+        """Handle a frame for an unknown connection. If it is a welcome, answer with a goodbye."""
         there = self._given_up.get(number)
         if there is None or len(body) < LENGTH.size:
             return
@@ -275,9 +283,9 @@ class UcxWorker:
     # -- frames -----------------------------------------------------------------------------------
 
     def read_inbox(self, on_frame: Callable[[memoryview], None]) -> bool:
-        """Pass on each frame that has arrived; it is valid only during the call.
+        """Call `on_frame` for each frame that has arrived. Returns whether there was one.
 
-        Returns whether there was a frame.
+        A frame is valid only during the call.
         """
         has_read = False
         while self._inbox_request.completed:
@@ -285,9 +293,9 @@ class UcxWorker:
             try:
                 self._inbox_request.check_error()
                 on_frame(memoryview(self._inbox))  # type: ignore[arg-type]  # numpy arrays are buffers
-            except self.api.UCXError:  # longer than any of our frames; its sender cannot be known
+            except self.api.UCXError:  # a frame that is too long, from an unknown sender
                 log.warning("kv.frame.refused")
-            finally:  # without this, nothing more would be received
+            finally:  # without this, no more frames would be received
                 self._post_inbox()
         return has_read
 
@@ -299,20 +307,20 @@ class UcxWorker:
     def watch(self, request: Any, on_done: Callable[[bool], None], buffer: object) -> None:
         """Call `on_done(is_ok)` from the loop once the request is complete, never within this call.
 
-        `buffer` is kept alive until then: a request does not hold a reference to its bytes.
+        The worker keeps a reference to `buffer` until then, because the request keeps none.
         """
         self._pending.append((request, on_done, buffer))
         self.kick()
 
     def kick(self) -> None:
-        """Progress soon: new operations were posted while the worker may be armed."""
+        """Schedule progress. Call this after posting, because an armed worker may not wake up."""
         if self._loop is None or self._is_kicked or self._is_pumping or self._is_stopped:
             return
         self._is_kicked = True
         self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Progress until nothing is left to do and arm the fd, or until the loop needs its turn."""
+        """Progress until there is no work and the fd is armed, or until `_TURN_S` has passed."""
         self._is_kicked = False
         if self._is_stopped or self._is_pumping:
             return
@@ -329,13 +337,13 @@ class UcxWorker:
             self._is_pumping = False
 
     def drain(self, is_done: Callable[[], bool], within_s: float) -> None:
-        """Progress, blocking the loop, until `is_done`. Only for the end of a transport."""
+        """Progress until `is_done()`, and block the loop. Only for the end of a transport."""
         ends = time.monotonic() + within_s
         while not is_done() and time.monotonic() < ends:
             self._step()
 
     def _step(self) -> bool:
-        """Returns False once there is nothing to do and the fd will show new work."""
+        """Progress once. Returns False if there is no work and the fd will report new work."""
         if self._is_stopped:
             return False
         has_work = bool(self.worker.progress_once())
@@ -370,14 +378,11 @@ class UcxWorker:
 
 
 _idle: list[UcxWorker] = []
-_idle_lock = threading.Lock()  # agents on other threads take and give back workers, too
+_idle_lock = threading.Lock()  # several agents, each on its thread, take and give back workers
 
 
 def take_worker(options: dict[str, str], inbox_bytes: int) -> UcxWorker:
-    """The worker with these options that was given back last, or a new one.
-
-    A process has as many workers as it ever had transports at one time.
-    """
+    """The worker with these options that was given back last, or a new worker."""
     loop = asyncio.get_running_loop()
     with _idle_lock:
         for worker in reversed(_idle):
@@ -388,9 +393,10 @@ def take_worker(options: dict[str, str], inbox_bytes: int) -> UcxWorker:
 
 
 def give_worker_back(worker: UcxWorker, is_quiet: bool) -> None:
-    """`is_quiet`: nothing that its last transport posted can touch any memory any more.
+    """Give back a worker for the next transport.
 
-    If it is not quiet, the worker is never used again.
+    `is_quiet` means that no operation of its last transport can touch memory any more. A worker
+    that is not quiet is never used again.
     """
     if not is_quiet:
         log.error("kv.worker.abandoned", num_pending=worker.num_pending)
@@ -402,6 +408,6 @@ def give_worker_back(worker: UcxWorker, is_quiet: bool) -> None:
 
 
 def _keep_for_good(*objects: object) -> None:
-    """Add a reference that is never dropped: the interpreter's end must not destroy them either."""
+    """Add references that are never dropped, so that the objects outlive even the interpreter."""
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

@@ -1,1 +1,1 @@
-"""Converts between messages of the contracts and the core, where several services need it."""
+"""Conversions between protobuf messages and types of the core that several services need."""

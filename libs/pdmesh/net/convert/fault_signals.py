@@ -1,4 +1,7 @@
-"""Converts fault signals and vitals between the contract's messages and the core's types."""
+"""Converts fault signals and vitals between protobuf messages and the core's types.
+
+Vitals are the counters by which an instance is judged. Each heartbeat has them.
+"""
 
 from __future__ import annotations
 

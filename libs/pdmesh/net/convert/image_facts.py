@@ -1,4 +1,4 @@
-"""Converts how a model takes images between an instance's record and the core's type."""
+"""Converts the facts about a model's image input between an instance's record and the core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Converts what a pooling instance can do between its registry record and the core's type."""
+"""Converts the abilities of a pooling instance between its record and the core's type.
+
+A pooling instance makes vectors or scores of whole texts.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def pooling_to_proto(facts: PoolingFacts) -> common_pb2.PoolingFacts:
 
 
 def pooling_from_proto(m: common_pb2.PoolingFacts) -> PoolingFacts:
-    """A task that this release does not know is left out."""
+    """The facts, without tasks that this release does not know."""
     return PoolingFacts(
         tasks=frozenset(task for task, number in _TASKS.items() if number in m.tasks),
         num_dimensions=m.num_dimensions,

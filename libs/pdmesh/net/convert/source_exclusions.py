@@ -1,4 +1,4 @@
-"""Converts the KV sources that a decode excludes: in its record, and as types of `core`."""
+"""Converts the KV sources that a decode excludes, between its record and the core's types."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def excluded_to_proto(excluded: ExcludedSource) -> ExcludedKvSource:
 
 
 def excluded_from(record: InstanceRecord) -> tuple[ExcludedSource, ...]:
-    """The record's exclusions, without those for a fault that this release does not know.
+    """The exclusions in a record, without those for a fault that this release does not know.
 
-    The decode itself applies these, too.
+    The decode itself applies all of them.
     """
     return tuple(
         ExcludedSource(KvSource(h.source.instance_id, h.source.incarnation), fault)

@@ -1,1 +1,1 @@
-"""gRPC: channels, servers, credentials, and bounds on messages from strangers."""
+"""gRPC for the mesh: channels, servers, credentials, and bounds on messages from strangers."""

@@ -1,4 +1,4 @@
-"""Calls of the AdminService, at the leading master."""
+"""Calls the AdminService of the leading master."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ async def call_leader(
     within_s: float = _CALL_S,
     mesh_token: str | None = None,
 ) -> T:
-    """Ask the leading master until it answers; only the leader may see the token.
+    """Call the leading master, again and again until it answers.
 
-    Raises the master's refusal, or Unavailable if no master leads in time.
+    The token is sent only to the leader. Raises the error that the master answers with, or
+    Unavailable if no leading master answers in time.
     """
     deadline = asyncio.get_running_loop().time() + within_s
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -57,9 +58,9 @@ async def call_leader(
 
 
 async def _leader(bus: NatsBus) -> InstanceRecord | None:
-    """The master whose record says that it leads; None: there is none.
+    """The master whose record says that it leads, or None.
 
-    If two masters claim to lead, it is the one with the later epoch.
+    If the records of two masters say so, it is the master with the later epoch.
     """
     view = await NatsRegistry(bus, WATCHER_LEASE_S).watch()
     try:

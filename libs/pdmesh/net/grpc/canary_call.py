@@ -1,8 +1,8 @@
-"""A small request of our own, sent to a prefill and a decode as a gateway would send it.
+"""Sends a small test request to a prefill and a decode, as a gateway would send it.
 
-It goes to the instances directly: no gateway counts it, no tenant pays for it, and its prefix is
-shared with no request. It has few tokens, a deadline, and its own sessions, so all that it holds is
-given back, however it ends.
+The request bypasses the gateways: no gateway counts it, and no tenant pays for it. It shares no KV
+with other requests. It has its own sessions with the instances. When a session ends, the instance
+frees everything that the request used there.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _NUM_TOKENS: Final = 2
 
 
 class CanaryRefused(Exception):
-    """An instance does not take the request now: a valid answer, and no fault."""
+    """An instance does not accept the request now. This is a valid answer and no fault."""
 
 
 class CanaryFailed(Exception):
-    """An instance did not answer, or cannot be reached; the message is for people."""
+    """An instance cannot be reached, has failed, or did not answer. The message is for people."""
 
 
 class Canary:
-    """`decode` None: `prefill` does both phases.
+    """One test request. If `decode` is None, `prefill` does both phases.
 
-    `asked` are the instances that were asked so far: if the request fails, one of them is the
-    cause.
+    `asked` has the instances that the request was sent to so far. If the request fails, one of
+    these is the cause.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Canary:
         self._legs: list[_Leg] = []  # in the sessions opened so far
 
     async def send(self) -> None:
-        """Raises CanaryRefused or CanaryFailed.
+        """Send the request and wait for its end. Raises CanaryRefused or CanaryFailed.
 
-        A request that waits behind other work in an engine counts as refused, not failed.
+        If the request timed out while an engine did other work, it counts as refused.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -79,7 +79,8 @@ class Canary:
             raise CanaryFailed(f"no answer in {self._timeout_s:g} s") from exc
 
     async def _send(self) -> None:
-        """The prefill's session holds the staged KV until the decode has it."""
+        # The prefill keeps the staged KV while its session is open, so this session must last
+        # until the decode has pulled the KV.
         command = Prefill(
             key=1,
             request_id=f"canary-{secrets.token_hex(8)}",
@@ -123,7 +124,7 @@ class Canary:
             incarnation=record.incarnation,
         )
         async with rpc.channel_to(record) as channel:
-            # Any: the stubs only know a call that takes an iterator.
+            # The type is Any because the stubs have only a call that takes an iterator.
             stub: Any = InstanceServiceStub(channel)
             call = stub.Session()
             try:
@@ -144,7 +145,7 @@ class _Leg:
 
     @property
     def is_behind_others(self) -> bool:
-        """Whether the engine has worked while this leg waited, and has more work than this leg."""
+        """Whether the engine has made progress while this leg waited, and has other work, too."""
         return self._has_worked and self._num_open_tokens > len(_PROMPT) // 4 + _NUM_TOKENS
 
     async def until(self, kind: str) -> SessionEvent:

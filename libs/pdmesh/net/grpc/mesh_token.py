@@ -1,8 +1,8 @@
-"""The credential that a mesh's own processes send with every gRPC call.
+"""The mesh token: a secret that a mesh's own processes send with every gRPC call.
 
-Without mutual TLS it alone keeps strangers out. A server refuses a call without this token before
-it reads any message of the call. The token is only for inner ports: the gateways' public ports
-neither ask for it nor accept it as a key.
+Without mutual TLS, only this token keeps strangers out. A server refuses a call without the token
+before it reads a message of the call. The token is only for inner ports. The public ports of
+gateways neither require it nor accept it as an API key.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TokenChannel(grpc.aio.Channel):
-    """A channel whose every call carries the token."""
+    """A channel that adds the token to every call."""
 
     def __init__(self, inner: grpc.aio.Channel, token: str) -> None:
         self._inner = inner
         self._metadata = ((METADATA_KEY, token),)
 
-    # Any: a stub passes its serializers and gets a callable; grpc-stubs types neither for asyncio.
+    # The types are Any because grpc-stubs does not type, for asyncio, the serializers that a stub
+    # passes and the callable that it gets.
     def unary_unary(self, *args: Any, **options: Any) -> Any:
         return self._with_token(self._inner.unary_unary(*args, **options))
 
@@ -74,7 +75,7 @@ class TokenChannel(grpc.aio.Channel):
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in grpc-stubs
-    """Refuses a call without the token, to any method, before its first message is read."""
+    """Refuses each call without the token before its first message is read."""
 
     def __init__(self, token: str, refuse: Callable[[Context, Exception], Awaitable[None]]) -> None:
         self._token = token.encode()
@@ -85,8 +86,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     ) -> Handler:
         if self._is_shown(handler_call_details.invocation_metadata):
             return await continuation(handler_call_details)
-        # For a unary handler, gRPC reads the request first. A stream's handler reads by itself, and
-        # this one never does.
+        # gRPC would read the request before it calls a unary handler. A handler of a stream decides
+        # when to read, and this handler never reads.
         return grpc.stream_stream_rpc_method_handler(self._answer)
 
     def _is_shown(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:

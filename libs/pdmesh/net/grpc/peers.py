@@ -1,7 +1,7 @@
-"""What a caller's certificate says about it, and whether it may make its call.
+"""Identifies a gRPC caller by its certificate, and checks whether it may make the call.
 
-Without mutual TLS callers have no certificate, and everything here passes: the mesh token alone
-keeps strangers out then.
+Without mutual TLS, callers have no certificates and every check here passes. Then only the mesh
+token keeps strangers out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 def check_caller(method: str, context: Context) -> None:
     """Raises WrongPeer if this process has a certificate and the caller may not call `method`.
 
-    `method`: /package.Service/Method.
+    `method` has the form /package.Service/Method.
     """
     callers = callers_of(method)
     if callers is not None:
@@ -41,13 +41,13 @@ def check_role(method: str, context: Context, callers: Collection[str]) -> None:
 
 
 def check_says(caller: ProcessIdentity | None, instance_id: str, field: str) -> None:
-    """Raises WrongPeer unless the caller's certificate, if it has one, names `instance_id`."""
+    """Raises WrongPeer if the caller has a certificate and it names another instance."""
     if caller is not None and caller.instance_id != instance_id:
         raise WrongPeer(f"the certificate is for {caller}, not {instance_id!r}", field=field)
 
 
 def caller_of(context: Context) -> ProcessIdentity | None:
-    """The process that the caller's certificate names; None: it has none, or it names none."""
+    """The process that the caller's certificate names. None without TLS or without such a name."""
     if own_certificates() is None:
         return None
     uris = context.auth_context().get("peer_spiffe_id", ())

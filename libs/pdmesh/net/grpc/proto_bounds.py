@@ -1,8 +1,8 @@
 """Bounds the number of fields in a protobuf message before it is parsed (F30).
 
-The parser makes an object of every submessage, so 8 MiB of empty submessages cost a quarter of a
-gigabyte and hold the event loop for a tenth of a second. The check here only walks over the tags
-and stops at the bound; the parser refuses bytes that are not a message.
+The parser makes an object for every submessage. So 8 MiB of empty submessages cost a quarter of a
+gigabyte and block the event loop for a tenth of a second. The check here only reads the tags and
+stops at the bound. It ignores bytes that are not a message, because the parser refuses them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ _SMALL_BYTES: Final = 65_536  # parsing this many bytes takes at most a few mill
 
 
 class _TooMany(Exception):
-    """`args`: the path of the field that exceeds the bound, from the outside in."""
+    """`args` is the path of the field that exceeds the bound, the outermost name first."""
 
 
 def check_num_fields(data: bytes, message: Descriptor, most: int) -> None:
-    """Raises InvalidRequest, with the field at which the bound was exceeded.
+    """Raises InvalidRequest if a message has more than `most` fields.
 
-    A field of packed numbers counts once.
+    The error names the field that exceeds the bound. A field of packed numbers counts once. Small
+    messages are not checked.
     """
     if len(data) <= _SMALL_BYTES:
         return
@@ -38,7 +39,7 @@ def check_num_fields(data: bytes, message: Descriptor, most: int) -> None:
 
 
 def _walk(data: bytes, at: int, end: int, message: Descriptor, left: int) -> int:
-    """How many fields are still allowed after those from `at` to `end`."""
+    """Count the fields from `at` to `end`. Returns how many more fields are allowed."""
     while at < end:
         tag, at = _varint(data, at)
         field = message.fields_by_number.get(tag >> 3)
@@ -70,7 +71,7 @@ def _walk_inner(data: bytes, at: int, end: int, name: str, message: Descriptor, 
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and where it ends. Raises IndexError if there is none."""
+    """Decode a number. Returns it and the position after it. Raises IndexError without one."""
     value = 0
     for shift in range(0, 70, 7):
         byte = data[at]

@@ -1,9 +1,9 @@
-"""gRPC for this mesh: channels and servers that notice a frozen peer, and errors with a meaning.
+"""The mesh's gRPC channels and servers. All services make their channels and servers here.
 
-grpcio's documented keepalive does not notice a frozen peer unless `grpc.http2.ping_timeout_ms` is
-set on both sides, and a malformed message comes back as UNKNOWN with parser text. So only this
-module makes channels and servers, and we parse requests ourselves (INVALID_ARGUMENT, no parser
-text).
+There are two reasons. grpcio's documented keepalive does not notice a frozen peer, unless
+`grpc.http2.ping_timeout_ms` is set on both sides. And grpcio answers a malformed request with
+UNKNOWN and the parser's text. This module parses requests itself and answers INVALID_ARGUMENT. It
+also sends MeshErrors as gRPC statuses, and converts them back on the other side.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 Check = Callable[[grpc.aio.ServicerContext[Any, Any]], None]  # raises if the caller may not call
 
-MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between our own services; edges set their own
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between the mesh's services; public ports differ
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
 _DOMAIN: Final = "pdmesh"
-# Per server. Each connection takes a file descriptor. A process without free descriptors cannot
-# reach NATS, and a master then loses its lease.
+# The limit per server. Each connection takes a file descriptor. A process without free descriptors
+# cannot reach NATS, and a master would then lose its lease.
 _MAX_CONNECTIONS: Final = 1024
-_HANDSHAKE_MS: Final = 20_000  # from the connection to the first SETTINGS; 120 s by default
+_HANDSHAKE_MS: Final = 20_000  # from connecting to the first SETTINGS frame; the default is 120 s
 
-# A peer that does not answer a ping for 1 s is gone; pings go every 2 s, also while idle. gRPC
-# never pings by default.
+# A ping is sent every 2 s, also on idle connections. A peer that does not answer a ping for 1 s is
+# taken for gone. By default, gRPC sends no pings.
 _KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 1000),
@@ -62,16 +62,16 @@ _CHANNEL: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # It also bounds each attempt to connect: 100 ms fails on a busy machine.
+    # This also bounds the time of each attempt to connect. 100 ms is too short on a busy machine.
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
 )
 _NAME: Final = "grpc.ssl_target_name_override"
-# How gRPC's texts say that a server's certificate is not accepted.
+# The error text of gRPC when a server's certificate is not accepted.
 _UNVERIFIED: Final = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
-# How gRPC reports a missed keepalive, and the kernel data that was never acknowledged.
+# The error texts of gRPC for a missed keepalive, and of the kernel for unacknowledged data.
 _SILENCE: Final = re.compile(
     "ping timeout|keepalive|timed out|no route to host|unreachable", re.IGNORECASE
 )
@@ -91,7 +91,7 @@ _ERRORS_BY_CODE: Final[dict[str, type[MeshError]]] = {
 
 
 class _Credential:
-    """The token of this process, which belongs to one mesh. Empty: the mesh has no token."""
+    """The mesh token of this process. It is empty if the mesh has no token."""
 
     token = ""
 
@@ -111,7 +111,7 @@ def mesh_token() -> str:
 def channel_to(record: InstanceRecord, mesh_token: str | None = None) -> grpc.aio.Channel:
     """A channel to a registered process, as `channel` makes it.
 
-    With mutual TLS it connects only to a server whose certificate names the registered process.
+    With mutual TLS, the server's certificate must name the registered process.
     """
     own, name = own_certificates(), ""
     if own is not None:
@@ -123,10 +123,10 @@ def channel_to(record: InstanceRecord, mesh_token: str | None = None) -> grpc.ai
 def channel(address: str, mesh_token: str | None = None, name: str = "") -> grpc.aio.Channel:
     """A channel that reports a dead or frozen peer within 3 s, and reconnects fast.
 
-    It sends `mesh_token`, by default this process's token; "" sends none. It connects directly and
-    ignores proxies of the environment, which are for traffic out of a mesh. If this process has
-    certificates, it is over mutual TLS, and the server's certificate must have `name`, by default
-    the host of the address.
+    The channel sends `mesh_token`, by default this process's token, and none if it is empty. It
+    ignores proxies of the environment, which are for traffic out of the mesh. If this process has
+    certificates, the channel uses mutual TLS. The server's certificate must then have `name`, by
+    default the host of the address.
     """
     token = _Credential.token if mesh_token is None else mesh_token
     own = own_certificates()
@@ -164,8 +164,8 @@ def server(
 ) -> grpc.aio.Server:
     """A server that cancels the handlers of a dead or frozen client within 3 s.
 
-    `options`: gRPC's own. If this process has a mesh token, the server requires it from every
-    caller, unless it `is_public`.
+    `options` are further options of gRPC. If this process has a mesh token, every caller must send
+    the token, unless the server `is_public`.
     """
     token = "" if is_public else _Credential.token
     return grpc.aio.server(
@@ -188,7 +188,7 @@ def server(
 def listen(target: grpc.aio.Server, address: str, *, certified: bool = True) -> int:
     """Listen for the mesh's own processes, and return the port.
 
-    If this process has certificates, the port has TLS. `certified`: callers must then show a
+    If this process has certificates, the port uses TLS. With `certified`, callers must also show a
     certificate of the same authorities. Raises RuntimeError if the address cannot be used.
     """
     certificates = own_certificates()
@@ -201,7 +201,10 @@ def _server_side(folder: CertificateFolder, *, certified: bool) -> grpc.ServerCr
     used = folder.latest()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        """gRPC asks before each handshake, on a thread of its own."""
+        """The new configuration, or None if nothing changed.
+
+        gRPC calls this before each handshake, on its own thread.
+        """
         nonlocal used
         latest = folder.latest()
         if latest is used:
@@ -211,7 +214,7 @@ def _server_side(folder: CertificateFolder, *, certified: bool) -> grpc.ServerCr
 
     return grpc.dynamic_ssl_server_credentials(
         _configuration(used),
-        changed,  # type: ignore[arg-type]  # None: no change; grpc-stubs does not know
+        changed,  # type: ignore[arg-type]  # grpc-stubs does not know that None is allowed
         require_client_authentication=certified,
     )
 
@@ -222,9 +225,9 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
 
 
 async def start(target: grpc.aio.Server) -> None:
-    """Start the server; if the start is cancelled, stop the server again.
+    """Start the server. If the start is cancelled, stop the server.
 
-    `server.start` itself, when cancelled, leaves a server that listens and cannot be stopped.
+    A cancelled `server.start` would leave a server that listens and cannot be stopped.
     """
     starting = asyncio.ensure_future(target.start())
     try:
@@ -241,12 +244,11 @@ def add_service(
     servicer: object,
     max_fields: int | None = None,
 ) -> None:
-    """Register every method of `service` that `servicer` implements, by name.
+    """Register the methods of `servicer` as handlers of the `service` methods with the same names.
 
-    `max_fields` bounds the fields of a request, for servers that strangers call.
-
-    Handlers take (request, context). A MeshError that they raise becomes its gRPC status with
-    ErrorInfo. Any other exception is logged and becomes INTERNAL without its text.
+    `max_fields` bounds the fields of a request, for servers that strangers call. Handlers take
+    (request, context). If a handler raises a MeshError, the caller gets the error's gRPC status
+    with ErrorInfo. Any other exception is logged, and the caller gets INTERNAL without its text.
     """
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:
@@ -350,7 +352,8 @@ async def fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> N
     if not isinstance(exc, MeshError):
         log.error("rpc.bug", exc_info=exc)
         exc = MeshError("internal error; the server's log has the cause")
-    # gRPC keeps the error of `abort`. The frames of its cause would keep the request in memory.
+    # gRPC keeps the exception that `abort` raises, and with it the traceback of `raised`. The
+    # frames of that traceback would keep the request in memory.
     raised.with_traceback(None).__context__ = None
     raised.__cause__ = None
     status = to_status(exc)
@@ -361,7 +364,8 @@ async def fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> N
 def to_status(exc: MeshError) -> Status:
     """The error as google.rpc.Status.
 
-    It has ErrorInfo, BadRequest if the error names a field, and RetryInfo if it says when to retry.
+    The details are ErrorInfo, BadRequest if the error names a field, and RetryInfo if the error has
+    a time to retry after.
     """
     status = Status(code=grpc.StatusCode[exc.grpc_code].value[0], message=exc.message)
     details: list[Message] = [ErrorInfo(reason=exc.reason, domain=_DOMAIN)]
@@ -380,7 +384,7 @@ def to_status(exc: MeshError) -> Status:
 
 
 def untrusted(exc: grpc.aio.AioRpcError) -> str:
-    """Why the server's certificate was not accepted; empty: the call failed for another reason."""
+    """Why the server's certificate was refused. Empty if the call failed for another reason."""
     details = exc.details() or ""
     if found := _UNVERIFIED.search(details):
         return f"the server's certificate is not accepted: {found[1]}"
@@ -390,13 +394,15 @@ def untrusted(exc: grpc.aio.AioRpcError) -> str:
 
 
 def failure_of(exc: grpc.aio.AioRpcError) -> str:
-    """For a log line: what is wrong with the server's certificate; if nothing is, the status."""
+    """A text for a log line: the fault of the server's certificate, or else the call's status."""
     return untrusted(exc) or exc.code().name
 
 
 def is_silence(exc: grpc.aio.AioRpcError) -> bool:
-    """Whether the connection ended because nothing came from the peer: it is frozen, or its host or
-    the network between is lost. If only its process ends, its host closes the connection at once.
+    """Whether the connection ended because the peer sent nothing.
+
+    Then the peer is frozen, or its host or the network is lost. If only the peer's process had
+    ended, its host would have closed the connection at once.
     """
     return bool(_SILENCE.search(exc.details() or ""))
 
@@ -404,7 +410,7 @@ def is_silence(exc: grpc.aio.AioRpcError) -> bool:
 def from_rpc_error(exc: grpc.aio.AioRpcError) -> MeshError:
     """The MeshError that a peer raised, or the closest one if the transport itself failed."""
     reason, field, retry_after_ms = "", None, None
-    trailing: Any = exc.trailing_metadata() or ()  # pairs; its stubs say otherwise
+    trailing: Any = exc.trailing_metadata() or ()  # pairs, although grpc-stubs says otherwise
     for key, value in trailing:
         if key != _STATUS_DETAILS or not isinstance(value, bytes):
             continue

@@ -1,8 +1,8 @@
-"""A channel over mutual TLS whose new connections use the latest certificate.
+"""A gRPC channel over mutual TLS that uses the latest certificate for new calls.
 
-gRPC fixes the certificate of a channel when the channel is made. So this channel replaces the one
-that it wraps when the certificate's files have changed. Calls on the old channel continue; when the
-last of them has ended, it is closed.
+gRPC fixes the certificate of a channel when the channel is made. SecureChannel wraps such a
+channel, and replaces it when the certificate's files have changed. Calls on the old channel
+continue. The old channel is closed when its last call has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SecureChannel(grpc.aio.Channel):
 
     @property
     def num_replaced(self) -> int:
-        """Channels with an earlier certificate, on which calls still run."""
+        """The number of replaced channels on which calls still run."""
         return len(self._retired)
 
     def _latest(self) -> _Link:
@@ -39,7 +39,8 @@ class SecureChannel(grpc.aio.Channel):
             old.close_when_idle(self._retired.discard)
         return self._link
 
-    # Any: a stub passes its serializers and gets a callable; grpc-stubs types neither for asyncio.
+    # The types are Any because grpc-stubs does not type, for asyncio, the serializers that a stub
+    # passes and the callable that it gets.
     def unary_unary(self, *args: Any, **options: Any) -> Any:
         return self._caller(lambda inner: inner.unary_unary(*args, **options))
 
@@ -85,7 +86,7 @@ class SecureChannel(grpc.aio.Channel):
 
 
 class _Link:
-    """A channel with one certificate, and the number of calls that run on it."""
+    """A wrapped channel, its certificate, and the number of calls that run on it."""
 
     def __init__(self, make: Make, certificates: Certificates) -> None:
         self.channel, self.certificates = make(certificates), certificates

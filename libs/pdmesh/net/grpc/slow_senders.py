@@ -1,9 +1,9 @@
 """Bounds on incoming gRPC messages: who may send one, how long it may take, how many at once.
 
-gRPC itself takes a message from any caller before it calls a handler, and waits forever for its
-last byte: a few connections that send all but the last byte of many long messages hold gigabytes. A
-stream's handler decides when to read, so every method becomes a stream here, which reads only once
-the caller is admitted.
+gRPC reads the message of a unary call before it calls the handler, from any caller, and waits
+forever for the last byte. Thus a few connections could make a server hold gigabytes, by sending all
+but the last byte of many long messages. A handler of a stream decides itself when to read.
+Therefore every method becomes a stream here, and reads only after the caller is admitted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import grpc
 
 from pdmesh.errors import DeadlineExceeded, Overloaded
 
-# How far gRPC reads a stream ahead of its handler. By default it measures the link and may read
-# megabytes ahead.
+# How far gRPC reads a stream ahead of its handler. By default, gRPC adapts this to the link and may
+# read megabytes ahead.
 READ_AHEAD: Final = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
 
 _GRACE_S: Final = 0.25
-# Calls that wait for their messages. Each costs some 30 KB, and a connection may begin a thousand.
+# The most calls that wait for their messages. A call costs about 30 KB, and one connection can
+# begin a thousand calls.
 _MAX_WAITING: Final = 4096
 
 # grpc-stubs has no types for a call's details and for handlers that fit here.
@@ -32,9 +33,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Incoming:
-    """Waits for messages, up to a number at once.
+    """Receives messages, at most `max_messages` at once.
 
-    At that bound, the caller that has waited longest for its message gets only a little more time.
+    When this bound is reached, the message that has been arriving for longest gets only a little
+    more time.
     """
 
     def __init__(
@@ -44,11 +46,11 @@ class Incoming:
         self._num_waiting = 0
         self._room = asyncio.Semaphore(max_messages)
         self._timeout_s = timeout_s
-        self._waits: dict[asyncio.Timeout, float] = {}  # since when each waits
+        self._waits: dict[asyncio.Timeout, float] = {}  # the time at which each wait began
         self._hurried: set[asyncio.Timeout] = set()
 
     async def next(self, messages: AsyncIterator[Any]) -> Any:
-        """Raises StopAsyncIteration, DeadlineExceeded or Overloaded."""
+        """Receive one message. Raises StopAsyncIteration, DeadlineExceeded or Overloaded."""
         if self._num_waiting >= self._max_waiting:
             raise Overloaded("too many calls wait for their messages")
         if self._room.locked():
@@ -80,7 +82,7 @@ class Incoming:
 class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic only in grpc-stubs
     """Makes every method read its messages through `incoming`.
 
-    `admit` is asked first, and raises MeshError if the caller may not call.
+    `admit` is called first. It raises MeshError if the caller may not make the call.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
                 return
             if not hasattr(answers, "__aiter__"):
                 answer = await answers
-                if answer is not None:  # if None, the handler has written its answers itself
+                if answer is not None:  # if None, the handler has already written its answers
                     yield answer
                 return
             async for answer in answers:

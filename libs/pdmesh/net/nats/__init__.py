@@ -1,1 +1,1 @@
-"""NATS: events, the registry, elections, and buckets for what the mesh must remember."""
+"""NATS: the bus for events, the registry, elections, and buckets for the mesh's lasting state."""

@@ -1,6 +1,7 @@
-"""The assignments in JetStream, bucket `pdmesh-assignments`: one key per instance, no time to live.
+"""Stores assignments in the JetStream bucket `pdmesh-assignments`.
 
-Values are in protobuf's JSON.
+An assignment is the leading master's order to one instance. The bucket has one key per instance,
+with the assignment in protobuf's JSON. Its entries do not expire.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 class NatsAssignments:
-    """The adapter of `Assignments`."""
+    """Implements `Assignments`."""
 
     def __init__(self, bus: NatsBus) -> None:
         self._bucket = KvBucket(bus, ASSIGNMENTS)
@@ -38,12 +39,12 @@ class NatsAssignments:
 
 
 class NatsAssignmentBook:
-    """The adapter of `AssignmentBook`."""
+    """Implements `AssignmentBook`."""
 
     def __init__(self, bucket: KvBucket) -> None:
         self._bucket = bucket
         self._known: dict[str, Assignment] = {}
-        self._revisions: dict[str, int] = {}  # of each key as last seen, even if it was removed
+        self._revisions: dict[str, int] = {}  # by key, as last seen; includes removed keys
         self._unseen: set[str] = set()  # known keys that the reopened watch has not shown yet
         self._callbacks: list[Callable[[], None]] = []
         self.loaded = asyncio.Event()
@@ -135,7 +136,7 @@ class NatsAssignmentBook:
 
 
 class NatsAssignmentFeed:
-    """The adapter of `AssignmentFeed`."""
+    """Implements `AssignmentFeed`."""
 
     def __init__(self, bucket: KvBucket, instance_id: str, on_assignment: OnAssignment) -> None:
         self._instance_id, self._on_assignment = instance_id, on_assignment

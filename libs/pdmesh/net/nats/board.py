@@ -1,6 +1,7 @@
-"""Boards: JetStream buckets that one service writes and others read, with a JSON message per key.
+"""Boards: JetStream buckets that one service writes and others read.
 
-Entries outlive their writer: an entry stays until it is replaced or removed.
+A board has one entry per key, a protobuf message in JSON. An entry outlives its writer: it stays
+until it is replaced or removed.
 """
 
 from __future__ import annotations
@@ -33,18 +34,20 @@ M = TypeVar("M", bound=Message)
 
 
 class Board(Generic[M]):
-    """Its entries are of the type `kind`.
+    """A board with entries of the type `kind`.
 
-    `instance_id` is an entry's key: an instance's id or, for pins and adapters, their id or name.
+    The parameter `instance_id` is the key of an entry. For pins and adapters, it is the id of the
+    pin or the name of the adapter.
     """
 
     def __init__(self, bucket: KvBucket, kind: type[M]) -> None:
         self._bucket, self._kind = bucket, kind
 
     async def write(self, instance_id: str, message: M, last: int | None = None) -> int:
-        """Write an entry and return its new revision; raises Unavailable.
+        """Write an entry and return its new revision. Raises Unavailable.
 
-        If `last` is given, raises VersionConflict unless the entry is at this revision (0: absent).
+        If `last` is given, this raises VersionConflict unless the entry is at revision `last`. The
+        revision of an absent entry is 0.
         """
         try:
             return await self._bucket.put(instance_id, to_json(message), last=last)
@@ -52,14 +55,14 @@ class Board(Generic[M]):
             raise VersionConflict(f"another writer has just changed {instance_id}") from exc
 
     async def forget(self, instance_id: str, last: int | None = None) -> int:
-        """Remove an entry; returns and raises like `write`."""
+        """Remove an entry. Returns the revision of the removal, and raises like `write`."""
         try:
             return await self._bucket.delete(instance_id, last=last)
         except WrongRevision as exc:
             raise VersionConflict(f"another writer has just changed {instance_id}") from exc
 
     async def read(self) -> dict[str, M]:
-        """All entries once, by key; waits for the store if it is away."""
+        """Read all entries, by key. Waits if the store is unreachable."""
         view = self.watch(lambda _: None)
         try:
             await view.loaded.wait()
@@ -74,10 +77,10 @@ class Board(Generic[M]):
 
 
 class BoardView(Generic[M]):
-    """Delivers every current entry, then each new one; after an outage, all of them again.
+    """A live copy of a board. It delivers every current entry, then each new one.
 
-    If the bucket was wiped, its former entries stay in `known`, and each is `missing` until it is
-    written again.
+    After an outage it delivers all entries again. If the bucket was wiped, its former entries stay
+    in `known`. Their keys are in `missing` until the entries are written again.
     """
 
     def __init__(
@@ -90,22 +93,25 @@ class BoardView(Generic[M]):
         self._kind, self._on_known, self._on_gone = kind, on_entry, on_gone
         self.known: dict[str, M] = {}
         self.missing: set[str] = set()
-        self._revisions: dict[str, int] = {}  # of each key as last seen, even if it was removed
+        self._revisions: dict[str, int] = {}  # by key, as last seen; includes removed keys
         self._unseen: set[str] = set()  # known keys that the reopened watch has not shown yet
         self.loaded = asyncio.Event()
         self._watch: KvWatch = bucket.watch(self._on_entry, self._on_loaded, self._on_reset)
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away or not fully read: then decide nothing from `known`."""
+        """Whether `known` is up to date.
+
+        False while the store is unreachable or not fully read. Do not decide from `known` then.
+        """
         return self._watch.is_live
 
     def revision(self, key: str) -> int:
-        """The revision to compare a write with; 0: the bucket does not have the key."""
+        """The revision to pass as `last` to a write. 0 if the bucket does not have the key."""
         return self._revisions.get(key, 0)
 
     def wrote(self, key: str, message: M | None, revision: int) -> None:
-        """Show our own write at once, for a process that both follows and writes this board."""
+        """Add this process's own write to the view at once. A message of None is a removal."""
         self._revisions[key] = revision
         self.missing.discard(key)
         if message is not None:
@@ -121,7 +127,10 @@ class BoardView(Generic[M]):
         self._unseen = set(self._revisions)
 
     def _on_loaded(self) -> None:
-        """Find wiped entries: a key without value and without removal marker was wiped (F21)."""
+        """Find wiped entries (F21).
+
+        A key was wiped if the reopened watch has shown neither a value nor a removal marker.
+        """
         for key in self._unseen:
             self._revisions.pop(key, None)
         self.missing |= self._unseen & self.known.keys()
@@ -132,7 +141,7 @@ class BoardView(Generic[M]):
         is_reopening = entry.key in self._unseen
         self._unseen.discard(entry.key)
         if entry.revision <= self.revision(entry.key) and not is_reopening:
-            return  # the echo of our own write
+            return  # the watch delivers our own write
         self._revisions[entry.key] = entry.revision
         self.missing.discard(entry.key)
         if entry.value is None:
@@ -154,14 +163,14 @@ def health_board(bus: NatsBus) -> Board[HealthChanged]:
 
 
 def fault_board(bus: NatsBus) -> Board[FaultReport]:
-    """The health-monitor's fault verdicts: which instance is faulty, and what to do about it."""
+    """The health-monitor's fault verdicts: which instances are faulty, and what to do with them."""
     return Board(KvBucket(bus, buckets.FAULTS), FaultReport)
 
 
 def pin_board(bus: NatsBus) -> Board[Pin]:
-    """The leading master's list of prefixes that must not be evicted.
+    """The leading master's list of pinned prefixes, whose KV must not be evicted.
 
-    It holds names of blocks, and no tokens.
+    The list has names of blocks, and no tokens.
     """
     return Board(KvBucket(bus, buckets.PINS), Pin)
 

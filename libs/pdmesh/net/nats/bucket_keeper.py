@@ -1,4 +1,4 @@
-"""Makes every bucket, for roles that may not make any: at the start, and after a wipe (F21)."""
+"""Makes all buckets at the start and after a wipe (F21), for roles that may not make buckets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RETRY_S: Final = 0.25
 
 
 class BucketKeeper:
-    """One in each master. `lease_s` is that of the registry and of the election."""
+    """Every master runs one. `lease_s` is the lease of the registry and of the election."""
 
     def __init__(self, bus: NatsBus, lease_s: float) -> None:
         self._bus = bus
@@ -29,7 +29,7 @@ class BucketKeeper:
         ]
 
     async def run(self) -> None:
-        """Runs until cancelled. Where roles are not told apart, it has nothing to do."""
+        """Runs until cancelled. Makes no bucket if NATS has no permissions by role."""
         restored = asyncio.Event()
         forget = self._bus.on_restored(restored.set)
         try:
@@ -43,7 +43,7 @@ class BucketKeeper:
             forget()
 
     async def _make_all(self) -> bool:
-        """Return whether all of them are there now."""
+        """Returns whether all buckets exist now."""
         for bucket in self._buckets:
             try:
                 await bucket.ensure()

@@ -1,7 +1,8 @@
-"""The name of every bucket, in one place, and where a process finds JetStream.
+"""The names of all JetStream buckets, and the subjects by which a process uses JetStream.
 
-With roles at NATS (ADR 0044), every process has an account of its own there. JetStream belongs to
-another account, from which a process imports what its role may use, under a prefix of its own.
+If NATS has permissions by role (ADR 0044), every process has its own account at NATS. JetStream
+belongs to another account. A process imports the parts of its API that its role may use, under the
+prefix IMPORTED_API.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ ALL_BUCKETS: Final = (
     ASSIGNMENTS, INSTANCES, HEALTH, FAULTS, PINS, ADAPTERS, OUT_OF_SERVICE, DESIRED, LEADER, USAGE,
     TENANTS,
 )  # fmt: skip
-# Entries of these buckets end with their writer's lease; those of all other buckets stay.
+# In these buckets, an entry expires with the lease of its writer. In other buckets, entries stay.
 LEASED: Final = frozenset({INSTANCES, LEADER})
-# The leased buckets in which each process writes an entry of its own.
+# The leased buckets in which each process writes its own entry.
 SHARED: Final = frozenset({INSTANCES})
 
-MAKER: Final = "master-scheduler"  # the role that makes buckets, where roles are told apart
-IMPORTED_API: Final = "$PDMESH.API"  # JetStream's, as other accounts import it
+MAKER: Final = "master-scheduler"  # the role that makes buckets, if NATS has permissions by role
+IMPORTED_API: Final = "$PDMESH.API"  # prefix of JetStream's API in the accounts that import it
 INBOX: Final = "_INBOX"
 
 
 def inbox_of(role: str, instance_id: str) -> str:
-    """The beginning of the subjects on which a process gets its answers."""
+    """The prefix of the subjects on which a process gets answers to its requests."""
     return f"{INBOX}.{role}.{instance_id}"

@@ -1,8 +1,8 @@
-"""Events over NATS, configured to notice and survive a dead or frozen server within seconds.
+"""Sends and receives events over NATS. Notices a dead or frozen server within seconds.
 
-nats-py's defaults take minutes. Events published while the server is away are dropped and counted:
-late events would only mislead. `server_liveness` decides whether the server answers, by echoes that
-this module sends and hears.
+With nats-py's defaults this would take minutes. The bus sends messages to itself, and
+`server_liveness` decides from their arrival whether the server answers. Events that are published
+while the server is unreachable are dropped and counted, because late events would only mislead.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-MIN_SERVER: Final = (2, 11)  # the first with per-key expiry markers
+MIN_SERVER: Final = (2, 11)  # the first version with per-key expiry markers
 _MAX_PENDING_BYTES: Final = 4 * 1024 * 1024  # of events that the server has not taken yet
-_MAX_QUEUED_EVENTS: Final = 65_536  # per subscription, not yet handled
+_MAX_QUEUED_EVENTS: Final = 65_536  # unhandled events per subscription
 _MAX_QUEUED_BYTES: Final = 32 * 1024 * 1024
 _COMPLAIN_EVERY_S: Final = 5.0
 _CLIENT_TASKS: Final = (
@@ -51,16 +51,16 @@ _reconnects = metrics.counter(names.BUS_RECONNECTS, "How often the connection to
 
 
 class NatsSubscription:
-    """One pattern and its handler.
+    """A subscription to the subjects of one pattern.
 
-    A handler's exception is logged, and the next event is handled all the same.
+    An exception of the handler is logged, and the next event is handled all the same.
     """
 
     def __init__(self, pattern: str, handler: Handler, on_gap: Callable[[], None] | None) -> None:
         self.pattern = pattern
         self._handler = handler
         self._on_gap = on_gap
-        self.inner: Any = None  # nats-py's; untyped
+        self.inner: Any = None  # nats-py's subscription, which is untyped
 
     async def deliver(self, msg: Msg) -> None:
         try:
@@ -78,16 +78,17 @@ class NatsSubscription:
 
 
 class NatsBus:
-    """The adapter of `Bus`. Make one per process with `connect`."""
+    """Implements `Bus`. Make one per process with `connect`."""
 
     def __init__(self, url: str, num_replicas: int | None = None) -> None:
         self._url, self._servers = url, server_urls(url)
-        self.num_replicas = num_replicas  # of the buckets that this process makes; None: unknown
+        self.num_replicas = num_replicas  # of buckets that this process makes; None means unknown
         self._is_encrypted = url.startswith("tls://")
-        self._client: Any = TlsClient() if self._is_encrypted else Client()  # nats-py's; untyped
+        # The type is Any because nats-py is untyped.
+        self._client: Any = TlsClient() if self._is_encrypted else Client()
         self._certificates = own_certificates()
         self._role = role_at_nats()
-        self._shown: Certificates | None = None  # those of the client's TLS context
+        self._shown: Certificates | None = None  # the certificates in the client's TLS context
         self._subscriptions: list[NatsSubscription] = []
         self._on_lost: list[Callable[[], None]] = []
         self._on_restored: list[Callable[[], None]] = []
@@ -97,14 +98,14 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, name: str, num_replicas: int | None = None) -> NatsBus:
-        """Connect to the server, or to one of several. Waits until one answers, and logs that.
+        """Connect to the server, or to one of several servers. Waits until a server answers.
 
-        Raises Unavailable if the server is too old, BadCertificates.
+        Raises Unavailable if the server is too old, and BadCertificates if TLS cannot be used.
         """
         bus = cls(url, num_replicas)
         await bus._client.connect(
             bus._servers,
-            dont_randomize=True,  # the nearest is first
+            dont_randomize=True,  # the address lists the nearest server first
             **bus._tls_options(),
             **bus._role_options(),
             name=name,
@@ -153,14 +154,14 @@ class NatsBus:
         return client_context(self._certificates)
 
     def _renew_certificate(self) -> None:
-        """Connect with the latest certificate from now on."""
+        """Use the latest certificate for later connections."""
         tls = self._client.options.get("tls")
         if tls is None or self._certificates is None:
             return
         if self._certificates.latest() is not self._shown:
             try:
                 self._client.options["tls"] = self._new_context()
-            except OSError as exc:  # the files are being replaced; they are tried again
+            except OSError as exc:  # the files are being replaced; the next call reads them again
                 self._shown = None
                 self._complain("bus.certificate_not_renewed", error=str(exc))
 
@@ -168,18 +169,21 @@ class NatsBus:
     def client(self) -> Any:
         """The nats-py client, for JetStream.
 
-        Do not `flush` it: a timeout there kills its read loop.
+        Do not call its `flush`: a timeout in `flush` ends the client's read loop.
         """
         return self._client
 
     def jetstream(self, timeout_s: float) -> Any:
-        """nats-py's JetStream, with the prefix under which this process may use it."""
+        """nats-py's JetStream, with the API prefix that this process may use."""
         prefix = {} if self._role is None else {"prefix": IMPORTED_API}
         return self._client.jetstream(timeout=timeout_s, **prefix)
 
     @property
     def makes_buckets(self) -> bool:
-        """Where NATS tells roles apart, only masters make buckets; elsewhere, any process may."""
+        """Whether this process may make buckets.
+
+        If NATS has permissions by role, only masters may. Otherwise every process may.
+        """
         return self._role is None or self._role.role == MAKER
 
     @property
@@ -188,12 +192,12 @@ class NatsBus:
 
     @property
     def is_connected(self) -> bool:
-        """True while the server answers, not merely while the socket is open."""
+        """Whether the server answers. An open socket is not enough."""
         return bool(self._client.is_connected and self._server.answers(time.monotonic()))
 
     @property
     def stable_since(self) -> float:
-        """Monotonic time since which the server answered without a break; valid while connected."""
+        """The monotonic time since which the server has always answered. Valid while connected."""
         return self._server.stable_since
 
     def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -245,10 +249,10 @@ class NatsBus:
         self._server.end()
         # RuntimeError: uvloop raises it for a write to a broken connection.
         with contextlib.suppress(NatsError, OSError, TimeoutError, RuntimeError):
-            async with asyncio.timeout(1.0):  # the last events still go out
+            async with asyncio.timeout(1.0):  # time for the last events to be sent
                 await self._close_client()
-        # nats-py cancels each of its tasks once. A reconnection that loses that cancellation tries
-        # forever, and the event loop's end waits for it.
+        # nats-py cancels each of its tasks once. A reconnection task that loses this cancellation
+        # continues forever, and the event loop waits for it at its end.
         current = asyncio.current_task()
         left = (getattr(self._client, name) for name in _CLIENT_TASKS)
         await tasks.end(task for task in left if task is not None and task is not current)
@@ -257,8 +261,8 @@ class NatsBus:
         try:
             await self._client.close()
         except asyncio.CancelledError:
-            # A task of nats-py that waits for the end of the same socket may be cancelled, and
-            # cancels the wait of all others with it.
+            # Some tasks of nats-py wait for the end of the same socket. A cancellation of one of
+            # these tasks also cancels the waits of the others, such as this one.
             if (current := asyncio.current_task()) is None or current.cancelling():
                 raise
 
@@ -298,9 +302,10 @@ class NatsBus:
                 callback()
 
     def _try_the_next(self) -> None:
-        """Leave a silent server if there are others.
+        """End the connection to a silent server if there are other servers.
 
-        nats-py would wait for its pings, then for the connection to end: with TLS, half a minute.
+        nats-py itself would wait for its pings, and then for the end of the connection. With TLS,
+        this takes half a minute.
         """
         writer = getattr(self._client._transport, "_io_writer", None)
         if len(self._servers) > 1 and self._client.is_connected and writer is not None:
@@ -310,7 +315,7 @@ class NatsBus:
         self._tell(self._server.disconnected())
 
     async def _on_reconnected(self) -> None:
-        """Every subscription may have lost events meanwhile."""
+        """Report a gap to every subscription, because events may have been lost."""
         self._subscriptions = [s for s in self._subscriptions if not s.inner._closed]
         for subscription in self._subscriptions:
             subscription.gap()
@@ -330,7 +335,7 @@ class NatsBus:
             self._complain("bus.error", error=str(exc))
 
     def _complain(self, event: str, **data: object) -> None:
-        """Log one line every few seconds; an outage makes ten errors a second."""
+        """Log at most one line every few seconds, because an outage makes ten errors a second."""
         now = time.monotonic()
         if now - self._complained_at >= _COMPLAIN_EVERY_S:
             self._complained_at = now
@@ -338,7 +343,7 @@ class NatsBus:
 
 
 def _is_not_about_eof(record: logging.LogRecord) -> bool:
-    """False for asyncio's warning about nats-py, which comes at the end of each TLS connection."""
+    """False for the warning that asyncio logs at the end of each TLS connection of nats-py."""
     return not str(record.msg).startswith("returning true from eof_received()")
 
 

@@ -1,8 +1,9 @@
-"""The desired state in the registry, bucket `pdmesh-desired`: current and earlier versions.
+"""Stores the desired state (the groups that the mesh should have) in the bucket `pdmesh-desired`.
 
-The key `current` holds version, text and author together, so one compare-and-set makes a version.
-Before it is replaced, its content is copied to a key of its own (`v7`). A writer that dies between
-the two steps leaves a copy of the current version, and nothing half-made.
+The key `current` has the version number, the text and the author of the current version, so a
+single write makes a new version. Before that, the current version is copied to another key, such as
+`v7`. A writer that dies between the two steps leaves only an extra copy. Further keys have the
+adjustments (changes that plans of moves made) and the state of the upgrades.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class DesiredStore:
         self._bucket = bucket
 
     async def version(self, number: int = 0) -> DesiredVersion | None:
-        """Version `number` (0: the current one); None if it does not exist."""
+        """Version `number`, or the current version for 0. None if it does not exist."""
         current = _parse(await self._get_current())
         if current is None or number in (0, current.version):
             return current
         return _parse(await self._bucket.get(_key(number)))
 
     async def versions(self, limit: int) -> list[DesiredVersion]:
-        """The latest versions that are kept, at most `limit` of them, the current one first."""
+        """The latest stored versions, at most `limit`, beginning with the current version."""
         current = _parse(await self._get_current())
         if current is None:
             return []
@@ -71,14 +72,14 @@ class DesiredStore:
         canary_share: float = 0.0,
         known: DesiredVersion | None = None,
     ) -> tuple[DesiredVersion, int]:
-        """Make `text` the next version; returns it and the revision of its key.
+        """Make `text` the next version. Returns the version and the revision of its key.
 
-        `known`: the latest version that the caller has seen. It counts as current if the store was
-        wiped and no longer has it. So a number is never given twice.
+        `known` is the latest version that the caller has seen. It counts as current if the store
+        was wiped and no longer has it, so that no version number is used twice.
 
         Raises VersionConflict unless the expected version is current. Without an expected version,
-        it replaces whichever version is current; if another writer applies at the same time, it
-        tries again, a few times.
+        any current version is replaced. If another writer applies a version at the same time, this
+        retries a few times.
         """
         num_tries = 1 if expected_version is not None else _UNCONDITIONAL_TRIES
         after = DesiredVersion(text=text, author=author, reason=reason, canary_share=canary_share)
@@ -113,15 +114,16 @@ class DesiredStore:
         return revision
 
     async def adjust(self, adjustments: Adjustments, last: int) -> int:
-        """Replace the adjustments of revision `last` (0: none); returns the new revision.
+        """Replace the adjustments of revision `last`. Returns the new revision.
 
-        Raises VersionConflict if they have been written since: decide again from the new ones.
-        Raises NotLeader if a later epoch wrote them, even if they are known here.
+        `last` is 0 if there are none. Raises VersionConflict if another writer has written
+        adjustments since. The caller should then decide again from the new ones. Raises NotLeader
+        if a leader of a later epoch has written adjustments, even if `last` is their revision.
         """
         return await self._replace(ADJUSTED, adjustments, last)
 
     async def keep_upgrades(self, upgrades: Upgrades, last: int) -> int:
-        """Replace the state of the upgrades; returns and raises like `adjust`."""
+        """Replace the state of the upgrades. Returns and raises like `adjust`."""
         return await self._replace(UPGRADES, upgrades, last)
 
     async def _replace(self, key: str, message: Adjustments | Upgrades, last: int) -> int:
@@ -138,7 +140,7 @@ class DesiredStore:
         return DesiredBook(self, self._bucket)
 
     def watch_current(self, on_version: Callable[[DesiredVersion], None]) -> KvWatch:
-        """Deliver the current version now, whenever it changes, and after an outage."""
+        """Deliver the current version now, after each change, and after an outage."""
 
         def on_entry(entry: KvEntry) -> None:
             if (version := _parse(entry)) is not None:
@@ -147,7 +149,7 @@ class DesiredStore:
         return self._bucket.watch(on_entry, lambda: None, lambda: None, key=CURRENT)
 
     def watch_upgrades(self, on_upgrades: Callable[[Upgrades], None]) -> KvWatch:
-        """Deliver the state of the upgrades now, whenever it changes, and after an outage."""
+        """Deliver the state of the upgrades now, after each change, and after an outage."""
 
         def on_entry(entry: KvEntry) -> None:
             if (upgrades := _parse_as(entry, Upgrades)) is not None:
@@ -161,9 +163,10 @@ class DesiredStore:
 
 
 class DesiredBook:
-    """The desired state as the leading master reads and writes it; own writes show at once.
+    """A live copy of the desired state, through which the leading master reads and writes it.
 
-    `follow` opens it. It keeps what it knows while the store is away, and if the store is wiped.
+    `follow` opens the book. Own writes are visible at once. The book keeps its contents while the
+    store is unreachable, and when the store is wiped.
     """
 
     def __init__(self, store: DesiredStore, bucket: KvBucket) -> None:
@@ -172,10 +175,10 @@ class DesiredBook:
         self.adjustments = Adjustments()
         self.upgrades = Upgrades()
         self.missing: set[str] = set()  # keys that were wiped from the bucket and not yet restored
-        self._revisions: dict[str, int] = {}  # as known here, to compare a write with
+        self._revisions: dict[str, int] = {}  # by key, as last seen
         self._on_change: Callable[[], None] = lambda: None
         self._seen: set[str] = set()  # keys that the bucket has ever had
-        self._unseen: set[str] = set()  # keys among them that the reopened watch has not shown yet
+        self._unseen: set[str] = set()  # keys of `_seen` that a reopened watch has not shown yet
         self._loaded = {key: asyncio.Event() for key in _KEYS}
         self._watches: list[KvWatch] = []
 
@@ -190,7 +193,10 @@ class DesiredBook:
 
     @property
     def is_current(self) -> bool:
-        """False while the store is away or not fully read: then decide nothing from this view."""
+        """Whether the book is up to date.
+
+        False while the store is unreachable or not fully read. Do not decide from the book then.
+        """
         return bool(self._watches) and all(watch.is_live for watch in self._watches)
 
     async def until_loaded(self) -> None:
@@ -205,7 +211,7 @@ class DesiredBook:
         self._unseen |= self._seen & {key}
 
     def _on_loaded(self, key: str) -> None:
-        if key in self._unseen:  # these keys are never deleted: the bucket was wiped
+        if key in self._unseen:  # the bucket was wiped, because these keys are never deleted
             self._unseen.discard(key)
             self._revisions.pop(key, None)
             self.missing.add(key)
@@ -245,23 +251,24 @@ class DesiredBook:
         return applied
 
     async def adjust(self, adjustments: Adjustments) -> None:
-        """Replace the adjustments that are known here; raises as `DesiredStore.adjust`."""
+        """Replace `self.adjustments`. Raises the same errors as `DesiredStore.adjust`."""
         revision = await self._store.adjust(adjustments, self._revisions.get(ADJUSTED, 0))
         if self._is_latest(ADJUSTED, revision):
             self.adjustments = adjustments
             self._on_change()
 
     async def keep_upgrades(self, upgrades: Upgrades) -> None:
-        """Replace the upgrades that are known here; raises as `DesiredStore.adjust`."""
+        """Replace `self.upgrades`. Raises the same errors as `DesiredStore.adjust`."""
         revision = await self._store.keep_upgrades(upgrades, self._revisions.get(UPGRADES, 0))
         if self._is_latest(UPGRADES, revision):
             self.upgrades = upgrades
             self._on_change()
 
     async def restore(self) -> None:
-        """Write back what the bucket lost and the book still knows, unless written since (F21).
+        """Write the wiped keys back to the bucket from this book (F21).
 
-        Earlier versions are lost: no process keeps them in memory.
+        A key that another writer has written since the wipe stays unchanged. Earlier versions are
+        lost, because no process keeps them in memory.
         """
         known: dict[str, Message | None] = {
             CURRENT: self.current,
@@ -279,7 +286,7 @@ class DesiredBook:
             self.missing.discard(key)
 
     def _is_latest(self, key: str, revision: int) -> bool:
-        """Whether our own write is the latest: a later one may have arrived before our answer."""
+        """Note our own write. Returns False if a later write arrived before our write's answer."""
         if revision < self._revisions.get(key, 0):
             return False
         self._seen.add(key)

@@ -1,8 +1,8 @@
 """A JetStream key-value bucket that survives restarts of the server and the loss of its data (F21).
 
-nats-py's own watcher needs 18 s to notice a restarted server. Ours opens a plain push consumer and
-watches its heartbeats. It opens a new consumer whenever the server comes back, a heartbeat or a
-message is missing, or the bucket is gone.
+nats-py's own watcher needs 18 s to notice a restarted server, so KvWatch replaces it. KvWatch opens
+a plain push consumer and checks the consumer's heartbeats. It opens a new consumer when the server
+comes back, when a heartbeat or a message is missing, or when the bucket is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 ALL_KEYS: Final = ">"
 _REQUEST_S: Final = 1.0
 _HEARTBEAT_S: Final = 0.5
-_SILENCE_S: Final = 1.5  # a watch opens a new consumer if it hears nothing for this time
+_SILENCE_S: Final = 1.5  # a watch opens a new consumer if nothing arrives for this time
 _BACKOFF_S: Final = (0.1, 1.0)
 _TRIES: Final = 3  # how often an entry is delivered to a callback that raises
 _WRONG_SEQUENCE: Final = (10071, 10164)
@@ -45,7 +45,7 @@ _EXPECTED: Final = "Nats-Expected-Last-Subject-Sequence"
 class KvEntry:
     """The bucket's entry for a key.
 
-    `value` is None if the key was deleted or has expired; `is_expired` tells which.
+    `value` is None if the key was deleted or has expired. `is_expired` is True if it has expired.
     """
 
     key: str
@@ -55,15 +55,19 @@ class KvEntry:
 
 
 class WrongRevision(Exception):
-    """The key is not at the expected revision: it was changed, or the bucket lost its data."""
+    """The key is not at the expected revision.
+
+    Another writer has changed the key, or the bucket has lost its data.
+    """
 
 
 class KvBucket:
-    """One bucket in file storage, with the latest entry of each key. `ttl_s` 0: entries stay.
+    """One bucket in file storage, with the latest entry of each key.
 
-    The server tells watchers when a value expires, except in a bucket that several roles write: see
-    `lease_ends`. Methods that read or write values, or open a consumer, raise Unavailable within
-    about a second if the server does not answer.
+    Entries expire after `ttl_s`; with 0 they stay. The server reports the expiry of a value to
+    watchers, except in a bucket that several roles write (`lease_ends`). Methods that read or write
+    values, or open a consumer, raise Unavailable within about a second if the server does not
+    answer.
     """
 
     def __init__(self, bus: NatsBus, name: str, ttl_s: float = 0.0) -> None:
@@ -76,15 +80,15 @@ class KvBucket:
         self._tells_ends = ttl_s > 0 and name not in SHARED
 
     async def ensure(self) -> None:
-        """Make the bucket if it is absent; update its settings if they differ.
+        """Make the bucket if it is absent. Update its settings if they differ.
 
-        A process that may not make buckets does nothing here: until a master has made the bucket,
-        its writes raise Unavailable.
+        Does nothing in a process that may not make buckets. Writes of such a process raise
+        Unavailable until a master has made the bucket.
         """
         await self._ensure()
 
     async def _ensure(self) -> bool:
-        """Return whether the bucket was made now."""
+        """Do what `ensure` does. Returns whether the bucket was absent and has been made."""
         if not self._bus.makes_buckets:
             return False
         config = api.StreamConfig(
@@ -95,8 +99,8 @@ class KvBucket:
             max_age=self._ttl_s,
             allow_msg_ttl=True,
             subject_delete_marker_ttl=max(1.0, self._ttl_s) if self._tells_ends else None,
-            # Rollup headers let a writer of one key empty the bucket. NATS allows them all the same
-            # in a stream with markers.
+            # Rollup headers would let a writer of one key empty the bucket. In a stream with expiry
+            # markers, NATS allows these headers regardless of this setting.
             allow_rollup_hdrs=False,
             deny_delete=True,
             allow_direct=True,
@@ -115,14 +119,14 @@ class KvBucket:
         return bool(made.did_create)
 
     async def _update(self, config: api.StreamConfig) -> None:
-        """Update the settings. The number of replicas stays if this process does not know it."""
+        """Update the settings. Keeps the number of replicas if this process does not know it."""
         if self._bus.num_replicas is None:
             found = await self._js.stream_info(self.stream)
             config.num_replicas = found.config.num_replicas
         await self._js.update_stream(config)
 
     async def get(self, key: str) -> KvEntry | None:
-        """The latest entry of the key, even if the key was deleted; None: there is no entry."""
+        """The latest entry of the key, even if the key was deleted. None if there is no entry."""
         with _translated(self.name):
             try:
                 msg = await self._js.get_msg(self.stream, subject=self._prefix + key, direct=False)
@@ -131,16 +135,16 @@ class KvBucket:
         return _entry(key, msg.data, msg.headers or {}, int(msg.seq))
 
     async def put(self, key: str, value: bytes, last: int | None = None) -> int:
-        """Write and return the new revision.
+        """Write a value and return the new revision.
 
-        If `last` is given, it raises WrongRevision unless the key is at this revision; 0: the
-        bucket has no entry of the key.
+        If `last` is given, this raises WrongRevision unless the key is at revision `last`. The
+        revision of a key without an entry is 0.
         """
         headers = None if last is None else {_EXPECTED: str(last)}
         return await self._publish(key, value, headers)
 
     async def delete(self, key: str, last: int | None = None) -> int:
-        """Remove the key and return the new revision; raises like `put`."""
+        """Remove the key and return the new revision. Raises the same errors as `put`."""
         headers = {_OPERATION: "DEL"}
         if last is not None:
             headers[_EXPECTED] = str(last)
@@ -151,12 +155,12 @@ class KvBucket:
             try:
                 ack = await self._js.publish(self._prefix + key, value, headers=headers)
             except NoStreamResponseError:
-                # The bucket was wiped or, in a cluster, has no leader for some seconds.
+                # The bucket was wiped. Or, in a cluster, it has no leader for some seconds.
                 is_wiped = await self._ensure()
                 if headers and headers.get(_EXPECTED, "0") != "0":
                     if not is_wiped:
                         raise
-                    raise WrongRevision(key) from None  # an earlier revision has no meaning now
+                    raise WrongRevision(key) from None  # revisions from before the wipe are void
                 ack = await self._js.publish(self._prefix + key, value, headers=headers)
             except APIError as exc:
                 if exc.err_code in _WRONG_SEQUENCE:
@@ -171,21 +175,21 @@ class KvBucket:
         on_reset: Callable[[], None],
         key: str = ALL_KEYS,
     ) -> KvWatch:
-        """Follow one key, or all.
+        """Follow one key, or all keys.
 
         Each time the watch opens a consumer, it calls `on_reset`, then `on_entry` for each current
-        entry, then `on_loaded`. Later entries go to `on_entry`, too.
+        entry, then `on_loaded`. After that it calls `on_entry` for each new entry.
         """
         return KvWatch(self._bus, self, on_entry, on_loaded, on_reset, key)
 
     async def open_consumer(self, inbox: str, key: str = ALL_KEYS) -> tuple[str, int]:
         """Open a consumer that pushes each key's latest entry to `inbox`, and then each new entry.
 
-        Returns the consumer's name, and how many entries it has not delivered yet.
+        Returns the consumer's name, and the number of entries that it has not delivered yet.
         """
         config = api.ConsumerConfig(
-            # With a name, the subject of this request ends with the filter, so that permissions can
-            # allow one filter only.
+            # If the consumer has a name, the subject of this request ends with the filter. Then
+            # permissions can allow a single filter.
             name=secrets.token_hex(12),
             deliver_subject=inbox,
             deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT,
@@ -214,12 +218,11 @@ class KvBucket:
 
 
 class KvWatch:
-    """Follows a bucket until `close`. Whenever its consumer breaks, it opens a new one.
+    """Follows a bucket until `close`. Opens a new consumer whenever its consumer breaks.
 
-    Callbacks run on the event loop, in the bucket's order.
-
-    If the callback raises for an entry, all entries are delivered again, a few times. After that,
-    this entry is left out, so that the watch can become live without it.
+    Callbacks run on the event loop, in the bucket's order. If `on_entry` raises for an entry, the
+    watch delivers all entries again. If this happens a few times, the watch leaves the entry out,
+    so that it can become live.
     """
 
     def __init__(
@@ -237,13 +240,16 @@ class KvWatch:
         self._broken = asyncio.Event()
         self._next_delivery = 1
         self._is_loaded = False
-        self._failed: dict[str, tuple[int, int]] = {}  # by key: revision, how often it failed
+        self._failed: dict[str, tuple[int, int]] = {}  # by key: revision, number of failures
         self._forget = bus.on_restored(self._broken.set)
         self._task = asyncio.create_task(self._run(), name=f"kv-watch-{bucket.name}")
 
     @property
     def is_live(self) -> bool:
-        """True while all followed entries have been delivered, except those left out."""
+        """Whether the callbacks are up to date: the watch has delivered all current entries.
+
+        Entries that were left out do not count.
+        """
         return self._is_loaded and not self._broken.is_set() and self._bus.is_connected
 
     async def close(self) -> None:
@@ -259,13 +265,13 @@ class KvWatch:
             except (Unavailable, NatsError) as exc:
                 log.debug("kv.watch_failed", bucket=self._bucket.name, error=str(exc))
                 backoff = min(backoff * 2, _BACKOFF_S[1])
-            except Exception:  # a bug in the callback: the next opening delivers everything again
+            except Exception:  # a bug in a callback; the next consumer delivers all entries again
                 log.exception("kv.watch_bug", bucket=self._bucket.name)
                 backoff = min(backoff * 2, _BACKOFF_S[1])
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
     async def _follow(self) -> None:
-        """Follow one consumer from its opening until it breaks."""
+        """Open a consumer and follow it until it breaks."""
         self._broken.clear()
         self._is_loaded, self._next_delivery = False, 1
         inbox = self._bus.client.new_inbox()
@@ -299,7 +305,7 @@ class KvWatch:
         if self._broken.is_set():
             return
         headers = msg.headers or {}
-        if not msg.reply:  # a heartbeat names the last delivery, which reveals a lost one
+        if not msg.reply:  # a heartbeat, which has the number of the last delivery
             if int(headers.get("Nats-Last-Consumer", "0")) != self._next_delivery - 1:
                 self._broken.set()
             return
@@ -313,7 +319,7 @@ class KvWatch:
             self._hand_out(_entry(key, msg.data, headers, at.sequence.stream))
             if at.num_pending == 0:
                 self._loaded()
-        except Exception:  # a bug in the callback: the next opening delivers everything again
+        except Exception:  # a bug in a callback; the next consumer delivers all entries again
             log.exception("kv.watch_bug", bucket=self._bucket.name, key=key)
             self._broken.set()
 

@@ -1,8 +1,9 @@
 """Elects one leader among the processes of a service, by a lease in JetStream.
 
-The bucket is `pdmesh-leader`. The store's revision orders the attempts; `core.control.leadership`
-decides when our leadership is over. A standby learns at once when the lease expires or is given up,
-and also asks every third of a lease.
+The lease is a key in the bucket `pdmesh-leader`. Of several attempts to win, only the first write
+succeeds, because each write is compared with the key's revision. `core.control.leadership` decides
+when a leadership is over. A standby is notified at once when the lease expires or is given up. It
+also tries every third of a lease.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ _TICKS_PER_LEASE: Final = 12
 
 
 class LeaderElection:
-    """`on_change(is_leader, epoch)` is called at each change of our leadership or its epoch.
+    """One process's part in the election.
 
-    `num_won` counts the elections that we won. The epoch does not count them: it is at least the
-    revision of the lease when it was won, and renewals raise the revision, too.
+    `on_change(is_leader, epoch)` is called when the leadership of this process or its epoch
+    changes. `num_won` counts the elections that this process has won. The epoch is no such count:
+    it is at least the revision of the lease at the win, and renewals also raise the revision.
     """
 
     def __init__(
@@ -66,18 +68,21 @@ class LeaderElection:
         return self._state.epoch
 
     def saw_epoch(self, epoch: int) -> None:
-        """Another process's record has this epoch."""
+        """Note an epoch in another process's record.
+
+        If this process leads, it raises its own epoch above that epoch.
+        """
         if self._state.saw(epoch, time.monotonic()):
             log.warning("leader.epoch_raised", seen=epoch, epoch=self.epoch)
             self._on_change(True, self.epoch)
 
     def start(self) -> asyncio.Task[None]:
-        """Start the campaign; it ends only by failing."""
+        """Start the campaign. The task ends only by failing."""
         self._task = asyncio.create_task(self._run(), name="leader-election")
         return self._task
 
     async def stop(self) -> None:
-        """Give the lease up, so that a standby takes over at once."""
+        """Give up the lease, so that a standby takes over at once."""
         if self._task is not None:
             await end([self._task])
         if self.is_leader:
@@ -88,7 +93,7 @@ class LeaderElection:
     async def _give_up(self) -> None:
         try:
             await self._bucket.delete(self._role, last=self._revision)
-        # a cancelled renewal may have reached the store, though its answer did not come
+        # A cancelled renewal may have reached the store and raised the revision.
         except WrongRevision:
             found = await self._get()
             if found is not None and found.value == self._name:

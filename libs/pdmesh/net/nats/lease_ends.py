@@ -1,8 +1,9 @@
-"""Decides which entries of a leased bucket a reader asks for: those not renewed for a lease.
+"""Decides which entries of a bucket a reader should ask for, to find out whether they have expired.
 
-NATS itself could report each end, with a marker. But a stream with markers accepts the header
-`Nats-Rollup: all` from every writer, so the writer of one key could wipe all others (measured with
-2.15.1: the server sets `allow_rollup_hdrs` and drops `deny_purge` for such a stream).
+An entry is due when it was not renewed for a lease. NATS could report each expiry itself, with a
+marker. But a stream with markers accepts the header `Nats-Rollup: all` from every writer, so the
+writer of one key could wipe all others. (Measured with 2.15.1: for such a stream, the server sets
+`allow_rollup_hdrs` and drops `deny_purge`.)
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class LeaseEnds:
-    """Times are those of the caller's clock, in seconds.
+    """All times are seconds of the caller's clock.
 
-    The server decides when a lease ends, so an entry that is due may still be there. It is due
-    again after `retry_s`, then after twice that time, and so on, at most after a lease. The waits
-    grow because an entry may have been written so that it never ends.
+    The server decides when a lease ends, so an entry that is due may still exist. It is due again
+    after `retry_s`, then after twice that time, and so on, but at most after a lease. The waits
+    grow because a writer may have made an entry that never expires.
     """
 
     lease_s: float
     retry_s: float
-    # By key: its revision, when it is due, and after how long it is due again.
+    # By key: the revision, the time when the entry is due, and the pause until it is due again.
     _entries: dict[str, tuple[int, float, float]] = field(default_factory=dict)
 
     def renewed(self, key: str, revision: int, now: float) -> None:
@@ -34,7 +35,7 @@ class LeaseEnds:
         self._entries.clear()
 
     def due(self, now: float) -> dict[str, int]:
-        """Keys to ask for, with the revision that was last seen of each."""
+        """The keys to ask for, each with the revision that was last seen."""
         found = {key: revision for key, (revision, at, _) in self._entries.items() if at <= now}
         for key, revision in found.items():
             pause = self._entries[key][2]
@@ -42,5 +43,5 @@ class LeaseEnds:
         return found
 
     def is_last(self, key: str, revision: int) -> bool:
-        """Whether this is the last revision that was seen of the key."""
+        """Whether no later revision of the key was seen."""
         return key in self._entries and self._entries[key][0] == revision

@@ -1,13 +1,15 @@
-"""The registry in JetStream: each record expires `lease_s` after its owner last renewed it.
+"""The registry in JetStream: one record per process, which expires unless its owner renews it.
 
-A new incarnation takes over its id at once. The next renewal of the earlier incarnation fails its
-compare-and-set, and so tells it that it was replaced. After any outage of the server, a view judges
-no process for one lease and a margin: the owners could not renew, either (F18). In a cluster, the
-bucket may be away for seconds although every server answers: its replicas elect a leader, which
-then reports all records as expired. A process notices this because it cannot renew its own record.
+A record expires `lease_s` after its last renewal. A new incarnation takes over its id at once. The
+next renewal of the earlier incarnation then fails, because the record has another revision.
 
-The server does not tell when a record expires (`lease_ends`). A view asks for each record that was
-not renewed for a lease. So a newly opened view may show a dead process for up to one lease longer.
+After an outage of the server, a view reports no process as dead for one lease and a margin, because
+the owners could not renew their records (F18). In a cluster, the bucket may refuse writes for
+seconds while its replicas elect a leader, although every server answers. Afterwards all records
+seem to have expired. A process notices this state because it cannot renew its own record.
+
+The server does not report the expiry of a record (`lease_ends`). A view therefore asks for each
+record that was not renewed for a lease. A new view may show a dead process for one lease longer.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)
 
-WATCHER_LEASE_S: Final = 3.0  # the lease that tools assume, which only watch
-_MARGIN_S: Final = 0.5  # an owner needs this time to notice that the server is back
+WATCHER_LEASE_S: Final = 3.0  # the lease that tools assume; they only watch
+_MARGIN_S: Final = 0.5  # the time that an owner needs to notice that the server is back
 _RETRY_S: Final = 0.25
 _TICK_S: Final = 0.1
 
 
 class NatsRegistry:
-    """The adapter of `Registry`. `lease_s` must be the same for all processes of a mesh."""
+    """Implements `Registry`. `lease_s` must be the same for all processes of a mesh."""
 
     def __init__(self, bus: NatsBus, lease_s: float) -> None:
         self._bus = bus
@@ -48,7 +50,7 @@ class NatsRegistry:
         self._store = _Store(bus)
 
     async def register(self, record: InstanceRecord) -> NatsLease:
-        """Take the id, even from an earlier incarnation. Waits for the store if it is away."""
+        """Take the id, even from another incarnation. Waits if the store is unreachable."""
         lease = NatsLease(self._store, self._bucket, record, self._lease_s)
         while True:
             try:
@@ -60,14 +62,14 @@ class NatsRegistry:
                 await asyncio.sleep(_RETRY_S)
 
     async def watch(self) -> NatsRegistryView:
-        """Waits for the store if it is away."""
+        """A view with all present records. Waits if the store is unreachable."""
         view = NatsRegistryView(self._store, self._bucket, self._lease_s)
         await view.loaded.wait()
         return view
 
 
 class _Store:
-    """Whether the bucket takes writes, as far as this process knows, and since when."""
+    """Whether the bucket accepts this process's writes, and since when."""
 
     def __init__(self, bus: NatsBus) -> None:
         self.bus = bus
@@ -80,7 +82,7 @@ class _Store:
 
     @property
     def stable_since(self) -> float:
-        """Monotonic time since which it answered without a break; valid while it is up."""
+        """The monotonic time since which the bucket has been up. Valid while it is up."""
         return max(self.bus.stable_since, self._taken_since)
 
     def took(self) -> None:
@@ -94,7 +96,7 @@ class _Store:
 
 
 class NatsLease:
-    """The adapter of `Lease`."""
+    """Implements `RecordLease`."""
 
     def __init__(
         self, store: _Store, bucket: KvBucket, record: InstanceRecord, lease_s: float
@@ -119,7 +121,7 @@ class NatsLease:
         return self._was_replaced
 
     async def take(self) -> None:
-        """Register for the first time; raises Unavailable."""
+        """Register for the first time. Raises Unavailable."""
         async with self._lock:
             while True:
                 found = await self._bucket.get(self._record.instance_id)
@@ -139,7 +141,7 @@ class NatsLease:
         self._forget()
         if self._task is not None:
             await end([self._task])
-        self._store.took()  # no later renewal would show that it takes writes again
+        self._store.took()  # after this, no renewal would show that the bucket accepts writes
         if self._was_replaced:
             return
         self._renewed_at = float("-inf")
@@ -174,7 +176,11 @@ class NatsLease:
             self._store.took()
 
     async def _reconcile(self) -> None:
-        """The key has changed: it expired, was wiped or taken, or our last write had no answer."""
+        """Read the record again after its revision has changed.
+
+        The record has expired, was wiped, or has a new owner. Or the answer to our last write was
+        lost.
+        """
         found = await self._bucket.get(self._record.instance_id)
         self._revision = found.revision if found else 0
         owner = _parse(found) if found else None
@@ -192,14 +198,14 @@ class NatsLease:
 
 
 class NatsRegistryView:
-    """The adapter of `RegistryView`."""
+    """Implements `RegistryView`."""
 
     def __init__(self, store: _Store, bucket: KvBucket, lease_s: float) -> None:
         self._store, self._bucket = store, bucket
         self._grace_s = lease_s + _MARGIN_S
         self._ends = LeaseEnds(lease_s, _RETRY_S)
         self._records: dict[str, InstanceRecord] = {}
-        self._missing: dict[str, None] = {}  # gone from the store and not yet judged
+        self._missing: dict[str, None] = {}  # ids whose records have expired; not reported yet
         self._unseen: set[str] = set()  # known ids that the reopened watch has not shown yet
         self._callbacks: list[Callable[[RecordChanged], None]] = []
         self.loaded = asyncio.Event()
@@ -268,13 +274,13 @@ class NatsRegistryView:
                 await self._ask_for_ended()
                 if self._missing:
                     self._judge()
-            except Exception:  # a listener failed; it must still hear of the next death
+            except Exception:  # a listener failed; later changes must still be reported
                 log.exception("registry.listener_failed")
 
     async def _ask_for_ended(self) -> None:
-        """Ask the store for the records that are due.
+        """Ask the store for each record that was not renewed for a lease.
 
-        While the watch is not live, nothing is asked: once live, it will show all records anew.
+        Does nothing while the watch is not live. When the watch becomes live, it shows all records.
         """
         if not self._watch.is_live:
             return
@@ -282,29 +288,29 @@ class NatsRegistryView:
             try:
                 found = await self._bucket.get(key)
             except Unavailable:
-                return  # they are due again soon
+                return  # the records are due again soon
             if not self._ends.is_last(key, revision):
                 continue
             if found is None:
                 self._ends.ended(key)
                 self._expired(key)
-            elif found.revision > revision:  # renewed: the watch is behind
+            elif found.revision > revision:  # the owner has renewed it, and the watch is late
                 self._ends.renewed(key, revision, time.monotonic())
 
     def _judge(self) -> None:
-        """Report missing records as dead, unless the store was away within the last lease."""
+        """Report expired records, unless the store was down within the last lease and margin."""
         stable_s = time.monotonic() - self._store.stable_since
         if self._store.is_up and stable_s > self._grace_s:
             for instance_id in tuple(self._missing):
                 self._vanished(instance_id, is_lease_end=True)
 
     def _notify(self, change: RecordChanged) -> None:
-        """Tell every listener; then, if any failed, raise the first error."""
+        """Call every listener. If any failed, raise the first error after that."""
         failed: Exception | None = None
         for callback in self._callbacks:
             try:
                 callback(change)
-            except Exception as exc:  # noqa: BLE001 -- raised below, after the others are told
+            except Exception as exc:  # noqa: BLE001 -- raised below, after all calls
                 failed = failed or exc
         if failed is not None:
             raise failed

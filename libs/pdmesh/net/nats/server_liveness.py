@@ -1,8 +1,7 @@
 """Decides whether the NATS server answers, by echoes of this process's own messages.
 
-An open socket does not show that the server answers. So the bus sends itself a message every
-`ECHO_EVERY_S`, and the server counts as away after `OUTAGE_S` without an echo. `NatsBus` sends,
-hears and acts; nothing here reads a clock.
+An open socket does not show that the server answers. So `NatsBus` sends itself a message every
+`ECHO_EVERY_S`. The server counts as lost after `OUTAGE_S` without such an echo.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ from enum import Enum, auto
 from typing import Final
 
 ECHO_EVERY_S: Final = 0.5
-OUTAGE_S: Final = 1.5  # without an echo for this time, the server counts as away
+OUTAGE_S: Final = 1.5  # without an echo for this time, the server counts as lost
 
 
 class ServerNews(Enum):
     LOST = auto()
     RESTORED = auto()
-    STILL_LOST = auto()  # also at the last look, so not only this process's loop was late
+    STILL_LOST = auto()  # lost at two looks in a row, so a late event loop is not the cause
 
 
 class ServerLiveness:
-    """Times are monotonic seconds. The server counts as away until the first `begin`."""
+    """Times are monotonic seconds. The server counts as lost until the first `begin`."""
 
     def __init__(self) -> None:
         self._is_up = False
@@ -30,23 +29,23 @@ class ServerLiveness:
 
     @property
     def stable_since(self) -> float:
-        """Since when the server answered without a break; valid while it answers."""
+        """The time since which the server has always answered. Valid while it answers."""
         return self._stable_since
 
     def answers(self, now: float) -> bool:
         return self._is_up and now - self._last_echo < OUTAGE_S
 
     def begin(self, now: float) -> None:
-        """The connection was just made."""
+        """Note that the connection was made."""
         self._is_up = True
         self._last_echo = self._stable_since = now
 
     def end(self) -> None:
-        """The process closes the connection itself, which is no loss."""
+        """Note that this process closes the connection itself. This is no loss."""
         self._is_up = False
 
     def echo(self, now: float) -> list[ServerNews]:
-        """An echo came, or the connection was made again."""
+        """Note an echo, or that the connection was made again."""
         is_break = not self.answers(now)
         self._last_echo = now
         if not is_break:
@@ -57,12 +56,12 @@ class ServerLiveness:
         return news
 
     def look(self, now: float) -> list[ServerNews]:
-        """Time has passed: `ECHO_EVERY_S` since the last look."""
+        """Look for missing echoes. To be called every `ECHO_EVERY_S`."""
         if now - self._last_echo < OUTAGE_S:
             return []
         return self.disconnected() or [ServerNews.STILL_LOST]
 
     def disconnected(self) -> list[ServerNews]:
-        """The connection ended, or nothing was heard for too long."""
+        """Note that the connection ended, or that no echo has arrived for too long."""
         was_up, self._is_up = self._is_up, False
         return [ServerNews.LOST] if was_up else []

@@ -1,7 +1,7 @@
-"""nats-py's client for an address that begins with `tls://`: it encrypts before it says who it is.
+"""A client of nats-py for `tls://` addresses. It never sends credentials without TLS.
 
-nats-py itself obeys the server's first line, which an attacker in between may have written: if the
-line asks for no TLS, nats-py sends the password in plain text.
+nats-py itself obeys the server's first line, which an attacker in between may have written. If this
+line does not ask for TLS, nats-py sends the password in plain text.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import Any, Final
 from nats.aio.client import Client
 
 _HANDSHAKE_FIRST: Final = "tls_handshake_first"
-# How OpenSSL reports plain text where a handshake should begin; it depends on the version.
+# OpenSSL's errors for plain text where a handshake should begin. They depend on its version.
 _PLAIN_TEXT: Final = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
 
 
 class TlsClient(Client):
-    """Begins with the handshake; if the server sends its first line before it, tries that order.
+    """Connects with the order of TLS handshake and first line that the server uses.
 
-    The order is a setting of the server (`handshake_first`). In either order, the handshake, which
-    checks the server's certificate, comes before CONNECT.
+    The order is a setting of the server (`handshake_first`). The client first tries the order that
+    begins with the handshake, and then the other. In both orders, the handshake checks the server's
+    certificate before the client sends CONNECT.
     """
 
     async def _process_connect_init(self) -> None:
@@ -39,7 +40,7 @@ class TlsClient(Client):
             await self._process_connect_init()
 
     def _drop_connection(self) -> None:
-        """Close the connection of a failed handshake. nats-py would wait for its end forever."""
+        """Close the connection after a failed handshake. nats-py would wait forever for its end."""
         if self._transport is not None:
             self._transport.close()  # type: ignore[no-untyped-call]  # nats-py's
         self._transport = None
@@ -50,10 +51,10 @@ class TlsClient(Client):
 
 
 def _is_other_order(exc: Exception) -> bool:
-    """Whether the server may have sent its first line before the handshake.
+    """Whether the error suggests that the server sends its first line before the handshake.
 
-    If the line came before the handshake had begun, it was read as a line, and the handshake timed
-    out.
+    If the line arrives before the client begins the handshake, nats-py reads it, and the handshake
+    times out.
     """
     if isinstance(exc, ssl.SSLError):
         return exc.reason in _PLAIN_TEXT

@@ -1,6 +1,7 @@
-"""The usage book in the registry: bucket `pdmesh-usage`, one key.
+"""Stores the usage book in the bucket `pdmesh-usage`, under one key.
 
-Each write is compared with the revision that its writer read or wrote last.
+Usage is the instance time by service, scenario, group and pool. A write succeeds only if its writer
+has read or written the latest revision.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class UsageStore:
         self._revision = 0
 
     async def load(self) -> UsageBook | None:
-        """The stored book; None if nothing was ever counted, or if it cannot be read."""
+        """The stored book. None if no book was ever stored, or if it cannot be parsed."""
         await self._bucket.ensure()
         found = await self._bucket.get(_KEY)
         self._revision = found.revision if found is not None else 0
@@ -42,7 +43,11 @@ class UsageStore:
             return None
 
     async def save(self, book: UsageBook) -> None:
-        """Raises VersionConflict if another writer saved since `load` or `save`: load again."""
+        """Store the book.
+
+        Raises VersionConflict if another writer has stored a book since the last `load` or `save`.
+        The caller should then load again.
+        """
         value = MessageToJson(book, indent=None).encode()
         try:
             self._revision = await self._bucket.put(_KEY, value, last=self._revision)

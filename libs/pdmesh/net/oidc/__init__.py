@@ -1,3 +1,1 @@
-"""Bearer tokens of an OpenID provider: its keys, fetched beside the requests, and what a valid
-token claims.
-"""
+"""Checks bearer tokens of an OpenID provider, whose keys are fetched in the background."""

@@ -1,4 +1,4 @@
-"""The keys of a JWK set with which tokens can be checked: asymmetric and strong enough."""
+"""Selects the usable keys of a JWK set, to check tokens with: asymmetric and strong enough."""
 
 from __future__ import annotations
 
@@ -24,28 +24,26 @@ _OF_KINDS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = MappingProxyType(
 )
 ALGORITHMS: Final = tuple(name for names in _OF_KINDS.values() for name in names)
 _MIN_RSA_BITS: Final = 2048
-_MAX_RSA_BITS: Final = 8192  # a longer one costs milliseconds per token
+_MAX_RSA_BITS: Final = 8192  # a longer key would cost milliseconds per token
 _MAX_KEYS: Final = 100
 
 
 class NoKeys(Exception):
-    """One line: why the JWK set has no usable key."""
+    """The JWK set has no usable key. The message is one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """`algorithms`: those with which this key may sign tokens."""
-
     key_id: str
-    public_key: Any  # of the library cryptography; its type depends on the kind of key
-    algorithms: tuple[str, ...]
+    public_key: Any  # a class of the library cryptography, which depends on the kind of key
+    algorithms: tuple[str, ...]  # with which the key may sign tokens
 
 
 class KeySet:
     """The usable keys of a JWK set."""
 
     def __init__(self, found: Any) -> None:
-        """Raises NoKeys."""
+        """`found` is the parsed JSON of the set. Raises NoKeys."""
         listed = found.get("keys") if isinstance(found, dict) else None
         if not isinstance(listed, list):
             raise NoKeys("it is not a JWK set")
@@ -56,13 +54,13 @@ class KeySet:
 
     @property
     def names(self) -> frozenset[str]:
-        """The ids of the keys."""
         return frozenset(self._keys)
 
     def find(self, key_id: str | None) -> SigningKey | None:
-        """The key that a token names; None: it is not in the set.
+        """The key with this id, or None if it is not in the set.
 
-        For a token that names no key, it is the only key; None if there are several.
+        `key_id` is None for a token that names no key. The result is then the only key of the set,
+        or None if the set has several keys.
         """
         if key_id is None:
             return next(iter(self._keys.values())) if len(self._keys) == 1 else None

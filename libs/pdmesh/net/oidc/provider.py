@@ -17,18 +17,18 @@ from pdmesh.core.access.exposure import is_loopback
 from pdmesh.errors import shortened
 
 _DISCOVERY: Final = "/.well-known/openid-configuration"
-_TIMEOUT_S: Final = 5.0  # the longest wait for a single answer to a read
+_TIMEOUT_S: Final = 5.0  # the longest wait for a single read
 _WHOLE_S: Final = 10.0  # the longest time for a whole document
 _MAX_BYTES: Final = 1 << 20
 _CHUNK_BYTES: Final = 65_536
 
 
 class ProviderFailed(Exception):
-    """One line: which address, and what is wrong with it or its answer."""
+    """A fetch failed. The message is one line with the address and the reason."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect could lead to an address that nobody has checked."""
+    """Refuses redirects, because they could lead to an address that has not been checked."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
@@ -36,9 +36,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass(frozen=True, slots=True)
 class KeySource:
-    """An empty `jwks_url`: the provider's discovery document says where its keys are.
+    """The address of a provider's keys.
 
-    `ca_file` None: the system's authorities.
+    If `jwks_url` is empty, the address is in the provider's discovery document. If `ca_file` is
+    None, the system's authorities are used.
     """
 
     issuer: str
@@ -46,7 +47,7 @@ class KeySource:
     ca_file: Path | None = None
 
     def fetch(self) -> Any:
-        """The provider's JWK set, as JSON. It blocks. Raises ProviderFailed."""
+        """Fetch the provider's JWK set, as parsed JSON. Blocks. Raises ProviderFailed."""
         return self._get(self.jwks_url or self._discovered())
 
     def _discovered(self) -> str:
@@ -79,7 +80,10 @@ class KeySource:
             raise ProviderFailed(f"{url}: not the expected JSON: {exc}") from exc
 
     def _opener(self, url: str) -> urllib.request.OpenerDirector:
-        """It uses the environment's proxies, except for this machine. Raises ValueError."""
+        """An opener that uses the environment's proxies, except for addresses of this machine.
+
+        Raises ValueError.
+        """
         parts = urlsplit(url)
         if parts.scheme not in ("https", "http"):
             raise ValueError("not an address of HTTP")
@@ -94,7 +98,7 @@ class KeySource:
 
 
 def _read(answer: http.client.HTTPResponse) -> bytes:
-    """The answer's body. Raises ValueError if it is too long, OSError if it takes too long."""
+    """The body of the answer. Raises ValueError if it is too long, OSError after _WHOLE_S."""
     until, found = time.monotonic() + _WHOLE_S, bytearray()
     while chunk := answer.read1(_CHUNK_BYTES):
         found += chunk

@@ -1,8 +1,8 @@
-"""Checks bearer tokens against the keys of their provider (RFC 7519, RFC 8725).
+"""Checks bearer tokens against the keys of their OpenID provider (RFC 7519, RFC 8725).
 
-Keys are fetched in a background thread. A request waits for a fetch, at most two seconds, only if
-its token cannot be checked with the present keys: there are none yet, or its key may be a new one.
-While the provider is away, the last keys stay valid.
+Keys are fetched in a background thread. A request waits for a fetch only if there are no keys yet,
+or if its token may have been signed with a new key. It waits for at most two seconds. While the
+provider is unreachable, the last keys stay valid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdmesh.telemetry import metrics, names
 log = structlog.get_logger(__name__)
 
 _MAX_TOKEN_CHARS: Final = 8192
-_MAX_KNOWN: Final = 4096  # verified tokens, whose signatures are not checked again
+_MAX_KNOWN: Final = 4096  # remembered tokens, whose signatures are not checked again
 _WAIT_S: Final = 2.0  # how long a token waits for a fetch of its key
 _RETRY_MS: Final = 1000
 _WRONG_SIGNATURE: Final = "WRONG_SIGNATURE"
@@ -42,18 +42,18 @@ _fetches = metrics.counter(
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What is accepted: the issuer, our audience, the algorithms, and the leeway for clocks."""
+    """The properties that a valid token must have."""
 
     issuer: str
     audience: str
     algorithms: tuple[str, ...]
-    leeway_s: float
+    leeway_s: float  # how far the provider's clock may be off
 
 
 class TokenVerifier:
-    """`fetch` returns the provider's JWK set, or raises ProviderFailed; it runs in a thread.
+    """Checks tokens. Keys are fetched only while `run` runs.
 
-    Keys are fetched only while `run` runs.
+    `fetch` returns the provider's JWK set or raises ProviderFailed. It is called in a thread.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TokenVerifier:
         )
 
     async def claims(self, token: str) -> Claims:
-        """What a valid token claims. Raises InvalidToken, or Unavailable before the first keys."""
+        """The claims of a valid token. Raises InvalidToken, or Unavailable if there are no keys."""
         found = self._checked(token)
         if isinstance(found, MeshError) and self._refresh.wants(self._now()):
             self._wake.set()
@@ -103,7 +103,7 @@ class TokenVerifier:
             fetched.set()
 
     async def _renew(self) -> bool:
-        """Fetch the keys, and return whether that succeeded."""
+        """Fetch the keys. Returns whether the fetch succeeded."""
         try:
             keys = KeySet(await asyncio.to_thread(self._fetch))
         except (ProviderFailed, NoKeys) as exc:
@@ -125,9 +125,9 @@ class TokenVerifier:
     # --- one token -------------------------------------------------------------------------------
 
     def _checked(self, token: str) -> Claims | MeshError:
-        """The claims of a token, or an error that new keys may cure.
+        """The claims of a token, or an error that may disappear with newer keys.
 
-        Raises InvalidToken if no other keys can make the token valid.
+        Raises InvalidToken if no newer keys can make the token valid.
         """
         digest = hashlib.sha256(token.encode(errors="replace")).digest()
         if (known := self._known.get(digest)) is not None:
@@ -154,7 +154,7 @@ class TokenVerifier:
             claims = self._decoded(token, key)
         except InvalidToken as exc:
             if key_id is None and exc.reason == _WRONG_SIGNATURE:
-                return exc  # a new key, which is not fetched yet, may have signed it
+                return exc  # a new key, which is not fetched yet, may have signed the token
             raise
         self._known[digest] = claims
         while len(self._known) > _MAX_KNOWN:
@@ -174,11 +174,11 @@ class TokenVerifier:
                 options={"require": ["exp", "iss", "aud"]},
             )
         except jwt.PyJWTError as exc:
-            raise _refusal(exc, rules) from None  # its text may quote the token
+            raise _refusal(exc, rules) from None  # the text of `exc` may quote the token
 
 
 def _key_id(token: str, algorithms: tuple[str, ...]) -> str | None:
-    """The id of the key that a token names (kid); None: it names none. Raises InvalidToken."""
+    """The id (kid) of the key that a token names, or None. Raises InvalidToken."""
     if len(token) > _MAX_TOKEN_CHARS:
         raise InvalidToken(f"a token has at most {_MAX_TOKEN_CHARS} characters")
     try:

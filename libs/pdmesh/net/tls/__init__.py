@@ -1,3 +1,1 @@
-"""Mutual TLS between the mesh's processes: this process's certificate, and how the dev mesh makes
-certificates.
-"""
+"""Mutual TLS between the mesh's processes: their certificates, and the mesh's own authority."""

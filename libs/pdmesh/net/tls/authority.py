@@ -1,7 +1,7 @@
 """The mesh's own certificate authority, for a mesh without cert-manager or a similar tool.
 
-The authority's key stays in its folder, which only this user can read. Whoever has the key can
-pose as any process of the mesh.
+The authority's key stays in a file that only this user can read. Whoever has the key can pose as
+any process of the mesh.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Authority:
 
     @classmethod
     def opened(cls, folder: Path) -> Self:
-        """The authority of the folder, made at first use. Raises BadCertificates, OSError."""
+        """The authority in the folder. Made at the first call. Raises BadCertificates, OSError."""
         path = folder / _AUTHORITY_KEY
         if not path.exists():
             made = cls.new(f"pdmesh {folder.absolute()}")
-            # The key is written last: without it, the next call makes a new pair.
+            # The key is written last. If it is missing, the next call makes a new pair.
             write_atomically(folder / AUTHORITIES, made._pem().decode())
             write_atomically(path, _key_pem(made.key).decode())
             return made
@@ -64,7 +64,7 @@ class Authority:
     @classmethod
     def new(cls, name: str) -> Self:
         key = ec.generate_private_key(ec.SECP256R1())
-        # Serial numbers and keys differ between authorities of one name.
+        # Authorities may have the same name. They differ in serial number and key.
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[-64:])])
         identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
         certificate = (
@@ -85,8 +85,8 @@ class Authority:
     ) -> None:
         """Write a new certificate and key into the folder, and add this authority. Raises OSError.
 
-        `names`: DNS names and IP addresses under which others reach the process. A negative number
-        of days makes a certificate that has expired.
+        `names` are the DNS names and IP addresses by which others reach the process. A negative
+        number of days makes a certificate that has expired.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives = [
@@ -117,7 +117,8 @@ class Authority:
 def _others(folder: Path, own: Authority) -> str:
     """The folder's other authorities that have not expired, in PEM.
 
-    While one authority replaces another, some processes still have certificates of the old one.
+    They are still trusted because, during a change of the authority, some processes have
+    certificates of the old one.
     """
     try:
         found = x509.load_pem_x509_certificates((folder / AUTHORITIES).read_bytes())

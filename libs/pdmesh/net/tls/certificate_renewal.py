@@ -1,9 +1,9 @@
-"""Decides which certificate a process uses while the files of its folder are renewed.
+"""Reads a process's certificate from a folder, and reads it again when the files are renewed.
 
-A certificate, its key and the authorities that the process trusts are three files. They are named
-as cert-manager names them. A new certificate takes effect without a restart: every handshake uses
-the latest files. While files cannot be used, for example because only one of two has been replaced
-yet, the earlier ones stay in use, and one line in the log says why.
+The folder has three files, with the names that cert-manager uses: a certificate, its key, and the
+authorities that the process trusts. A new certificate needs no restart, because every handshake
+uses the latest files. If the new files cannot be used, for example because only one of them has
+been replaced yet, the process keeps its earlier certificate and logs the reason once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdmesh.errors import BadCertificates
 
 log = structlog.get_logger(__name__)
 
-CERTIFICATE: Final = "tls.crt"  # the certificate, and those between it and the authority
+CERTIFICATE: Final = "tls.crt"  # the certificate and any intermediate certificates
 KEY: Final = "tls.key"
 AUTHORITIES: Final = "ca.crt"
 _FILES: Final = (CERTIFICATE, KEY, AUTHORITIES)
@@ -46,13 +46,13 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What the files contained when they were read, in PEM."""
+    """The contents of the three files, in PEM, and the facts about the certificate."""
 
     chain: bytes
     key: bytes = field(repr=False)
     authorities: bytes
     identity: ProcessIdentity
-    expires_at: datetime  # when the first of the chain and its authority expires
+    expires_at: datetime  # the earliest expiry of the chain and its authority
 
 
 class CertificateFolder:
@@ -72,11 +72,11 @@ class CertificateFolder:
 
     @property
     def identity(self) -> ProcessIdentity:
-        """It stays the same: files that name another process are not used."""
+        """The process that the certificate names. New files for another process are not used."""
         return self._latest.identity
 
     def latest(self) -> Certificates:
-        """The same object until the files change. Any thread may call it."""
+        """The latest usable certificates. The same object until the files change. Thread-safe."""
         with self._lock:
             stamp = _stamp(self.path)
             if stamp != self._stamp or self._is_retry_due():
@@ -85,11 +85,11 @@ class CertificateFolder:
         return self._latest
 
     def seconds_left(self) -> float:
-        """Time until the certificate expires; negative afterwards."""
+        """The time until the certificate expires. Negative after that."""
         return (self.latest().expires_at - self._clock()).total_seconds()
 
     def _is_retry_due(self) -> bool:
-        """A certificate that was not valid yet becomes valid without a change of the files."""
+        # A certificate that is not valid yet becomes valid without a change of the files.
         return self._retry_at is not None and self._clock() >= self._retry_at
 
     def _reload(self) -> None:
@@ -111,7 +111,7 @@ class CertificateFolder:
 
 
 def _stamp(folder: Path) -> _Stamp:
-    """Changes whenever a file does."""
+    """A value that changes whenever one of the files changes."""
     return tuple(_stamp_of(folder / name) for name in _FILES)
 
 
@@ -124,7 +124,7 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def read(folder: Path, now: datetime) -> Certificates:
-    """Read and check the files. Raises BadCertificates, which names the file."""
+    """Read and check the files. Raises BadCertificates, whose message names the bad file."""
     chain, key, authorities = (_bytes(folder / name) for name in _FILES)
     certificates = _parsed(folder / CERTIFICATE, chain)
     own = certificates[0]
@@ -164,14 +164,14 @@ def _check_time(path: Path, own: x509.Certificate, now: datetime) -> None:
 
 
 def _check_usage(path: Path, own: x509.Certificate) -> None:
-    """A process uses one certificate both as a server and as a client.
+    """Check that the certificate may be used both by servers and by clients.
 
-    Without this check, only the other side of a later handshake would see that a usage is missing.
+    Without this check, only the other side of a later handshake would notice a missing usage.
     """
     try:
         usages = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except x509.ExtensionNotFound:
-        return  # any use
+        return  # every usage is allowed
     if ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE in usages:
         return
     for usage, name in _USAGES.items():
@@ -192,9 +192,9 @@ def _check_key(path: Path, pem: bytes, own: x509.Certificate) -> None:
 def _issuer(
     folder: Path, chain: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]
 ) -> x509.Certificate:
-    """The authority at the chain's end; of several that fit, the one that expires last.
+    """The authority that issued the chain. If several match, the one that expires last.
 
-    TLS checks the chain again, and more strictly; this check names the file.
+    TLS checks the chain again and more strictly. The errors raised here name the file.
     """
     current = chain[0]
     for issuer in (*chain[1:], None):

@@ -1,7 +1,7 @@
-"""TLS of Python's `ssl` module, for connections to NATS.
+"""TLS contexts of Python's `ssl` module, for connections to NATS.
 
-A connection shows this process's certificate. It accepts only a server that the process's
-authorities certify under the name in the address.
+A connection shows this process's certificate. It accepts only a server with a certificate from the
+process's authorities for the name in the address.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pdmesh.net.tls.certificate_renewal import AUTHORITIES, CERTIFICATE, KEY, Ce
 
 
 def client_context(folder: CertificateFolder | None) -> ssl.SSLContext:
-    """A context with the folder's files as they are now.
+    """A context with the present files of the folder.
 
-    `folder` None: no client certificate, and the system's authorities. Raises OSError if the files
-    cannot be read or do not fit each other, for example while they are being replaced.
+    Without a folder, there is no client certificate, and the system's authorities are used. Raises
+    OSError if the files cannot be read or do not match, for example while they are being replaced.
     """
     if folder is None:
         return ssl.create_default_context()

@@ -1,4 +1,4 @@
-"""The certificate of this process, which every connection of the process uses."""
+"""The certificate of this process. All its servers and connections use it for mutual TLS."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class _Own:
 
 
 def use_certificates(folder: CertificateFolder | None, *, nats_roles: bool = False) -> None:
-    """Set what servers and connections of this process use from now on; None: no TLS.
+    """Set the certificates for all servers and connections of this process. None means no TLS.
 
-    Call it before the first server or connection is made. `nats_roles`: NATS identifies processes
-    by their certificates, and tells roles apart.
+    Call this before the first server or connection is made. `nats_roles` says that NATS identifies
+    processes by their certificates and gives each role its own permissions.
     """
     _Own.folder, _Own.has_nats_roles = folder, nats_roles and folder is not None
 
@@ -30,7 +30,7 @@ def own_certificates() -> CertificateFolder | None:
 
 
 def role_at_nats() -> ProcessIdentity | None:
-    """Who this process is at NATS; None: NATS does not tell roles apart."""
+    """The identity of this process at NATS. None if NATS has no permissions by role."""
     folder = _Own.folder
     return folder.identity if folder is not None and _Own.has_nats_roles else None
 
