@@ -1,4 +1,4 @@
-"""Fleets of a few instances, and plans for them."""
+"""Small fleets of instances, and placement plans for them. A plan ranks instances for a request."""
 
 from __future__ import annotations
 
