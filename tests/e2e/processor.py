@@ -1,4 +1,4 @@
-"""Skips tests that need processor features that this machine lacks, and names the features."""
+"""A mark that skips a test if this machine's processor lacks a feature. The reason names it."""
 
 from __future__ import annotations
 

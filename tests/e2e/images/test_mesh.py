@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_TOKENS = 200

@@ -22,7 +22,7 @@ from tests.e2e.images.tiny_qwen2_vl import write_tiny_qwen2_vl
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 ROWS = ImageFacts(tiny_qwen2_vl.IMAGE, (), MAX_IMAGES, tiny_qwen2_vl.RULE)
 EXPANSION = (IMAGE,) * NUM_IMAGE_TOKENS

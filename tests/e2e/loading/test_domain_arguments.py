@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 RANK = DomainRank("chat-d7", 1, 2, "127.0.0.1:29655")
 

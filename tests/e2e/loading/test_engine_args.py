@@ -21,7 +21,7 @@ from tests.fakes.tiny_llama import write_tiny_llama
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 BLOCK_SIZE = 32

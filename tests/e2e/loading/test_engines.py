@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 PROMPTS = [(5, 17, 900, 23, 4000, 77), tuple(range(100, 180))]
 

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 SHARD = "12MB"  # five files, of which the embedding's has 42 MB
 

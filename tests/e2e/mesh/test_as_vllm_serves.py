@@ -29,7 +29,7 @@ from tests.e2e.conftest import BLOCK_SIZE, DTYPE
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 _RNG = random.Random(15)

@@ -25,7 +25,7 @@ from tests.support.waiting import until
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 

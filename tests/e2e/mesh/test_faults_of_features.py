@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 PREFILLS: Final = ("prefill-0", "prefill-1")

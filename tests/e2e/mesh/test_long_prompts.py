@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 NUM_ROUNDS: Final = 3
 DURATION_S: Final = 12.0

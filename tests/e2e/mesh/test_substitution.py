@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_CASES, NUM_CONCURRENT = 24, 4

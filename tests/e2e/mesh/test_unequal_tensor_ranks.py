@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 RANKS = [(1, 2), (2, 1)]  # at prefill and at decode

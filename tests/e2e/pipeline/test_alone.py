@@ -22,7 +22,7 @@ from tests.e2e.pipeline.test_pair import NUM_CONCURRENT, NUM_STAGES, config, sta
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 tiny_llama, plain = pairs.tiny_llama, pairs.plain  # fixtures

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 INSTANCES: Final = ("prefill-0", "decode-0", "decode-1")  # six workers in all

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 tiny_llama, plain = equal.tiny_llama, equal.plain  # fixtures

@@ -28,7 +28,7 @@ from tests.support.waiting import until
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 BLOCK_SIZE = 32

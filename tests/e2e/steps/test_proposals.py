@@ -26,7 +26,7 @@ from tests.e2e.tiny_llama import EOS, write_tiny_llama
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 CHUNK = 32  # tokens per step

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdmesh.core.instance.urgency import CLASS_S, Urgency
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]  # vLLM's own
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]  # vLLM emits warnings
 
 
 def new_queue() -> Any:
