@@ -167,7 +167,7 @@ async def test_an_answer_is_the_same_after_a_death_at_any_token(
 async def test_an_engine_that_forgets_the_drawn_tokens_draws_others(
     fusion: Host, expected: list[list[int]]
 ) -> None:
-    """The negative control: the engine counts tokens that other engines drew as part of the prompt."""
+    """The negative control: the engine takes the tokens that others drew for part of the prompt."""
     replayed, rest, _ = after_death(expected, 5)
     penalised = slice(NUM_PROMPTS, 3 * NUM_PROMPTS)
     got = await generate_all(lambda p, s: locally(fusion, p, s), replayed[penalised], 12)

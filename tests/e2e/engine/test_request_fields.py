@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 
 
 def fields_of(file: str, name: str) -> set[str]:
-    """The fields of a class in vLLM's source, without its import, which would take half a minute."""
+    """The fields of a class in vLLM's source, without its import, which takes half a minute."""
     spec = find_spec("vllm")
     assert spec is not None
     assert spec.submodule_search_locations

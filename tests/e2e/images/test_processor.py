@@ -1,4 +1,4 @@
-"""Images as plain vLLM reads and processes them, without an engine."""
+"""Images are read and processed as plain vLLM does it. The tests start no engine."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_model_with_mrope_confirms_its_rule(tmp_path: Path) -> None:
 
 @pytest.mark.req("S128")
 async def test_images_alone_become_what_they_become_together(llm: Any) -> None:
-    """vLLM processes all images of a prompt in one call."""
+    """vLLM processes all images of a prompt in one call. The mesh processes each image alone."""
     import torch
 
     data = [*files(), file("RGB", "PNG", (500, 4)), file("RGB", "PNG", (60, 60))]

@@ -1,6 +1,7 @@
-"""What real vLLM makes of the arguments for a data-parallel domain (S121, S122).
+"""vLLM accepts the arguments for a data-parallel domain (S121, S122).
 
-No engine is started: vLLM's communicator for CPUs cannot exchange tokens between experts.
+A domain consists of instances that compute one model together. The tests start no engine, because
+vLLM's communicator for CPUs cannot exchange tokens between experts.
 """
 
 from __future__ import annotations

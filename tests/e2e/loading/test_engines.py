@@ -1,4 +1,4 @@
-"""The mesh's engine draws the same tokens with our loader as with vLLM's."""
+"""An engine draws the same tokens with the mesh's weight loader as with vLLM's loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Blank vLLM processes that change roles between runs, with the text of plain vLLM (S23)."""
+"""Blank vLLM processes get a role, lose it, and get the other role, and the text stays the same
+(S23).
+"""
 
 from __future__ import annotations
 
@@ -73,14 +75,14 @@ async def test_two_processes_swap_roles_and_the_text_stays_the_same(
 
 
 def engine_processes(pid: int) -> list[int]:
-    """The processes that vLLM has spawned, from any thread."""
+    """The processes that vLLM has spawned from any thread of the process."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     found = [child for each in lists for child in each.read_text().split()]
     return [int(p) for p in found if b"spawn_main" in command_of(p)]
 
 
 def command_of(pid: str) -> bytes:
-    """The command line of a process; empty if it is gone."""
+    """The command line of a process. Empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -92,8 +94,8 @@ def command_of(pid: str) -> bytes:
 async def test_a_load_that_is_no_longer_needed_ends_and_leaves_no_process(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """While vLLM starts its processes, first the master withdraws the load, and then the instance
-    is stopped.
+    """While vLLM starts its processes, the master withdraws the load. In a second load, the
+    instance is stopped instead.
     """
     async with instance_site(tmp_path) as site:
         book = await NatsAssignments(site.bus).book()

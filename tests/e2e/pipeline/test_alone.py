@@ -1,8 +1,8 @@
-"""One engine of two pipeline stages, which hands prompts over to itself, draws what plain vLLM of
-one rank draws.
+"""One engine of two pipeline stages hands prompts over to itself.
 
-It decodes a prompt under another salt than it prefilled the prompt under, so it finds nothing in
-its own cache and pulls all KV. `test_pair.py` has two engines (nightly).
+The answers must equal those of plain vLLM with one rank. The engine decodes a prompt under another
+salt than it used for the prefill. So it finds nothing in its own cache, and pulls all KV.
+`test_pair.py` has two engines and runs nightly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
-tiny_llama, plain = pairs.tiny_llama, pairs.plain  # fixtures
+tiny_llama, plain = pairs.tiny_llama, pairs.plain  # these are fixtures
 
 
 @pytest.mark.req("S120", "S1", "S57")

@@ -1,5 +1,6 @@
-"""A mesh whose instances are pipelines: the death of one stage's process under load ends only its
-instance, and every answer is plain vLLM's.
+"""A mesh whose instances are pipelines. Every answer must equal plain vLLM's.
+
+The death of one stage's process under load ends only its instance.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ pytestmark = [
 ]
 INSTANCES: Final = ("prefill-0", "decode-0", "decode-1")  # six workers in all
 NUM_STAGES: Final = 2
-model, expected, client = load.model, load.expected, load.client  # fixtures
+model, expected, client = load.model, load.expected, load.client  # these are fixtures
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -68,8 +69,10 @@ async def test_a_mesh_of_pipelines_answers_as_plain_vllm(
     staged: Mesh, client: httpx.AsyncClient, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
     async def moved_when_answered() -> float:
-        """An instance may lose its lease while six workers start to compute on two cores. Then the
-        others answer as well, but without KV that moves.
+        """Send all streams, check the answers, and return the bytes of KV that have moved.
+
+        An instance may lose its lease while six workers start to compute on two cores. Then the
+        other instances answer, but no KV moves.
         """
         await staged.wait_ready(timeout_s=RESTART_S)
         outcomes = await asyncio.gather(*(load.ask(staged, client, p) for p in load.STREAMS))

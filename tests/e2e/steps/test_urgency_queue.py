@@ -1,4 +1,7 @@
-"""vLLM's waiting requests leave by turn, however often they are skipped and put back (S83)."""
+"""vLLM's waiting requests leave the queue by turn, even if some are skipped and put back (S83).
+
+A request's turn is its arrival plus a time for its priority.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]  # vLLM e
 
 
 def new_queue() -> Any:
-    """vLLM is imported within a test, where its warnings are no errors."""
+    """vLLM is imported within the test, because there its warnings are no errors."""
     from pdmesh.engine.vllm.connector.scheduler.urgency_queue import UrgencyQueue
 
     return UrgencyQueue()
@@ -26,7 +29,7 @@ def turn_at(request: Any) -> float:
 
 
 def request(priority: int, arrival_time: float) -> Any:
-    """What the queue reads of vLLM's request."""
+    """A request with the fields that the queue reads."""
     return SimpleNamespace(priority=priority, arrival_time=arrival_time)
 
 
