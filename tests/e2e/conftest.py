@@ -57,9 +57,7 @@ class Plain:
         return tokens
 
     def margins(self) -> list[list[float]]:
-        """The margin of each drawn token: its log probability less that of the second likeliest
-        token.
-        """
+        """By how much each drawn token is likelier than the next one, in log probability."""
         margins: list[list[float]] = self._answers()["margins"]
         return margins
 

@@ -190,7 +190,7 @@ async def test_one_latent_of_each_token_and_layer_moves(served: Served) -> None:
 
 @pytest.mark.req("S76", "S77")
 async def test_a_prefix_from_the_host_pool_gives_equal_outputs(served: Served) -> None:
-    """On a CPU, vLLM reuses no prefixes. So those of the second round come from the pool."""
+    """On a CPU, vLLM reuses no prefixes. All prefixes of the second round come from the pool."""
     todo, expected = served.decided()
     host, run = served.prefill, Pair(served.prefill, served.decode, salt="tiers")
     assert differences(expected, await generate_all(run.generate, todo, 1)) == []

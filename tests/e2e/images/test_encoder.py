@@ -90,7 +90,7 @@ class EncoderHost:
                 self.outputs[output.leg].put_nowait(output)
 
     async def encode(self, images: tuple[PromptImage, ...], salt: str = SALT) -> int:
-        """Encode the images, and return the number of images that the encoder did not hold before."""
+        """Encode the images, and return how many of them the encoder did not hold before."""
         leg = next(_legs)
         self.outputs[leg] = asyncio.Queue()
         self.engine.encode(EncodeJob(leg, "r", images, salt))

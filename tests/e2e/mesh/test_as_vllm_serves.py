@@ -154,7 +154,10 @@ def asked(url: str, path: str, body: dict[str, Any]) -> Any:
 
 
 def told(answer: Any) -> Any:
-    """The fields that both servers give. vLLM has further fields, and the mesh has cached tokens."""
+    """The fields that both servers give.
+
+    vLLM's answers have further fields, and the mesh's answers have cached tokens.
+    """
     usage = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
     choices = [
         {
@@ -249,7 +252,7 @@ async def test_vllms_own_benchmark_runs_against_the_mesh(
 async def test_vllms_own_benchmark_runs_against_a_mesh_on_sim(
     model_dir: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """The benchmark sends its sampling parameters, and each changes the tokens of the sim engine."""
+    """The benchmark sends its sampling parameters. Each changes the tokens of the sim engine."""
     spec = MeshSpec(engine="sim", http_port=0, grpc_port=0, model_dir=model_dir)
     shaping = ("--temperature", "0.7", "--top-k", "5", "--repetition-penalty", "1.1")
     async with Mesh(spec, tmp_path / "mesh") as mesh:

@@ -112,7 +112,7 @@ async def is_whole(operator: Operator) -> bool:
 
 
 async def ask_until(is_over: asyncio.Event, url: str, todo: Sequence[Case]) -> list[list[str]]:
-    """Send all cases again and again until the event is set, and return the answers of each round."""
+    """Send all cases again and again until the event is set. Return the answers of each round."""
     rounds: list[list[str]] = []
     while not is_over.is_set():
         rounds.append(await ask_all(url, todo, NUM_CONCURRENT))

@@ -129,7 +129,7 @@ async def test_a_tool_call_continues_after_the_death_of_its_decode(
 async def test_calls_that_have_to_be_made_go_on_through_the_death_of_their_decode(
     model_dir: Path, tmp_path: Path, parser: str
 ) -> None:
-    """The calls are in JSON or XML. The next decode's matcher first takes the tokens drawn before."""
+    """Calls are in JSON or XML. The next decode's matcher first takes the tokens drawn before."""
     spec = replace(mesh_spec(model_dir, 1, 0), tool_parser=parser)
     async with (
         Mesh(spec, tmp_path) as mesh,

@@ -113,7 +113,7 @@ async def test_proposals_end_where_a_constraint_would_refuse_them(plain: Host, t
 @pytest.mark.req("S67", "S109", "S114")
 async def test_the_kv_of_a_layer_for_multi_token_prediction_is_handed_over(tmp_path: Path) -> None:
     """The layer's proposals are nearly always right if the layer reads its own KV of the prompt.
-    They are nearly always wrong if it reads another prompt's KV.
+    With another prompt's KV, the proposals are nearly always wrong.
     """
     model = write_tiny_ernie(tmp_path / "ernie")
     rng = random.Random(8)
