@@ -1,8 +1,8 @@
 """One process dies, is asked to stop, or freezes while 32 streams run, and every stream ends well.
 
 The mesh has two prefills and two decodes on the simulated engine. Every stream must get the exact
-text of a single simulated model. Only if its own gateway was hit, a stream may end with one clear
-error. Nothing may leak, and a new request must work within 5 s of the restart. `make kill-matrix`
+text of a single simulated model. A stream may end with one clear error only if its own gateway was
+hit. Nothing may leak, and a new request must work within 5 s of the restart. `make kill-matrix`
 writes the measured times to `docs/kill-matrix.md`.
 """
 

@@ -145,7 +145,7 @@ class Clients:
 
 
 async def where(operator: Operator, group_id: str) -> str:
-    """The region in which the whole group serves. Empty if it does not serve."""
+    """The region in which the whole group serves. Empty if the group does not serve."""
     for group in (await operator.groups()).groups:
         if group.group_id == group_id and group.state == "serving":
             return ",".join({m.instance_id.partition("-")[0] for m in group.members})

@@ -1,4 +1,4 @@
-"""A schedule lends a group of a mesh of processes, by the real clock (S11, S21).
+"""A schedule lends a group and takes it back, at set times of the real clock (S11, S21).
 
 The test takes minutes, because cron has no shorter intervals.
 """

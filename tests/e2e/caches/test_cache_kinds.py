@@ -1,4 +1,4 @@
-"""A prefill and a decode draw what plain vLLM draws, with models that have sliding windows.
+"""A prefill and a decode draw the same tokens as plain vLLM, with models that have sliding windows.
 
 Plain vLLM is vLLM without the mesh. Most prompts and some answers are longer than the window.
 """
@@ -77,7 +77,7 @@ def windowed_cases(seed: int = 6) -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A pair on one model, and what plain vLLM draws with this model."""
+    """A pair on one model, and the tokens that plain vLLM draws with this model."""
 
     kind: Kind
     model_dir: Path

@@ -1,4 +1,4 @@
-"""A prefill and a decode draw what plain vLLM draws, with a mixture of experts.
+"""A prefill and a decode draw the same tokens as plain vLLM, with a mixture of experts.
 
 Plain vLLM is vLLM without the mesh. Experts keep no KV, so the same KV moves as with any other
 model. But with wrong KV, a token soon chooses other experts.

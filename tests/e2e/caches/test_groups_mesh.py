@@ -1,7 +1,7 @@
-"""A mesh draws what plain vLLM draws, with models that have several kinds of layers.
+"""A mesh draws the same tokens as plain vLLM, with models that have several kinds of layers.
 
-Fewer bytes of a long prompt move than its blocks have. The decode's checks of a ticket must allow
-this.
+Plain vLLM is vLLM without the mesh. Fewer bytes of a long prompt move than its blocks have. The
+decode's checks of a ticket must allow this.
 """
 
 from __future__ import annotations

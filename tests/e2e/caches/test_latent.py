@@ -1,4 +1,4 @@
-"""A prefill and a decode draw what plain vLLM draws, with latent attention (MLA).
+"""A prefill and a decode draw the same tokens as plain vLLM, with latent attention (MLA).
 
 Plain vLLM is vLLM without the mesh. On a CPU, vLLM's reference kernel computes the attention, even
 on processors with AMX. With this kernel, vLLM caches no prefixes and computes a prompt in one step.
@@ -60,7 +60,7 @@ def latent_cases(seed: int = 5) -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A pair on one model, and what plain vLLM draws with this model."""
+    """A pair on one model, and the tokens that plain vLLM draws with this model."""
 
     model_dir: Path
     plain: Plain

@@ -1,8 +1,8 @@
-"""A prefill and a decode draw what plain vLLM draws, with models that have states.
+"""A prefill and a decode draw the same tokens as plain vLLM, with models that have states.
 
 In these models, some layers keep a state and the others have attention. Plain vLLM is vLLM without
-the mesh, and Transformers in float32 judges what it draws. The pair runs several requests at once.
-So does plain vLLM, except in bfloat16.
+the mesh. Transformers in float32 checks the tokens of plain vLLM. The pair runs several requests at
+once, and plain vLLM too, except in bfloat16.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def stateful_cases(block_size: int, seed: int = 6) -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A pair on one model, and what plain vLLM draws with this model."""
+    """A pair on one model, and the tokens that plain vLLM draws with this model."""
 
     kind: Kind
     model_dir: Path

@@ -2,7 +2,7 @@
 
 A matcher checks tokens against the constraint. The decode's matcher first takes the token that the
 prefill drew. After a death, a matcher first takes the tokens of all earlier legs. Answers must
-equal the answers of plain vLLM, which draws each answer in one request.
+equal those of plain vLLM, which is vLLM without the mesh and draws each answer in one request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """vLLM's sampling parameters stay in effect after a hand-over and a death.
 
 Some parameters count the tokens of an answer. These must also count tokens that another engine
-drew. Answers must equal the answers of plain vLLM, which draws each answer in one request.
+drew. Answers must equal those of plain vLLM, which is vLLM without the mesh and draws each answer
+in one request.
 """
 
 from __future__ import annotations

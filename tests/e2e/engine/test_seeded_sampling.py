@@ -1,8 +1,8 @@
 """A draw with a seed depends on the seed and the token's position, and not on the engine.
 
 At temperature 2, almost no drawn token is the likeliest one, so an answer depends on the noise of
-each of its tokens. Answers must equal the answers of plain vLLM. Its random generators run from the
-first token to the last without a break.
+each of its tokens. Answers must equal those of plain vLLM, which is vLLM without the mesh. The
+random generators of plain vLLM run from the first token to the last without a break.
 """
 
 from __future__ import annotations

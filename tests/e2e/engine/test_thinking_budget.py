@@ -1,8 +1,8 @@
 """A thinking budget counts the answer's tokens, whichever engines drew them.
 
 The model does not reason. Tokens that answers often draw serve as the marks of reasoning: one token
-as the begin mark, and a pair of tokens as the end mark. Answers must equal the answers of plain
-vLLM.
+as the begin mark, and a pair of tokens as the end mark. Answers must equal those of plain vLLM,
+which is vLLM without the mesh.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""vLLM with a small cache loads evicted KV from tiers, and its outputs equal plain vLLM's.
+"""vLLM with a small cache loads evicted KV from tiers, and its outputs stay right.
 
-A tier is a place for KV below the engine: the host pool, peers' pools, or files. As a negative
-control, the comparison must fail if the KV from the host pool is zeroed.
+A tier is a place for KV below the engine: the host pool, peers' pools, or files. The outputs must
+equal those of plain vLLM, which is vLLM without the mesh. As a negative control, the comparison
+must fail if the KV from the host pool is zeroed.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Tests of images with vLLM engines and whole meshes. Answers must equal plain vLLM's."""
+"""Tests of images with vLLM engines and whole meshes."""

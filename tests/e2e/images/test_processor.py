@@ -1,4 +1,7 @@
-"""Images are read and processed as plain vLLM does it. The tests start no engine."""
+"""Images are read and processed as by plain vLLM, which is vLLM without the mesh.
+
+The tests start no engine.
+"""
 
 from __future__ import annotations
 

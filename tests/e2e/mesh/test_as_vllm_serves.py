@@ -1,4 +1,4 @@
-"""The mesh's HTTP answers equal those of vLLM's own server, and vLLM's own benchmark runs.
+"""A mesh's HTTP answers equal those of vLLM's own server, and vLLM's own benchmark runs.
 
 The same requests go first to a vLLM server, and then to a mesh of one prefill and one decode.
 """

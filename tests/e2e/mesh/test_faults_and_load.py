@@ -2,8 +2,8 @@
 
 tests/chaos and tests/integration have such tests on the simulated engine. They also judge times,
 because the time of a simulated engine is known. Here, the model is a small Llama with random
-weights, because up to four engines share two cores. The tokens of its answers must equal plain
-vLLM's.
+weights, because up to four engines share two cores. The tokens of its answers must equal the tokens
+of plain vLLM, which is vLLM without the mesh.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Faults in two vLLM meshes with different features, in which every answer must be plain vLLM's.
+"""Faults in two vLLM meshes with different features.
 
-The first mesh has an encoder for images, and speculation. The second mesh schedules steps ahead,
-which vLLM combines with neither of these features. Times are judged on the simulated engine
-(tests/chaos).
+Every answer must equal the answer of plain vLLM, which is vLLM without the mesh. The first mesh has
+an encoder for images, and speculation. The second mesh schedules steps ahead, which vLLM combines
+with neither of these features. Times are judged on the simulated engine (tests/chaos).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A mesh whose instances are pipelines. Every answer must equal plain vLLM's.
+"""A mesh whose instances are pipelines of two stages.
 
-The death of one stage's process under load ends only its instance.
+The death of one stage's process under load ends only its instance. Every answer must equal the
+answer of plain vLLM, which is vLLM without the mesh.
 """
 
 from __future__ import annotations

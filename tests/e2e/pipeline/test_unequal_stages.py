@@ -1,4 +1,7 @@
-"""Pipelines with unequal numbers of ranks or layers in their stages draw what plain vLLM draws."""
+"""Pipelines with unequal numbers of ranks or layers in their stages draw the right tokens.
+
+The answers must equal those of plain vLLM, which is vLLM without the mesh.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Engines with asynchronous scheduling draw what plain vLLM draws.
+"""Engines with asynchronous scheduling draw the same tokens as plain vLLM.
 
-Such an engine schedules a step while it computes the step before. This is the short form for CI.
-Each night, the whole suite runs with `PDMESH_ASYNC_SCHEDULING=on make e2e`.
+Plain vLLM is vLLM without the mesh. An engine with asynchronous scheduling schedules a step while
+it computes the step before. This is the short form for CI. Each night, the whole suite runs with
+`PDMESH_ASYNC_SCHEDULING=on make e2e`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 containers.
 
 A container's command runs with exactly the environment of its image and its manifest. Two things
-replace the container. Each pod has its own loopback address, which replaces "all addresses" and the
-names of Services. Each mount is a folder, and paths below the mount become paths in the folder.
+replace the container. Each pod has its own loopback address, which replaces 0.0.0.0, 127.0.0.1 and
+the names of Services. Each mount is a folder, and paths below the mount become paths in the folder.
 """
 
 from __future__ import annotations
