@@ -123,7 +123,7 @@ async def test_nothing_arrives_after_unsubscribe(world: World) -> None:
 
 @pytest.mark.fault("F18")
 async def test_an_outage_loses_events_reports_the_gap_and_replays_nothing(world: World) -> None:
-    """Events published during the outage must not arrive late, when the server is back."""
+    """Events published during the outage must not arrive late, after the server is back."""
     bus, inbox = await world.bus(), Inbox()
     await bus.subscribe("mesh.v1.health.instance.*", inbox.take, on_gap=inbox.gap)
     await bus.publish("mesh.v1.health.instance.p0", b"before")

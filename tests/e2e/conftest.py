@@ -38,7 +38,7 @@ NEAR_TIE = 5e-4  # the difference of two log probabilities, which rounding chang
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The tokens that plain vLLM draws for the cases. It is started for this run."""
+    """The tokens that plain vLLM draws for the cases. Plain vLLM is started for this run."""
 
     cases: list[Case]
     tokens: list[list[int]]

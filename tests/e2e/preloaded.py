@@ -30,7 +30,7 @@ _MODULES = [
     "pdmesh.engine.vllm.connector.connector",
 ]
 # The environment of the server. vLLM reads some of these variables at its import. HOST_PID is the
-# process at whose end the forked processes end, too.
+# test process. When it ends, the forked processes end.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",

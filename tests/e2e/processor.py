@@ -1,4 +1,7 @@
-"""A mark that skips a test if this machine's processor lacks a feature. The reason names it."""
+"""A mark that skips a test if this machine's processor lacks a feature.
+
+The reason for the skip names the feature.
+"""
 
 from __future__ import annotations
 

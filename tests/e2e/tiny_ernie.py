@@ -1,7 +1,7 @@
 """Writes an Ernie 4.5 with one random layer, and one layer for multi-token prediction.
 
-The layer for prediction is a copy of the model's layer. It sees each token but the first, so its
-proposals are nearly always right. But this needs its own KV of the whole text.
+The layer for prediction is a copy of the model's layer, and sees each token except the first. So
+its proposals are nearly always right, if the layer reads its own KV of the whole text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small fleets of instances, and placement plans for them. A plan ranks instances for a request."""
+"""Small fleets of instances, and plans for them. A plan ranks the instances for one request."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 In these models, some layers keep a state and the others have attention. Plain vLLM is vLLM without
 the mesh. Transformers in float32 checks the tokens of plain vLLM. The pair runs several requests at
-once, and plain vLLM too, except in bfloat16.
+once. Plain vLLM also does so, except in bfloat16.
 """
 
 from __future__ import annotations

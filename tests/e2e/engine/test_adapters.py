@@ -1,8 +1,7 @@
 """LoRA adapters stay in effect after a hand-over and a death, and never use another adapter's KV.
 
-Requests use two adapters of random weights and the model itself, all at the same time. Their
-answers must equal the answers of plain vLLM, which is vLLM without the mesh, with the same
-adapters.
+Requests use two adapters of random weights and the model itself, all at the same time. Plain vLLM,
+which is vLLM without the mesh, must give the same answers with the same adapters.
 """
 
 from __future__ import annotations
@@ -186,8 +185,9 @@ async def test_an_answer_continues_with_its_adapter_after_a_death_at_any_token(
 async def test_new_content_under_the_same_name_uses_no_old_kv(
     adapted: Pair, wanted: Wanted, tmp_path: Path
 ) -> None:
-    """The pair has a prefix cache and a host pool. It has two slots for three contents. vLLM issues
-    42125 and 48352 describe this fault.
+    """The pair has a prefix cache, a host pool, and two slots for three contents.
+
+    vLLM issues 42125 and 48352 describe how old KV could be used here.
     """
     path = str(tmp_path / "same")
     prompt = tuple(random.Random(9).choices(VOCABULARY, k=200))

@@ -259,7 +259,7 @@ IMPOSSIBLE = {
 async def test_a_constraint_that_no_engine_can_keep_fails_without_a_retry(
     pair: Pair, name: str
 ) -> None:
-    """Because of this error, the gateway does not try one instance after another."""
+    """The error is final, so that the gateway does not try one instance after another."""
     prompt, impossible = CASES[0].prompt, IMPOSSIBLE[name]
 
     async def failure(host: Host, leg: int) -> Failed:

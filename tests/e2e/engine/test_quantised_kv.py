@@ -1,4 +1,4 @@
-"""KV in fp8 is handed over with one byte per number and equal outputs.
+"""KV in fp8 is handed over with one byte per number, and outputs stay equal.
 
 Only engines that store KV in fp8 accept it. Both sides run one request at a time, because the order
 of sums in a batch changes results in fp8, but not in fp32.

@@ -171,7 +171,7 @@ async def test_an_encoder_that_dies_at_work_changes_no_answer(
 ) -> None:
     """The encoder dies at the third image.
 
-    Only the last chat has it; the others share two images.
+    Only the last chat has this image. The other chats share two images.
     """
     own = {"encoder-0": {"PDMESH_INSTANCE_FAILPOINT": "encode.computing=sigkill@3"}}
     wanted = replace(spec(model, 1), num_encoder=1, service_env=own)

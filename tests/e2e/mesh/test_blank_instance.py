@@ -1,6 +1,4 @@
-"""Blank vLLM processes get a role, lose it, and get the other role, and the text stays the same
-(S23).
-"""
+"""Two blank vLLM processes get roles and later swap their roles, and the text stays the same (S23)."""
 
 from __future__ import annotations
 

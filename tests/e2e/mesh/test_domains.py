@@ -1,9 +1,8 @@
 """A decode domain of two vLLM ranks is replaced as a whole when one rank is killed (S75, S121).
 
-A domain consists of instances that compute one model together. Both ranks serve before, and no text
-changes. The model is dense, so each rank is an engine of its own, because vLLM's external mode is
-only for a mixture of experts. The model is small, because four engines compute on the machine at
-once.
+A domain consists of instances that compute one model together. At first, both ranks serve. No text
+changes. The model is dense, so each rank is a separate engine, because vLLM's external mode is only
+for a mixture of experts. The model is small, because four engines compute on the machine at once.
 """
 
 from __future__ import annotations

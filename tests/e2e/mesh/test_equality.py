@@ -61,7 +61,7 @@ async def mesh(
 async def ask_all(url: str, todo: Sequence[Case], num_concurrent: int) -> list[str]:
     """The texts of /v1/completions in the order of `todo`.
 
-    At most `num_concurrent` run at a time.
+    At most `num_concurrent` requests run at a time.
     """
     slots = asyncio.Semaphore(num_concurrent)
     async with openai.AsyncOpenAI(

@@ -29,7 +29,10 @@ NUM_CASES = 12
 
 
 def desired(num_slots: int) -> str:
-    """A desired state. Each number of slots is a revision, which hands over no KV to others."""
+    """A desired state. Each number of slots makes another revision.
+
+    Instances of different revisions exchange no KV.
+    """
     return f"""
 services:
   smollm2: {{options: {{num_slots: {num_slots}}}}}

@@ -1,6 +1,6 @@
 """One engine of two pipeline stages hands prompts over to itself.
 
-The answers must equal those of plain vLLM with one rank, which is vLLM without the mesh. The engine
+The answers must equal those of plain vLLM, which is vLLM without the mesh, on one rank. The engine
 decodes a prompt under another salt than it used for the prefill. So it finds nothing in its own
 cache, and pulls all KV. `test_pair.py` has two engines and runs nightly.
 """

@@ -1,8 +1,8 @@
 """A prefill and a decode of two pipeline stages each draw the right tokens.
 
-The answers must equal those of plain vLLM with one rank, which is vLLM without the mesh. A stage
-has half of the model's layers in its own process. It pulls KV from the same stage of the other
-side. While one stage computes a step, the other computes the step before.
+The answers must equal those of plain vLLM, which is vLLM without the mesh, on one rank. A stage has
+half of the model's layers in its own process. It pulls KV from the same stage of the other side.
+While one stage computes a step, the other computes the step before.
 """
 
 from __future__ import annotations

@@ -152,7 +152,8 @@ async def test_an_urgent_prompt_passes_those_that_wait_and_the_one_under_way(
         assert ended == [*batch, *urgent]
         return
     assert ended == [*batch[:num_before], *urgent, *batch[num_before:]]
-    # A prompt came first only if the step in flight, or the step after it, completed the prompt.
+    # Before the urgent prompts, only prompts may end that the step in flight or the next step
+    # completed.
     assert num_before <= (computed + 2 * STEP_TOKENS) // len(LONG[0]) < len(batch)
 
 

@@ -138,9 +138,9 @@ def rig(
     quota: int = 1 << 30,
     lookup_s: float = 30.0,
 ) -> Rig:
-    """Tiers that load all the blocks they can.
+    """Tiers whose plans load all the blocks they can.
 
-    The reason is that computing is expensive and lookups may take long.
+    Computing is expensive here, and lookups may take long.
     """
     pool = HostPool(num_slots * SLOT_BYTES, BLOCK_BYTES)
     identity = identity_of("model", 0, 1)
