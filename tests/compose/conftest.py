@@ -1,6 +1,6 @@
 """Settings for the tests of containers, which `make compose-test` runs.
 
-They need a container engine, and build the image of the mesh.
+The tests need a container engine, and build the image of the mesh.
 """
 
 from __future__ import annotations

@@ -50,6 +50,6 @@ def groups(cluster: Cluster, group_id: str = "chat") -> Groups:
 
 
 def faults(cluster: Cluster) -> dict[str, str]:
-    """The reasons of the faults, by name, of instances that have a fault."""
+    """The reason of each instance's fault, by the instance's name. Others are left out."""
     told = json.loads(cluster.pdmesh("status", "--json"))
     return {row["id"]: row["fault"] for row in told["rows"] if row["fault"]}

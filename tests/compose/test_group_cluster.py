@@ -159,7 +159,7 @@ def test_a_blank_instance_takes_the_place_of_a_member_whose_container_is_killed(
 def test_the_node_agent_tells_of_a_faulty_device_and_its_instance_is_replaced(
     cluster: Cluster, devices: Path, answer: str
 ) -> None:
-    """An instance without devices appears as a device with the instance's name."""
+    """If an instance has no devices, the instance's name serves as the name of a device."""
     before = groups(cluster)
     victim = before.members["prefill"][0]
     (spare,) = before.blank

@@ -28,7 +28,7 @@ from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.step_time_laws import PADDED_CPU, SMOLLM2_CPU
 
-# Each token that must be computed takes 1 ms. Nothing else takes time.
+# A prefill takes 1 ms for each token that must be computed. A decode step takes 1 ms.
 PER_TOKEN = Law("per-token", prefill_token_s=1e-3, step_fixed_s=1e-3)
 PAIR = MeshShape(PER_TOKEN, num_prefill=2, num_decode=1, prefill_slots=1, block_size=50)
 

@@ -1,4 +1,4 @@
-"""Two blank vLLM processes get roles and later swap their roles, and the text stays the same (S23)."""
+"""Two blank vLLM processes get roles and later swap them, and the text stays the same (S23)."""
 
 from __future__ import annotations
 
