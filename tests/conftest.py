@@ -1,10 +1,9 @@
-"""Every mesh and every server of a test asks for one mesh token, and every call from a test shows
-it.
+"""Settings for all tests.
 
-Property tests search at random on a developer's machine; CI runs the same examples every time.
-
-No example has a deadline, and none is drawn too slowly: on a busy machine that would measure the
-neighbours.
+All meshes and servers of a test run require one mesh token, and every call from a test has this
+token. Property tests search at random on a developer's machine, but CI runs the same examples every
+time. Examples have no deadline and may be slow to draw, because a busy machine would make such
+limits fail.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hypothesis import HealthCheck, settings
 import pdmesh  # noqa: F401  before a test module imports grpc: see pdmesh.grpc_environment
 from pdmesh.net.grpc import rpc
 
-# structlog's own default draws every local variable of every frame: a second of an event loop's
+# structlog's default prints every local variable of every frame, which costs a second of event loop
 # time per traceback.
 structlog.configure(
     processors=[
@@ -32,7 +31,7 @@ structlog.configure(
 os.environ["PDMESH_MESH_TOKEN"] = MESH_TOKEN = "of-the-tests-and-no-other-mesh"
 rpc.use_mesh_token(MESH_TOKEN)
 
-# A shell's background job ignores ctrl-C, and so would every command that a test starts.
+# A shell's background job ignores Ctrl-C. So every command that a test starts would also ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,7 +41,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """JUnit files say what each test proves: docs/coverage.md is made from them."""
+    """Write to JUnit files what each test proves. docs/coverage.md is made from these files."""
     for item in items:
         marks = [mark for kind in ("req", "fault") for mark in item.iter_markers(kind)]
         numbers = dict.fromkeys(number for mark in marks for number in mark.args)

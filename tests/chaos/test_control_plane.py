@@ -1,10 +1,10 @@
-"""Faults of the control plane while requests and streams run: no client notices them.
+"""Faults of the control plane while requests and streams run, which no client may notice.
 
-There are two prefills and two decodes on the sim engine, two masters, and a link for each process
-that is cut off. Requests and long streams continue through every fault, and each must get the exact
-text of one sim model. All tests share one mesh, so each test also finds what earlier faults left
-behind. The bounds are the costs that each fault may have, plus SLACK_S for a loaded two-core
-machine.
+The mesh has two prefills and two decodes on the simulated engine, two masters, and a link for each
+process that is cut off. Requests and long streams continue through every fault, and each must get
+the exact text of one simulated model. All tests share one mesh, so each test also finds what
+earlier faults left behind. Each bound is the time that a fault may cost, plus SLACK_S for a loaded
+machine with two cores.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ pytestmark = [
 
 SLACK_S = 1.5
 FENCE_S, FAILOVER_S = 2.0, 4.0
-STALE_S = 6.0  # the gateway's bound on an old view; 30 s by default
+STALE_S = 6.0  # the gateway's limit on the age of its view, which is 30 s by default
 STREAM_TOKENS, STEADY_TOKENS = 250, 3
 MASTERS = ("master-scheduler", "master-scheduler-1")
 
 
 @dataclass
 class World:
-    """A running mesh, its servers, and links by the name of the process that has one."""
+    """A running mesh, its servers, and the links by process."""
 
     mesh: Mesh
     nats: servers.TestServer
@@ -68,7 +68,7 @@ class World:
     reference: fleet.Reference
 
     def leader(self) -> str:
-        """The leader in the registry; empty while there is none."""
+        """The leader according to the registry. Empty if there is none."""
         records = self.view.records
         return next((m for m in MASTERS if m in records and records[m].is_leader), "")
 
@@ -111,7 +111,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 
 class Traffic:
-    """Four long streams, and short requests one after another, while the block runs.
+    """Four long streams and a series of short requests, which run during the block.
 
     At the end, all must have the reference's text. `longest_gap_s` is the longest wait of any
     client.
@@ -126,7 +126,7 @@ class Traffic:
         self._client = httpx.AsyncClient(timeout=60)
         self._streams = [asyncio.create_task(self._ask(i, STREAM_TOKENS)) for i in range(4)]
         self._steady = [asyncio.create_task(self._ask_often(10 * i)) for i in range(2)]
-        await until(lambda: len(self.outcomes) >= 4)  # the short requests are being answered
+        await until(lambda: len(self.outcomes) >= 4)  # the short requests get answers
         return self
 
     async def __aexit__(self, kind: object, *_: object) -> None:
@@ -145,7 +145,7 @@ class Traffic:
         return max(o.longest_gap_s for o in self.outcomes)
 
     def stop(self) -> None:
-        """Send no new requests. Running ones continue."""
+        """Send no new requests. Running requests continue."""
         self._stopping.set()
 
     async def _ask(self, number: int, max_tokens: int) -> StreamOutcome:
@@ -180,7 +180,7 @@ async def ask_over(channel: grpc.aio.Channel) -> int:
 
 
 async def plans(address: str) -> int:
-    """The master's epoch; 0 if it does not plan."""
+    """The epoch in which this master plans. 0 if it does not plan."""
     with contextlib.suppress(MeshError):
         return await ask(address)
     return 0
@@ -242,7 +242,7 @@ async def test_a_master_that_wakes_up_after_its_lease_makes_no_plan(world: World
     leader = await settled(world)
     old, new = world.address(leader), world.address(other(leader))
     epoch = await ask(old)
-    # Without keepalive, because the request waits in the socket of the frozen process.
+    # The channel has no keepalive, because the request waits in the socket of the frozen process.
     async with (
         TokenChannel(grpc.aio.insecure_channel(old), world.mesh.token) as channel,
         Traffic(world) as traffic,
@@ -294,7 +294,10 @@ def planned_by_master(world: World) -> float:
 
 
 async def health_of(world: World, instance_id: str) -> int | None:
-    """An instance's health in the leader's view; None if it is in no group, 0 without a leader."""
+    """An instance's health in the leader's view.
+
+    None if the instance is in no group, and 0 if there is no leader.
+    """
     leader = world.leader()
     if not leader:
         return 0
@@ -334,15 +337,15 @@ async def test_an_instance_cut_off_from_nats_gets_no_plans_but_keeps_its_streams
 @pytest.mark.fault("F16")
 @pytest.mark.parametrize("how", ["slow", "frozen"])
 async def test_no_request_waits_for_a_slow_or_frozen_redis(world: World, how: str) -> None:
-    """Redis is slow by 200 ms each way, or does not answer.
+    """Redis is 200 ms slower each way, or does not answer.
 
-    No request needs it, and the index continues in memory.
+    No request needs Redis, and the index continues in memory.
     """
     await settled(world)
     link = world.links["kv-cache-index"]
     async with Traffic(world) as calm:
         await asyncio.sleep(1.0)
-    lag(world, "kv-cache-index")  # reset the gauge
+    lag(world, "kv-cache-index")  # reading the gauge resets it
     async with Traffic(world) as traffic:
         if how == "slow":
             link.delay_s = 0.2
@@ -381,7 +384,7 @@ async def test_a_redis_without_memory_fails_no_request_and_fills_no_queue(world:
     await settled(world)
     redis = Redis.from_url(world.valkey.url)
     await redis.config_set("maxmemory-policy", "noeviction")
-    # Less than Redis needs for itself, so every write fails.
+    # Redis itself needs more memory than this, so every write fails.
     await redis.config_set("maxmemory", "100kb")
     try:
         async with Traffic(world) as traffic:
@@ -424,8 +427,8 @@ async def test_a_wiped_jetstream_store_is_filled_again_without_a_restart(
 async def test_without_nats_gateways_serve_from_their_last_view_until_it_is_too_old(
     world: World,
 ) -> None:
-    """The masters fence themselves, so the gateway ranks by itself. When its view is older than
-    STALE_S, it answers 503, until NATS is back.
+    """The masters fence themselves, so the gateway ranks instances itself. When its view is older
+    than STALE_S, it answers 503 until NATS is back.
     """
     await settled(world)
     try:

@@ -1,11 +1,11 @@
-"""Three hosts: processes, servers, a whole host or a cable between two are lost while streams run.
+"""A mesh on three hosts loses processes, servers, a whole host or a cable while streams run.
 
-The hosts are network namespaces with real addresses, mutual TLS, latency and loss (tests/support/
-hosts). They run deploy/hosts/hosts.yaml by the commands of docs/deploy.md: a NATS cluster of three,
-Redis with two replicas and three sentinels, two gateways, two masters, two prefills, two decodes.
-Every stream must get the text of the calm run, which is that of a single sim model. Only the
-streams of a gateway that was hit may be cut. `make kill-matrix-hosts` writes the table "Across
-hosts" in docs/kill-matrix.md.
+The hosts are network namespaces with real addresses, mutual TLS, latency and loss
+(tests/support/hosts). They run deploy/hosts/hosts.yaml by the commands of docs/deploy.md: a NATS
+cluster of three, Redis with two replicas and three sentinels, two gateways, two masters, two
+prefills, two decodes. Every stream must get the text of a single simulated model. Only a stream of
+a gateway that was hit may be cut. `make kill-matrix-hosts` writes the table "Across hosts" in
+docs/kill-matrix.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ pytestmark = [
 ]
 
 NUM_STREAMS, MAX_TOKENS = 24, 120  # 2.4 s of decoding
-AWAY_S = 8.0  # how long something is frozen or cut: longer than leases, and than sentinels wait
+# the duration of a freeze or a cut, which is longer than leases and than sentinels wait
+AWAY_S = 8.0
 SLACK_S = 1.5  # for a loaded machine with two cores
 GATEWAYS = ("a", "b")
 
@@ -61,10 +62,12 @@ class World:
     observer: Observer
     reference: fleet.Reference
     client: httpx.AsyncClient
-    under_way: list[StreamOutcome] = field(default_factory=list)  # of the latest streams
+    # the latest streams, which may still run
+    under_way: list[StreamOutcome] = field(default_factory=list)
 
     async def streams(self, prompts: list[list[int]], salt: str) -> list[StreamOutcome]:
-        """A stream for each prompt, to the gateways in turn; each begins a little after the last.
+        """Run a stream for each prompt, at the gateways in turn. Each starts a little after the
+        last.
 
         Runs with different salts share no KV.
         """
@@ -85,7 +88,7 @@ class World:
         )
 
     async def calm(self, prompts: list[list[int]]) -> float:
-        """The longest silence of the same streams without a fault, whose texts must be right."""
+        """The longest silence of the same streams without a fault. Their texts must be right."""
         outcomes = await self.streams(prompts, "calm")
         for outcome in outcomes:
             assert outcome.is_complete, outcome
@@ -164,12 +167,15 @@ async def test_in_calm_each_request_has_its_text_and_kv_crosses_hosts(world: Wor
 
 @dataclass
 class Fault:
-    """A fault. Freezes, cuts and lost hosts have ended when `do` returns."""
+    """A fault.
 
-    name: str  # the target's, in the table
-    what: str  # is done to it
-    do: Callable[[World], Awaitable[set[str]]]  # returns the gateways' hosts that were hit
-    gap_s: float  # the longest silence that it may add to a stream (FAULTS.md)
+    When `do` returns, freezes and cuts have ended, and a lost host has been restarted.
+    """
+
+    name: str  # the name of the target in the table
+    what: str  # the fault, for the table
+    do: Callable[[World], Awaitable[set[str]]]  # returns the hosts whose gateways were hit
+    gap_s: float  # the longest silence that the fault may add to a stream (FAULTS.md)
     faults: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
@@ -200,7 +206,7 @@ async def _hit_server(world: World, host: str, server: str, number: signal.Signa
 
 
 def nats_leader(number: signal.Signals) -> Callable[[World], Awaitable[set[str]]]:
-    """A signal to the NATS server that leads the stream of the registry's records."""
+    """Send a signal to the NATS server that leads the stream of the registry's records."""
 
     async def do(world: World) -> set[str]:
         await _hit_server(world, (await world.observer.stream()).cluster.leader, "nats", number)
@@ -226,7 +232,7 @@ async def _has_other_primary(world: World, before: str) -> bool:
 
 
 def host_lost(host: str) -> Callable[[World], Awaitable[set[str]]]:
-    """The host loses its power, so its cable and all processes. It returns after AWAY_S."""
+    """The host loses its power, and so its cable and all processes. It returns after AWAY_S."""
 
     async def do(world: World) -> set[str]:
         world.cluster.network.isolate(host)
@@ -277,15 +283,16 @@ FAULTS = [
 class Measured:
     """One row of the table."""
 
-    number: int  # its place
+    number: int  # the place of the row
     name: str
     what: str
     num_complete: int
     num_errors: int
     num_cut: int
-    longest_gap_s: float  # at gateways that were not hit: a client of a lost host hears nothing
+    # at gateways that were not hit, because a client of a lost host gets no message
+    longest_gap_s: float
     gap_bound_s: float
-    whole_s: float  # from the fault's end until nothing was missing
+    whole_s: float  # from the end of the fault until nothing was missing
 
 
 @pytest.mark.req("S37", "S74")
@@ -297,7 +304,7 @@ async def test_every_stream_ends_well_when_a_part_of_three_hosts_is_lost(
     prompts = make_prompts(seed=FAULTS.index(fault))
     calm_gap_s = await world.calm(prompts)
     streaming = asyncio.create_task(world.streams(prompts, "fault"))
-    # Half of them decode; others prefill, are handed over, or come later.
+    # Half of the streams decode. The others prefill, are handed over, or start later.
     await until(lambda: num_begun(world.under_way) >= NUM_STREAMS // 2)
     hit = await fault.do(world)
     outcomes = await streaming
@@ -333,7 +340,7 @@ async def _until_nothing_held(world: World) -> None:
 
 
 def _elsewhere(outcomes: list[StreamOutcome], hit: set[str]) -> list[StreamOutcome]:
-    """The outcomes at gateways that were not hit."""
+    """The outcomes of the streams at gateways that were not hit."""
     return [o for i, o in enumerate(outcomes) if GATEWAYS[i % len(GATEWAYS)] not in hit]
 
 

@@ -1,8 +1,8 @@
-"""Three regions far apart, by deploy/hosts/regions.yaml: requests stay in their region, and one
-region is lost while streams run in the others.
+"""Three regions far apart, of which one is lost while streams run in the others.
 
-Between any two regions, there are 40 ms each way and 0.2 % loss. The lost region had a third of
-NATS, and Redis' first primary.
+The regions are hosts of deploy/hosts/regions.yaml. Requests stay in their region. Between any two
+regions, there are 40 ms of latency each way and 0.2 % loss. The lost region has a third of NATS,
+and Redis' first primary.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Ask = Callable[[str, int], Coroutine[Any, Any, list[StreamOutcome]]]
 
 
 def asking(running: Cluster, client: httpx.AsyncClient, under_way: list[StreamOutcome]) -> Ask:
-    """A function that runs streams. It adds their outcomes to `under_way` when they begin."""
+    """A function that runs streams, and adds their outcomes to `under_way` when they begin."""
 
     async def ask(region_host: str, seed: int) -> list[StreamOutcome]:
-        """Streams at the gateway of this host, all at once."""
+        """Run streams at the gateway of this host, all at the same time."""
         rng = random.Random(f"{region_host} {seed}")
         prompts = [
             [rng.randrange(40, 120) for _ in range(rng.randrange(1, 300))]
@@ -102,13 +102,14 @@ async def test_a_lost_region_stops_no_stream_of_the_others(tmp_path: Path) -> No
 
                 under_way.clear()
                 going = [asyncio.create_task(ask(host, 2)) for host in KEPT]
-                await until(lambda: num_begun(under_way) == len(KEPT) * NUM_STREAMS)  # all decode
+                # all streams decode
+                await until(lambda: num_begun(under_way) == len(KEPT) * NUM_STREAMS)
                 running.network.isolate(LOST)
                 running.network.kill_all(LOST)
                 running.reap(LOST)
                 for outcomes in await asyncio.gather(*going):
                     check(outcomes, reference)
-                for host in KEPT:  # while the region is away
+                for host in KEPT:  # the lost region is still away
                     check(await ask(host, 3), reference)
                 await until(lambda: _is_gone(observer))
 

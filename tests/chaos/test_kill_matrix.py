@@ -1,10 +1,9 @@
-"""Any one process dies, is asked to stop, or freezes while 32 streams run, and every stream still
-ends well.
+"""One process dies, is asked to stop, or freezes while 32 streams run, and every stream ends well.
 
-There are two prefills and two decodes on the sim engine. Every stream must get the exact text of a
-single sim model. Only if its own gateway was hit may it end with one clear error. Nothing may leak,
-and a new request works within 5 s of the restart. `make kill-matrix` writes the measured bounds to
-`docs/kill-matrix.md`.
+The mesh has two prefills and two decodes on the simulated engine. Every stream must get the exact
+text of a single simulated model. A stream may end with one clear error only if its own gateway was
+hit. Nothing may leak, and a new request must work within 5 s of the restart. `make kill-matrix`
+writes the measured times to `docs/kill-matrix.md`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tests.support.waiting import until
 NUM_STREAMS = 32
 MAX_TOKENS = 120  # 2.4 s of decoding
 FROZEN_S = 6.0
-QUIESCE_S = 14.0  # ticket lease 10 s, registry lease 3 s, and a little
+QUIESCE_S = 14.0  # the ticket lease of 10 s, the registry lease of 3 s, and a little more
 
 KILL, TERM, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP
 
@@ -41,14 +40,14 @@ class Case:
     victim: str
     signal: signal.Signals
     gap_s: float  # the longest silence that any client may have
-    may_fail: bool = False  # streams may end with a cut connection or one error
+    may_fail: bool = False  # whether streams may end with a cut connection or one error
 
     def __str__(self) -> str:
         return f"{self.victim}-{self.signal.name}"
 
 
-# The promised bounds; docs/kill-matrix.md has the measured values. A loaded machine of two cores
-# may add SLACK_S to each, and the silence of streams without a fault, which is measured.
+# The promised bounds. docs/kill-matrix.md has the measured values. Each bound grows by SLACK_S for
+# a loaded machine with two cores, and by the measured silence of streams without a fault.
 SLACK_S = 1.5
 CASES = [
     Case("prefill-0", KILL, 3.0),
@@ -91,7 +90,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 
 
 def make_prompts(seed: int) -> list[list[int]]:
-    """Prompts of printable sim tokens, with different lengths, some of them on block boundaries."""
+    """Prompts of printable tokens. Some of the different lengths are at block boundaries."""
     rng = random.Random(seed)
     lengths = [rng.choice((1, 17, 63, 64, 65, 127, 128, 129, 300)) for _ in range(NUM_STREAMS)]
     return [[rng.randrange(40, 120) for _ in range(n)] for n in lengths]
@@ -99,7 +98,7 @@ def make_prompts(seed: int) -> list[list[int]]:
 
 @dataclass
 class Measured:
-    """One row of the table of measured bounds."""
+    """One row of the table of measured times."""
 
     victim: str
     signal: str
@@ -109,7 +108,7 @@ class Measured:
     longest_gap_s: float
     gap_bound_s: float
     next_request_s: float  # from the victim's return until a new request worked
-    freed_s: float  # until nothing was held for any request
+    freed_s: float  # until instances held nothing for any request
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -130,7 +129,7 @@ async def test_every_stream_ends_well_when_one_process_is_hit(
         victim_pid = mesh.pid(case.victim)
         under_way: list[StreamOutcome] = []
         streams = _start_streams(client, mesh, prompts, under_way)
-        # A third of the streams decode; others prefill, are handed over, or come later.
+        # A third of the streams decode. The others prefill, are handed over, or start later.
         await until(lambda: num_begun(under_way) >= len(prompts) // 3)
         await hit(mesh, case, victim_pid)
         outcomes = await asyncio.wait_for(asyncio.gather(*streams), timeout=60)
@@ -142,7 +141,7 @@ async def test_every_stream_ends_well_when_one_process_is_hit(
 
 
 async def _calm_gap_s(client: httpx.AsyncClient, mesh: Mesh, prompts: list[list[int]]) -> float:
-    """The longest silence of such streams without a fault."""
+    """The longest silence of streams without a fault."""
     outcomes = await asyncio.gather(*_start_streams(client, mesh, prompts, []))
     assert all(outcome.is_complete for outcome in outcomes)
     return max(outcome.longest_gap_s for outcome in outcomes)
@@ -175,7 +174,7 @@ async def hit(mesh: Mesh, case: Case, pid: int) -> None:
     mesh.kill(case.victim, case.signal)
     if case.signal is STOP:
         await asyncio.sleep(FROZEN_S)
-        with contextlib.suppress(ProcessLookupError):  # it may have been replaced in the meantime
+        with contextlib.suppress(ProcessLookupError):  # the process may have been replaced
             os.kill(pid, signal.SIGCONT)
 
 
@@ -217,7 +216,7 @@ def _measure(
 
 
 def _record(measured: Measured) -> None:
-    """Record a row of the table of measured bounds, if the make target asks for it."""
+    """Record a row of the table, if the make target asks for it."""
     if directory := os.environ.get("KILL_MATRIX_DIR"):
         path = Path(directory) / f"{measured.victim}-{measured.signal}.json"
         path.write_text(json.dumps(asdict(measured)))

@@ -1,10 +1,10 @@
-"""A prefill or decode dies or freezes at a chosen moment of a KV hand-over, and every client still
-gets its text within the fault's bound.
+"""A prefill or decode dies or freezes at a chosen moment of a KV hand-over.
 
-There are two prefills and two decodes on the sim engine, with KV large enough for several ranges.
-Each mode of the hand-over has one mesh for all its cases. A case begins with a round of streams
-without a fault. Then one prefill or decode is restarted with a failpoint, and rounds of the same
-streams run until the failpoint is hit.
+Every client must still get its text within the fault's bound. The mesh has two prefills and two
+decodes on the simulated engine. The KV of a prompt is large enough for several ranges, which are
+the pieces of a transfer. KV is handed over whole or per layer, and each mode has one mesh for all
+its cases. A case begins with a round of streams without a fault. Then one prefill or decode is
+restarted with a failpoint, and rounds of the same kind run until the failpoint is hit.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from tests.support.watch import Watch
 pytestmark = pytest.mark.timeout(180)
 
 NUM_STREAMS, MAX_TOKENS = 8, 12
-MAX_ROUNDS = 5  # until a failpoint is hit: few requests of a round may take that path
-QUIESCE_S = 14.0  # ticket lease 10 s, registry lease 3 s, and a little
+# the most rounds until a failpoint is hit, because few requests of a round may take that path
+MAX_ROUNDS = 5
+QUIESCE_S = 14.0  # the ticket lease of 10 s, the registry lease of 3 s, and a little more
 PARAMS = SimParams(num_layers=8, token_bytes=512)
 KV = {"PDMESH_SIM_NUM_LAYERS": "8", "PDMESH_SIM_TOKEN_BYTES": "512"}
-NEVER_GIVEN_UP = RestartPolicy(base_delay_s=0.0, max_deaths=1000)  # one mesh has many deaths
+# the processes of one mesh die often
+NEVER_GIVEN_UP = RestartPolicy(base_delay_s=0.0, max_deaths=1000)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Case:
-    """`bound_s`: how much longer than without the fault a client may wait."""
+    """A client may wait `bound_s` longer than without the fault."""
 
     fault: str
     victim: str
@@ -59,7 +61,7 @@ class Case:
         return f"{self.fault}-{self.victim}-{self.failpoint}"
 
 
-# At prefill.staged, the KV of a whole prompt is staged, and no byte of it has been sent.
+# At prefill.staged, the KV of a whole prompt is staged, but no byte of it has been sent.
 WHOLE = [
     Case("F2", "prefill-0", "prefill.staged=sigkill@1", 3.0),
     Case("F6", "decode-0", "decode.range=sigkill@1", 3.0),
@@ -96,8 +98,8 @@ async def site(
 async def test_the_loss_of_a_prefill_before_the_acknowledgement_does_not_repeat_the_prompt(
     site: Site,
 ) -> None:
-    """The prefill dies when the acknowledgement arrives, before it handles it. To all others, it
-    died without an acknowledgement.
+    """The prefill dies when the acknowledgement arrives, before the prefill handles it. To all
+    others, the prefill has died without an acknowledgement.
     """
     mesh, streams = site.mesh, site.streams
     others = ("prefill-1", "decode-0", "decode-1")
@@ -155,7 +157,7 @@ async def check(site: Site, case: Case) -> None:
             break
         assert number < MAX_ROUNDS, "the failpoint was not hit"
     if case.ends == "freezes":
-        mesh.kill(case.victim, signal.SIGCONT)  # its late messages reach no process
+        mesh.kill(case.victim, signal.SIGCONT)  # late messages of the process reach nobody
     await mesh.wait_ready(timeout_s=30)
     await fleet.until_nothing_held(mesh, QUIESCE_S)
     what = f"{case.victim} at {case.failpoint}, {site.mode}"

@@ -1,8 +1,8 @@
-"""Slow links between prefill and decode, and links that are cut within a message, in a mesh of
-processes.
+"""Links between prefill and decode that are slow, dead, or cut within a message.
 
-There are two prefills and two decodes on the sim engine, and the output of prefill-0 is slow or
-cut. KV is large enough for many parts, and a slow link delays each part.
+The mesh has two prefills and two decodes on the simulated engine, as processes. In most tests, the
+output of prefill-0 is slow or cut. KV is large enough for many parts, and a slow link delays each
+part.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from tests.support.watch import Watch
 pytestmark = pytest.mark.timeout(180)
 
 NUM_STREAMS, MAX_TOKENS, NUM_LAYERS = 8, 8, 16
-FEW_STREAMS = 3  # few enough that a prompt is computed much faster than the slow link transfers it
+# so few streams that a prompt is computed much faster than the slow link transfers its KV
+FEW_STREAMS = 3
 FAULT_S = 3.0  # how much longer than without the fault a client may wait
-# until a slow link is detected: three slow pulls in a row, once computing times can be predicted
+# The most rounds until a slow link is detected. This takes three slow pulls in a row, and begins
+# when computing times can be predicted.
 MAX_ROUNDS = 16
 TOKEN_BYTES = 512
 PARAMS = SimParams(num_layers=NUM_LAYERS, token_bytes=TOKEN_BYTES)
@@ -81,7 +83,7 @@ def counted(mesh: Mesh, name: str) -> float:
 
 
 async def stream_until_known(watch: Watch, reference: fleet.Reference) -> None:
-    """Rounds of streams until a decode avoids prefill-0."""
+    """Run rounds of streams until a decode avoids prefill-0."""
     seeds = iter(range(24, 24 + MAX_ROUNDS))
     while not watch.excluded():
         before = len(watch.finished)
@@ -122,8 +124,8 @@ async def test_a_slow_link_only_delays_its_own_requests_until_it_is_avoided(tmp_
 async def test_if_the_only_link_is_slow_no_kv_moves_for_a_while(
     tmp_path: Path,
 ) -> None:
-    """With one prefill and one decode, both serve requests by themselves after the link is known to
-    be slow, and no request waits for KV.
+    """With one prefill and one decode, each serves requests alone once the link is known to be
+    slow. No request waits for KV.
     """
     reference = fleet.Reference.load(tmp_path / "model", PARAMS)
     spec = one_pair({"prefill-0": {"PDMESH_PREFILL_FAILPOINT": "prefill.link=slow"}})
@@ -139,7 +141,10 @@ async def test_if_the_only_link_is_slow_no_kv_moves_for_a_while(
 @pytest.mark.fault("F25")
 @pytest.mark.parametrize("part", [1, 5, 8])
 async def test_a_link_cut_within_a_part_fails_no_request(tmp_path: Path, part: int) -> None:
-    """A part is announced but its bytes never arrive. Then the connection works again."""
+    """A part of the KV is announced, but its bytes never arrive.
+
+    Then the connection works again.
+    """
     reference = fleet.Reference.load(tmp_path / "model", PARAMS)
     async with Mesh(spec_with(f"prefill.sending=cut@{part}"), tmp_path / "mesh") as mesh:
         outcomes = await stream_all(mesh, reference, seed=part)
@@ -154,9 +159,9 @@ async def test_a_link_cut_within_a_part_fails_no_request(tmp_path: Path, part: i
 async def test_if_the_only_link_is_dead_a_decode_computes_the_prompt_itself(
     tmp_path: Path, mode: str
 ) -> None:
-    """There are one prefill and one decode, and no request for KV arrives.
+    """The mesh has one prefill and one decode. No request for KV reaches the prefill.
 
-    The first requests detect this, and the next ones do not try.
+    The first requests detect this, and the next requests do not try to get KV.
     """
     reference = fleet.Reference.load(tmp_path / "model", PARAMS)
     spec = one_pair({}, PDMESH_KV_TRANSFER=mode)
@@ -167,7 +172,7 @@ async def test_if_the_only_link_is_dead_a_decode_computes_the_prompt_itself(
         await until(lambda: watch.excluded() == {("decode-0", "prefill-0", "KV_UNREACHABLE")})
         failures = counted(mesh, "pdmesh_kv_transfer_failures_total")
         in_peace = await stream_all(mesh, reference, seed=123)
-        # One instance computes what two instances share later.
+        # In this round, one instance computes what two instances share in the next round.
         assert longest_gap_s(outcomes) <= FAULT_S + 4 * longest_gap_s(in_peace)
         assert counted(mesh, "pdmesh_kv_transfer_failures_total") == failures, (
             "no instance tried to pull"

@@ -1,10 +1,9 @@
-"""KV between some instances is corrupt or lost, again and again: clients get their text, and the
-mesh excludes the source.
+"""KV between some instances is corrupt or lost again and again, and the mesh excludes its source.
 
-There are two prefills and two decodes on the sim engine, as processes. After a round without
-faults, the faulty one is restarted with a failpoint. The decode reports the exclusion in its record
-and as an event. The master and a gateway without a master respect it, and no good instance is
-excluded.
+Clients must still get their text. The mesh has two prefills and two decodes on the simulated
+engine, as processes. After a round without faults, one instance is restarted with a failpoint. A
+decode that excludes a prefill reports this in its record and as an event. The master respects the
+exclusion, and so does a gateway without a master. No good instance is excluded.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.timeout(180)
 
 MAX_TOKENS = 6
 PULL_S = 1.0
-F23_S = 3.0  # beyond the time without faults; for F34 the bound is one more prefill
+F23_S = 3.0  # beyond the time without faults; for F34, the bound is one more prefill
 LOST = {
     "asking": "requests",
     "hearing": "answers",
@@ -52,7 +51,7 @@ class Asked:
         self.gaps_s.append(await self.streams.longest_gap_s(n, MAX_TOKENS))
 
     async def peace_s(self, n: int) -> float:
-        """The longest silence in several rounds of `n` requests, which are not recorded."""
+        """The longest silence in three rounds of `n` requests. These rounds are not recorded."""
         for _ in range(3):
             await self.ask(n)
         longest_s = max(self.gaps_s)
@@ -76,8 +75,8 @@ async def watched_mesh(spec: MeshSpec, directory: Path, seed: int) -> AsyncItera
 async def test_a_prefill_that_corrupts_kv_is_excluded_until_its_next_incarnation(
     tmp_path: Path,
 ) -> None:
-    """The first bytes of each message from prefill-0 are flipped after the checksum was made, as by
-    failing memory.
+    """In each message from prefill-0, the first bytes are flipped after the checksum was made, as
+    faulty memory would do.
     """
     async with watched_mesh(fleet.two_by_two(), tmp_path, 34) as asked:
         watch, mesh = asked.watch, asked.watch.mesh
@@ -101,7 +100,7 @@ async def test_a_prefill_that_corrupts_kv_is_excluded_until_its_next_incarnation
             "F34", what, peace_s=peace_s, took_s=max(asked.gaps_s), bound_s=round(peace_s, 2)
         )
 
-        mesh.kill("master-scheduler", signal.SIGSTOP)  # the gateway ranks by itself
+        mesh.kill("master-scheduler", signal.SIGSTOP)  # the gateway ranks instances itself
         await asked.ask(6)
         assert watch.num_errors("KV_CORRUPT") == num_corrupt
         mesh.kill("master-scheduler", signal.SIGCONT)
@@ -111,7 +110,7 @@ async def test_a_prefill_that_corrupts_kv_is_excluded_until_its_next_incarnation
         await until(lambda: mesh.supervisor.pid("prefill-0") not in (None, before))
         await mesh.wait_ready(["prefill-0"], timeout_s=30)
         while watch.num_errors("KV_CORRUPT") == num_corrupt:
-            await asked.ask(4)  # the next incarnation is trusted again, until it is detected again
+            await asked.ask(4)  # the next incarnation is trusted until its fault is detected
 
 
 @pytest.mark.fault("F23")
@@ -123,7 +122,7 @@ async def test_a_pair_that_cannot_exchange_is_avoided_as_a_pair(
     tmp_path: Path, mode: str, lost: str
 ) -> None:
     """All requests from decode-0 to prefill-0 are lost, or all answers, but both can reach all
-    other instances. To the mesh this is a cut link.
+    other instances. For the mesh, this is a cut link.
     """
     ways = ["asking", "hearing"] if lost == "both ways" else [lost]
     failpoint = ",".join(f"decode.{way}[prefill-0]=drop" for way in ways)

@@ -1,9 +1,9 @@
-"""Random faults and operator's orders while clients send requests, with all invariants checked
-after each step (F42).
+"""The nemesis (F42) attacks a mesh with random faults and operator's orders while clients send
+requests.
 
-`make chaos` runs for two minutes. `CHAOS_S=600 make chaos` is the nightly form, and `CHAOS_SEED=7`
-repeats a plan. The plan is printed while it runs. A failure prints the seed, all actions so far,
-the violations, and the path of the logs.
+All invariants are checked after each step. `make chaos` runs for two minutes. `CHAOS_S=600 make
+chaos` is the nightly form, and `CHAOS_SEED=7` repeats a plan. The plan is printed while it runs. A
+failure prints the seed, all actions so far, the violations, and the path of the logs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tests.support.waiting import until
 DURATION_S: Final = float(os.environ.get("CHAOS_S") or 120)
 SEED: Final = int(os.environ.get("CHAOS_SEED") or random.randrange(10_000))
 _READY_S: Final = 40.0  # until every process is up again
-_AFTER_S: Final = 1.5  # requests continue, because faults have effects after their end
+# requests continue for this time, because faults have effects after their end
+_AFTER_S: Final = 1.5
 
 pytestmark = [
     pytest.mark.timeout(DURATION_S + 300),
@@ -41,8 +42,9 @@ pytestmark = [
 
 
 class Journal:
-    """The actions and findings, with their times. They are printed at once, and again after a
-    failure.
+    """The actions and findings with their times.
+
+    They are printed at once, and again after a failure.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class Run:
         self._books = Books()
         self._canary = random.Random(SEED)
         self._canaries: list[str] = []
-        self._armed: set[str] = set()  # processes with a failpoint that may kill them in any step
+        self._armed: set[str] = set()  # processes with a failpoint, which may kill them in any step
         self.num_requests = self.num_errors = 0
 
     async def step(self, step: Step) -> list[Violation]:
@@ -93,7 +95,10 @@ class Run:
         await self._world.act(action)
 
     async def _come_to_rest(self) -> list[Violation]:
-        """Wait until all processes run and all groups match the desired state, under load."""
+        """Wait until all processes run and all groups match the desired state.
+
+        Requests continue.
+        """
         began = time.monotonic()
         await self._world.mesh.wait_ready(
             [n for n in self._world.mesh.names if not n.startswith("gateway")], _READY_S
@@ -138,7 +143,7 @@ class Run:
         return found
 
     async def _watch_consumers(self) -> list[Violation]:
-        """I4: the watches of a killed process in NATS end soon."""
+        """Check that the watches of a killed process in NATS end soon (I4)."""
         missing = await within(
             invariants.QUIESCE_S, lambda: invariants.too_many_consumers(self._world, self._books)
         )

@@ -1,5 +1,6 @@
-"""Without a leading master, its decisions about single instances still hold at gateways that rank
-by themselves (S42, S10).
+"""A master's orders about single instances stay in effect when no master leads (S42, S10).
+
+In that time, gateways rank instances themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.support.waiting import until
 
 NUM_REQUESTS = 24
 CORDONED, DRAINED = "prefill-0", "decode-1"
-# The scenario must keep two decodes and there is no blank instance, so the drained one stays.
+# The scenario must keep two decodes and there is no blank instance, so the drained decode stays.
 GROUPS = "groups:\n  default: {prefill: 2, decode: 2}\n"
 
 
@@ -52,7 +53,7 @@ async def test_cordoned_instances_get_nothing_while_no_master_leads(tmp_path: Pa
         operator = Operator(bus)
 
         async def ask() -> set[str]:
-            """The instances that requests went to."""
+            """Send requests, and return the instances that served them."""
             finished.clear()
             for i in range(NUM_REQUESTS):
                 prompt = [40 + (7 * i + k) % 80 for k in range(30)]
@@ -72,7 +73,7 @@ async def test_cordoned_instances_get_nothing_while_no_master_leads(tmp_path: Pa
         await operator.until_serving(2, 2)
         await operator.cordon(DRAINED, pb.LEAVE_MODE_DRAIN)
         await until(lambda: waits(operator), within_s=CHANGE_S)
-        # The drained decode serves until a substitute comes.
+        # The drained decode serves until a substitute is there.
         assert DRAINED in await operator.members(ROLE_DECODE)
         mesh.supervisor.lose(["master-scheduler"])
         assert DRAINED not in await ask()

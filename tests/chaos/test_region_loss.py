@@ -1,11 +1,11 @@
 """A region is lost: all its instances, its gateway and its master at once (S58).
 
-The other region takes over the scenarios, and later gives them back.
+The other region takes over the scenarios, and later gives them back. The scenario `chat` has a
+group in each region. `notes` has one group, with its home in eu and with us as the fallback.
 
-`chat` has a group in each region. `notes` has one group, with its home in eu and with us as the
-fallback. Each client belongs to a region and asks the gateway of that region. A simulated load
-balancer sends it to the other gateway when the connection is refused. The mesh must recover within
-RECOVERED_S, and only requests in flight at the lost gateway may fail.
+Each client belongs to a region and sends requests to the gateway of that region. A simulated load
+balancer sends a request to the other gateway if the connection is refused. The mesh must recover
+within RECOVERED_S, and only requests in flight at the lost gateway may fail.
 """
 
 from __future__ import annotations
@@ -73,13 +73,14 @@ class Asked:
     scenario: str
     outcome: StreamOutcome
     via: str
-    begun_at: float  # when its gateway was chosen
+    begun_at: float  # when the request's gateway was chosen
 
 
 @dataclass
 class Clients:
-    """Clients of both regions and both scenarios. Each sends requests one after another until the
-    block ends.
+    """Clients of both regions and both scenarios.
+
+    Each client sends requests one after another until the block ends.
     """
 
     mesh: Mesh
@@ -113,7 +114,7 @@ class Clients:
             self.asked.append(Asked(region, scenario, outcome, via, begun_at))
 
     async def _listens(self, region: str) -> bool:
-        """The health check of a load balancer."""
+        """Whether a load balancer's health check of the region's gateway succeeds."""
         port = self.mesh.wiring.ports[region].http
         try:
             _, writer = await asyncio.open_connection(self.mesh.spec.host, port)
@@ -129,7 +130,10 @@ class Clients:
         return [a for a in self.asked if not a.outcome.is_complete]
 
     async def until_answered_in(self, region: str) -> float:
-        """The seconds until clients of `region` got answers to new requests, for each scenario."""
+        """Wait until clients of `region` got an answer to a new request for each scenario.
+
+        Returns the seconds.
+        """
         mark = time.monotonic()
         wanted = set(SCENARIOS)
 
@@ -141,7 +145,7 @@ class Clients:
 
 
 async def where(operator: Operator, group_id: str) -> str:
-    """The region in which the whole group serves; empty if it does not."""
+    """The region in which the whole group serves. Empty if the group does not serve."""
     for group in (await operator.groups()).groups:
         if group.group_id == group_id and group.state == "serving":
             return ",".join({m.instance_id.partition("-")[0] for m in group.members})
@@ -181,9 +185,9 @@ async def test_the_other_region_takes_over_all_scenarios_and_gives_them_back(
             num_in_flight = clients.in_flight[LOST]
             lost = mesh.lose_region(LOST)
             lost_at = time.monotonic()
-            assert len(lost) == 5  # three instances, gateway, master
+            assert len(lost) == 5  # three instances, a gateway and a master
             await until(lambda: not any(map(mesh.supervisor.pid, lost)), within_s=CHANGE_S)
-            gone_at = time.monotonic()  # until then the kernel accepts connections for the gateway
+            gone_at = time.monotonic()  # until then, the kernel accepts connections for the gateway
             answered_s = [await clients.until_answered_in(region) for region in (LOST, KEPT)]
             await until(lambda: _is_where(operator, "notes", KEPT), within_s=CHANGE_S)
             recovered_s = time.monotonic() - lost_at
@@ -234,7 +238,11 @@ def _since(wall: float, finished: list[RequestFinished]) -> list[RequestFinished
 
 
 def _check_homes(finished: list[RequestFinished], homes: dict[str, str | None]) -> None:
-    """Check that each request was served in one region: that in `homes`, or its gateway's."""
+    """Check in which region each request was served.
+
+    The region is the scenario's home in `homes`. If this is None, it is the region of the request's
+    gateway.
+    """
     for each in finished:
         regions = {i.partition("-")[0] for i in (each.prefill_id, each.decode_id) if i}
         home = homes[each.scenario] or each.header.publisher_id.partition("-")[0]

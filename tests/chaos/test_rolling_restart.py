@@ -1,5 +1,6 @@
-"""Every process is stopped in order and started again, one after another, under load: no client
-notices (F41).
+"""Every process is stopped in order and started again, one after another, under load.
+
+No client notices this (F41).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from tests.support.attack.steady_clients import Clients
 from tests.support.sites import fleet
 from tests.support.waiting import until
 
-STEP_S = 15.0  # how long a process may take until it is ready again
-SLACK_S = 5.0  # for a loaded machine of two cores
-# A connection in the listener's queue when the gateway closes it is reset, or refused with the hint
-# to try elsewhere.
+STEP_S = 15.0  # the longest time until a process is ready again
+SLACK_S = 5.0  # for a loaded machine with two cores
+# When a gateway closes its listener, a waiting connection is reset or refused. A refusal tells the
+# client to try elsewhere.
 MAX_UNLUCKY = 2
 
 

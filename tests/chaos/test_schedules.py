@@ -1,5 +1,6 @@
-"""Schedules in a mesh of processes with the real clock. The test takes minutes, because cron has no
-shorter intervals (S11, S21).
+"""A schedule lends a group and takes it back, at set times of the real clock (S11, S21).
+
+The test takes minutes, because cron has no shorter intervals.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ schedules:
   - {{at: "{lend}", scenario: default, lend: 1}}
   - {{at: "{reclaim}", scenario: default, reclaim: 1}}
 """
-LEAD_S = 300  # a reclaim begins this early, unless observed set-ups take longer
+LEAD_S = 300  # a reclaim begins this early, unless measured set-ups take longer
 
 
 def cron(wall: float) -> str:

@@ -1,4 +1,4 @@
-"""Answers keep to their schemas while prefills and decodes are killed."""
+"""Answers match their JSON schemas while prefills and decodes are killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def kill_at_random(mesh: Mesh, rng: random.Random, killed: list[str]) -> None:
-    """Kill a prefill and a decode in turn, each after the last one is back, while requests run."""
+    """While requests run, kill a prefill and a decode in turn. Each kill waits until the last
+    victim is back.
+    """
     while True:
         for role in ("prefill", "decode"):
             killed.append(f"{role}-{rng.randrange(2)}")
@@ -67,7 +69,7 @@ async def ask(
 async def test_every_answer_that_ends_is_valid_whichever_instance_dies(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
-    """Each answer is the text that one engine draws, and valid under its schema."""
+    """Each answer must be the text that one engine draws, and be valid under its schema."""
     reference = fleet.Reference.load(tmp_path / "model")
     async with Mesh(fleet.two_by_two(), tmp_path / "mesh") as mesh:
         killed: list[str] = []
@@ -83,7 +85,7 @@ async def test_every_answer_that_ends_is_valid_whichever_instance_dies(
     for number, outcome in enumerate(outcomes):
         assert outcome.fault_in_ending() == ""
         if not outcome.is_complete:
-            continue  # two instances died during it
+            continue  # two instances died during this request
         schema = SCHEMAS[number % len(SCHEMAS)]
         assert (outcome.text, outcome.finish_reason) == expected(reference, outcome, schema)
         if outcome.finish_reason == FinishReason.STOP.value:

@@ -1,5 +1,6 @@
-"""The whole control plane is dead for a minute, and an instance dies in that time. Serving
-continues without an effect on clients (S10).
+"""The whole control plane is dead for a minute, and an instance dies in that time.
+
+Serving continues, and no client notices (S10).
 """
 
 from __future__ import annotations
@@ -45,6 +46,6 @@ async def test_a_minute_without_the_control_plane_and_with_a_dead_instance_fails
             await operator.until_serving(2, 2)
             num_after = len(outcomes)
             await until(lambda: len(outcomes) > num_after, within_s=CHANGE_S)
-        assert num_meanwhile > DEAD_S  # more than one request a second
+        assert num_meanwhile > DEAD_S  # more than one request per second
         assert [o for o in outcomes if not o.is_complete] == []
         await bus.close()

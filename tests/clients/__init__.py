@@ -1,1 +1,4 @@
-"""Programs of other clients, each run by its own Python: `run URL` prints one JSON object."""
+"""Programs that use the mesh through other client libraries.
+
+A test runs each program with a Python that has these libraries. `run URL` prints one JSON object.
+"""

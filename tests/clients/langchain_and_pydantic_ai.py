@@ -1,4 +1,4 @@
-"""What applications send through langchain-openai and pydantic-ai."""
+"""Sends the requests that applications send through langchain-openai and pydantic-ai."""
 
 from __future__ import annotations
 

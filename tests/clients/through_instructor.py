@@ -1,4 +1,7 @@
-"""What applications send through instructor: a pydantic model as a tool, a schema, or JSON."""
+"""Sends the requests that applications send through instructor.
+
+Instructor sends a pydantic model as a tool, as a schema, or as JSON.
+"""
 
 from __future__ import annotations
 

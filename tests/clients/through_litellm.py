@@ -1,4 +1,4 @@
-"""What applications send through litellm, as to OpenAI and as to vLLM."""
+"""Sends the requests that applications send through litellm, as to OpenAI and as to vLLM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch prices
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise, litellm would fetch prices
 
 import litellm
 

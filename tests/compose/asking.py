@@ -1,4 +1,4 @@
-"""Clients of a cluster's gateway: the official one for HTTP, and gRPC."""
+"""Clients of a cluster's gateway: OpenAI's client for HTTP, and a gRPC client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S: Final = 120
 
 
 def ask(cluster: Cluster, max_tokens: int = 24) -> str:
-    """Ask with the official client, streamed and without retries: the first call must succeed."""
+    """Send a question with OpenAI's client, streamed and without retries. The call must succeed."""
     with _client(cluster) as client:
         chunks = client.chat.completions.create(
             model="default",
@@ -40,9 +40,9 @@ def ask_grpc(cluster: Cluster) -> str:
 
 
 class LongStream(threading.Thread):
-    """A stream of exactly `max_tokens` tokens, read in a thread of its own.
+    """A stream of exactly `max_tokens` tokens, which a thread reads.
 
-    The end of the block waits for the stream's end, and raises what the client raised.
+    The end of the block waits for the end of the stream, and raises the client's error.
     """
 
     def __init__(self, cluster: Cluster, max_tokens: int) -> None:

@@ -1,5 +1,6 @@
-"""Runs the dev cluster of docker-compose.yml with the docker CLI, under its own project name and
-host ports.
+"""Runs the development cluster of docker-compose.yml with the docker CLI.
+
+Each run has its own project name and host ports.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def has_compose() -> bool:
 
 @contextmanager
 def engine(script: Path | None) -> Iterator[bool]:
-    """A container engine for the block: a running one, or one that `script` starts and stops.
+    """Provide a container engine for the block. Yields False if there is none.
 
-    Yields False if there is none. The script must take the arguments `up` and `stop`.
+    The engine already runs, or `script` starts and stops it. The script must take the arguments
+    `up` and `stop`.
     """
     if engine_answers() and has_compose():
         yield True
@@ -58,8 +60,10 @@ class Cluster:
     """A running dev cluster. The end of the block removes its containers, networks and volumes."""
 
     def __init__(self, *services: str, timeout_s: int = _START_TIMEOUT_S, **settings: str) -> None:
-        """Without names, all services of the chosen profiles start. `settings` are those of
-        docker-compose.yml; `timeout_s` is the longest wait until services are healthy.
+        """Choose the services that start. Without names, all services of the chosen profiles start.
+
+        `settings` are variables of docker-compose.yml. `timeout_s` is the longest wait until the
+        services are healthy.
         """
         self.http_port, self.grpc_port = _free_ports(2)
         self._project = f"pdmesh-test-{secrets.token_hex(3)}"
@@ -70,7 +74,7 @@ class Cluster:
 
     def __enter__(self) -> Self:
         try:
-            self.compose("build", "gateway")  # all services have the same image
+            self.compose("build", "gateway")  # all services of the mesh have the same image
             self.up(*self._to_start)
         except BaseException:
             print(self.logs())
@@ -87,7 +91,7 @@ class Cluster:
         return sorted(c["Service"] for c in self.containers())
 
     def containers(self) -> list[dict[str, Any]]:
-        """The output of `docker compose ps`: one dict for each running container."""
+        """The output of `docker compose ps`, with one dict for each running container."""
         lines = self.compose("ps", "--format", "json").splitlines()
         return [json.loads(line) for line in lines]
 
@@ -115,19 +119,22 @@ class Cluster:
         return done.stdout
 
     def metric(self, service: str, name: str) -> float:
-        """The sum over the labels of a metric, from the container's own page; 0 if it has none."""
+        """The sum of a metric over its labels, from the container's page. 0 if it has none."""
         lines = self.execute(service, "python", "-c", _METRICS).stdout.splitlines()
         return sum(float(x.split()[-1]) for x in lines if x.startswith((f"{name}{{", f"{name} ")))
 
     def kill(self, service: str) -> None:
-        """SIGKILL the container. The engine takes it as intended, and does not restart it."""
+        """Send SIGKILL to the container.
+
+        The engine does not restart it, because this was intended.
+        """
         self.compose("kill", service)
 
     def start(self, service: str) -> None:
         self.compose("start", service)
 
     def kill_process(self, service: str) -> None:
-        """SIGKILL all processes in the container except its init, as the OOM killer would."""
+        """Send SIGKILL to all processes in the container except init, as the OOM killer would."""
         self.execute(service, "sh", "-c", "kill -KILL -1")
 
     def wait_restarted(self, service: str, num_restarts: int, timeout_s: float) -> None:
@@ -161,13 +168,16 @@ class Cluster:
 
 
 def _wheels() -> dict[str, str]:
-    """Wheels for the build of the image: those of the folder that this machine's pip uses."""
+    """The setting for wheels in the image's build.
+
+    It is the folder that pip on this machine uses.
+    """
     folder = os.environ.get("PIP_FIND_LINKS", "")
     return {"PDMESH_WHEELS": folder} if Path(folder).is_absolute() else {}
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free ports. All are bound at the same time, so that they differ."""
+    """Free ports. They are bound at the same time, so that they are different."""
     with_ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in with_ports]
     for server in with_ports:

@@ -1,4 +1,7 @@
-"""`make compose-test` runs these tests. They need a container engine, and build the image."""
+"""Settings for the tests of containers, which `make compose-test` runs.
+
+The tests need a container engine, and build the image of the mesh.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.compose.cluster import engine
 
 @pytest.fixture(scope="session", autouse=True)
 def container_engine() -> Iterator[None]:
-    script = os.environ.get("COMPOSE_ENGINE")  # starts an engine if none runs
+    script = os.environ.get("COMPOSE_ENGINE")  # this script starts an engine if none runs
     with engine(Path(script).absolute() if script else None) as is_there:
         if not is_there:
             refuse = pytest.fail if os.environ.get("CI") else pytest.skip

@@ -11,9 +11,10 @@ from tests.compose.cluster import Cluster
 
 @dataclass(frozen=True)
 class Groups:
-    """`members` are those that serve: their names by role (`prefill`, `decode`), in order.
+    """The state of one group, and the cluster's blank instances.
 
-    `out` has the reasons why instances are out of service, by name.
+    `members` has the sorted names of the members that serve, by role (`prefill`, `decode`). `out`
+    has the reasons why instances are out of service, by name.
     """
 
     state: str
@@ -31,7 +32,7 @@ class Groups:
 
 
 def groups(cluster: Cluster, group_id: str = "chat") -> Groups:
-    """Fails while no master leads."""
+    """The group's current state. Fails if no master leads."""
     told: dict[str, Any] = json.loads(cluster.pdmesh("groups", "--json"))
     shown: list[dict[str, Any]] = told.get("groups", [])
     group = next((g for g in shown if g["group_id"] == group_id), dict[str, Any]())
@@ -49,6 +50,6 @@ def groups(cluster: Cluster, group_id: str = "chat") -> Groups:
 
 
 def faults(cluster: Cluster) -> dict[str, str]:
-    """The reasons of the faults of instances, by name; those without a fault are left out."""
+    """The reason of each instance's fault, by the instance's name. Others are left out."""
     told = json.loads(cluster.pdmesh("status", "--json"))
     return {row["id"]: row["fault"] for row in told["rows"] if row["fault"]}

@@ -1,5 +1,6 @@
-"""The dev cluster as a user starts it: six services in containers, and clients on the gateway's two
-ports.
+"""The development cluster as a user starts it: six services in containers.
+
+Clients use the gateway's two ports.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def answer(cluster: Cluster) -> str:
-    """The answer of the whole mesh.
+    """The answer of the whole mesh, for comparison with later answers.
 
-    The sim engine's answer depends only on the prompt and its KV.
+    The answer of the simulated engine depends only on the prompt and its KV.
     """
     return ask(cluster)
 

@@ -1,6 +1,6 @@
 """A cluster whose groups are made of blank instances, with a standby master and a node agent.
 
-Every test finds the group `chat` complete, and leaves it so.
+Every test finds the group `chat` complete, and leaves it complete.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ LARGER = "groups: {chat: {prefill: 2, decode: 3}}\n"
 INSTANCES = [f"instance-{i}" for i in range(5)]
 CONTROL = ["kv-cache-index", "health-monitor", "node-agent"]
 MASTERS = ["master-scheduler", "master-standby"]
-# Long enough for a slow machine: each look at the groups starts a process in a container.
+# This timeout suits a slow machine, on which each query of the groups starts a process in a
+# container.
 wait_until = partial(waiting.wait_until, within_s=300)
-LONG = 800  # tokens; at 20 ms each, they take longer than a change of leader
+LONG = 800  # tokens that take longer, at 20 ms each, than a change of leader
 
 
 @pytest.fixture(scope="module")
 def devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the device files, which containers can read, unlike pytest's own folders."""
+    """The folder of the device files. Containers can read it, unlike pytest's own folders."""
     folder = tmp_path_factory.mktemp("devices")
     folder.chmod(0o755)
     return folder
@@ -40,7 +41,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(devices: Path) -> Iterator[Cluster]:
-    """The cluster without its gateway, which is ready only when a group serves."""
+    """The cluster without its gateway, which becomes ready only when a group serves."""
     with Cluster(
         *MASTERS,
         *CONTROL,
@@ -69,12 +70,12 @@ def cluster(bare: Cluster, before: Groups) -> Cluster:
 
 @pytest.fixture(scope="module")
 def answer(cluster: Cluster) -> str:
-    """The answer depends only on the prompt and its KV."""
+    """An answer for comparison. It depends only on the prompt and its KV."""
     return ask(cluster)
 
 
 def leader(cluster: Cluster) -> str:
-    """The leading master; empty unless exactly one leads."""
+    """The leading master. Empty unless exactly one leads."""
     running = [master for master in MASTERS if master in cluster.services]
     leading = [master for master in running if cluster.metric(master, "pdmesh_leader")]
     return leading[0] if len(leading) == 1 else ""
@@ -158,7 +159,7 @@ def test_a_blank_instance_takes_the_place_of_a_member_whose_container_is_killed(
 def test_the_node_agent_tells_of_a_faulty_device_and_its_instance_is_replaced(
     cluster: Cluster, devices: Path, answer: str
 ) -> None:
-    """An instance without devices counts as a device under its own name."""
+    """If an instance has no devices, the instance's name serves as the name of a device."""
     before = groups(cluster)
     victim = before.members["prefill"][0]
     (spare,) = before.blank
@@ -203,7 +204,7 @@ def test_the_standby_leads_when_the_leaders_container_is_killed_and_a_stream_goe
     with LongStream(cluster, LONG) as stream:
         wait_until(lambda: stream.num_chunks > 10)
         cluster.kill(lost)
-        assert ask(cluster) == answer  # no master may be leading yet
+        assert ask(cluster) == answer  # perhaps no master leads yet
         wait_until(lambda: leader(cluster) == standby)
         seen = stream.num_chunks
         assert stream.is_alive(), "it ended too early to show anything"

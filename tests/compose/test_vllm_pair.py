@@ -1,4 +1,7 @@
-"""A pair on vLLM in containers, with a small real model: `ENGINE=vllm` of docker-compose.yml."""
+"""A prefill and a decode on vLLM in containers, with a small real model.
+
+This is `ENGINE=vllm` of docker-compose.yml.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from tests.compose.asking import ask, ask_grpc
 from tests.compose.cluster import Cluster
 
-# The first build of the image installs 5 GB of packages; another one finds them in the cache.
+# The first build of the image installs 5 GB of packages. Later builds find them in the cache.
 pytestmark = [pytest.mark.compose, pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 PAIR = ["prefill-0", "decode-0"]

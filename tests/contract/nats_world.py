@@ -1,4 +1,7 @@
-"""The real side of a contract test: a NATS server that the test can stop and start again."""
+"""A NATS server that a contract test can stop and start again.
+
+A contract test checks that an interface's fake and its real implementation behave alike.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from tests.support.sites import servers
 
 
 class NatsServerWorld:
-    """The base of a contract test's world: a context manager that closes its connections."""
+    """The base of a contract test's world with real NATS.
+
+    It is a context manager, which closes its connections at the end.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._server = servers.nats(directory)

@@ -1,4 +1,7 @@
-"""The contract of `Assignments`, checked on the fake and on real JetStream."""
+"""The contract of `Assignments`, checked on the fake in memory and on real JetStream.
+
+An assignment is a master's order to an instance.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of `Bus`, checked on the fake and on real NATS."""
+"""The contract of `Bus`, which carries events, checked on the fake in memory and on real NATS."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_nothing_arrives_after_unsubscribe(world: World) -> None:
 
 @pytest.mark.fault("F18")
 async def test_an_outage_loses_events_reports_the_gap_and_replays_nothing(world: World) -> None:
-    """Events published during the outage must not arrive minutes late when the server is back."""
+    """Events published during the outage must not arrive late, after the server is back."""
     bus, inbox = await world.bus(), Inbox()
     await bus.subscribe("mesh.v1.health.instance.*", inbox.take, on_gap=inbox.gap)
     await bus.publish("mesh.v1.health.instance.p0", b"before")
@@ -143,7 +143,7 @@ async def test_an_outage_loses_events_reports_the_gap_and_replays_nothing(world:
 async def _settled(sender: Bus, receiver: Bus) -> None:
     """Wait until the server knows the receiver's subscriptions.
 
-    It does when another subscription, made after them, gets an event.
+    The server knows them when a later subscription of the receiver gets an event.
     """
     heard = asyncio.Event()
 

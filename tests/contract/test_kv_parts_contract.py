@@ -1,6 +1,8 @@
-"""Pulls in parts, also of layers that are not computed yet, and fetches of blocks.
+"""The contract of KV agents for pulls in parts and for fetches of blocks.
 
-Each test runs over the memory transport and over UCX.
+A pull transfers the KV of one prompt, even while later layers are still computed. A part is the
+piece of KV that one step of a pull moves. A fetch reads blocks by name from a peer's pool. Each
+test runs over the memory transport and over UCX.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from tests.support.waiting import until
 
 MakeTransport = Callable[[], KvTransport]
 SMALL = KvLayout(4, 2, 512, FINGERPRINT)
-LAYERS = KvLayout(8, 8, 32 << 10, FINGERPRINT)  # 256 KiB a layer, 2 MiB
+LAYERS = KvLayout(8, 8, 32 << 10, FINGERPRINT)  # 256 KiB per layer, 2 MiB in all
 HEADS = KvLayout(8, 8, 32 << 10, FINGERPRINT, num_heads=4)
 LAYER_BYTES = LAYERS.total_bytes // LAYERS.num_layers
 
@@ -57,7 +59,7 @@ def whole(layout: KvLayout) -> ArenaRange:
 
 
 class Ranges:
-    """An `on_range` that copies the bytes that it gets."""
+    """An `on_range` callback that copies the bytes that it gets."""
 
     def __init__(self, size: int) -> None:
         self.copy = np.zeros(size, np.uint8)
@@ -147,7 +149,7 @@ async def test_both_triggers_and_every_part_size_give_the_same_bytes(
 async def test_the_number_of_control_messages_depends_on_ranges_not_on_blocks(
     transport: MakeTransport, num_blocks: int
 ) -> None:
-    layout = KvLayout(8, num_blocks, (1 << 20) // num_blocks, FINGERPRINT)  # 8 MiB either way
+    layout = KvLayout(8, num_blocks, (1 << 20) // num_blocks, FINGERPRINT)  # 8 MiB in both cases
     for chunk_bytes, num_metas in ((8 << 20, 1), (2 << 20, 4), (1 << 20, 8)):
         async with kv_pair(transport) as pair:
             open_ticket(pair, layout, chunk_bytes)
@@ -200,7 +202,7 @@ async def test_each_rank_pulls_its_own_heads_of_every_layer(
 
 
 async def another_rank(transport: MakeTransport) -> KvAgent:
-    """A second rank of the pair's receiver."""
+    """A second rank beside the pair's receiver."""
     agent = KvAgent(
         transport(),
         AgentIdentity("decode-0", INCARNATION + 1, FINGERPRINT, group_id="g"),
@@ -222,7 +224,7 @@ async def test_a_pull_that_begins_while_another_connects_is_served(
             ticket = ticket_for(pair.address, SMALL, f"t{i}")
             pull = pair.receiver.pull(ticket, ArenaRange(i * size, size), deadline_s=30)
             pulls.append(asyncio.create_task(pull))
-            await asyncio.sleep(0)  # one more turn of the event loop
+            await asyncio.sleep(0)  # let the event loop run once
         await asyncio.wait_for(asyncio.gather(*pulls), 30)
 
 
@@ -278,7 +280,7 @@ async def test_giving_up_on_a_late_prefill_keeps_the_connection_for_other_pulls(
 
 
 class LateParts(AgentHooks):
-    """A slow link: each part waits equally long before it is announced."""
+    """Simulates a slow link. Each part waits 0.2 s before it is announced."""
 
     def __init__(self) -> None:
         self.num_late = 0
@@ -321,7 +323,8 @@ async def test_a_pull_that_ends_while_parts_are_late_does_not_harm_another_pull(
         await until(lambda: pair.receiver.num_pulls == 1 or neighbour.done())
         for layer in range(LAYERS.num_layers):
             write_layer(pair, LAYERS, data, layer)
-        await neighbour  # its parts are equally late, so all parts of the other pull are due by now
+        # this pull's parts are also late, so all parts of the other pull have been due
+        await neighbour
         assert (pair.landed(size) == data).all()
         assert pair.sender.stats().num_peers == 1
         is_fetch = end == "fetch"
@@ -331,7 +334,7 @@ async def test_a_pull_that_ends_while_parts_are_late_does_not_harm_another_pull(
 
 
 class DeafToTheFirst(AgentHooks):
-    """The answer to the first pull is lost, so this pull is never drained."""
+    """The receiver drops the answer to the first pull, so this pull is never drained."""
 
     def is_dropped(self, pull_id: int) -> bool:
         return pull_id == 1
@@ -341,7 +344,7 @@ class DeafToTheFirst(AgentHooks):
 async def test_a_pull_that_is_never_drained_does_not_harm_another_pull(
     transport: MakeTransport,
 ) -> None:
-    """The other pull completes on the old connection, and the next pull opens a new one."""
+    """The other pull completes on the old connection, and the next pull opens a new connection."""
     size = LAYERS.total_bytes
     first, third = ArenaRange(size, size), ArenaRange(2 * size, size)
     async with kv_pair(transport, hooks=DeafToTheFirst()) as pair:
@@ -360,7 +363,8 @@ async def test_a_pull_that_is_never_drained_does_not_harm_another_pull(
         )
         leaver.cancel()
         written = 0
-        while len(pair.receiver._pool):  # some seconds, in which parts of the other pull arrive
+        # this takes some seconds, in which parts of the other pull arrive
+        while len(pair.receiver._pool):
             assert written < LAYERS.num_layers
             before = ranges.end
             write_layer(pair, LAYERS, data, written)
@@ -378,7 +382,7 @@ async def test_a_pull_that_is_never_drained_does_not_harm_another_pull(
 
 
 class FlipInPart(AgentHooks):
-    """Flips one bit of the n-th part."""
+    """Flips one bit of the n-th part that arrives."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -524,13 +528,13 @@ async def test_a_fetch_is_refused_without_a_pool_or_with_another_model(
 
 @pytest.mark.fault("F39")
 async def test_a_peer_cannot_pull_the_blocks_that_another_peer_fetches() -> None:
-    """Each fetch is served under a ticket, and another peer could guess its name by counting."""
+    """Each fetch is served under a ticket, whose name another peer could guess by counting."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
 
     class Slow(AgentHooks):
         def part_delay_s(self, pull_id: int, offset: int) -> float:
             asked.set()
-            return 3600.0  # the blocks stay lent
+            return 3600.0  # the blocks stay pinned for the fetch
 
     async with kv_pair(MemoryTransport, blocks=Pool(6, 512), sender_hooks=Slow()) as pair:
         fetching = loop.create_task(fetch(pair, Targets(512)))

@@ -1,4 +1,4 @@
-"""Probes of a connection, and its end when the peer leaves.
+"""Probes of a connection between KV agents, and the end of the connection when the peer leaves.
 
 Each test runs over the memory transport and over UCX.
 """
@@ -37,7 +37,9 @@ def transport(request: pytest.FixtureRequest) -> MakeTransport:
 
 
 def test_the_bytes_of_a_probe_depend_on_nonce_incarnation_and_format() -> None:
-    """Otherwise a replayed answer, or another instance at the same address, would pass."""
+    """Otherwise, a replayed answer would pass, or an answer of another instance at the same
+    address.
+    """
     answers = [
         probe_bytes(bytes(16), 7, 1),
         probe_bytes(bytes(15) + b"\1", 7, 1),

@@ -1,4 +1,8 @@
-"""What the KV agent relies on, checked on the memory transport and on UCX."""
+"""The promises of KV transports on which the KV agent relies.
+
+The KV agent stages and pulls the KV of one rank. Each test runs over the memory transport and over
+UCX.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,8 @@ def loop_time() -> float:
 
 
 MakeTransport = Callable[[], KvTransport]
-SMALL = KvLayout(4, 2, 512, FINGERPRINT)  # goes inline in META
-LARGE = KvLayout(4, 8, 16_384, FINGERPRINT)  # 512 KiB: goes in a message of its own
+SMALL = KvLayout(4, 2, 512, FINGERPRINT)  # small enough to be part of the META message
+LARGE = KvLayout(4, 8, 16_384, FINGERPRINT)  # 512 KiB, which need a message of their own
 LAYOUTS = pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
 
 
@@ -64,7 +68,8 @@ async def test_a_pull_brings_the_staged_bytes_and_closes_the_ticket(
 async def test_a_pull_can_leave_out_the_first_blocks_of_each_layer(
     transport: MakeTransport, layout: KvLayout, first_block: int
 ) -> None:
-    first = first_block % (layout.num_blocks + 1)  # -1: no block is needed, only the ack
+    # for -1, no block is needed, only the acknowledgement
+    first = first_block % (layout.num_blocks + 1)
     async with kv_pair(transport) as pair:
         data = pair.stage(layout)
         ticket = ticket_for(pair.address, layout)
@@ -131,7 +136,7 @@ async def test_a_ticket_of_another_incarnation_attempt_or_name_is_refused(
 async def test_a_ticket_number_without_its_secret_is_refused_and_no_error_shows_either(
     transport: MakeTransport,
 ) -> None:
-    """Logs, operators and clients see these errors, and must not be able to pull with them."""
+    """Logs, operators and clients see these errors, which must not allow them to pull."""
     secret, wrong = "5" * 32, "6" * 32
     async with kv_pair(transport) as pair:
         pair.stage(SMALL, f"1f-{secret}")
@@ -152,7 +157,7 @@ async def test_a_ticket_number_without_its_secret_is_refused_and_no_error_shows_
 
 @pytest.mark.fault("F39")
 async def test_no_error_shows_the_address_with_the_handshake_key(transport: MakeTransport) -> None:
-    """The handshake key in the address lets its holder ask for KV."""
+    """The handshake key is part of the address. Whoever has the key can ask for KV."""
     async with kv_pair(transport) as pair:
         await pair.sender.close()
         ticket = ticket_for(pair.address, SMALL)
@@ -278,7 +283,7 @@ async def test_a_cancelled_pull_frees_its_landing_and_keeps_the_ticket(
     async with kv_pair(transport) as pair:
         pair.stage(LARGE)
         ticket, landing = ticket_for(pair.address, LARGE), ArenaRange(0, LARGE.total_bytes)
-        await pair.receiver.connect(pair.address)  # so that the pull is under way at once
+        await pair.receiver.connect(pair.address)  # so that the pull starts at once
         pull = asyncio.create_task(pair.receiver.pull(ticket, landing, deadline_s=30))
         await asyncio.sleep(0)
         pull.cancel()
@@ -305,7 +310,9 @@ async def test_a_pull_from_an_unused_address_fails_within_the_deadline(
 
 
 async def test_an_agent_that_has_just_started_has_no_connection(transport: MakeTransport) -> None:
-    """It may connect to itself to pay the cost of a first connection, but does not count that."""
+    """The agent may connect to itself to pay the cost of a first connection. This connection is not
+    counted.
+    """
     async with kv_pair(transport) as pair:
         assert pair.sender_transport.num_connections == 0  # type: ignore[attr-defined]
         assert pair.sender.stats().num_peers == 0
@@ -327,7 +334,7 @@ async def test_two_hundred_pulls_leave_nothing_behind(transport: MakeTransport) 
 
 
 async def test_a_strided_payload_is_refused(transport: MakeTransport) -> None:
-    """UCX would silently send the wrong bytes."""
+    """UCX would silently send the wrong bytes of a strided array."""
     async with kv_pair(transport) as pair:
         connection = await pair.receiver_transport.connect(pair.address, 2.0)
         with pytest.raises(AssertionError):
@@ -340,7 +347,7 @@ async def test_a_peer_that_dies_between_greeting_and_answer_fails_the_pull(
 ) -> None:
     """The peer dies after its greeting, before the connecting side has run again.
 
-    This side would otherwise never learn of the loss.
+    Without a check, the connecting side would never notice the loss.
     """
     settle = ucx._settle
 

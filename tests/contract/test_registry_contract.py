@@ -1,4 +1,7 @@
-"""The contract of `Registry`, checked on the fake and on real JetStream."""
+"""The contract of `Registry`, checked on the fake in memory and on real JetStream.
+
+The registry has the records of all live processes, under leases.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,8 @@ async def test_changes_arrive_in_order_and_a_deleted_record_differs_from_an_expi
     seen: list[RecordChanged] = []
     view.on_change(seen.append)
     lease = await owner.register(record())
-    await until(lambda: len(seen) == 1)  # a slow view is told only the last of several changes
+    # otherwise, a slow view may get only the last of several changes
+    await until(lambda: len(seen) == 1)
     await lease.update(record(is_draining=True))
     await until(lambda: len(seen) == 2)
     await lease.release()
@@ -146,7 +150,7 @@ async def test_a_new_incarnation_takes_the_id_and_the_old_one_learns_it(world: W
     new_lease = await new.register(record(incarnation=2))
     await until(lambda: old_lease.was_replaced)
     assert not old_lease.is_held
-    await old_lease.release()  # must not remove the new incarnation's record
+    await old_lease.release()  # this must not remove the new incarnation's record
     view = await new.watch()
     assert view.records["prefill-0"].incarnation == 2
     assert new_lease.is_held
@@ -157,7 +161,7 @@ async def test_a_new_incarnation_takes_the_id_and_the_old_one_learns_it(world: W
 
 @pytest.mark.fault("F18")
 async def test_no_process_is_declared_dead_because_of_an_outage_of_the_store(world: World) -> None:
-    """The outage outlasts every lease in the store, but the owners live and register again."""
+    """The outage is longer than every lease. The owners live, and register again."""
     owner, dying, other = [await world.registry() for _ in range(3)]
     lease = await owner.register(record())
     await dying.register(record("decode-0"))

@@ -1,1 +1,1 @@
-"""The real model through vLLM; `make e2e`."""
+"""End-to-end tests with vLLM and real or tiny models, which `make e2e` runs."""

@@ -1,4 +1,4 @@
-"""Requests beside those of a test that are aborted at any moment of their way through a pair."""
+"""Requests to a prefill and a decode that are aborted at random moments, beside other requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _SAMPLING = Sampling(max_tokens=8)
 
 @asynccontextmanager
 async def aborts_beside(pair: Pair, prompts: Sequence[Sequence[int]]) -> AsyncIterator[None]:
-    """Each prompt is asked again and again. Late writes of an aborted load would corrupt others."""
+    """Send each prompt again and again, and abort it after a random time.
+
+    If a load still wrote to blocks after its abort, it would corrupt the KV of other requests.
+    """
     rng = random.Random(3)
     is_over = False
 

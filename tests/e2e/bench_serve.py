@@ -1,4 +1,7 @@
-"""Runs `vllm bench serve`, whose own command does not start if vLLM has another package name."""
+"""Runs `vllm bench serve` without vLLM's own command.
+
+This command does not start if vLLM is installed under another package name.
+"""
 
 from __future__ import annotations
 

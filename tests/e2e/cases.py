@@ -1,7 +1,8 @@
-"""The prompts of the equality tests, and the comparison of answers.
+"""The prompts of the equality tests, and functions that compare answers.
 
-Everything that turns prompt ids and `Sampling` into token ids can be compared with plain vLLM: two
-engines in memory, or the whole mesh with `/v1/completions`.
+A test passes a function of type `Generate`, which turns prompt ids and `Sampling` into token ids.
+The function may use two engines in memory, or the whole mesh over `/v1/completions`. Its answers
+are compared with the answers of plain vLLM, which is vLLM without the mesh.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pdmesh.engine.base import Sampling
 from pdmesh.engine.grammars.asked_grammars import AskedGrammar, GrammarKind, grammar_of
 
 Generate = Callable[[Sequence[int], Sampling], Awaitable[list[int]]]
-VOCABULARY = range(1000, 40000)  # ordinary words of SmolLM2's tokenizer, no special tokens
+VOCABULARY = range(1000, 40000)  # ordinary words of SmolLM2's tokenizer, without special tokens
 NUM_CASES = 208
 
 
@@ -29,10 +30,10 @@ class Case:
     seed: int | None = None
     shaping: LogitShaping = UNSHAPED
     stop_token_ids: tuple[int, ...] = ()
-    adapter: str = ""  # folder of a LoRA adapter
+    adapter: str = ""  # the folder of a LoRA adapter
     logprob_token_ids: tuple[int, ...] = ()
-    form: tuple[str, str] | None = None  # a GrammarKind and its text
-    images: tuple[str, ...] = ()  # files; the prompt has one placeholder for each
+    form: tuple[str, str] | None = None  # a GrammarKind, and the text of the grammar
+    images: tuple[str, ...] = ()  # files of images, with one placeholder in the prompt for each
 
     @property
     def constraint(self) -> Constraint | None:
@@ -54,8 +55,9 @@ class Case:
 
 
 def cases(block_size: int, seed: int = 7) -> list[Case]:
-    """Prompts of all lengths around block boundaries, long ones, shared prefixes, and many short
-    ones.
+    """Prompts of all lengths around block boundaries.
+
+    There are also long prompts, many short prompts, and prompts that share a prefix.
     """
     rng = random.Random(seed)
     edges = [1, 2, 3] + [k * block_size + d for k in (1, 2, 3, 4) for d in (-1, 0, 1)]
@@ -77,7 +79,7 @@ async def generate_all(
     num_concurrent: int,
     stop_token_ids: Sequence[frozenset[int]] | None = None,
 ) -> list[list[int]]:
-    """The outputs in the order of `todo`, `num_concurrent` at a time."""
+    """The answers in the order of `todo`. At most `num_concurrent` requests run at a time."""
     slots = asyncio.Semaphore(num_concurrent)
 
     async def one(index: int) -> list[int]:
@@ -89,13 +91,13 @@ async def generate_all(
 
 
 def differences(expected: Sequence[list[int]], got: Sequence[list[int]]) -> list[int]:
-    """Indexes of the outputs that differ."""
+    """The indexes of the outputs that differ."""
     assert len(expected) == len(got)
     return [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
 
 
 def until_stop(tokens: Sequence[int], stops: frozenset[int]) -> list[int]:
-    """The drawn part of `tokens` if one of `stops` ends the answer, including the stop token."""
+    """`tokens` up to and including the first token of `stops`."""
     for index, token in enumerate(tokens):
         if token in stops:
             return list(tokens[: index + 1])
@@ -103,11 +105,11 @@ def until_stop(tokens: Sequence[int], stops: frozenset[int]) -> list[int]:
 
 
 def long_cases(num: int = 8, seed: int = 11) -> list[Case]:
-    """Short prompts that grow over several blocks while they are decoded."""
+    """Short prompts whose answers fill several more blocks."""
     rng = random.Random(seed)
     return [Case(tuple(rng.choices(VOCABULARY, k=60)), 96) for _ in range(num)]
 
 
 def longest(todo: Sequence[Case]) -> tuple[int, ...]:
-    """The longest prompt: 600 tokens, nine whole blocks of 64 and a tail."""
+    """The longest prompt, which has 600 tokens: nine whole blocks of 64, and a rest."""
     return max((case.prompt for case in todo), key=len)

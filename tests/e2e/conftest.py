@@ -1,4 +1,9 @@
-"""The engines and the reference answers, each started once for all e2e tests."""
+"""Fixtures of the e2e tests: engines, and the answers of plain vLLM, which is vLLM without the
+mesh.
+
+Each fixture starts once for all tests. Answers are compared only up to the first near-tie. A
+near-tie is a step in which two tokens are almost equally likely, so that rounding may decide.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +30,15 @@ from tests.e2e.preloaded import preloaded, run_main
 
 BLOCK_SIZE = 64
 DTYPE = "float32"
-# The engines read this variable as the services do, so the suite can also run with it on.
+# The engines read this variable as the services do. So the whole suite can also run with
+# asynchronous scheduling.
 ASYNC_SCHEDULING = AsyncScheduling(os.environ.get("PDMESH_ASYNC_SCHEDULING", "auto"))
-NEAR_TIE = 5e-4  # in log probability; rounding changes it by some 1e-5
+NEAR_TIE = 5e-4  # the difference of two log probabilities, which rounding changes by about 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The tokens that plain vLLM, started for this run, draws for the cases."""
+    """The tokens that plain vLLM draws for the cases. Plain vLLM is started for this run."""
 
     cases: list[Case]
     tokens: list[list[int]]
@@ -46,31 +52,31 @@ class Plain:
     folder: Path
 
     def tokens(self) -> list[list[int]]:
-        """The drawn tokens, in the order of the cases. Waits until vLLM has finished."""
+        """The drawn tokens, in the order of the cases. This call waits until vLLM has finished."""
         tokens: list[list[int]] = self._answers()["tokens"]
         return tokens
 
     def margins(self) -> list[list[float]]:
-        """By how much each drawn token was likelier than the next one, in log probability."""
+        """By how much each drawn token is likelier than the next one, in log probability."""
         margins: list[list[float]] = self._answers()["margins"]
         return margins
 
     def told(self) -> list[list[list[tuple[int, float]]]]:
-        """The log probabilities beside each token of each answer, by token id."""
+        """For each token of each answer, log probabilities by token id."""
         found = self._answers()["told"]
         return [[[(i, value) for i, value in step] for step in answer] for answer in found]
 
     def decided(self, asked: Sequence[Case]) -> tuple[list[Case], list[list[int]]]:
-        """The cases, each cut at its first near-tie, and the drawn tokens.
+        """The cases and the drawn tokens, each cut at the first near-tie.
 
-        A near-tie depends on the shape of the batch, so it cannot be compared.
+        The draw at a near-tie depends on the shape of the batch, so it cannot be compared.
         """
         todo, drawn = self.cut(asked, NEAR_TIE)
         assert all(drawn), "a first token is a near-tie: choose another seed"
         return todo, drawn
 
     def cut(self, asked: Sequence[Case], near_tie: float) -> tuple[list[Case], list[list[int]]]:
-        """As `decided`, but an answer may be empty, if its first token is a near-tie."""
+        """Like `decided`, but an answer is empty if its first token is a near-tie."""
         answers = self._answers()
         todo, drawn = [], []
         for case, tokens, margins in zip(
@@ -108,7 +114,7 @@ def plain_vllm(
     block_size: int = BLOCK_SIZE,
     **engine: object,
 ) -> Iterator[Plain]:
-    """Plain vLLM with these engine arguments, which draws the cases in a separate process."""
+    """Run plain vLLM with these engine arguments in a separate process, which draws the cases."""
     cases_file, tokens_file = folder / "cases.json", folder / "tokens.json"
     cases_file.write_text(json.dumps([asdict(case) for case in asked]))
     arguments = [model_dir, dtype, block_size, cases_file, tokens_file, json.dumps(engine)]
@@ -122,7 +128,7 @@ def plain_vllm(
 
 @pytest.fixture(scope="session")
 def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
-    """Plain vLLM, which works on the cases while the engines to compare start."""
+    """Plain vLLM, which draws the cases while the engines under test start."""
     asked = [*cases(BLOCK_SIZE), *long_cases()]
     with plain_vllm(model_dir, asked, tmp_path_factory.mktemp("plain")) as plain:
         yield plain
@@ -156,7 +162,10 @@ def decode_config(model_dir: Path) -> VllmConfig:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def pair(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Pair]:
-    """A pair. `plain` starts first if a test needs it, so that it computes while these start."""
+    """A prefill and a decode.
+
+    If any test needs `plain`, it starts first. Plain vLLM then computes while the pair starts.
+    """
     items = request.session.items
     if any("plain" in getattr(item, "fixturenames", ()) for item in items):
         request.getfixturevalue("plain")

@@ -1,7 +1,8 @@
-"""One prefill and one decode engine on vLLM, driven as by an instance host, but without services.
+"""One prefill and one decode engine on vLLM, without services.
 
-The engines' workers are separate processes, and KV moves between them. The host here is minimal: it
-has arena ranges, sessions in memory, and a check that everything is freed.
+`Host` drives an engine as an instance does, with arenas and one queue of outputs per leg. A leg is
+a request's stay on one engine. Each engine's workers are separate processes, and KV moves between
+them. `Pair` sends requests through both engines, and each host can check that everything is freed.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.kv.tiers.peers import FindHolders
 
 PULL_DEADLINE_S = 60.0
-CORES = "VLLM_CPU_OMP_THREADS_BIND"  # of each rank; an engine sets it if it is not set
-_legs = itertools.count(1)  # keys for all engines, because pairs share engines
+# the cores of each rank, which an engine chooses if this variable is not set
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
+_legs = itertools.count(1)  # keys for the legs of all engines, because pairs share engines
 
 
 class LegFailed(Exception):
@@ -60,7 +62,7 @@ class LegFailed(Exception):
 
 @dataclass(slots=True)
 class Host:
-    """An engine, its arenas, and one queue per leg."""
+    """An engine, its arenas, and one queue of outputs per leg."""
 
     engine: VllmEngine
     staging: ArenaAllocator
@@ -68,14 +70,14 @@ class Host:
     info: EngineInfo
     legs: dict[int, asyncio.Queue[Output]] = field(default_factory=dict)
     tickets: dict[str, ArenaRange] = field(default_factory=dict)
-    # The tickets of legs without a first output.
+    # The tickets of legs that have no output yet.
     ticket_of: dict[int, str] = field(default_factory=dict)
     landings: dict[int, ArenaRange] = field(default_factory=dict)
-    closed: dict[str, str] = field(default_factory=dict)  # ticket -> reason
+    closed: dict[str, str] = field(default_factory=dict)  # the reason by ticket
     kv_stages: dict[int, list[type[Output]]] = field(default_factory=dict)
     blocks: set[bytes] = field(default_factory=set)
-    pool_blocks: set[bytes] = field(default_factory=set)  # the host pool holds them
-    tier_counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (tier, event)
+    pool_blocks: set[bytes] = field(default_factory=set)  # names of the blocks in the host pool
+    tier_counts: dict[tuple[str, str], int] = field(default_factory=dict)  # by (tier, event)
     adapters: tuple[str, ...] = ()  # the digests of the loaded adapters
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     ended: asyncio.Future[None] = field(
@@ -117,7 +119,8 @@ class Host:
             case BlocksChanged():
                 self._hear_blocks(output)
             case TicketOpened():
-                del self.ticket_of[output.leg]  # the ticket is closed separately from the leg
+                # from here on, the ticket is closed separately from the leg
+                del self.ticket_of[output.leg]
                 self.legs[output.leg].put_nowait(output)
             case Prefilled() | Failed():
                 self._hear_end(output)
@@ -129,7 +132,7 @@ class Host:
     def _hear_closed(self, output: TicketClosed) -> None:
         self.closed[output.ticket_id] = output.reason
         if (staged := self.tickets.pop(output.ticket_id, None)) is not None:
-            self.staging.free(staged)  # else its leg failed before the ticket was open
+            self.staging.free(staged)  # otherwise its leg failed before the ticket was open
 
     def _hear_blocks(self, output: BlocksChanged) -> None:
         removed, stored = set(output.removed), set(output.stored)
@@ -172,7 +175,7 @@ class Host:
 async def running(
     config: VllmConfig, find_holders: FindHolders | None = None
 ) -> AsyncIterator[Host]:
-    """A running engine whose outputs are collected. It is always stopped at the end."""
+    """A running engine whose outputs are collected. It is stopped at the end of the block."""
     engine = VllmEngine(config, find_holders)
     is_bound = CORES in os.environ
     try:
@@ -199,11 +202,11 @@ class Pair:
     prefill: Host
     decode: Host
     salt: str = "public"
-    num_computed_at_decode: int = 0  # prompt tokens that decode had to compute
+    num_computed_at_decode: int = 0  # the prompt tokens that the decode had to compute
     num_handed_over: int = 0
     last_received: KvReceived | None = None
     adapter: Adapter | None = None
-    images: tuple[PromptImage, ...] = ()  # of every prompt
+    images: tuple[PromptImage, ...] = ()  # the images of every prompt
     priority: int = DEFAULT_PRIORITY
 
     def names(self, prompt: Sequence[int]) -> tuple[bytes, ...]:
@@ -238,9 +241,10 @@ class Pair:
         return first
 
     async def generate_per_layer(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
-        """Generate as a gateway that chooses the decode at Accepted.
+        """Generate with KV that is handed over per layer.
 
-        An answer of one token has no ticket, and so no decode.
+        The decode starts when the prefill has opened its ticket, before token 1 is drawn. An answer
+        of one token has no ticket, so it needs no decode.
         """
         if sampling.max_tokens == 1:
             return await self.generate(prompt, sampling)
@@ -290,7 +294,7 @@ class Pair:
         return await self.rest(await self.start_decode(prompt, token, ticket, sampling))
 
     async def rest(self, leg: int) -> list[int]:
-        """All tokens that a decode draws."""
+        """All tokens that a decode draws. Raises LegFailed."""
         received = await self.decode.next_output(leg)
         if isinstance(received, Failed):
             raise LegFailed(received)
@@ -317,7 +321,7 @@ class Pair:
         sampling: Sampling,
         deadline_s: float = PULL_DEADLINE_S,
     ) -> int:
-        """Begin a decode, and return its leg."""
+        """Start a decode, and return its leg."""
         host = self.decode
         theirs, ours = len(ticket.addresses), host.info.num_ranks
         share = rank_bytes(ticket.model_fingerprint, ticket.kv_bytes, theirs, ours)
@@ -359,7 +363,7 @@ async def locally(
     adapter: Adapter | None = None,
     images: tuple[PromptImage, ...] = (),
 ) -> list[int]:
-    """All tokens of an answer that one engine computes, as on a fusion instance.
+    """The whole answer of one engine, which does both phases as a fusion instance does.
 
     Raises LegFailed.
     """
@@ -370,7 +374,7 @@ async def locally(
 
 
 async def whole_answer(host: Host, leg: int) -> list[int]:
-    """The tokens of a leg that was told to draw all of them. Raises LegFailed."""
+    """The tokens of a leg that draws the whole answer. Raises LegFailed."""
     first = await host.next_output(leg)
     if isinstance(first, Failed):
         raise LegFailed(first)
@@ -385,7 +389,7 @@ async def whole_answer(host: Host, leg: int) -> list[int]:
 
 
 async def _reserve(host: Host, arena: ArenaAllocator, length: int) -> ArenaRange:
-    """Reserve as the admission core does, but wait where that would refuse."""
+    """Reserve as the admission core does, but wait for space instead of refusing the request."""
     found: list[ArenaRange] = []
 
     def reserved() -> bool:

@@ -1,8 +1,8 @@
-"""Plain vLLM's vectors and scores without the mesh: reads texts from one JSON file, writes numbers
-to another.
+"""Computes the vectors and scores of plain vLLM, which is vLLM without the mesh.
 
-It is a separate process with vLLM's engine in it and no code of ours. Arguments: model directory,
-convert, file of texts, file of numbers.
+This program is a separate process with vLLM's engine, and has no code of the mesh. It reads texts
+from one JSON file and writes numbers to another. Arguments: model directory, convert, file of
+texts, file of numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
             scored = llm.score(query, documents, use_tqdm=False, tokenization_kwargs=dict(cut))
             found[f"cut {number}"] = [o.outputs.score for o in scored]
     Path(numbers_file).write_text(json.dumps(found))
-    os._exit(0)  # vLLM's own exit in process is not always clean, and nothing is left to do
+    os._exit(0)  # vLLM does not always exit cleanly in process, and nothing is left to do
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Plain vLLM without the mesh: reads cases from a JSON file, and writes the drawn tokens and their
-margins to another.
+"""Draws the answers of plain vLLM, which is vLLM without the mesh.
 
-It is a separate process with vLLM's engine in it. It has no connector, no events and no code of
-ours, except for the cases, their structural tags, and the choice of the core for each rank.
+This program reads cases from a JSON file. It writes the drawn tokens and their margins to another
+file. A margin is the difference between the log probabilities of the two likeliest tokens. The
+program is a separate process with vLLM's engine, without connector and events. From the mesh it
+uses only the cases, their structural tags, and the choice of the core for each rank.
+
 Arguments: model directory, dtype, block size, file of cases, file of tokens, further engine
 arguments as JSON.
 """
@@ -67,11 +69,11 @@ def main() -> None:
         "told": [told(answer) for answer in drawn] if has_told(cases) else [],
     }
     Path(tokens_file).write_text(json.dumps(answers))
-    os._exit(0)  # vLLM's own exit is not always clean, and there is nothing left to do
+    os._exit(0)  # vLLM does not always exit cleanly, and nothing is left to do
 
 
 def prompt_of(case: Mapping[str, Any]) -> Any:
-    """vLLM's prompt; its own processor puts the images in their places."""
+    """The prompt in vLLM's form. vLLM's own processor inserts the images."""
     prompt = {"prompt_token_ids": case["prompt"]}
     if not case["images"]:
         return prompt
@@ -82,7 +84,7 @@ def prompt_of(case: Mapping[str, Any]) -> Any:
 
 
 def lora_requests(folders: list[str]) -> Any:
-    """vLLM's LoRA requests, as its server makes them from names; None without adapters."""
+    """LoRA requests, as vLLM's server makes them from names. None if no case has an adapter."""
     if not any(folders):
         return None
     from vllm.lora.request import LoRARequest
@@ -95,7 +97,7 @@ def lora_requests(folders: list[str]) -> Any:
 
 
 def sampling_params(case: Mapping[str, Any]) -> Any:
-    """vLLM's sampling parameters, as its server makes them from a client's request."""
+    """Sampling parameters, as vLLM's server makes them from a client's request."""
     from vllm import SamplingParams
 
     form = case["form"]
@@ -116,7 +118,8 @@ def sampling_params(case: Mapping[str, Any]) -> Any:
         thinking_token_budget=budget["num_tokens"] if budget else None,
         **shaping,
     )
-    params._bad_words_token_ids = words or None  # vLLM would make these with its tokenizer
+    # vLLM would make these with its tokenizer, which is off
+    params._bad_words_token_ids = words or None
     return params
 
 
@@ -129,7 +132,8 @@ def structured(kind: str, text: str) -> Any:
         case "choice":
             return StructuredOutputsParams(choice=json.loads(text))
         case "structural_tag":
-            # vLLM 0.32 reads each schema as the schema of a schema, under which any JSON is valid.
+            # vLLM 0.32 takes each JSON schema for a schema of schemas, under which any JSON is
+            # valid.
             lark = grammar_of(AskedGrammar(GrammarKind(kind), text))
             return StructuredOutputsParams(grammar=lark)
         case "calls":
@@ -144,12 +148,12 @@ def has_told(cases: list[dict[str, Any]]) -> bool:
 
 
 def told(answer: Any) -> list[list[tuple[int, float]]]:
-    """The log probabilities beside each token, in vLLM's order."""
+    """For each token of the answer, log probabilities by token id, in vLLM's order."""
     return [[(i, each.logprob) for i, each in step.items()] for step in answer.logprobs]
 
 
 def margin(likely: Mapping[int, Any]) -> float:
-    """The difference between the log probabilities of the likeliest token and the next one."""
+    """The difference between the log probabilities of the two likeliest tokens."""
     first, second = sorted((token.logprob for token in likely.values()), reverse=True)[:2]
     return float(first - second)
 

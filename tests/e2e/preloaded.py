@@ -1,8 +1,8 @@
-"""Starts vLLM's processes with vLLM imported already: an import takes 9 s of CPU, and these tests
-start hundreds.
+"""Starts vLLM's processes with vLLM already imported.
 
-They are forked from a server that imports vLLM once. The engines of meshes are children of the
-services, which spawn them as in production.
+An import takes 9 s of CPU time, and the e2e tests start hundreds of processes. The processes are
+forked from a server that imports vLLM once. Only the engines of whole meshes are spawned by
+services, as in production.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _MODULES = [
     "vllm.model_executor.models.llama",
     "pdmesh.engine.vllm.connector.connector",
 ]
-# The server's environment: what vLLM reads at its import, and the process whose end ends others.
+# The environment of the server. vLLM reads some of these variables at its import. HOST_PID is the
+# test process. When it ends, the forked processes end.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -39,7 +40,7 @@ _ENVIRONMENT = {
 
 
 class _Process(context.ForkServerProcess):
-    """A process with its parent's environment, as if it were spawned, and not the server's."""
+    """A forked process that gets its parent's environment, as a spawned process does."""
 
     def start(self) -> None:
         self._environment = dict(os.environ)
@@ -53,11 +54,11 @@ class _Process(context.ForkServerProcess):
         assert not missing, f"the server could not import {missing}"
         os.environ.clear()
         os.environ.update(self._environment)
-        if num_threads := os.environ.get("OMP_NUM_THREADS"):  # OpenMP read it in the server
+        if num_threads := os.environ.get("OMP_NUM_THREADS"):  # OpenMP has read the server's value
             import torch
 
             torch.set_num_threads(int(num_threads))
-        # The ranks, which this process starts, are forked from the same server.
+        # This process starts the ranks, which are forked from the same server.
         _replace_spawn(patch := pytest.MonkeyPatch())
         patch.setattr(forkserver._forkserver, "ensure_running", lambda: None)
         super().run()
@@ -76,7 +77,7 @@ def _replace_spawn(patch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def preloaded() -> Iterator[None]:
-    """Within, this process's spawned children are forked from the server."""
+    """Within the block, spawned child processes of this process are forked from the server."""
     multiprocessing.set_forkserver_preload(_MODULES)
     with pytest.MonkeyPatch.context() as patch:
         _replace_spawn(patch)
@@ -84,7 +85,7 @@ def preloaded() -> Iterator[None]:
 
 
 def run_main(main: Callable[[], None], arguments: list[str], log: Path) -> BaseProcess:
-    """A process that runs `main` as a program with these arguments, and logs to a file."""
+    """Start a process that runs `main` as a program with these arguments, and logs to a file."""
     process = _Process(target=_main, args=(main, arguments, log))
     process.start()
     return process

@@ -1,4 +1,7 @@
-"""Skips tests that need processor features that this machine lacks, and names the features."""
+"""A mark that skips a test if this machine's processor lacks a feature.
+
+The reason for the skip names the feature.
+"""
 
 from __future__ import annotations
 

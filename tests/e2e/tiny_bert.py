@@ -1,8 +1,7 @@
-"""A BERT of random weights with a WordPiece tokenizer: as an embedding model, or as a
-cross-encoder.
+"""Writes a BERT of random weights with a WordPiece tokenizer.
 
-The weights have a large variance, so that a vector depends on every token, and on the text of a
-pair that each token belongs to.
+The model is an embedding model or a cross-encoder. Its weights have a large variance. So a vector
+depends on every token, and on which text of a pair each token belongs to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An Ernie 4.5 of one random layer, and a layer for multi-token prediction that is nearly right.
+"""Writes an Ernie 4.5 with one random layer, and one layer for multi-token prediction.
 
-The layer for prediction is a copy of the model's own: it sees each token but the first, so it draws
-nearly what the model draws, as long as it reads its own KV of the whole text.
+The layer for prediction is a copy of the model's layer, and sees each token except the first. So
+its proposals are nearly always right, if the layer reads its own KV of the whole text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HIDDEN, _HEAD = 256, 64
 
 
 def write_tiny_ernie(directory: Path, seed: int = 0) -> Path:
-    """The same seed gives the same weights on every machine."""
+    """Write the model. The same seed gives the same weights on every machine."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
@@ -35,21 +35,22 @@ def write_tiny_ernie(directory: Path, seed: int = 0) -> Path:
         max_position_embeddings=4096,
         initializer_range=0.15,
         tie_word_embeddings=False,
-        pad_token_id=None,  # its embedding would be all zeros
-        moe_layer_start_index=1,  # so no layer has experts
+        pad_token_id=None,  # the embedding of a padding token would be all zeros
+        moe_layer_start_index=1,  # no layer has experts
     )
     Ernie4_5_MoeForCausalLM(config).save_pretrained(directory)
     file = directory / "model.safetensors"
     weights = load_file(file)
     embedding = weights["model.embed_tokens.weight"]
-    embedding /= embedding.square().mean(dim=1, keepdim=True).sqrt()  # as `mtp_emb_norm` leaves it
+    # vLLM's `mtp_emb_norm` does the same
+    embedding /= embedding.square().mean(dim=1, keepdim=True).sqrt()
     for name in [name for name in weights if name.startswith("model.layers.0.")]:
         copied = name.replace("model.layers.0.", "model.mtp_block.0.")
         rotates = name.endswith(("q_proj.weight", "k_proj.weight"))
         weights[copied] = _in_halves(weights[name]) if rotates else weights[name].clone()
     for name in ("mtp_emb_norm", "mtp_hidden_norm"):
         weights[f"model.{name}.0.weight"] = torch.ones(_HIDDEN)
-    # Of the token and the hidden state before it, only the token counts.
+    # The layer's inputs are the token and the hidden state before it. Only the token has an effect.
     taken = torch.eye(_HIDDEN), torch.zeros(_HIDDEN, _HIDDEN)
     weights["model.mtp_linear_proj.0.weight"] = torch.cat(taken, dim=1)
     save_file(weights, file, metadata={"format": "pt"})
@@ -59,9 +60,10 @@ def write_tiny_ernie(directory: Path, seed: int = 0) -> Path:
 
 
 def _in_halves(weight: Tensor) -> Tensor:
-    """The rows of each head in the order of a Llama, as vLLM computes that layer.
+    """The rows of each head in the order of a Llama, in which vLLM computes the copied layer.
 
-    Positions rotate rows 0 and 1 of an Ernie's head together, and rows 0 and 32 of a Llama's.
+    A token's position rotates rows 0 and 1 of an Ernie's head together, and rows 0 and 32 of a
+    Llama's.
     """
     heads = weight.unflatten(0, (-1, _HEAD // 2, 2))
     return heads.transpose(1, 2).flatten(0, 2).contiguous()

@@ -1,4 +1,4 @@
-"""A Llama with random weights and a token for each byte: a few MB, loaded in seconds.
+"""Writes a Llama with random weights and one token for each byte. It has a few MB.
 
 The weights have a large variance, so that an answer depends on its whole prompt.
 """
@@ -15,7 +15,7 @@ VOCABULARY_SIZE: Final = 320
 
 
 def write_tiny_llama(directory: Path, seed: int = 0) -> Path:
-    """The same seed gives the same weights on every machine."""
+    """Write the model. The same seed gives the same weights on every machine."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,7 +39,10 @@ def write_tiny_llama(directory: Path, seed: int = 0) -> Path:
 
 
 def write_byte_tokenizer(directory: Path) -> None:
-    """Token n is the n-th of the letters that stand for bytes; then follow `<s>` and `</s>`."""
+    """Write a tokenizer whose token n is the n-th of the letters that stand for bytes.
+
+    `<s>` and `</s>` follow.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

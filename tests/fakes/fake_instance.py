@@ -1,7 +1,7 @@
-"""An instance with a real gRPC Session, and scripted behaviour instead of an engine.
+"""A fake instance with a real gRPC Session, and scripted behaviour instead of an engine.
 
-Each token is a function of all tokens before it. So a lost, doubled or foreign token changes the
-text, and a migrated stream must have the same text as an unbroken one.
+Each token is a function of the tokens before it. So a lost, doubled or foreign token changes the
+text, and a migrated stream must have the same text as an unbroken stream.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pdmesh.v1.common_pb2 import (
 )
 
 Outbox = asyncio.Queue[pb.SessionResponse | None]  # None breaks the stream
-_LETTERS = range(90)  # printable in the tiny tokenizer
+_LETTERS = range(90)  # printable tokens of the tiny tokenizer
 
 
 def next_token(tokens: Sequence[int], noise: int = 0) -> int:
@@ -50,7 +50,7 @@ def noise_of(seed: int | None, position: int) -> int:
 
 
 def reference(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -> list[int]:
-    """The tokens of an unbroken run."""
+    """The tokens of an answer that one instance draws without a break."""
     tokens = list(prompt)
     for position in range(num_tokens):
         tokens.append(next_token(tokens, noise_of(seed, position)))
@@ -58,7 +58,7 @@ def reference(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -
 
 
 def prompt_logprobs_of(prompt: Sequence[int], num_top: int) -> PromptLogprobs:
-    """Invented log probabilities, in which 0, 1, ... are the likeliest tokens."""
+    """Invented log probabilities, in which the tokens 0, 1, ... are the likeliest."""
     found = PromptLogprobs(num_top=num_top)
     for at, token in enumerate(prompt[1:], start=1):
         found.token_ids.extend([token, *range(num_top)])
@@ -79,15 +79,15 @@ class FakeLeg:
     num_left: int
     sampling: SamplingParams
     outbox: Outbox
-    awaits_first: bool = False  # started before prefill drew its token
+    awaits_first: bool = False  # the decode started before the prefill drew token 1
     ticket_id: str = ""
-    prefill: pb.Prefill | None = None  # a prefill that is held back, in per-layer mode
-    num_drawn: int = 0  # tokens drawn by this leg
+    prefill: pb.Prefill | None = None  # the request of a prefill whose first token is held back
+    num_drawn: int = 0  # the tokens that this leg has drawn
     script: Sequence[int] = ()
 
     @property
     def position(self) -> int:
-        """The position in the answer of the next token."""
+        """The position of the next token in the answer."""
         return self.sampling.num_drawn + self.num_drawn
 
     def draw(self) -> int:
@@ -108,27 +108,29 @@ class FakeInstance:
     num_slots: int = 1 << 20
     step_s: float = 0.0
     prefill_s: float = (
-        0.0  # the time to compute a prompt; after it, all sessions hear of the free slot
+        # the time to compute a prompt, after which all sessions get a message about the free slot
+        0.0
     )
     group_id: str = "default"
     fingerprint: str = "fp"
     supports_logprobs: bool = False
     supports_constraints: bool = True
     max_model_len: int = 4096
-    reject_with: int | None = None  # a RejectReason for everything
-    is_silent: bool = False  # never answers
-    is_holding: bool = False  # accepts but produces nothing
+    reject_with: int | None = None  # the RejectReason for every request
+    is_silent: bool = False  # the instance never answers
+    is_holding: bool = False  # the instance accepts requests but draws no tokens
     fail_starts_with: str | None = None
-    # Opens the ticket with Accepted if the request asks for per-layer mode.
+    # Whether the instance opens the ticket with Accepted if the request asks for per-layer mode.
     is_per_layer: bool = True
     tokens_per_step: int = 1
-    breaks_at: int | None = None  # breaks all sessions when a leg reaches this token
+    breaks_at: int | None = None  # all sessions break when a leg reaches this token
     model: str = "tiny"
     scenario: str = "default"
-    text: TextFiles | None = None  # the files of its model
-    num_texts: int = 0  # how often they were requested
+    text: TextFiles | None = None  # the files of the instance's model
+    num_texts: int = 0  # how often these files were requested
     takes_session_hints: bool = False
-    script: Sequence[int] = ()  # the answer to everything, instead of a function of the tokens
+    # the tokens of every answer, instead of a function of the tokens before
+    script: Sequence[int] = ()
 
     prefills: list[pb.Prefill] = field(default_factory=list)
     starts: list[pb.Start] = field(default_factory=list)
@@ -189,19 +191,21 @@ class FakeInstance:
             await self._server.stop(0)
 
     def break_sessions(self) -> None:
-        """Behave as if the process died: every stream ends, and all legs and tickets are gone."""
+        """Behave as if the process died. Every stream ends, and all legs and tickets are gone."""
         for outbox in self._outboxes:
             outbox.put_nowait(None)
         self.legs.clear()
         self.tickets.clear()
 
     def free_slots(self, num_slots: int) -> None:
-        """Free some slots, and report that."""
+        """Make some slots free, and report the load."""
         self.num_slots, self.reject_with = num_slots, None
         self._tell_load()
 
     def tell_progress(self, num_signs: int, num_tokens: int, num_open_tokens: int) -> None:
-        """Report progress. Like an instance of an older release, it never does this by itself."""
+        """Report progress. The fake never does this by itself, like an instance of an older
+        release.
+        """
         progress = pb.Progress(
             num_signs=num_signs, num_tokens=num_tokens, num_open_tokens=num_open_tokens
         )
@@ -339,7 +343,7 @@ class FakeInstance:
 
     def _finish_prefill(self, leg: FakeLeg) -> None:
         if self.legs.pop(leg.key, None) is None:
-            return  # it was aborted in the meantime
+            return  # the leg was aborted
         assert leg.prefill is not None
         events: list[pb.SessionEvent] = []
         self._draw_first(leg.prefill, leg, events)
@@ -372,7 +376,7 @@ class FakeInstance:
             leg.prefill = prefill
             self.legs[prefill.key] = leg
             if not self.is_holding:
-                leg.awaits_first = True  # it still computes, so there is no step to do
+                leg.awaits_first = True  # the prefill still computes, so it takes part in no step
                 asyncio.get_running_loop().call_later(self.prefill_s, self._finish_prefill, leg)
             return
         self._draw_first(prefill, leg, events)

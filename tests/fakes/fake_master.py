@@ -1,4 +1,7 @@
-"""A master that answers plans over real gRPC as a test orders."""
+"""A fake master that answers requests for plans over real gRPC, as a test orders.
+
+A plan ranks the instances that may serve a request.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 
 class FakeMaster:
-    """Answers each request with its number of queries as the epoch."""
+    """Answers each request for plans with its number of queries as the epoch."""
 
     def __init__(self) -> None:
         self.num_streams = 0
         self.is_silent = False
         self.is_refusing = False
-        self.held: dict[str, int] = {}  # blocks of every prompt, by scenario
-        self.matched: list[int] = []  # how many hashes each MatchPrefix had
+        # the blocks of every prompt that instances hold, by scenario
+        self.held: dict[str, int] = {}
+        self.matched: list[int] = []  # the number of hashes in each MatchPrefix request
 
     async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
         return pb.PlanResponse(epoch=len(request.queries))

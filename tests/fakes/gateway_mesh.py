@@ -22,7 +22,11 @@ from tests.fakes.tiny_model import write_tiny_model
 
 
 class GatewayMesh:
-    """`tokenizer` is that of the gateway's own folder, and of every fake instance's model."""
+    """A gateway, fake instances, and the registry that connects them.
+
+    `tokenizer` is the tokenizer of the gateway's folder, which every fake instance's model also
+    has.
+    """
 
     def __init__(self, settings: Settings, tokenizers: TokenizerPool, tokenizer: Tokenizer) -> None:
         self.settings = settings
@@ -88,13 +92,16 @@ async def gateway_mesh(
     model_type: str = "",
     **settings: Any,
 ) -> AsyncIterator[GatewayMesh]:
-    """`template` and `model_type` are the model's. They determine how answers are parsed."""
+    """Start the gateway and its instances.
+
+    `template` and `model_type` are those of the model, and determine how answers are parsed.
+    """
     values = {
         "http_port": 0,
         "grpc_port": 0,
         "drain_s": 1.0,
-        "plan_timeout_s": 10.0,  # a slow test master must not be skipped
-        "answer_s": 60.0,  # nor a slow fake instance taken for a silent one
+        "plan_timeout_s": 10.0,  # so that the gateway does not skip a slow test master
+        "answer_s": 60.0,  # so that the gateway does not take a slow fake instance for a silent one
         "instance_id": "gateway-0",
         **settings,
     }

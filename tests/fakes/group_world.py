@@ -1,8 +1,8 @@
-"""A mesh of pure instances and a registry under a group controller, for tests of orders of events.
+"""A mesh under a group controller without processes, for tests of the order of events.
 
-Instances are real `InstanceLife`s. The test decides how long loading, connecting and idling take.
-The registry has records and assignments. As in JetStream, a write succeeds only if its writer has
-seen the latest value.
+Instances are `InstanceLife` cores without engines. The test decides how long loading, connecting
+and idling take. The registry has records and assignments, which are the leader's orders to
+instances. As in JetStream, a write succeeds only if its writer has seen the latest value.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LIMITS = StageLimits(
 
 @dataclass
 class Process:
-    """One process; `life` is its current incarnation."""
+    """One process. `life` is its current incarnation."""
 
     instance_id: str
     life: InstanceLife
@@ -123,7 +123,7 @@ class World:
         del self.records[instance_id]
 
     def stop(self, instance_id: str) -> None:
-        """Ask a process to end: it drains, and ignores assignments from then on."""
+        """Ask a process to end. It drains, and ignores assignments from then on."""
         self.processes[instance_id].is_stopping = True
         self.tell(instance_id)
 
@@ -190,7 +190,7 @@ class World:
     def round(self, num_written: int | None = None) -> list[GiveAssignment | ForgetAssignment]:
         """Run one round, of which only the first `num_written` writes succeed.
 
-        The others are lost, as if the leader died or the store became unreachable.
+        The other writes are lost, as if the leader died or the store became unreachable.
         """
         observed = self.observe()
         effects = self.controller.handle(observed, self.now)
@@ -237,7 +237,9 @@ class World:
                     self.told.append(effect)
 
     def answer(self, sick: str = "", num: int = 5) -> None:
-        """Let every group answer some requests; instances of the revision `sick` fail as many."""
+        """Let every instance answer some requests. Instances of the revision `sick` also fail as
+        many.
+        """
         for process in self.processes.values():
             role_spec = process.life.role_spec
             if process.record().phase is Phase.READY and role_spec is not None:
@@ -248,7 +250,7 @@ class World:
                         self.upgrading.handle(LegFailureReported(group_revision), self.now)
 
     def elect(self) -> None:
-        """Elect another master, which knows only what is in the registry."""
+        """Elect another master, which knows only the contents of the registry."""
         self.epoch += 1
         self.controller = GroupController(StageClock(LIMITS))
         self.upgrading = UpgradeController(KV)
@@ -270,7 +272,7 @@ class World:
             num_quiet = num_quiet + 1 if is_quiet and not is_cooling else 0
 
     def work_round(self) -> bool:
-        """Run one second: the leader gives its orders, and all instances carry them out.
+        """Run one second, in which the leader gives its orders and all instances carry them out.
 
         Returns True if there was nothing to do.
         """
@@ -297,7 +299,9 @@ class World:
         )
 
     def domains(self, group_id: str, role: Role) -> dict[str, list[str]]:
-        """The instances that accept requests as ranks of a domain, in order of their ranks."""
+        """The instances that accept requests as ranks of a domain, by domain and in the order of
+        ranks.
+        """
         found: dict[str, dict[int, str]] = {}
         for instance_id in self.ready(group_id, role):
             role_spec = self.processes[instance_id].life.role_spec

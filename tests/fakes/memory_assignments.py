@@ -1,4 +1,4 @@
-"""Assignments in one process. Contract tests check that it behaves like NatsAssignments."""
+"""A fake of `NatsAssignments` in one process. Contract tests check that both behave alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh.v1.groups_pb2 import Assignment
 class MemoryAssignmentStore:
     """The store that all parties of a test share.
 
-    As over a network, changes arrive at a later turn of the loop.
+    As over a network, changes arrive at a later turn of the event loop.
     """
 
     values: dict[str, tuple[int, Assignment | None]] = field(default_factory=dict)

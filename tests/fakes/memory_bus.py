@@ -1,6 +1,6 @@
-"""A Bus in one process, with a server that can have outages.
+"""A fake of `NatsBus` in one process, with a server that can have outages.
 
-Contract tests check that it behaves like NatsBus.
+Contract tests check that both buses behave alike.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MemorySubscription:
     async def _run(self) -> None:
         while True:
             message = await self._queue.get()
-            with contextlib.suppress(Exception):  # a failing handler must not affect the bus
+            with contextlib.suppress(Exception):  # an error in a handler must not affect the bus
                 await self._handler(message)
 
 

@@ -1,6 +1,6 @@
-"""A Registry in one process, with leases on the loop's clock.
+"""A fake of `NatsRegistry` in one process, with leases on the event loop's clock.
 
-Contract tests check that it behaves like NatsRegistry.
+Contract tests check that both registries behave alike.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class MemoryRegistry:
         return MemoryView(self.store)
 
     def crash(self) -> None:
-        """Let the owner die without removing its records: nothing renews its leases."""
+        """Let the owner die without removing its records. Nothing renews its leases any more."""
         for lease in self._leases:
             lease.task.cancel()
 

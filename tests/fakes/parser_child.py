@@ -1,6 +1,7 @@
-"""A parser process without vLLM, in which each token is one character. Some tokens end or stop it.
+"""A process that parses answers without vLLM. Each token is one character.
 
-Run it with `python -m tests.fakes.parser_child`. With `--unfit` it has no parsers for any model.
+Some tokens end or stop the process. Run it with `python -m tests.fakes.parser_child`. With
+`--unfit`, it has no parsers for any model.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pdmesh.services.gateway.parsing.frames import (
 DEADLY: Final = 0x2620
 HANGING: Final = 0x231B
 FAULTY: Final = 0x21AF
-SLOW: Final = 0x231A  # a token that takes SLOW_S of CPU
+SLOW: Final = 0x231A  # this token takes SLOW_S of CPU time
 SLOW_S: Final = 0.002
 
 

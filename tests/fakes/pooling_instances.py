@@ -1,4 +1,7 @@
-"""Pooling instances in this process: the sim's engine and a real host behind gRPC, with records."""
+"""Pooling instances in this process, which make vectors or scores of whole texts.
+
+They have the simulated engine, a real host behind gRPC, and records for the registry.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class PoolingSite:
     server: grpc.aio.Server
 
     async def die(self) -> None:
-        """Behave as if the process were killed: every stream breaks at once."""
+        """Behave as if the process were killed. Every stream breaks at once."""
         await self.server.stop(0)
 
     async def until_idle(self) -> None:

@@ -1,4 +1,8 @@
-"""Instance hosts with the sim engine in this process, behind real gRPC, and a Session client."""
+"""Instances on the simulated engine in this process, behind real gRPC, and a Session client.
+
+A Session is the gRPC stream between a gateway and an instance. A leg is a request's stay on one
+instance.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +77,9 @@ class SimInstance:
     pump: asyncio.Task[None]
 
     async def until_idle(self, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until all legs are over, and nothing is left in host, admission, engine and KV
-        memory.
+        """Wait until all legs are over, and check that nothing is left.
+
+        The host, the admission, the engine and the KV memory must be empty.
         """
         async with asyncio.timeout(timeout_s):
             await self.host.wait_idle()
@@ -124,7 +129,7 @@ async def sim_instance(
         engine, Admission(capacity), time.monotonic, host_config, HostReports(blocks.add)
     )
     record = common_pb2.InstanceRecord(instance_id=name, incarnation=settings.incarnation)
-    # Both ends are in the test's process, which answers no ping while it computes.
+    # Both ends of a connection are in the test's process, which answers no ping while it computes.
     with mock.patch.object(rpc, "_KEEPALIVE", ()):
         server = rpc.server()
         rpc.add_service(
@@ -151,7 +156,10 @@ async def sim_instance(
 
 @dataclass
 class LegLog:
-    """The events of one leg that a gateway got, in order: ("accepted", ...), ("token", id), ..."""
+    """The events of one leg, in the order in which a gateway got them.
+
+    They are ("accepted", ...), ("token", id), and so on.
+    """
 
     key: int
     heard: list[tuple[str, Any]] = field(default_factory=list)
@@ -168,7 +176,7 @@ class LegLog:
         return [value for kind, value in self.heard if kind == "token"]
 
     async def until(self, *kinds: str, timeout_s: float = PATIENCE_S) -> Any:
-        """The value of the first event of one of `kinds`."""
+        """Wait for an event of one of `kinds`, and return the value of the first one."""
         async with asyncio.timeout(timeout_s):
             while not self.has(*kinds):
                 self.changed.clear()
@@ -177,7 +185,7 @@ class LegLog:
 
 
 class Target(Protocol):
-    """The address of an instance for a gateway."""
+    """An instance to which a session can connect."""
 
     @property
     def address(self) -> str: ...
@@ -199,10 +207,10 @@ class TestSession:
         self._writing = asyncio.Lock()
         self.legs: dict[int, LegLog] = {}
         self.loads: list[pb.Load] = []
-        self.num_signs = 0  # of work, as last reported
+        self.num_signs = 0  # the number of signs of work, as last reported
         self.num_messages = 0
         self.error: grpc.aio.AioRpcError | None = None
-        self.reads = asyncio.Event()  # if cleared, nothing is read
+        self.reads = asyncio.Event()  # if this event is cleared, nothing is read
         self.reads.set()
 
     async def __aenter__(self) -> Self:
@@ -229,7 +237,7 @@ class TestSession:
         await self._channel.close(None)
 
     async def send(self, *commands: pb.Command) -> None:
-        async with self._writing:  # gRPC takes one write at a time
+        async with self._writing:  # gRPC allows only one write at a time
             await self.call.write(pb.SessionRequest(commands=commands))
 
     async def _read(self) -> None:
@@ -262,7 +270,8 @@ class TestSession:
     @staticmethod
     def _tell(leg: LegLog, kind: str, value: Any) -> None:
         if kind in {"first_token", "kv_received"} and not leg.has("accepted"):
-            leg.heard.append(("accepted", pb.Accepted()))  # the event itself
+            # accepted is implied if the instance sends one of these events first
+            leg.heard.append(("accepted", pb.Accepted()))
         leg.heard.append((kind, value))
         leg.changed.set()
 
@@ -297,7 +306,7 @@ class TestSession:
         ticket: common_pb2.Ticket,
         **other: Any,
     ) -> LegLog:
-        """Start a decode. `sampling` is the client's; decode may draw one token fewer."""
+        """Start a decode. `sampling` is the client's, of which the decode draws one token fewer."""
         leg = self._new_leg()
         rest = replace(
             sampling, max_tokens=sampling.max_tokens - 1, num_drawn=sampling.num_drawn + 1

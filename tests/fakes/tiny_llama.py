@@ -1,7 +1,7 @@
 """A Llama with random weights whose heads can be divided among ranks.
 
-The nine query heads and three KV heads of SmolLM2 cannot. The weights have a large variance, so
-that the answer depends on the whole prompt and zeroed KV changes it.
+The nine query heads and three KV heads of SmolLM2 cannot be divided. The weights have a large
+variance, so that the answer depends on the whole prompt, and zeroed KV changes the answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ VOCABULARY_SIZE = 40_960  # the prompts of tests/e2e/cases.py are within it
 
 
 def llama_config(**sizes: int) -> Any:
-    """The settings of a Llama whose weights have a large variance. Any: of transformers."""
+    """The settings of a Llama whose weights have a large variance.
+
+    The type is Any because it is a class of transformers, which is imported late.
+    """
     from transformers import LlamaConfig
 
     return LlamaConfig(max_position_embeddings=4096, initializer_range=0.15, **sizes)

@@ -1,4 +1,7 @@
-"""A model directory small enough for a test: byte-level tokens, and a chat template."""
+"""Writes a model directory for tests, with byte-level tokens and a chat template.
+
+The directory has no weights.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ _NUM_LETTERS = 90
 def write_tiny_model(
     directory: Path, template: str = "", model_type: str = "", *, shift: int = 0
 ) -> Path:
-    """The id of a byte is its place in the byte-level alphabet, and 256 is the end of sequence.
+    """Write the files, and return the directory.
 
-    Models with reasoning have the tokens 257 and 258 for it. Each `shift` makes a different model,
-    in which the ids of letters mean other letters.
+    The id of a byte is its place in the byte-level alphabet, and 256 is the end of sequence. If the
+    template has reasoning, the tokens 257 and 258 are its marks. Each `shift` makes a different
+    model, in which the ids of letters mean other letters.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = alphabet[:_NUM_LETTERS]

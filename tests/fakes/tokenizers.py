@@ -17,7 +17,9 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def sentencepiece(decoder: decoders.Decoder) -> Tokenizer:
-    """Pieces, then bytes, then special tokens, as in a SentencePiece vocabulary."""
+    """A tokenizer with pieces, bytes and special tokens, in the order of a SentencePiece
+    vocabulary.
+    """
     vocab = {piece: i for i, piece in enumerate((*PIECES, *BYTES))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=PIECES[0]))
     tokenizer.decoder = decoder
@@ -43,4 +45,5 @@ TOKENIZERS: dict[str, Tokenizer] = {
     "byte level": BYTE_LEVEL,
 }
 
-END = TOKENIZERS["llama"].get_vocab_size() - 1  # "</s>" in all vocabularies like SentencePiece's
+# the token "</s>" of all tokenizers that are like SentencePiece's
+END = TOKENIZERS["llama"].get_vocab_size() - 1

@@ -1,4 +1,4 @@
-"""Rolling upgrades in a world of groups, which begins with release 1."""
+"""Rolling upgrades in a world of groups (`group_world`), whose groups begin with release 1."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OLD, NEW = revision("1"), revision("2")
 
 
 def settled(num_groups: int = 3, num_spare: int = 4) -> World:
-    """A world with groups of 2P:2D that serve release 1."""
+    """A world with groups of 2P:2D, which serve release 1."""
     world = World(released("1", num_groups), num=4 * num_groups + num_spare)
     world.settle()
     world.told.clear()
@@ -75,8 +75,10 @@ def check_one_at_a_time(world: World) -> None:
 def play(
     world: World, seconds: int, *, sick: str = "", fails: Callable[[str], bool] = lambda _: False
 ) -> None:
-    """Let all instances work. Those of the revision `sick` fail requests, and those that `fails`
-    selects cannot load.
+    """Let all instances work for some seconds.
+
+    Instances of the revision `sick` fail requests. Instances whose revision `fails` selects cannot
+    load.
     """
     for _ in range(seconds):
         world.now += 1

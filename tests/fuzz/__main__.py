@@ -1,4 +1,4 @@
-"""`make fuzz`: atheris runs one of `targets`.
+"""Runs atheris on one of `targets`, for `make fuzz`.
 
 atheris is not a development package. Arguments after the target's name are for libFuzzer.
 """

@@ -1,6 +1,6 @@
-"""Bounds the work for an input by a multiple of the work for the longest honest input.
+"""Limits the work for an input to a multiple of the work for the longest honest input.
 
-Both are measured on the same machine, under the same instrumentation.
+The work for both inputs is measured on the same machine, under the same instrumentation.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _TRIES: Final = 4
 
 
 class Budget:
-    """Feeds inputs, and fails if every attempt with one input exceeds the bound.
+    """Feeds inputs to a fuzz target, and fails if every attempt with one input exceeds the limit.
 
-    It measures the CPU time of this thread, so other threads do not count.
+    The cost is the CPU time of this thread, so other threads have no effect.
     """
 
     def __init__(self, feed: Callable[[bytes], None], honest: bytes, most: int = MOST) -> None:

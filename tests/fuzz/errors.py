@@ -1,4 +1,4 @@
-"""Checks each error that an unknown client gets."""
+"""Checks the errors that an unknown client gets."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ _MOST_SAID: Final = 1000  # characters, however long the client's input was
 def check(error: MeshError) -> None:
     for said in (error.message, getattr(error, "field", None) or ""):
         assert len(said) <= _MOST_SAID, "an error echoes the client's own text"
-        said.encode()  # it must be encodable
+        said.encode()  # raises if the text cannot be encoded

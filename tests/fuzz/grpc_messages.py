@@ -1,7 +1,8 @@
 """Fuzzes the gRPC parsers of the public API and of instances, and the validation after them.
 
-`feed` raises only if a promise is broken. Bytes are a message or raise InvalidRequest. A message is
-a request or raises a short MeshError. An accepted request is within the bounds of the API.
+`feed` raises only if a promise is broken. The parser turns bytes into a message or raises
+InvalidRequest. The validation turns a message into a request or raises a short MeshError. An
+accepted request is within the limits of the API.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pdmesh.v1 import instance_service_pb2 as instance_pb
 from tests.fakes.gateway_mesh import gateway_mesh
 from tests.fuzz import errors
 
-MAX_LEN: Final = 131_072  # above this, the parser counts a message's fields
+MAX_LEN: Final = 131_072  # above this size, the parser counts a message's fields
 _MAX_FIELDS: Final = 32_768
 _CAPACITY: Final = Capacity(
     works=frozenset({Work.PREFILL}),
@@ -52,11 +53,11 @@ def _frontend() -> tuple[asyncio.AbstractEventLoop, Frontend]:
     return loop, running.gateway.frontend
 
 
-_kept: list[Any] = []  # references, because collected objects would end
+_kept: list[Any] = []  # references, because a mesh that is garbage-collected would end
 
 
 def close() -> None:
-    """End everything that `feed` started, for a test that continues."""
+    """End everything that `feed` started, so that a test can continue."""
     while _kept:
         loop, _ = _frontend()
         loop.run_until_complete(_kept.pop().__aexit__(None, None, None))

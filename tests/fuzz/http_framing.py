@@ -1,8 +1,8 @@
-"""Fuzzes the gateway's HTTP framing with any bytes, in any pieces.
+"""Fuzzes the gateway's HTTP framing with random bytes in pieces of any size.
 
-`feed` raises only if a promise is broken. Only whole responses come back, at most one for each
-request and one refusal. The application sees no header that could be read as two. A connection that
-ends leaves nothing behind.
+`feed` raises only if a promise is broken. The gateway sends only whole responses, at most one for
+each request and one refusal. The application sees no header that could be read as two headers. A
+connection that ends leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STATUSES: Final = {
     b"501",
     b"505",
 }
-_HEAD: Final = 1  # bytes at the beginning of an input: the size of its pieces
+_HEAD: Final = 1  # bytes at the beginning of an input, which give the size of its pieces
 
 Message = dict[str, Any]
 
@@ -69,9 +69,9 @@ class _App:
 
 
 class _Transport(asyncio.Transport):
-    """Accepts all output.
+    """A transport that accepts all output.
 
-    As with a socket, its end reaches the protocol at the loop's next turn.
+    As with a socket, the protocol learns of its end in the event loop's next turn.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -125,7 +125,7 @@ async def _feed(pieces: list[bytes]) -> None:
         app, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False
     )
     config.load()
-    logging.disable()  # silences the logs of refusals
+    logging.disable()  # suppress the logs of refusals
     bounds = Bounds(_MAX_HEADER_BYTES, 60.0, 10, 10)
     protocol: Any = guarded(bounds)
     transport = _Transport(loop)
@@ -184,12 +184,13 @@ _loop = asyncio.new_event_loop()
 
 
 def feed(data: bytes) -> None:
-    """Feed one input. Its first byte is the size of the pieces of the rest; 0: one piece."""
+    """Feed one input. Its first byte is the size of the pieces of the rest; 0 means one piece."""
     if len(data) <= _HEAD:
         return
     rest = data[_HEAD:]
     size = data[0] or len(rest)
-    size = max(size, len(rest) // 64)  # each piece takes a turn of the loop
+    # limit the pieces, because each piece takes a turn of the event loop
+    size = max(size, len(rest) // 64)
     _loop.run_until_complete(_feed([rest[i : i + size] for i in range(0, len(rest), size)]))
 
 

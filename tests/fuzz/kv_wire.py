@@ -1,7 +1,7 @@
 """Fuzzes the parser of KV messages, and a KV agent that receives them.
 
-`feed_parser` and `feed_agent` raise only if a promise is broken. Hypothesis calls them in
-`make test`. To fuzz with coverage as the guide:
+`feed_parser` and `feed_agent` raise only if a promise is broken. Hypothesis calls both in `make
+test`. These commands fuzz with coverage as the guide:
 
     make fuzz-kv_wire    # atheris, from tests/fuzz/corpus/kv_wire; FUZZ_S=600 for ten minutes
     python -m tests.fuzz.kv_wire      # write the corpus again: one message of each kind
@@ -30,11 +30,11 @@ CORPUS = Path(__file__).parent / "corpus" / "kv_wire"
 LAYOUT = KvLayout(2, 2, 16, "f")
 HASH = fingerprint_hash("f")
 MAX_LEN = 512
-LENGTH = 2  # bytes of the length before each message of a sequence
+LENGTH = 2  # bytes of the length before each message of an input
 
 
 def resealed(data: bytes) -> bytes:
-    """The message with a correct checksum, so that bad content passes the checksum, too."""
+    """The message with a correct checksum, so that the parser also sees the faulty content."""
     if len(data) < wire.BODY_AT:
         return data
     seal = wire.seal_of(memoryview(data))
@@ -135,7 +135,10 @@ async def _feed(messages: list[bytes]) -> None:
 
 
 def feed_agent(data: bytes) -> None:
-    """Feed messages, each with its length before it: no exception, no broken invariant, no leak."""
+    """Feed messages to an agent. Each message has its length before it.
+
+    The agent must not raise, break an invariant, or leak anything.
+    """
     messages: list[bytes] = []
     while len(data) >= LENGTH:
         size = int.from_bytes(data[:LENGTH], "little")
@@ -145,7 +148,7 @@ def feed_agent(data: bytes) -> None:
 
 
 def feed(data: bytes) -> None:
-    """Feed both. The parser gets only the first message."""
+    """Feed the parser and the agent. The parser gets only the first message."""
     feed_parser(data[LENGTH:])
     feed_agent(data)
 
@@ -181,7 +184,7 @@ def examples() -> list[bytes]:
 
 
 def seeds() -> dict[str, bytes]:
-    """The corpus: each example, and all of them, by the name of the file."""
+    """The corpus by file name. It has each example, and all examples together."""
     found = {f"message-{n:02}": sequence([each]) for n, each in enumerate(examples())}
     return found | {"all": sequence(examples())}
 

@@ -1,4 +1,4 @@
-"""The targets of `make fuzz`. Each is a module with `feed`, the longest honest input, and seeds.
+"""The targets of `make fuzz`. Each target is a module with `feed`, `honest` and `seeds`.
 
     make fuzz                                # all targets, one minute each
     make fuzz FUZZ_S=600                     # ten minutes each
@@ -36,7 +36,7 @@ class Target:
 
 
 def load(name: str) -> Target:
-    """Load a target, with a bound on the work that an input may cause."""
+    """Load a target, with a limit on the work that an input may cause."""
     module = import_module(MODULES[name])
     return Target(Budget(module.feed, module.honest()), module.MAX_LEN)
 

@@ -1,8 +1,8 @@
 """Fuzzes the reader of the desired state with any text that an operator may send.
 
-`feed` raises only if a promise is broken. A text is a desired state, or raises a short
-InvalidRequest that names a line. A desired state has no problems, and its text gives the same state
-when it is read again.
+`feed` raises only if a promise is broken. The reader turns a text into a desired state, or raises a
+short InvalidRequest that names a line. A desired state has no problems. The same text gives the
+same state when it is read again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The comparison of policies on meshes: its workloads tell policies apart, and a stored run is not
-repeated.
+"""The benchmark that compares placement policies on meshes.
+
+Its workloads tell policies apart, and a stored run is not repeated.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def ran(policy: str, **numbers: float) -> Run:
 def test_scheduling_takes_thirty_percent_off_the_p95_and_finds_more_of_the_prefixes(
     case: str, seed: int
 ) -> None:
-    """RTP-LLM's two workloads, compared with random choice on the virtual clock, without any noise.
+    """RTP-LLM's two workloads are compared with random choice, on the virtual clock without noise.
 
-    The P95 is used because a mean hides the tail: with one prompt in twenty placed at random, the
+    The P95 is used because a mean hides the tail. With one prompt in twenty placed at random, the
     mean is hardly higher.
     """
     ours, off = (mesh_compare.twin_of(options(case, p, seed)) for p in (OURS, OFF))

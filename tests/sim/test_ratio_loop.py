@@ -1,5 +1,7 @@
-"""The ratio loop over the mesh's own cores on a virtual clock: its formula, its findings, that it
-converges and stays calm, and that changes lose no request.
+"""The ratio loop, which keeps the ratio of prefills to decodes, on the mesh's own cores.
+
+The tests run on a virtual clock. They check the loop's formula, that the loop converges and stays
+calm, and that its changes lose no request.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def test_an_hour_of_one_workload_moves_nothing() -> None:
 
 
 @pytest.mark.req("S32")
-@pytest.mark.timeout(1800)  # an hour of traffic: on a busy machine it takes more than five minutes
+@pytest.mark.timeout(1800)  # an hour of traffic takes more than five minutes on a busy machine
 @pytest.mark.parametrize("start", [Split(2, 6), Split(6, 2)], ids=str)
 def test_without_a_profile_the_loop_ends_within_one_of_the_best_and_stays(start: Split) -> None:
     found = loop.converge(start, 1)
@@ -107,7 +109,7 @@ def test_a_week_of_ten_thousand_devices_has_as_many_faults_as_its_rate_and_enoug
     weeks = [faults.machines_of_a_week(rate, seed) for seed in range(50)]
     found = [e for w in weeks for e in faults.episodes(w)]
     num_faults = sum(len(e.losses) for e in found)
-    # Some two in a hundred faults hit spares or machines in repair, and harm no request.
+    # About 2 % of the faults hit spares or machines in repair, and harm no request.
     assert num_faults / 50 == pytest.approx(rate * 25, rel=0.1)
     assert max(w.most_in_repair for w in weeks) <= faults.NUM_SPARES
     assert sum(loss.spare_after_s for e in found for loss in e.losses) == 0
@@ -125,9 +127,10 @@ def test_two_simultaneous_faults_in_a_group_without_a_spare_fail_no_request() ->
 @pytest.mark.req("S11", "S21", "S24")
 @pytest.mark.parametrize("seed", [3, 4])
 def test_lending_an_upgrade_and_a_role_change_lose_no_request(seed: int) -> None:
-    """Three groups run at a third of their capacity. One is lent and comes back, all are upgraded,
-    and an operator changes a role in one that serves. The schedule lends the least busy group;
-    which one that is at 00:01, a Poisson process decides.
+    """Three groups run at a third of their capacity. One group is lent and comes back, all groups
+    are upgraded, and an operator changes a role in a serving group.
+
+    The schedule lends the group that is least busy at 00:01, which depends on random arrivals.
     """
     mesh = LiveMesh(loop.SHAPE, seed, load_s=20.0)
     for number in range(3):
@@ -161,17 +164,18 @@ def test_lending_an_upgrade_and_a_role_change_lose_no_request(seed: int) -> None
     assert len(lent) == 1
     assert count(control.log, "move", f"{lent[0]} goes to training") == 1
     back = [s.at_s for s in control.samples if s.groups[lent[0]][2]][-1]
-    assert back <= 900.0  # it serves again at 00:15
+    assert back <= 900.0  # the group serves again at 00:15
     assert mesh.groups[changed[0]].num(Role.DECODE) == 5
     assert [e.text for e in planned(control.log)] == ["planned: by hand"]
 
 
 @pytest.mark.req("S63")
 def test_disaggregated_instances_carry_1_4_times_the_load_of_aggregated_ones() -> None:
-    """Both have the same number of instances; the aggregated ones use their best chunk size.
+    """Both modes have the same number of instances. The aggregated instances use their best chunk
+    size.
 
     This is a small run with one seed and one scene. `make bench NAME=ratio` measures the factor of
-    four scenes: 1.3 to 1.9, not the paper's 6.7.
+    four scenes. It is 1.3 to 1.9, and not 6.7 as in the paper.
     """
     scene = aggregated.SCENES[1]
     modes = dict(aggregated.modes(scene))

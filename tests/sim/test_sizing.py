@@ -1,5 +1,6 @@
-"""Plans of deployments agree with the virtual mesh, which has the product's own cores. The runs are
-short.
+"""Plans for the size of a deployment agree with the virtual mesh, in short runs.
+
+The virtual mesh has the same cores as the real one.
 """
 
 from __future__ import annotations

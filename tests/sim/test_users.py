@@ -1,5 +1,6 @@
-"""Users at 4A on the virtual clock: what the mesh of `make bench NAME=users` must show, without
-noise.
+"""A mesh with 96 users on the virtual clock, without noise.
+
+The real mesh of `make bench NAME=users` must show the same results with so many users (4A).
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def test_on_demand_keeps_the_slo_of_99_percent_and_accepts_what_formula_2_says()
 def test_queues_lose_a_third_if_reports_are_100_ms_old_and_almost_nothing_if_they_are_fresh() -> (
     None
 ):
-    """Only the age of the reports differs. All requests between two reports go to the prefill whose
-    queue was the shortest in the first of the two.
+    """Only the age of the reports differs. All requests between two reports are sent to the prefill
+    whose queue was the shortest in the first report.
     """
     old, old_error_s = play(QUEUES)
     fresh, fresh_error_s = play(QUEUES, report_s=0.0)

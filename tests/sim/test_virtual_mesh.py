@@ -1,5 +1,6 @@
-"""The mesh on a virtual clock: nothing is lost, the laws hold, and policies differ as in the
-papers.
+"""The mesh's cores on a virtual clock.
+
+Nothing is lost, the laws of computing time hold, and policies differ as in the papers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.step_time_laws import PADDED_CPU, SMOLLM2_CPU
 
-# 1 ms for each token that must be computed, nothing else.
+# A prefill takes 1 ms for each token that must be computed. A decode step takes 1 ms.
 PER_TOKEN = Law("per-token", prefill_token_s=1e-3, step_fixed_s=1e-3)
 PAIR = MeshShape(PER_TOKEN, num_prefill=2, num_decode=1, prefill_slots=1, block_size=50)
 
@@ -72,8 +73,8 @@ def test_every_request_is_answered_and_everything_given_back(
 @pytest.mark.req("S6", "S108")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_default_policy_finds_more_prefixes_than_policies_that_ignore_them(seed: int) -> None:
-    """Three caches hold four prefixes each, and six prefixes are in use. A policy that looks at
-    them computes less, and so finishes sooner.
+    """Each of three caches holds four prefixes, and six prefixes are in use. A policy that looks at
+    the caches computes less, and so finishes sooner.
     """
     shape = MeshShape(SMOLLM2_CPU, num_fusion=3, num_blocks=48)
     reuse, slow = {}, {}
@@ -85,7 +86,7 @@ def test_the_default_policy_finds_more_prefixes_than_policies_that_ignore_them(s
     assert slow["default"] < slow["mixed_pool"]
 
 
-SHARES = (0, 20, 45, 70, 90)  # by scenario: percent of a prompt that other prompts share
+SHARES = (0, 20, 45, 70, 90)  # by scenario: the percentage of a prompt that other prompts share
 
 
 class ByScenario(VirtualMesh):
@@ -96,7 +97,7 @@ class ByScenario(VirtualMesh):
 
 
 def prompts_of_scenarios() -> list[Arrival]:
-    """Prompts of 1,000 tokens each, which begin with one of four heads of their scenario."""
+    """Prompts of 1,000 tokens, each of which begins with one of four heads of its scenario."""
     rng = random.Random(5)
     arrivals = []
     for number in range(1500):
@@ -109,7 +110,7 @@ def prompts_of_scenarios() -> list[Arrival]:
 
 
 def hits_and_prefill_times(mesh: VirtualMesh) -> tuple[list[float], list[float]]:
-    """The hit rates and mean T_p of the scenarios, in the order of SHARES."""
+    """The hit rates and the mean prefill times T_p of the scenarios, in the order of SHARES."""
     hits, times = [], []
     for share in SHARES:
         own = [s for s in mesh.served if s.arrival.scenario == f"scenario-{share}"]
@@ -122,7 +123,7 @@ def hits_and_prefill_times(mesh: VirtualMesh) -> tuple[list[float], list[float]]
 def test_few_prefills_for_a_scenarios_prefixes_raise_its_hit_rate_and_lower_its_prefill_time() -> (
     None
 ):
-    """Ten instances hold 160 blocks each, and the policy looks at no prefix.
+    """Ten instances hold 160 blocks each, and the policy ignores prefixes.
 
     Two instances for each scenario are compared with ten instances for all scenarios.
     """
@@ -149,8 +150,8 @@ def test_few_prefills_for_a_scenarios_prefixes_raise_its_hit_rate_and_lower_its_
 @pytest.mark.req("S45", "S46")
 @pytest.mark.parametrize("seed", [1, 2])
 def test_under_four_times_its_load_a_mesh_accepts_what_formula_2_says(seed: int) -> None:
-    """The mesh accepts n_p b_p / T_p within 10 %. The formula counts every slot of the prefills, so
-    all are in use.
+    """The mesh accepts n_p b_p / T_p requests per second, within 10 %. The formula counts all slots
+    of the prefills, so all of them are in use.
     """
     shape = MeshShape(PER_TOKEN, num_prefill=4, num_decode=2, prefill_slots=4, ttft_slo_s=2.0)
     until_s, full_per_s = 30.0, 4 / 0.1  # four prompts at once, of 100 ms each
@@ -174,7 +175,8 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_a_lone_request_takes_as_long_as_its_law_says() -> None:
     arrival = Arrival(0.0, 400, 11)
     (served,) = play(PAIR, "default", [arrival]).served
-    hops = 5 * PAIR.hop_s  # plan and back, prefill, token; TTFT does not include decode's start
+    # plan and back, prefill, token; TTFT does not include the start of the decode
+    hops = 5 * PAIR.hop_s
     assert served.ttft_s == pytest.approx(0.4, abs=hops)
     transfer = 400 * PAIR.transfer_token_s
     assert served.e2e_s - served.ttft_s == pytest.approx(0.010 + transfer, abs=hops)
@@ -182,7 +184,9 @@ def test_a_lone_request_takes_as_long_as_its_law_says() -> None:
 
 @pytest.mark.req("S40", "S41")
 def test_a_prefill_keeps_its_slot_until_decode_has_taken_the_kv() -> None:
-    """There is one slot, and a transfer takes half a second: the second prompt must wait for it."""
+    """There is one slot, and a transfer takes half a second. The second prompt must wait for the
+    transfer.
+    """
     shape = replace(PAIR, num_prefill=1, transfer_token_s=0.005)
     served = play(shape, "default", [Arrival(0.0, 100, 2), Arrival(0.01, 100, 2)]).served
     assert served[1].ttft_s > 0.1 + 0.5 + 0.1 - 0.02
@@ -191,7 +195,10 @@ def test_a_prefill_keeps_its_slot_until_decode_has_taken_the_kv() -> None:
 
 @pytest.mark.req("S90")
 def test_batches_of_similar_length_compute_less_padding() -> None:
-    """A queue of chats and documents is served by prefills that pad four prompts to the longest."""
+    """Prefills serve a queue of chats and documents.
+
+    They pad four prompts to the longest of them.
+    """
     rng = random.Random(1)
     arrivals = [
         Arrival(0.01 * number, rng.choice((rng.randint(50, 150), rng.randint(800, 1200))), 2)
@@ -216,12 +223,13 @@ def test_batches_of_similar_length_compute_less_padding() -> None:
 
 # --- S8: the paper's four prompts -----------------------------------------------------------------
 
-SLO_S = 4.5  # the target of the short prompts
+SLO_S = 4.5  # the TTFT target of the short prompts
 
 
 def four_prompts() -> list[Arrival]:
-    """A prompt of 8,000 tokens, of which 100 are a known prefix, then three prompts of 2,000 that
-    share their first 1,000. They come 10 ms apart.
+    """A prompt of 8,000 tokens, and three prompts of 2,000 tokens that share their first 1,000.
+
+    The prompts come 10 ms apart.
     """
     long = [block_name(1, i) for i in range(160)]
     shorts = [
@@ -237,8 +245,8 @@ def four_prompts() -> list[Arrival]:
 @pytest.mark.req("S8")
 @pytest.mark.parametrize("seed", range(5))
 def test_on_demand_forwarding_puts_the_three_short_prompts_on_one_instance(seed: int) -> None:
-    """The three take 2 + 1 + 1 s, one after the other. The last gets its token 4 s after it came,
-    within the target of 4.5 s.
+    """The three prompts take 2 + 1 + 1 s, one after the other. The last prompt gets its token 4 s
+    after its arrival, within the target of 4.5 s.
     """
     mesh = play(PAIR, "default", four_prompts(), seed)
     long, *shorts = mesh.served
@@ -250,7 +258,7 @@ def test_on_demand_forwarding_puts_the_three_short_prompts_on_one_instance(seed:
 @pytest.mark.req("S7", "S8")
 @pytest.mark.parametrize("policy", ["round_robin", "least_connections", "shortest_queue"])
 def test_local_queues_put_a_short_prompt_behind_the_long_one(policy: str) -> None:
-    """The same instances have a queue each, and a request waits where it was sent.
+    """The same instances have one queue each, and a request waits where it was sent.
 
     Reports are 100 ms old.
     """
@@ -285,8 +293,8 @@ def test_poisson_arrivals_have_the_rate_that_was_asked_for() -> None:
 @pytest.mark.req("S2", "S93")
 @pytest.mark.parametrize("which", [0, 1])
 def test_phi_from_a_profile_is_what_a_full_mesh_carries(which: int) -> None:
-    """They agree within 15 %, once where prefill is the bottleneck and once where decode is. The
-    master predicts prefills within 20 %.
+    """The profile and the full mesh agree within 15 %. In one case prefill is the bottleneck, in
+    the other decode. The master predicts prefills within 20 %.
     """
     workload = replace(phi_check.WORKLOADS[which], num_requests=1000, num_scenarios=20)
     found = phi_check.check(workload, seed=1)

@@ -1,1 +1,1 @@
-"""Helpers that several tests need to set up a mesh and its surroundings."""
+"""Helpers for tests: they start meshes and servers, send requests, and measure the results."""

@@ -1,7 +1,7 @@
 """Compares the cost of a call with that of another call, so that a bound holds on any machine.
 
-The cost is this thread's CPU time, so other threads do not count. Both calls are measured in turn
-for a few rounds, and the least value of each counts.
+The cost is the CPU time of this thread, so other threads have no effect. Both calls are measured in
+alternation for a few rounds, and the smallest value of each is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _ROUNDS: Final = 5
 
 
 def cost_ratio(call: Callable[[], object], reference: Callable[[], object]) -> float:
-    """The CPU time of `call` as a multiple of that of `reference`."""
+    """The CPU time of `call` divided by the CPU time of `reference`."""
     spent_s: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(_ROUNDS):
         for is_reference, each in ((False, call), (True, reference)):

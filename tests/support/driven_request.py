@@ -1,4 +1,7 @@
-"""A request core that a unit test drives by hand: its events, and its last effects."""
+"""Drives the core of one request (`core/request/machine.py`) by hand, for unit tests.
+
+`Driven` feeds events to the core, and keeps its last effects.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def new_request(budget: RetryBudget | None = None, **limits: float) -> Request:
 
 
 class Driven:
-    """A request that is driven to its decode phase on a fusion instance."""
+    """A request whose only instances are of the role fusion, which do both phases."""
 
     def __init__(self, budget: RetryBudget | None = None, **limits: float) -> None:
         self.now = 0.0
@@ -56,7 +59,7 @@ class Driven:
         return effects
 
     def offer(self) -> None:
-        """Answer the request for a plan with the instances that it does not exclude."""
+        """Answer the request for a plan with all instances that the core does not exclude."""
         left = [c for c in FUSIONS if c.instance_id not in self.excluded]
         self.feed(PlanReceived(self.plan, left, []))
 

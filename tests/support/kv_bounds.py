@@ -1,9 +1,10 @@
-"""Measures how long a client waits because of a KV fault.
+"""Measures how long a client waits because of a fault in the transfer of KV.
 
-A client's longest silence with the fault is compared with that of the same streams without it, in
-the same mesh. The bound of a fault limits the difference. `make kv-faults` writes the results to
-docs/kill-matrix.md. Only that target checks values without such a comparison: these are absolute
-times, and `make test` must pass on a slow machine, too.
+A client's longest silence with the fault is compared with the longest silence of the same streams
+without the fault, in the same mesh. Each fault has a bound for the difference. `make kv-faults`
+writes the results to docs/kill-matrix.md. Some faults have only an absolute time, and no silence to
+compare it with. These times are checked only by `make kv-faults`, because `make test` must pass on
+a slow machine.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-# The only allowance for the machine: after a fault a process starts again on one of two shared
-# cores. So beyond its bound, a time may grow by its value without the fault, or by one second if
-# that is more.
+# The allowance for the machine, on which a process restarts on one of two shared cores after a
+# fault. Beyond its bound, a time may grow by NOISE_S, or by its value without the fault if that is
+# more.
 NOISE_S: Final = 1.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One row of the table.
+    """One row of the table in docs/kill-matrix.md.
 
-    `peace_s` is 0 if `took_s` is not a client's silence but the time until something was done.
+    `took_s` is a client's longest silence with the fault, and `peace_s` without it. If `peace_s` is
+    0, `took_s` is the time until something was done.
     """
 
     fault: str
@@ -42,7 +44,7 @@ class Measured:
 def judge(fault: str, what: str, *, peace_s: float = 0.0, took_s: float, bound_s: float) -> None:
     """Fail if the fault took longer than its bound allows.
 
-    The result is recorded in both cases if the make target asks for it.
+    `make kv-faults` also records the result.
     """
     is_asked_for = bool(os.environ.get("KILL_MATRIX_DIR"))
     if not peace_s and not is_asked_for:

@@ -1,4 +1,4 @@
-"""Captures a module's log lines, whatever level and processors an earlier test has set."""
+"""Captures the log lines of a module, whatever level and processors an earlier test has set."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from structlog.typing import EventDict
 
 
 def capture_logs_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[EventDict]:
-    """The lines of `module.log` from now on. The list grows.
+    """The lines of `module.log` from now on. The returned list grows with each line.
 
-    structlog's own `capture_logs` misses a logger that was used before: it stays bound to the
-    processors and the level of its first line.
+    structlog's own `capture_logs` misses a logger that was used before, because this logger stays
+    bound to the processors and the level of its first line.
     """
     lines = LogCapture()
     logger = structlog.wrap_logger(None, processors=[lines], wrapper_class=structlog.BoundLogger)

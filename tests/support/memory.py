@@ -1,4 +1,4 @@
-"""Memory of a mesh's processes."""
+"""Measures the memory of a mesh's processes."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _PAGE_BYTES = 4096
 
 
 def rss_bytes(mesh: Mesh, process: str) -> int:
-    """The resident memory of a process."""
+    """The resident memory of a process, in bytes."""
     return int(Path(f"/proc/{mesh.pid(process)}/statm").read_text().split()[1]) * _PAGE_BYTES

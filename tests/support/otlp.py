@@ -23,15 +23,18 @@ class SeenSpan:
     parent_id: str
     started_ns: int
     ended_ns: int
-    kind: str  # SERVER, CLIENT, INTERNAL
+    kind: str  # SERVER, CLIENT or INTERNAL
     attributes: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class SeenMetric:
-    """The last state of a metric. `points` has values by labels, or the counts of a histogram."""
+    """The last state of a metric.
 
-    kind: str  # gauge, sum, histogram
+    `points` has a value for each set of labels. The value of a histogram is its count.
+    """
+
+    kind: str  # gauge, sum or histogram
     points: dict[frozenset[tuple[str, str]], float]
 
 

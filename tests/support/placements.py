@@ -1,4 +1,4 @@
-"""Fleets of a few instances, and plans for them."""
+"""Small fleets of instances, and plans for them. A plan ranks the instances for one request."""
 
 from __future__ import annotations
 

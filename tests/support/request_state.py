@@ -1,4 +1,4 @@
-"""The whole state of a request, to compare it before and after an event."""
+"""The whole state of a request's core, so that a test can compare it before and after an event."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTS = (EarlyDecode, Holdings, LegSilence, PlanExclusions, Deaths, Request)
 
 
 def state_of(value: object) -> object:
-    """The state without the recorder, which also records events that change nothing."""
+    """The state as plain values, without the flight recorder, which records every event."""
     if isinstance(value, _PARTS):
         return {n: state_of(getattr(value, n)) for n in value.__slots__ if n != "recorder"}
     if isinstance(value, RetryBudget):

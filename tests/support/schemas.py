@@ -1,4 +1,4 @@
-"""Ten JSON schemas, as clients give them for structured output."""
+"""Ten JSON schemas of the kinds that clients send for structured output."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Computes the sim model's answers without a mesh, as the reference for tests of a mesh.
+"""Computes the answers of the simulated model without a mesh, as a reference for tests.
 
-It computes with plain integers, token by token, and shares only the weights and the draw with the
-engine.
+The computation uses plain integers, token by token. It shares with the engine only the weights, the
+draw of a token and the code for grammars.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def sim_reference(
     params: SimParams | None = None,
     adapter: str = "",
 ) -> tuple[list[int], FinishReason]:
-    """All tokens after `prompt`, and the reason why they end. A sampled request needs a seed.
+    """All tokens of the answer, and why the answer ends. A sampled request needs a seed.
 
-    `adapter`: the digest of an adapter.
+    `adapter` is the digest of a LoRA adapter, or empty.
     """
     model = SimModel(params or SimParams())
     weights, gain = model.state_weights.tolist(), model.token_gain.tolist()

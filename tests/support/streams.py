@@ -14,18 +14,18 @@ import httpx
 
 @dataclass(slots=True)
 class StreamOutcome:
-    """What one client got. Times are seconds on the monotonic clock."""
+    """What one client received. Times are seconds on the monotonic clock."""
 
     prompt: Sequence[int]
     started_at: float
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)  # if the request asks for them
+    token_ids: list[int] = field(default_factory=list)  # only if the request asks for token IDs
     finish_reason: str | None = None
-    is_done: bool = False  # saw [DONE]
-    error: dict[str, Any] | None = None  # an error body or error event
+    is_done: bool = False  # [DONE] has arrived
+    error: dict[str, Any] | None = None  # the error of a response or of an event
     status: int = 0
-    retry_after: str | None = None  # the header of a refusal
-    was_cut: bool = False  # the connection ended without [DONE] or error
+    retry_after: str | None = None  # the Retry-After header of a refusal
+    was_cut: bool = False  # the connection ended without [DONE] or an error
     first_at: float | None = None
     ended_at: float = 0.0
     arrivals: list[float] = field(default_factory=list)
@@ -40,9 +40,10 @@ class StreamOutcome:
         return max(b - a for a, b in itertools.pairwise(marks))
 
     def fault_in_ending(self) -> str:
-        """What is wrong with the end of the stream; empty if it ended as promised.
+        """What is wrong with the end of the stream. Empty if nothing is.
 
-        It must end with the whole text, with exactly one clear error, or with a cut connection.
+        A stream must end with the whole text, with exactly one clear error, or with a cut
+        connection.
         """
         endings = [self.is_complete, self.error is not None, self.was_cut]
         if sum(endings) != 1:
@@ -62,8 +63,8 @@ async def stream_completion(
 ) -> StreamOutcome:
     """Send a streamed /v1/completions request, and read it to its end.
 
-    The outcome is added to `under_way` at once, and grows with the stream. `more`: fields of the
-    request.
+    The outcome is added to `under_way` at once, and grows with the stream. `more` are further
+    fields of the request.
     """
     outcome = StreamOutcome(prompt=prompt, started_at=time.monotonic())
     if under_way is not None:
@@ -93,7 +94,7 @@ async def stream_completion(
 
 
 def num_begun(outcomes: Sequence[StreamOutcome]) -> int:
-    """How many have their first token."""
+    """The number of streams that have got their first token."""
     return sum(outcome.first_at is not None for outcome in outcomes)
 
 

@@ -1,4 +1,4 @@
-"""Waits for a condition instead of a sleep.
+"""Waits until a condition is true, so that tests need no sleeps of a fixed length.
 
 A long timeout costs nothing if the condition becomes true.
 """
@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-# The timeout if the time itself does not matter: on a busy machine, the start of a process takes
+# The timeout of tests that do not measure the time. On a busy machine, starting a process takes
 # half a minute.
 PATIENCE_S: Final = 120.0
 
@@ -18,7 +18,7 @@ PATIENCE_S: Final = 120.0
 async def until(
     condition: Callable[[], object] | Callable[[], Awaitable[object]], within_s: float = PATIENCE_S
 ) -> float:
-    """Wait until `condition()` is true, and return the seconds. Fails after `within_s`."""
+    """Wait until `condition()` is true, and return the seconds waited. Fails after `within_s`."""
     began = time.monotonic()
     while True:
         result = condition()
@@ -32,7 +32,7 @@ async def until(
 
 
 def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    """As `until`, for a test without an event loop."""
+    """Wait as `until` does, in a test without an event loop."""
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"not true within {within_s} s"

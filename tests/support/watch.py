@@ -1,4 +1,7 @@
-"""What an operator sees of a mesh on NATS: errors, ends of requests, and source exclusions."""
+"""Collects errors, ends of requests and source exclusions from a mesh's NATS server.
+
+With a source exclusion, a decode stops fetching KV from a prefill for a while.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.support.waiting import until
 
 
 class Watch:
-    """Collects errors, ends of requests, and the records of instances."""
+    """Collects error events, events at the end of requests, and the records of instances."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -57,13 +60,14 @@ class Watch:
         return sum(what in (error.reason, *error.message.split(": ")) for error in self.errors)
 
     async def all_told(self) -> int:
-        """The number of requests that were sent, after the events of all their ends have
-        arrived.
-        """
+        """Wait for the end events of all requests that were sent, and return their number."""
         await until(lambda: len(self.finished) == self.num_asked)
         return self.num_asked
 
     async def pairs_since(self, mark: int, count: int) -> Counter[tuple[str, str]]:
-        """The (prefill, decode) pairs of the `count` requests after the first `mark` ones."""
+        """How often each (prefill, decode) pair served a request, after the first `mark` requests.
+
+        Waits until at least `count` of these requests have ended.
+        """
         await until(lambda: len(self.finished) >= mark + count)
         return Counter((e.prefill_id, e.decode_id) for e in self.finished[mark:])

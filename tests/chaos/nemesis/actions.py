@@ -1,4 +1,7 @@
-"""The actions of the nemesis, as plain data. `arena` carries them out."""
+"""The actions of the nemesis (random faults and operator's orders) as plain data.
+
+`arena` carries the actions out on a mesh.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """End the process, which is then started again.
+    """End a process, which is then started again.
 
-    `armed`: a failpoint for its next incarnation only.
+    `armed` is a failpoint for the next incarnation only. A failpoint makes a process fail at a
+    named place.
     """
 
     target: str
@@ -23,7 +27,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """SIGSTOP a process, and SIGCONT it after some seconds: a service, an instance or a server."""
+    """Send SIGSTOP to a service, an instance or a server, and SIGCONT after some seconds."""
 
     target: str
     for_s: float
@@ -34,9 +38,7 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """Kill nats or valkey, and restart it after some seconds; with `is_wiped`, with an empty
-    store.
-    """
+    """Kill nats or valkey, and restart it after some seconds. `is_wiped` empties its store."""
 
     target: str
     for_s: float
@@ -49,7 +51,7 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Pass nothing between the process and its server. Connections stay open."""
+    """Pass nothing between a process and its server for some seconds. Connections stay open."""
 
     target: str
     for_s: float
@@ -60,7 +62,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Delay each message between the process and its server."""
+    """Delay each message between a process and its server for some seconds."""
 
     target: str
     delay_s: float
@@ -72,7 +74,7 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFault:
-    """Give the instance's device a fault of this level for some seconds."""
+    """Give the device of an instance a fault of this level for some seconds."""
 
     target: str
     level: int
@@ -84,7 +86,7 @@ class DeviceFault:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Apply another desired state; `shape` describes it."""
+    """Apply another desired state, which `shape` describes."""
 
     shape: str
     text: str
@@ -95,7 +97,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Roll back to the previous version."""
+    """Roll back to the previous version of the desired state."""
 
     def __str__(self) -> str:
         return "rollback"

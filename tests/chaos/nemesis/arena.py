@@ -1,7 +1,7 @@
-"""The mesh that the nemesis attacks, and how each action is carried out.
+"""The mesh that the nemesis attacks, and the code that carries out each action.
 
-The arena starts NATS and Valkey itself, so that it can kill and wipe them. Some processes reach
-their server through a link that can be cut.
+The nemesis draws random faults and operator's orders. The arena starts NATS and Valkey itself, so
+that it can kill and wipe them. Some processes reach their server through a link that can be cut.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from tests.support.waiting import until
 
 TENANTS: Final = ("acme", "umbrella")
 _FAILPOINT: Final = "PDMESH_INSTANCE_FAILPOINT"
-_ORDER_S: Final = 30.0  # the longest until a leader accepts an order
-_MESH: Final = "master-scheduler"  # the author of desired states that a rollback restores
+_ORDER_S: Final = 30.0  # the longest time until a leader accepts an order
+_MESH: Final = "master-scheduler"  # the author of a desired state that the mesh itself has restored
 _KINDS: Final = {"drain": LEAVE_MODE_DRAIN, "cordon": LEAVE_MODE_AT_ONCE}
 _ENV: Final = {
     "PDMESH_INSTANCE_NUM_SLOTS": "24",  # room for all clients on one instance
@@ -55,9 +55,9 @@ _ENV: Final = {
     "PDMESH_ENGINE_HUNG_S": "5.0",
     "PDMESH_HEALTH_MONITOR_CANARY_PERIOD_S": "5.0",
     "PDMESH_NODE_AGENT_PERIOD_S": "1.0",
-    # Few enough that blocks are evicted, and are loaded again.
+    # So few blocks that the engine evicts some, and loads them again from the host pool below.
     "PDMESH_INSTANCE_NUM_KV_BLOCKS": "256",
-    "PDMESH_KV_HOST_POOL_BYTES": "1000000",  # from the tier below
+    "PDMESH_KV_HOST_POOL_BYTES": "1000000",
 }
 
 
@@ -70,8 +70,8 @@ class Arena:
     bus: NatsBus
     keys: dict[str, str]  # API keys by tenant
     say: Callable[[str], None]
-    texts: dict[int, str] = field(default_factory=lambda: {0: FIRST})  # desired states, by version
-    cordoned: dict[str, str] = field(default_factory=dict)  # kind of order by instance
+    texts: dict[int, str] = field(default_factory=lambda: {0: FIRST})  # desired states by version
+    cordoned: dict[str, str] = field(default_factory=dict)  # the kind of order by instance
     num_wipes: int = 0
 
     @property
@@ -80,8 +80,10 @@ class Arena:
         return self.texts[max(self.texts)]
 
     def follow(self, desired: DesiredVersion) -> None:
-        """Accept a rollback by the mesh itself. A release that loses instances in its trial is
-        rolled back, even if the nemesis killed them.
+        """Accept a rollback that the mesh itself has made.
+
+        The mesh rolls back a release that loses instances in its trial, even if the nemesis has
+        killed them.
         """
         if desired.author == _MESH and desired.version not in self.texts:
             self.say(f"the mesh rolled back, version {desired.version}: {desired.reason}")
@@ -92,7 +94,10 @@ class Arena:
         return self.mesh.state_dir / "logs"
 
     async def act(self, action: Action) -> None:
-        """Carry out an action. Returns when the fault is over, or the order is accepted."""
+        """Carry out an action.
+
+        Returns when the fault is over, or when a leader accepts the order.
+        """
         match action:
             case Signal():
                 await self._signal(action)
@@ -116,7 +121,7 @@ class Arena:
     async def uncordon_the_ejected(self) -> None:
         """Uncordon ejected instances, as an operator does after a repair.
 
-        The mesh does not do this by itself.
+        The mesh itself never uncordons an ejected instance.
         """
         for entry in (await self.operator.groups()).out_of_service:
             if entry.instance_id not in self.cordoned:
@@ -132,7 +137,7 @@ class Arena:
         if action.armed:
             supervisor.start(replace(clean, env={**clean.env, _FAILPOINT: action.armed}))
         pid = supervisor.pid(name)
-        with contextlib.suppress(KeyError):  # it is being restarted now
+        with contextlib.suppress(KeyError):  # the process is being restarted now
             self.mesh.kill(name, signal.Signals[action.name])
         await until(lambda: supervisor.pid(name) not in (None, pid))
         supervisor.start(clean)  # a process that dies of the failpoint comes back without it
@@ -147,7 +152,7 @@ class Arena:
         if pid is not None:
             self.mesh.kill(name, signal.SIGSTOP)
             await asyncio.sleep(for_s)
-            with contextlib.suppress(ProcessLookupError):  # it was replaced in the meantime
+            with contextlib.suppress(ProcessLookupError):  # the process has been replaced
                 os.kill(pid, signal.SIGCONT)
 
     async def _outage(self, action: Outage) -> None:
@@ -169,9 +174,9 @@ class Arena:
     # --- an operator's orders --------------------------------------------------------------------
 
     async def _order(self, action: Apply | Rollback | Cordon | Uncordon) -> None:
-        """Give an order, and repeat it if its answer was lost.
+        """Give an order. It is repeated if its answer is lost.
 
-        If the first attempt was carried out, the error of a repetition does not count.
+        If the first attempt was carried out, the error of a repetition is ignored.
         """
         try:
             match action:
@@ -199,7 +204,7 @@ class Arena:
 
 @contextlib.asynccontextmanager
 async def arena(directory: Path, say: Callable[[str], None]) -> AsyncIterator[Arena]:
-    """A running mesh that serves the first desired state."""
+    """Start the mesh with the first desired state."""
     nats, valkey = servers.nats(directory), servers.valkey(directory)
     groups_file, keys_file = directory / "groups.yaml", directory / "keys.json"
     groups_file.write_text(FIRST)

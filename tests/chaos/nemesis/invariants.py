@@ -1,6 +1,7 @@
-"""Checks the invariants after a step's faults: each check names its invariant (I1 to I9).
+"""Checks the invariants I1 to I9 after a step of the nemesis, which is a set of random faults.
 
-These checks need the whole mesh at rest. `witness` checks what must hold at any moment (I3, I7).
+Each check names its invariant. Most checks need the whole mesh at rest. The module `witness` checks
+the invariants that must hold at any moment (I3, I7).
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from tests.support.attack.steady_clients import Asked
 from tests.support.sites import fleet
 from tests.support.streams import StreamOutcome
 
-SLACK_S: Final = 1.5  # for a loaded machine of two cores, as in the kill matrix
-GAP_S: Final = 4.5  # the longest silence that one lost instance may cost a client (F8)
+SLACK_S: Final = 1.5  # for a loaded machine with two cores, as in the kill matrix
+GAP_S: Final = 4.5  # the longest silence that one lost instance may cause for a client (F8)
 SETTLE_S: Final = 45.0  # until every group matches the desired state
-QUIESCE_S: Final = 16.0  # ticket lease 10 s, registry lease 3 s, and a little
+QUIESCE_S: Final = 16.0  # the ticket lease of 10 s, the registry lease of 3 s, and a little more
 AGAIN_S: Final = 5.0  # until a new request works (I8)
 FILE_SLACK: Final = 48
-CONSUMER_SLACK: Final = 12  # instances with a role watch more than blank ones
+CONSUMER_SLACK: Final = 12  # instances with a role watch more streams than blank ones
 _CANARY_TOKENS: Final = 4
-# Documented in docs/api.md for a request that instances or gateways failed; `internal` would be a
-# bug.
+# docs/api.md documents these errors for a request that instances or gateways failed. The error
+# `internal` would be a bug.
 ERRORS: Final = frozenset(
     {
         "overloaded", "ttft_unreachable", "queue_full", "no_instance", "draining",
@@ -56,25 +57,25 @@ _BUGS: Final = re.compile(
     rb'"event": ?"(rpc\.bug|groups\.bug|plans\.bug|[a-z_.]*\.died)"'
     rb"|never retrieved|Traceback \(most"
 )
-_EXPECTED_DEATHS: Final = (b"engine.died",)  # a failpoint causes this
+_EXPECTED_DEATHS: Final = (b"engine.died",)  # a failpoint causes this death
 
 
 @dataclass
 class Books:
-    """The counts of a step, to compare with those of the next one."""
+    """The counts of a step, which are compared with the counts of the next step."""
 
     pids: dict[str, int] = field(default_factory=dict)
     files: dict[int, int] = field(
         default_factory=dict
-    )  # open files of each process, at its first rest
-    # Requests that each gateway process has ended.
+    )  # the open files of each process by pid, at its first rest
+    # The number of requests that each gateway process has ended, by pid.
     requests: dict[int, float] = field(default_factory=dict)
-    consumers: int = 0  # consumers of NATS streams, at the first rest
+    consumers: int = 0  # the consumers of NATS streams, at the first rest
     read: dict[Path, int] = field(default_factory=dict)  # how far each log was scanned
 
 
 async def within(seconds: float, condition: Callable[[], Awaitable[str]]) -> str:
-    """Wait until `condition()` returns an empty string. Return its last result."""
+    """Wait until `condition()` returns an empty string, and return its last result."""
     deadline = time.monotonic() + seconds
     while missing := await condition():
         if time.monotonic() > deadline:
@@ -89,10 +90,10 @@ async def within(seconds: float, condition: Callable[[], Awaitable[str]]) -> str
 def judge_requests(
     asked: Iterable[Asked], step: Step, num_lost: int, reference: fleet.Reference
 ) -> list[Violation]:
-    """Check I1 and I2.
+    """Check I1 and I2 on the requests of a step.
 
-    `num_lost`: the number of instances that were hit or died in this step. The loss of only one
-    must not fail any request.
+    `num_lost` is the number of instances that were hit or died in the step. No request may fail
+    because of a single lost instance.
     """
     gateways = [fault for fault in step.faults if fault.target in GATEWAYS]
     frozen_s = sum(f.for_s for f in gateways if isinstance(f, Freeze))
@@ -149,7 +150,7 @@ def scan_logs(directory: Path, books: Books, secrets: Iterable[str]) -> list[Vio
     for path in sorted(directory.glob("*.log")):
         begin = books.read.get(path, 0)
         with path.open("rb") as file:
-            begin = begin if path.stat().st_size >= begin else 0  # it was truncated in the meantime
+            begin = begin if path.stat().st_size >= begin else 0  # the log was truncated since
             file.seek(begin)
             data = file.read()
         books.read[path] = begin + len(data)
@@ -166,7 +167,7 @@ def scan_logs(directory: Path, books: Books, secrets: Iterable[str]) -> list[Vio
 
 
 async def settled(arena: Arena) -> str:
-    """What still differs from the desired state; empty if there is nothing (I8)."""
+    """The first difference from the desired state. Empty if there is none (I8)."""
     try:
         states = await arena.operator.groups()
         desired = await arena.operator.desired()
@@ -193,8 +194,10 @@ def _named(counts: Counter[Role]) -> str:
 
 
 async def nothing_held(arena: Arena, records: Mapping[str, InstanceRecord]) -> str:
-    """I4: without requests, all slots, tickets, arenas, pulls, waiting rooms, legs and KV blocks
-    are free. Returns what is not.
+    """Check that everything is free when no request runs (I4).
+
+    This includes slots, tickets, arenas, pulls, waiting rooms, legs and KV blocks. Returns the
+    rest, or an empty string.
     """
     with contextlib.suppress(URLError, ValueError, OSError):
         rest = await asyncio.to_thread(held, arena.mesh, [*INSTANCES, *GATEWAYS])
@@ -213,7 +216,7 @@ def _blocks_free(arena: Arena, instance_id: str) -> float:
 
 
 def count_files(arena: Arena, books: Books) -> list[Violation]:
-    """I4: the number of open files of a process does not grow."""
+    """Check that the number of a process's open files does not grow (I4)."""
     found: list[Violation] = []
     for name in arena.mesh.names:
         pid = arena.mesh.supervisor.pid(name)
@@ -227,7 +230,10 @@ def count_files(arena: Arena, books: Books) -> list[Violation]:
 
 
 async def too_many_consumers(arena: Arena, books: Books) -> str:
-    """Whether there are watches of dead processes: more consumers than at the first rest."""
+    """A message if NATS has many more consumers than at the first rest. Otherwise empty.
+
+    Watches of dead processes would be additional consumers.
+    """
     streams = await arena.bus.client.jetstream().streams_info()
     number = sum(stream.state.consumer_count for stream in streams)
     books.consumers = books.consumers or number
@@ -239,7 +245,7 @@ async def too_many_consumers(arena: Arena, books: Books) -> str:
 def count_requests(
     arena: Arena, books: Books, asked: Sequence[Asked], step: Step
 ) -> list[Violation]:
-    """I6: gateways accept and end as many requests as clients send.
+    """Check that gateways accept and end as many requests as clients send (I6).
 
     A client that gives up early may do so before its request is accepted.
     """
@@ -259,7 +265,7 @@ def count_requests(
 
 
 def note_requests(arena: Arena, books: Books) -> None:
-    """Note the counts of requests, before clients continue."""
+    """Note the counts of requests before clients continue."""
     books.requests = _ended(arena)
 
 
@@ -274,7 +280,7 @@ def _total(arena: Arena, process: str, metric: str) -> float:
 def count_deaths(
     arena: Arena, books: Books, step: Step, armed: set[str]
 ) -> tuple[list[str], list[str]]:
-    """The processes that were replaced since the last step: (all, those that were not hit)."""
+    """The processes replaced since the last step, as (all, those that no fault has hit)."""
     now = {n: pid for n in arena.mesh.names if (pid := arena.mesh.supervisor.pid(n)) is not None}
     replaced = [name for name, pid in now.items() if books.pids.get(name, pid) != pid]
     books.pids = now
@@ -283,7 +289,7 @@ def count_deaths(
 
 
 async def asks_again(arena: Arena, prompt: str, reference: fleet.Reference) -> list[Violation]:
-    """Check that a new request works at once (I8), and that tenants share no cached prefix (I5)."""
+    """Check that a new request works soon (I8), and that tenants share no cached prefix (I5)."""
     found: list[Violation] = []
     expected = reference.text(reference.tokenizer.encode(prompt).ids, _CANARY_TOKENS)
     async with httpx.AsyncClient(base_url=arena.mesh.http_url, timeout=20) as client:
@@ -291,7 +297,7 @@ async def asks_again(arena: Arena, prompt: str, reference: fleet.Reference) -> l
             headers = {"authorization": f"Bearer {arena.keys[tenant]}"}
             tries: list[
                 tuple[str, int]
-            ] = []  # only the first one of a tenant can find blocks of the other tenant
+            ] = []  # only a tenant's first request can find blocks of the other tenant
 
             async def fails(
                 headers: dict[str, str] = headers, tries: list[tuple[str, int]] = tries
@@ -315,7 +321,7 @@ async def asks_again(arena: Arena, prompt: str, reference: fleet.Reference) -> l
 
 
 async def _ask(client: httpx.AsyncClient, headers: dict[str, str], prompt: str) -> tuple[str, int]:
-    """The answer, and how many tokens of the prompt were cached.
+    """The answer, and the number of prompt tokens that were cached.
 
     Raises HTTPStatusError if the request is refused.
     """

@@ -1,11 +1,13 @@
 """Draws the actions of the nemesis from a seed. The same seed gives the same plan for any mesh.
 
-A step is one to three overlapping faults, and perhaps an operator's order. Limits keep a step
-within the faults that the mesh promises to survive. At most two instances and one gateway are hit
-in a step, one instance is cordoned at a time, and the store is not wiped while masters are hit. A
-new release needs room for all its instances besides the old ones (docs/groups.md), so it comes only
-while no instance is cordoned. Kinds of faults are drawn from a bag, which is refilled when it is
-empty, so all kinds come equally often. A drawn fault that would exceed a limit is skipped.
+The nemesis is a random attacker of a mesh. A step has one to three overlapping faults, and
+sometimes an operator's order. Limits keep a step within the faults that the mesh promises to
+survive. A step hits at most two instances and one gateway, one instance is cordoned at a time, and
+the store is not wiped while masters are hit. A new release needs room for all its instances besides
+the old ones (docs/groups.md), so it comes only while no instance is cordoned.
+
+Kinds of faults are drawn from a bag, which is refilled when it is empty. So all kinds are drawn
+equally often. A drawn fault that would exceed a limit is skipped.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ INSTANCES: Final = tuple(f"instance-{i}" for i in range(NUM_INSTANCES))
 GATEWAYS: Final = ("gateway-0", "gateway-1")
 MASTERS: Final = ("master-scheduler", "master-scheduler-1")
 HELPERS: Final = ("kv-cache-index", "health-monitor", "node-agent")
-LINKED: Final = (*MASTERS, *INSTANCES[:3], "kv-cache-index")  # these have a link that can be cut
+# the processes whose link to their server can be cut
+LINKED: Final = (*MASTERS, *INSTANCES[:3], "kv-cache-index")
 MAX_FAULTS: Final = 3
 MAX_INSTANCES_HIT: Final = 2
 _SPREAD_S: Final = 3.0  # the faults of a step begin within this time
 
-# At most four of the eight instances, so that a new release has room for all its instances.
+# Groups use at most four of the eight instances, so that a new release has room for all of its
+# instances.
 _SHAPES: Final = {
     "2P:2D": "groups:\n  chat: {prefill: 2, decode: 2}\n",
     "3P:1D": "groups:\n  chat: {prefill: 3, decode: 1}\n",
@@ -65,7 +69,7 @@ _FAILPOINTS: Final = (
     ("engine.step=hang", 20, 400),
 )
 
-# Draws one fault of a kind. The arguments are the instances that may be hit.
+# A function that draws one fault. Its second argument has the instances that may be hit.
 Draw = Callable[[random.Random, Sequence[str]], Fault]
 
 
@@ -74,8 +78,8 @@ def _seconds(draw: random.Random) -> float:
 
 
 def _failpoint(draw: random.Random) -> str:
-    """In half of the cases, a failpoint for the next incarnation, which may act in a later step;
-    otherwise empty.
+    """A failpoint for the next incarnation, which may act in a later step. Empty in half of the
+    cases.
     """
     point, least, most = draw.choice(_FAILPOINTS)
     at = draw.randint(least, most)
@@ -135,7 +139,7 @@ _ORDERS: Final[tuple[OrderKind, ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Each action has its delay after the beginning of the step."""
+    """The actions of a step. Each action has its delay after the beginning of the step."""
 
     number: int
     actions: tuple[tuple[float, Action], ...]
@@ -153,7 +157,7 @@ FIRST: Final = desired_text("2P:2D", 1)
 
 
 def steps(seed: int) -> Iterator[Step]:
-    """The endless steps of a seed."""
+    """An endless sequence of steps from a seed."""
     return Plan(seed).steps()
 
 
@@ -190,10 +194,10 @@ class Plan:
             return [Uncordon(ended.target)]
         self._orders = self._orders or self._random.sample(_ORDERS, len(_ORDERS))
         match self._orders.pop():
-            case "apply":  # a second one comes while the first is half done
+            case "apply":  # a second desired state comes while the first is half done
                 num = self._random.choice((1, 1, 2))
                 return [self._draw_desired() for _ in range(num)]
-            case "rollback" if self._cordoned is None:  # it may restore another release
+            case "rollback" if self._cordoned is None:  # a rollback may restore another release
                 return [Rollback()]
             case "drain":
                 return self._draw_cordon("drain", number)
@@ -203,7 +207,7 @@ class Plan:
                 return []
 
     def _draw_desired(self) -> Apply:
-        """A desired state, sometimes with another release, which replaces every instance."""
+        """A desired state, sometimes with a new release, which replaces every instance."""
         if self._random.random() < 0.4 and self._cordoned is None:
             self._release += 1
         shape = self._random.choice(sorted(_SHAPES))
@@ -232,7 +236,7 @@ class Plan:
 
 
 def _goes_with(fault: Fault, drawn: list[Fault]) -> bool:
-    """Whether the step stays within the limits with this fault."""
+    """Whether the step stays within the limits if `fault` is added to the drawn faults."""
     together = [*drawn, fault]
     targets = [each.target for each in together]
     is_wiped = any(isinstance(each, Outage) and each.is_wiped for each in together)

@@ -1,8 +1,8 @@
-"""Watches a mesh from outside all the time, and records what must never happen: two leaders, a
-write of an old epoch, a wrong pair.
+"""Watches a mesh from outside all the time, and records what must never happen.
 
-It reads the registry, the bucket of assignments, and the events. While NATS is unreachable, it
-sees nothing and reports nothing.
+Examples are two leaders, a write with an old epoch, and a wrong pair of prefill and decode. The
+witness reads the registry, the bucket of assignments, and the events. While NATS is unreachable,
+the witness sees nothing and reports nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from tests.chaos.nemesis.plan import MASTERS
 
-_MARGIN_S: Final = 3.0  # a record may be outdated by the latency of its watch
+_MARGIN_S: Final = 3.0  # the latency of a watch may make a record outdated by this time
 _PROBE_EVERY_S: Final = 0.4
 _MAX_LIVES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """`invariant`: I1 to I9 of the fault matrix, or the requirement that was broken."""
+    """A fact that must never happen. `invariant` is one of I1 to I9, or the broken requirement."""
 
     invariant: str
     what: str
@@ -52,7 +52,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Lived:
-    """An instance's record from one moment on, until the next one."""
+    """An instance's record from one moment until its next record."""
 
     since: float
     record: InstanceRecord | None
@@ -64,7 +64,7 @@ class Witness:
         self._found: list[Violation] = []
         self._lives: dict[str, deque[Lived]] = defaultdict(lambda: deque(maxlen=_MAX_LIVES))
         self._given: dict[str, Assignment] = {}
-        self._blind_since = 0.0  # when the registry was last complete
+        self._blind_since = 0.0  # when the connection to NATS was last lost or restored
         self.num_pairs = 0
         self.num_leaders_asked = 0
 
@@ -119,7 +119,7 @@ class Witness:
         self._lives[instance_id].append(Lived(time.monotonic(), copy))
 
     def _during(self, instance_id: str, since: float) -> Iterator[InstanceRecord]:
-        """All records that the instance has had since then."""
+        """All records that the instance has had since this time."""
         lives = list(self._lives[instance_id])
         for i, lived in enumerate(lives):
             until = lives[i + 1].since if i + 1 < len(lives) else time.monotonic()
@@ -132,8 +132,8 @@ class Witness:
             other = self._view.records.get(peer.instance_id)
             if other is None or other.incarnation != peer.incarnation:
                 continue
-            # An incarnation is blank only before it has a role. So a blank one will have newer
-            # records.
+            # An incarnation is blank only before it gets a role. So a blank incarnation will have
+            # newer records.
             if other.role != ROLE_NONE:
                 self._check_pair(record, other, "connected")
 
@@ -167,9 +167,9 @@ class Witness:
                 self._say("I3", f"{entry.key} and {peer.instance_id} are assigned as peers")
 
     async def _ask_leaders(self) -> None:
-        """Check that no two masters lead at once (F12, F13).
+        """Check that two masters never lead at once (F12, F13).
 
-        They do if one plans, then the other, and then the first again in the same epoch.
+        If one master plans, then the other, and then the first again in the same epoch, both lead.
         """
         async with contextlib.AsyncExitStack() as stack:
             channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
@@ -192,7 +192,8 @@ class Witness:
     async def _on_finished(self, message: Message) -> None:
         """Check the instances of a finished request.
 
-        Each was READY while the request ran. Its prefill and decode have one revision and group.
+        Each must have been READY at some time while the request ran. Its prefill and decode must
+        have had the same revision and group.
         """
         event = decode_event(message, RequestFinished)
         since = time.monotonic() - event.e2e_ms / 1e3 - _MARGIN_S
@@ -234,7 +235,7 @@ def _brief(record: InstanceRecord) -> str:
 
 
 async def _plans(channel: grpc.aio.Channel) -> int:
-    """The epoch in which a master plans; 0 if it does not plan."""
+    """The epoch in which a master plans. 0 if the master does not plan."""
     query = PlanQuery(request_id="witness", num_prompt_tokens=64, max_tokens=1)
     request = PlanRequest(gateway_id="witness", queries=[query])
     try:

@@ -1,1 +1,1 @@
-"""Models with KV caches other than full attention's, through prefill and decode."""
+"""Tests of a prefill and a decode with models whose KV caches are not those of full attention."""

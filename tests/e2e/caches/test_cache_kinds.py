@@ -1,7 +1,6 @@
-"""A prefill and a decode draw what plain vLLM draws, with caches other than full attention's.
+"""A prefill and a decode draw the same tokens as plain vLLM, with models that have sliding windows.
 
-Plain vLLM runs as it would alone. Prompts and answers are longer than the window of the layers that
-have one.
+Plain vLLM is vLLM without the mesh. Most prompts and some answers are longer than the window.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from tests.e2e.pair import Host, Pair, running
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 BLOCK_SIZE = 32
@@ -61,7 +60,7 @@ KINDS = {
 
 
 def windowed_cases(seed: int = 6) -> list[Case]:
-    """Prompts of lengths around blocks and windows, shared prefixes, and answers over a window."""
+    """Prompts whose lengths lie around blocks and the window, shared prefixes, and long answers."""
     rng = random.Random(seed)
     edges = [1, 31, 32, 33, *(WINDOW + d for d in (-1, 0, 1)), 127, 128, 129, 131, 132, 133, 500]
     shared = tuple(rng.choices(VOCABULARY, k=400))
@@ -78,7 +77,7 @@ def windowed_cases(seed: int = 6) -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A pair on one model, and what plain vLLM draws with it."""
+    """A pair on one model, and the tokens that plain vLLM draws with this model."""
 
     kind: Kind
     model_dir: Path
@@ -139,7 +138,7 @@ def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(kind: Kind, model_dir: Path, plain: Plain) -> AsyncIterator[Served]:
-    """The prefill's cache is small, so that it evicts prompts, and has a host pool."""
+    """A pair whose prefill has a small cache, so that it evicts prompts, and a host pool."""
     small = replace(config(model_dir, "prefill", 1), kv_cache_bytes=6 << 20, tiers=POOL)
     async with (
         running(small) as prefill,
@@ -183,7 +182,7 @@ async def test_a_prompt_handed_over_per_layer_gives_the_outputs_of_plain_vllm(
 
 @pytest.mark.req("S3", "S47")
 async def test_of_a_layer_with_a_window_only_the_window_moves(served: Served) -> None:
-    """The next token after 500 sees the tokens from 401 on, so nothing before their block moves."""
+    """The token after 500 sees the tokens from 401 on. So no block before these tokens moves."""
     prompt, size = random.Random(17).choices(VOCABULARY, k=500), BLOCK_SIZE
     num_blocks, first = -(-500 // size), (500 - WINDOW + 1) // size
     kind, run = served.kind, Pair(served.prefill, served.decode, salt="bytes")
@@ -192,7 +191,8 @@ async def test_of_a_layer_with_a_window_only_the_window_moves(served: Served) ->
     held = kind.num_full * num_blocks + kind.num_windowed * (num_blocks - first)
     assert run.last_received.kv_bytes == held * size * LAYER_BYTES
     assert run.num_computed_at_decode == 0
-    # The next turn begins with the tokens whose KV the decode has, and the answer's last token.
+    # The next turn begins with tokens whose KV the decode has. Only the answer's last token has
+    # none.
     turn = [*prompt, *answer, *random.Random(18).choices(VOCABULARY, k=60)]
     await run.generate(turn, Sampling(max_tokens=2))
     num_local, num_blocks, first = 539 // size, -(-600 // size), (600 - WINDOW + 1) // size
@@ -215,7 +215,7 @@ async def test_evicted_blocks_come_from_the_host_pool_with_equal_outputs(served:
 
 
 async def test_an_answer_goes_on_elsewhere_with_equal_outputs(served: Served) -> None:
-    """A request that moves brings the tokens that it has drawn, and is prefilled with them."""
+    """A request that moves to another instance prefills its prompt and the tokens drawn so far."""
     todo, expected = served.decided()
     run = Pair(served.prefill, served.decode, salt="moves")
 
@@ -280,7 +280,7 @@ async def test_two_ranks_hand_over_the_layers_of_every_group(model_dir: Path, pl
 @pytest.mark.nightly
 @pytest.mark.req("S1", "S3", "S77")
 async def test_a_window_alone_is_handed_over_and_a_spoilt_one_is_seen(tmp_path: Path) -> None:
-    """All layers have a window, so nothing else moves. The decode zeroes the KV of later pulls."""
+    """All layers have a window, so only windows move. The decode zeroes the KV of later pulls."""
     rng, lengths = random.Random(23), (90, 101, 133, 200, 260, 310)
     cases = [Case(tuple(rng.choices(VOCABULARY, k=n)), 8) for n in lengths]
     (folder := tmp_path / "model").mkdir()
@@ -314,7 +314,7 @@ _SHARES = {
     "intermediate_size": [512] * 4,
     "activation_sparsity_pattern": [0.0] * 4,
 }
-# A full layer keeps twice as many bytes of a token as a sliding one.
+# A full layer keeps twice as many bytes per token as a sliding layer.
 _UNEQUAL = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "intermediate_size": 512,

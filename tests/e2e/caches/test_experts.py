@@ -1,7 +1,7 @@
-"""A prefill and a decode draw what plain vLLM draws, with a mixture of experts.
+"""A prefill and a decode draw the same tokens as plain vLLM, with a mixture of experts.
 
-Experts keep no KV, so the same KV moves as with any other model. But a token's numbers depend on
-the experts that it chose, and with wrong KV it soon chooses others.
+Plain vLLM is vLLM without the mesh. Experts keep no KV, so the same KV moves as with any other
+model. But with wrong KV, a token soon chooses other experts.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(installed_device() != "cpu", reason="near-ties are those of float32"),
 ]
 MAX_MODEL_LEN = 768
 NUM_CONCURRENT = 4
-CASES = cases(BLOCK_SIZE)[::5]  # still of all lengths
+CASES = cases(BLOCK_SIZE)[::5]  # these still have all lengths
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,11 @@ def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def clear(plain: Plain) -> tuple[list[Case], list[list[int]]]:
-    """The cases whose first token is no near-tie, each cut at its first near-tie."""
+    """The cases and answers, each cut at its first near-tie.
+
+    A near-tie is a step in which two tokens are almost equally likely. Cases that begin with a
+    near-tie are left out.
+    """
     both = zip(*plain.cut(CASES, NEAR_TIE), strict=True)
     kept = [(case, answer) for case, answer in both if answer]
     assert len(kept) > len(CASES) // 2
@@ -77,7 +81,7 @@ def config(model_dir: Path, instance_id: str, incarnation: int, **more: Any) -> 
 
 
 async def test_plain_vllm_draws_what_transformers_draws(model_dir: Path, plain: Plain) -> None:
-    """Else equality with plain vLLM would show little."""
+    """Otherwise, equality with plain vLLM would show little."""
     todo, answers = clear(plain)
     assert num_unlike_transformers(model_dir, [case.prompt for case in todo], answers) == 0
 
@@ -87,7 +91,7 @@ async def test_plain_vllm_draws_what_transformers_draws(model_dir: Path, plain: 
 async def test_a_pair_draws_what_plain_vllm_draws(
     model_dir: Path, plain: Plain, num_ranks: int
 ) -> None:
-    """On two ranks, each holds a part of every expert."""
+    """With two ranks, each rank holds a part of every expert."""
     todo, expected = clear(plain)
     first, second = (
         config(model_dir, f"{role}-of-{num_ranks}", number, tensor_parallel_size=num_ranks)
@@ -119,7 +123,7 @@ async def test_the_comparison_fails_when_kv_is_zeroed_on_arrival(
 
 @pytest.mark.req("S122")
 async def test_whole_experts_on_ranks_are_refused_on_a_cpu_in_one_line(model_dir: Path) -> None:
-    """vLLM itself would end with a segmentation fault in the first step."""
+    """Without the refusal, vLLM would end with a segmentation fault in the first step."""
     shared_out = config(
         model_dir,
         "shared-out",

@@ -1,5 +1,7 @@
-"""Models with several kinds of layers, through a mesh. Fewer bytes of a long prompt move than its
-blocks have, and a decode's checks of a ticket must allow for that.
+"""A mesh draws the same tokens as plain vLLM, with models that have several kinds of layers.
+
+Plain vLLM is vLLM without the mesh. Fewer bytes of a long prompt move than its blocks have. The
+decode's checks of a ticket must allow this.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
     pytest.mark.skipif(installed_device() != "cpu", reason="two engines on one GPU"),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 BLOCK_SIZE: Final = 32
@@ -44,7 +46,7 @@ Expected = dict[tuple[int, ...], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A model, and plain vLLM's answers by prompt, each up to its first near-tie."""
+    """A model, and plain vLLM's answers by prompt, each cut at its first near-tie."""
 
     folder: Path
     expected: Expected
@@ -62,7 +64,7 @@ def model(
 ) -> Answered:
     write: Callable[[Path], Path] = request.param
     folder = write(tmp_path_factory.mktemp("model"))
-    for file in model_dir.glob("tokenizer*"):  # the model knows its first 40,960 tokens
+    for file in model_dir.glob("tokenizer*"):  # the model knows the tokenizer's first 40,960 tokens
         shutil.copy(file, folder)
     rng = random.Random(11)
     asked = [Case(tuple(rng.choices(VOCABULARY, k=n)), MAX_TOKENS) for n in LENGTHS]

@@ -1,4 +1,7 @@
-"""Where vLLM's KV waits for a transfer. A required path that is missing ends the start."""
+"""The memory in which vLLM's KV waits for a transfer.
+
+If a required path for the transfer is missing, the engine does not start.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests.fakes.tiny_llama import write_tiny_llama
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 
 

@@ -1,8 +1,8 @@
-"""A prefill and a decode draw what plain vLLM draws, with latent attention (MLA).
+"""A prefill and a decode draw the same tokens as plain vLLM, with latent attention (MLA).
 
-On a CPU, vLLM's reference kernel computes it, also where there is AMX. vLLM caches no prefixes for
-that kernel and computes a prompt in one step. So neither side finds anything in its own cache:
-every prompt moves whole, or comes from a tier.
+Plain vLLM is vLLM without the mesh. On a CPU, vLLM's reference kernel computes the attention, even
+on processors with AMX. With this kernel, vLLM caches no prefixes and computes a prompt in one step.
+So every prompt moves whole, or comes from a tier.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from tests.e2e.pair import Host, Pair, running
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 HAS_GPU: Final = installed_device() != "cpu"
-BLOCK_SIZE: Final = 64 if HAS_GPU else 16  # the only one that the kernel for CPUs takes
+BLOCK_SIZE: Final = 64 if HAS_GPU else 16  # the CPU kernel takes only blocks of 16
 DTYPE: Final = "bfloat16" if HAS_GPU else "float32"
-NUM_BYTES: Final = 2 if HAS_GPU else 4  # of a number
+NUM_BYTES: Final = 2 if HAS_GPU else 4  # bytes of one number
 MAX_MODEL_LEN: Final = 768
-# In bfloat16 an answer may depend on its batch, so there requests are compared one at a time.
+# In bfloat16, an answer may depend on its batch. So only one request runs at a time.
 NUM_CONCURRENT: Final = 1 if HAS_GPU else 4
 ENGINE_ARGS: Final[dict[str, Any]] = {} if HAS_GPU else {"attention_backend": "CPU_MLA"}
-NEAR: Final = 0.2 if HAS_GPU else NEAR_TIE  # in log probability; rounding may reverse such a margin
+# a margin of log probabilities that rounding may reverse
+NEAR: Final = 0.2 if HAS_GPU else NEAR_TIE
 POOL: Final = TierConfig(host_pool_bytes=192 << 20, timeout_s=20.0)
 SERVED_BY_POOL: Final = ("host", "served")
 ROUNDS: Final = 2
 
 
 def latent_cases(seed: int = 5) -> list[Case]:
-    """Prompts of lengths around blocks' ends, shared prefixes, and answers over several blocks."""
+    """Prompts whose lengths lie around blocks, shared prefixes, and answers over several blocks."""
     rng, size = random.Random(seed), BLOCK_SIZE
     edges = [1, *(k * size + d for k in (1, 2, 5) for d in (-1, 0, 1)), 100, 160, 250, 300]
     shared = tuple(rng.choices(VOCABULARY, k=5 * size))
@@ -59,7 +60,7 @@ def latent_cases(seed: int = 5) -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A pair on one model, and what plain vLLM draws with it."""
+    """A pair on one model, and the tokens that plain vLLM draws with this model."""
 
     model_dir: Path
     plain: Plain
@@ -71,7 +72,11 @@ class Served:
 
 
 def clear(plain: Plain) -> tuple[list[Case], list[list[int]]]:
-    """The cases whose first token is no near-tie, each cut at its first near-tie."""
+    """The cases and answers, each cut at its first near-tie.
+
+    A near-tie is a step in which two tokens are almost equally likely. Cases that begin with a
+    near-tie are left out.
+    """
     both = zip(*plain.cut(latent_cases(), NEAR), strict=True)
     kept = [(case, answer) for case, answer in both if answer]
     assert len(kept) > len(latent_cases()) // 2
@@ -133,7 +138,7 @@ async def idle(*hosts: Host) -> None:
 
 
 async def test_plain_vllm_draws_what_transformers_draws(served: Served) -> None:
-    """Else equality with plain vLLM would show little."""
+    """Otherwise, equality with plain vLLM would show little."""
     if HAS_GPU:
         pytest.skip("Transformers judges in float32")
     todo, answers = served.decided()
@@ -185,7 +190,7 @@ async def test_one_latent_of_each_token_and_layer_moves(served: Served) -> None:
 
 @pytest.mark.req("S76", "S77")
 async def test_a_prefix_from_the_host_pool_gives_equal_outputs(served: Served) -> None:
-    """On a CPU, vLLM itself reuses nothing: the pool alone has the prefixes of the second round."""
+    """On a CPU, vLLM reuses no prefixes. All prefixes of the second round come from the pool."""
     todo, expected = served.decided()
     host, run = served.prefill, Pair(served.prefill, served.decode, salt="tiers")
     assert differences(expected, await generate_all(run.generate, todo, 1)) == []
@@ -197,7 +202,7 @@ async def test_a_prefix_from_the_host_pool_gives_equal_outputs(served: Served) -
 
 
 async def test_an_answer_goes_on_elsewhere_with_equal_outputs(served: Served) -> None:
-    """A request that moves brings the tokens that it has drawn, and is prefilled with them."""
+    """A request that moves to another instance prefills its prompt and the tokens drawn so far."""
     if HAS_GPU:
         pytest.skip("in bfloat16, the kernels for a prompt and for a token round differently")
     todo, expected = served.decided()
@@ -239,7 +244,8 @@ async def test_the_comparison_fails_when_the_latents_from_the_pool_are_zeroed(
     todo, expected = [todo[i] for i in picked], [expected[i] for i in picked]
     small = config(served.model_dir, "spoilt", 4, tiers=POOL, failpoints="tier.loaded=zero-kv")
     if HAS_GPU:
-        small = replace(small, kv_cache_bytes=6 << 20)  # vLLM's own prefixes are evicted
+        # the cache is so small that vLLM evicts prefixes
+        small = replace(small, kv_cache_bytes=6 << 20)
     async with running(small) as prefill:
         run = Pair(prefill, served.decode, salt="spoilt")
         assert differences(expected, await generate_all(run.generate, todo, 1)) == []

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(900),
     pytest.mark.skipif(HAS_GPU, reason="three engines on one GPU, and a kernel for CPUs"),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 LENGTHS: Final = (1, 15, 16, 17, 64, 90, 150, 200, 250, 300)
@@ -41,7 +41,7 @@ VICTIM: Final = "decode-0"
 
 @pytest.fixture(scope="module")
 def latent_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with SmolLM2's tokenizer, which knows the tokenizer's first 40,960 tokens."""
+    """A model with SmolLM2's tokenizer. The model knows the tokenizer's first 40,960 tokens."""
     folder = write_tiny_deepseek(tmp_path_factory.mktemp("model"))
     for file in model_dir.glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -52,7 +52,10 @@ def latent_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def expected(
     latent_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[int, ...], list[int]]:
-    """Plain vLLM's answers, by prompt, up to their first near-tie."""
+    """Plain vLLM's answers by prompt, each cut at its first near-tie.
+
+    At a near-tie, two tokens are almost equally likely, so rounding may decide.
+    """
     rng = random.Random(3)
     asked = [Case(tuple(rng.choices(VOCABULARY, k=n)), MAX_TOKENS) for n in LENGTHS]
     with plain_vllm(
@@ -115,7 +118,7 @@ async def ask(
 
 
 def num_migrations(mesh: Mesh) -> float:
-    """How often a request's choice was planned again after a lost leg."""
+    """The number of migrations, in which a request that lost a leg continues elsewhere."""
     found = fleet.samples(mesh, "gateway-0")
     return sum(value for name, _, value in found if name == "pdmesh_request_migrations_total")
 

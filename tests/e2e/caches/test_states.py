@@ -1,7 +1,8 @@
-"""Models in which some layers keep a state and others have attention, through prefill and decode.
+"""A prefill and a decode draw the same tokens as plain vLLM, with models that have states.
 
-Plain vLLM runs as it would alone, and Transformers in float32 judges what it draws. The pair runs
-several requests at once. Plain vLLM does, too, except in bfloat16.
+In these models, some layers keep a state and the others have attention. Plain vLLM is vLLM without
+the mesh. Transformers in float32 checks the tokens of plain vLLM. The pair runs several requests at
+once. Plain vLLM also does so, except in bfloat16.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tests.e2e.pair import Host, Pair, running
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
@@ -52,25 +53,26 @@ class Kind:
     write: Callable[[Path], Path]
     block_size: int
     dtype: str = "float32"
-    num_step_blocks: int = 4  # the most that a step computes
-    near_tie: float = NEAR_TIE  # in log probability; rounding may reverse such a margin
-    num_at_once: int = NUM_AT_ONCE  # in plain vLLM
-    has_heads_apart: bool = False  # vLLM's rotation for CPUs is wrong for it
+    num_step_blocks: int = 4  # the most blocks that a step computes
+    near_tie: float = NEAR_TIE  # a margin of log probabilities that rounding may reverse
+    num_at_once: int = NUM_AT_ONCE  # requests that plain vLLM runs at once
+    has_heads_apart: bool = False  # vLLM's CPU kernel for rotation is wrong for such heads
 
 
 KINDS = {
     "short-convolution": Kind(write_tiny_lfm2, 32, has_heads_apart=True),
     "delta-rule": Kind(write_tiny_qwen3_next, 128, "bfloat16", 2, near_tie=0.2, num_at_once=1),
-    # vLLM 0.32 fails on a CPU where a step of Mamba-2 passes a block's end.
+    # On a CPU, vLLM 0.32 fails if a step of Mamba-2 crosses the end of a block.
     "mamba-2": Kind(write_tiny_granite, 32, num_step_blocks=1),
 }
 
 
 def stateful_cases(block_size: int, seed: int = 6) -> list[Case]:
-    """Prompts of lengths around blocks' ends, shared prefixes, and an answer over several blocks.
+    """Prompts whose lengths lie around blocks, shared prefixes, and an answer over several blocks.
 
     A state is valid only after exactly the tokens that it has seen, so each of these lengths
-    matters. The last two cases are a prompt of whole blocks and a longer one that begins with it.
+    matters. The last case but one is a prompt of whole blocks. The last case is a longer prompt
+    that begins with it.
     """
     rng, size = random.Random(seed), block_size
     edges = [1, 2, *(k * size + d for k in (1, 2, 4) for d in (-1, 0, 1)), 5 * size + size // 2]
@@ -86,7 +88,7 @@ def stateful_cases(block_size: int, seed: int = 6) -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A pair on one model, and what plain vLLM draws with it."""
+    """A pair on one model, and the tokens that plain vLLM draws with this model."""
 
     kind: Kind
     model_dir: Path
@@ -95,7 +97,11 @@ class Served:
     decode: Host
 
     def decided(self) -> tuple[list[Case], list[list[int]]]:
-        """The cases, cut at the first near-tie, without those that begin with one."""
+        """The cases and answers, each cut at its first near-tie.
+
+        A near-tie is a step in which two tokens are almost equally likely. Cases that begin with a
+        near-tie are left out.
+        """
         cases = stateful_cases(self.kind.block_size)
         todo, expected = self.plain.cut(cases, self.kind.near_tie)
         kept = [i for i, tokens in enumerate(expected) if tokens]
@@ -103,7 +109,7 @@ class Served:
         return [todo[i] for i in kept], [expected[i] for i in kept]
 
     def moved_bytes(self, num_blocks: int) -> int:
-        """The bytes of a hand-over of these blocks. A layer with a state sends only one."""
+        """The bytes of a hand-over of these blocks. A layer with a state sends only one block."""
         block_bytes = self.decode.info.kv_bytes_per_token * self.kind.block_size
         return (block_bytes // NUM_LAYERS) * ((NUM_LAYERS - NUM_STATES) * num_blocks + NUM_STATES)
 
@@ -174,8 +180,8 @@ async def idle(*hosts: Host) -> None:
 
 
 async def test_plain_vllm_draws_what_transformers_draws(served: Served) -> None:
-    """Else equality with plain vLLM would show little."""
-    short = 2 * served.kind.block_size + 1  # Transformers takes long for the others
+    """Otherwise, equality with plain vLLM would show little."""
+    short = 2 * served.kind.block_size + 1  # Transformers takes too long for longer prompts
     judged = [pair for pair in zip(*served.decided(), strict=True) if len(pair[0].prompt) <= short]
     prompts, answers = [case.prompt for case, _ in judged], [answer for _, answer in judged]
     assert num_unlike_transformers(served.model_dir, prompts, answers) == 0
@@ -198,7 +204,7 @@ async def test_a_prompts_state_handed_over_gives_the_outputs_of_plain_vllm(serve
 async def test_answers_that_fill_blocks_of_states_leave_plain_vllm_s_at_near_ties_only(
     served: Served,
 ) -> None:
-    """Requests run one at a time, and no answer is cut at a near-tie, where rounding may choose."""
+    """Requests run one at a time. Answers are not cut at near-ties, where rounding decides."""
     todo, expected = stateful_cases(served.kind.block_size), served.plain.tokens()
     run = Pair(served.prefill, served.decode, salt="long")
     got = await generate_all(run.generate, todo, 1)
@@ -240,8 +246,8 @@ async def test_of_a_layer_with_a_state_one_block_moves(served: Served) -> None:
 async def test_a_prompt_that_comes_again_and_a_longer_one_find_the_prefix(served: Served) -> None:
     """The prompt has three whole blocks.
 
-    The decode has the state at the end of the last one, because it pulled it. The prefill has to
-    compute the last token, so it finds the state at the end of the block before.
+    The decode pulled the state at the end of the third block, so it has this state. The prefill has
+    to compute the last token, so it can use only the state at the end of the second block.
     """
     todo, expected = served.decided()
     size = served.kind.block_size
@@ -249,7 +255,9 @@ async def test_a_prompt_that_comes_again_and_a_longer_one_find_the_prefix(served
     run = Pair(served.prefill, served.decode, salt="prefixes")
 
     async def asked(number: int) -> tuple[int, int]:
-        """Ask one of the cases; returns what the prefill found and what the decode pulled."""
+        """Send a case. Return the tokens that the prefill found, and the bytes that the decode
+        pulled.
+        """
         case = todo[number]
         first = await run.prefilled(case.prompt, case.sampling())
         assert first.ticket is not None
@@ -269,7 +277,7 @@ async def test_a_prompt_that_comes_again_and_a_longer_one_find_the_prefix(served
 @pytest.mark.req("S1")
 @pytest.mark.parametrize("way", ["whole", "per-layer"])
 async def test_an_answer_goes_on_elsewhere(served: Served, way: str) -> None:
-    """A request that moves brings the tokens that it has drawn, and is prefilled with them."""
+    """A request that moves to another instance prefills its prompt and the tokens drawn so far."""
     todo, expected = served.decided()
     run = Pair(served.prefill, served.decode, salt=f"moves {way}")
     generate = run.generate if way == "whole" else run.generate_per_layer
@@ -321,14 +329,14 @@ async def test_the_comparison_fails_when_only_the_states_are_zeroed(served: Serv
 
 
 def equal_tokens(some: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens two answers of one length have in common before they differ."""
+    """The number of tokens before the first difference of two answers of one length."""
     assert len(some) == len(others)
     pairs = enumerate(zip(some, others, strict=True))
     return next((i for i, (one, other) in pairs if one != other), len(some))
 
 
 def moving(first: Generate, then: Generate) -> Generate:
-    """Draws half of an answer in one place, and the rest in the other."""
+    """A function that draws half of an answer with `first`, and the rest with `then`."""
 
     async def moved(prompt: Sequence[int], sampling: Sampling) -> list[int]:
         half = (sampling.max_tokens + 1) // 2
@@ -340,7 +348,7 @@ def moving(first: Generate, then: Generate) -> Generate:
 
 
 async def drawn_before_a_kill(run: Pair, case: Case) -> list[int]:
-    """Kills the decode's worker once half of the answer is there; returns what was drawn."""
+    """Kill the decode's worker when half of the answer is there, and return the tokens so far."""
     first = await run.prefilled(case.prompt, case.sampling())
     assert isinstance(first, Prefilled)
     assert first.ticket is not None
@@ -388,7 +396,9 @@ async def test_steps_that_would_end_mamba_2_on_a_cpu_are_refused_in_one_line(
 async def test_layers_computed_in_another_order_than_built_are_not_sent_too_early(
     tmp_path: Path,
 ) -> None:
-    """A layer that is sent too early has its blocks' earlier content. Long prompts show that."""
+    """If a layer is sent too early, its blocks have their earlier content. Long prompts reveal
+    this.
+    """
     kind, rng = KINDS["mamba-2"], random.Random(3)
     asked = replace(
         config(kind, write_tiny_zamba2(tmp_path), "prefill-zamba", 11),

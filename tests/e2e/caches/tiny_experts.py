@@ -1,4 +1,4 @@
-"""A model with random weights whose layers have experts, as Qwen3-MoE has them: a few MB."""
+"""Writes a model of a few MB with random weights, whose layers have experts as in Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from tests.e2e.caches.tiny_windowed import VOCABULARY_SIZE
 
 NUM_EXPERTS: Final = 8
 NUM_CHOSEN: Final = 2  # experts that compute a token
-_SHARPNESS: Final = 16.0  # of the last norm: few tokens are nearly as likely as the likeliest
+# weight of the last norm, with which few tokens are nearly as likely as the likeliest
+_SHARPNESS: Final = 16.0
 
 
 def write_tiny_qwen3_moe(directory: Path, seed: int = 0) -> Path:
-    """The same seed gives the same weights."""
+    """Write the model. The same seed gives the same weights."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

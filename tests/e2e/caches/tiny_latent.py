@@ -1,8 +1,8 @@
-"""A model with random weights and latent attention (MLA), as DeepSeek V3 has it: a few MB.
+"""Writes a model of a few MB with random weights and latent attention (MLA), as in DeepSeek V3.
 
-Its latents and heads have DeepSeek's own sizes, the only ones that some of vLLM's kernels support.
-It has a separate output layer: vLLM's DeepSeek ignores `tie_word_embeddings`, and would otherwise
-draw with an uninitialised output layer.
+Latents and heads have the sizes of DeepSeek, because some of vLLM's kernels support no others. The
+model has a separate output layer, because vLLM's DeepSeek ignores `tie_word_embeddings`. With tied
+embeddings, vLLM would draw with an uninitialised output layer.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any, Final
 
 from tests.e2e.caches.tiny_windowed import VOCABULARY_SIZE
 
-LATENT: Final = 512  # numbers of a token in a layer
-ROTATED: Final = 64  # further ones, rotated by the token's position
+LATENT: Final = 512  # numbers per token and layer
+ROTATED: Final = 64  # further numbers, rotated by the token's position
 NUM_LAYERS: Final = 3
-_SHARPNESS: Final = 16.0  # of the last norm: few tokens are nearly as likely as the likeliest
+# weight of the last norm, with which few tokens are nearly as likely as the likeliest
+_SHARPNESS: Final = 16.0
 _LONGEST: Final = 4096
-_YARN: Final[dict[str, Any]] = {  # Any: numbers and a name of transformers
+# the type is Any because transformers takes numbers and a name here
+_YARN: Final[dict[str, Any]] = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
     "factor": 4.0,
@@ -30,7 +32,7 @@ _YARN: Final[dict[str, Any]] = {  # Any: numbers and a name of transformers
 
 
 def write_tiny_deepseek(directory: Path, seed: int = 0) -> Path:
-    """DeepSeek V3 without experts, which keep no KV. The same seed gives the same weights."""
+    """Write a DeepSeek V3 without experts, which keep no KV. The same seed gives the same model."""
     import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 

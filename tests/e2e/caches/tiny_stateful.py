@@ -1,7 +1,7 @@
-"""Models with random weights in which some layers keep a state and others have attention: a few MB.
+"""Writes models of a few MB with random weights, in which some layers keep a state.
 
-The weights have a large variance, so that an answer depends on all that its layers have seen. vLLM
-0.32 has CPU kernels for each of these layers.
+The other layers have attention. The weights have a large variance, so that an answer depends on all
+tokens that its layers have seen. vLLM 0.32 has CPU kernels for each of these layers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any, Final
 from tests.e2e.caches.tiny_windowed import VOCABULARY_SIZE
 
 NUM_LAYERS: Final = 4
-NUM_STATES: Final = 2  # layers with a state; the others have attention
-WORDS: Final = slice(1000, 1016)  # the only tokens that a model in bfloat16 draws
-_SIZES: Final[dict[str, Any]] = {  # Any: numbers and flags of transformers
+NUM_STATES: Final = 2  # layers with a state
+WORDS: Final = slice(1000, 1016)  # the only tokens that the model in bfloat16 draws
+# the type is Any because transformers takes numbers and flags here
+_SIZES: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -31,7 +32,7 @@ _SIZES: Final[dict[str, Any]] = {  # Any: numbers and flags of transformers
 
 
 def write_tiny_lfm2(directory: Path, seed: int = 0) -> Path:
-    """Short convolutions beside attention, as LFM2 has them: a state of two tokens' inputs."""
+    """Short convolutions beside attention, as in LFM2. A state has the inputs of two tokens."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     config = Lfm2Config(
@@ -47,7 +48,7 @@ def write_tiny_lfm2(directory: Path, seed: int = 0) -> Path:
 
 
 def write_tiny_granite(directory: Path, seed: int = 0) -> Path:
-    """Mamba-2 beside attention, as Granite 4 has them: a state of all tokens."""
+    """Mamba-2 beside attention, as in Granite 4. A state depends on all tokens."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     config = GraniteMoeHybridConfig(
@@ -69,23 +70,23 @@ def write_tiny_granite(directory: Path, seed: int = 0) -> Path:
 
 
 def write_tiny_qwen3_next(directory: Path, seed: int = 0) -> Path:
-    """The gated delta rule beside attention, as Qwen3-Next has them, and experts.
+    """The gated delta rule beside attention and experts, as in Qwen3-Next.
 
-    vLLM's CPU kernel for it takes heads of 128 in bfloat16 only. So it draws from few words, of
-    which two are rarely almost equally likely.
+    vLLM's CPU kernel for the rule takes only heads of 128 in bfloat16. In bfloat16, near-ties are
+    frequent, so the model draws from few words, of which two are rarely almost equally likely.
     """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
         **_SIZES | {"tie_word_embeddings": False},
-        head_dim=64,  # so that 128 tokens of attention hold a state
+        head_dim=64,  # so that a block of 128 tokens of attention has room for a state
         layer_types=["linear_attention", "full_attention"] * 2,
         linear_num_key_heads=1,
         linear_num_value_heads=1,
         linear_key_head_dim=128,
         linear_value_head_dim=128,
         num_experts=4,
-        num_experts_per_tok=4,  # all, because rounding may change the choice
+        num_experts_per_tok=4,  # all experts, because rounding could change a choice among them
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     )
@@ -93,13 +94,13 @@ def write_tiny_qwen3_next(directory: Path, seed: int = 0) -> Path:
 
 
 def write_tiny_zamba2(directory: Path, seed: int = 0) -> Path:
-    """Mamba-2 beside attention layers that vLLM builds in another order than it computes them."""
+    """Mamba-2 beside attention layers, which vLLM computes in another order than it builds them."""
     from transformers import Zamba2Config, Zamba2ForCausalLM
 
     config = Zamba2Config(
         **_SIZES | {"num_hidden_layers": 8},
         layers_block_type=["mamba", "hybrid"] * 4,
-        num_mem_blocks=2,  # blocks of attention, which take turns
+        num_mem_blocks=2,  # blocks of attention, which the layers use in turn
         use_shared_attention_adapter=False,
         adapter_rank=8,
         use_mem_rope=True,
@@ -113,10 +114,11 @@ def write_tiny_zamba2(directory: Path, seed: int = 0) -> Path:
     return _write(Zamba2ForCausalLM, config, directory, seed)
 
 
-def _write(  # Any: of transformers
-    kind: Any, config: Any, directory: Path, seed: int, words: slice | None = None
-) -> Path:
-    """The same seed gives the same weights on every machine. `words`: the only ones to draw."""
+def _write(kind: Any, config: Any, directory: Path, seed: int, words: slice | None = None) -> Path:
+    """Write a model. The same seed gives the same weights on every machine.
+
+    If `words` is given, the model draws no other tokens.
+    """
     import torch
 
     torch.manual_seed(seed)

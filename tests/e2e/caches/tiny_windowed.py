@@ -1,7 +1,7 @@
-"""Models with random weights and sliding-window layers: a few MB, loaded in seconds.
+"""Writes models of a few MB with random weights and sliding-window layers.
 
-The weights have a large variance, so that an answer depends on all that its layers see. The window
-is shorter than most prompts of the tests, and no multiple of a block.
+The weights have a large variance, so that an answer depends on all tokens that its layers see. The
+window is shorter than most prompts of the tests, and is no multiple of a block.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-WINDOW: Final = 100  # tokens that a sliding layer sees, its own included
+WINDOW: Final = 100  # tokens that a sliding layer sees, including the current one
 NUM_LAYERS: Final = 6
-NUM_SLIDING: Final = 4  # of them in the model of both kinds
-LAYER_BYTES: Final = 2 * 2 * 64 * 4  # of a token in fp32: K and V of two heads
+NUM_SLIDING: Final = 4  # sliding layers of the model that has both kinds
+LAYER_BYTES: Final = 2 * 2 * 64 * 4  # bytes per token in fp32: K and V of two heads
 VOCABULARY_SIZE: Final = 40_960  # the prompts of tests/e2e/cases.py are within it
-_SIZES: Final[dict[str, Any]] = {  # Any: numbers and flags of transformers
+# the type is Any because transformers takes numbers and flags here
+_SIZES: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -32,7 +33,7 @@ _SIZES: Final[dict[str, Any]] = {  # Any: numbers and flags of transformers
 
 
 def write_tiny_gemma(directory: Path, seed: int = 0) -> Path:
-    """Sliding-window layers beside layers of full attention, as Gemma 3 has them."""
+    """Sliding-window layers beside layers of full attention, as in Gemma 3."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     kinds = ["sliding_attention"] * 2 + ["full_attention"]
@@ -49,11 +50,11 @@ def write_tiny_mistral(directory: Path, seed: int = 0) -> Path:
 
 def _write(
     kind: Any, config: Any, directory: Path, seed: int, embedding_scale: float = 1.0
-) -> Path:  # Any: of transformers
-    """The same seed gives the same weights on every machine.
+) -> Path:
+    """Write a model. The same seed gives the same weights on every machine.
 
-    Gemma multiplies its embeddings, which are its output layer, too. Without `embedding_scale`, the
-    likeliest next token is always the last one.
+    Gemma's output layer is its embeddings, which Gemma multiplies. Without `embedding_scale`, the
+    likeliest next token would always be the last token.
     """
     import torch
 

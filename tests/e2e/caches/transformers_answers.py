@@ -1,4 +1,4 @@
-"""Transformers as the judge of an answer: whether it would have drawn the same tokens."""
+"""Checks with Transformers whether the tokens of an answer are the likeliest ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 def num_unlike_transformers(
     model_dir: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> int:
-    """How many answers have a token that is not the likeliest one in float32."""
+    """The number of answers with a token that is not the likeliest one in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 

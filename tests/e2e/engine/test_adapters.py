@@ -1,7 +1,7 @@
-"""LoRA adapters stay in effect after a hand-over and a death, and never use KV of other content.
+"""LoRA adapters stay in effect after a hand-over and a death, and never use another adapter's KV.
 
-Requests use two adapters of random weights and the model itself, all at the same time. Their
-answers must equal those of plain vLLM with the same adapters.
+Requests use two adapters of random weights and the model itself, all at the same time. Plain vLLM,
+which is vLLM without the mesh, must give the same answers with the same adapters.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
-NUM_PROMPTS = 8  # for each adapter: on a CPU, rows with one take many times as long
+# few prompts per adapter, because on a CPU rows with an adapter take many times as long
+NUM_PROMPTS = 8
 NUM_TOKENS = 10
 NUM_LOADS = 20
 LORA: dict[str, Any] = {"max_adapters": 2, "max_adapter_rank": 8}
@@ -70,7 +71,8 @@ def wanted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
         for index, prompt in enumerate(prompts)
         for path in (adapters["one"].path, adapters["two"].path, "")
     ]
-    # One more slot than adapters: on a CPU, vLLM uses the last slot for rows without an adapter.
+    # There is one more slot than adapters, because on a CPU vLLM uses the last slot for rows
+    # without an adapter.
     with plain_vllm(
         model_dir, cases, tmp_path_factory.mktemp("adapted"),
         enable_lora=True, max_loras=3, max_lora_rank=8, max_num_batched_tokens=512,
@@ -80,7 +82,7 @@ def wanted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def adapted(model_dir: Path, wanted: Wanted) -> AsyncIterator[Pair]:
-    """A pair with adapter slots, and with a tier below the prefill's blocks."""
+    """A pair with slots for adapters. The prefill also has a host pool."""
     prefill = replace(prefill_config(model_dir), tiers=TIERS, **LORA)
     decode = replace(decode_config(model_dir), **LORA)
     async with running(prefill) as p, running(decode) as d:
@@ -100,7 +102,7 @@ async def fusion(model_dir: Path, wanted: Wanted) -> AsyncIterator[Host]:
 async def answers(
     wanted: Wanted, cases: Sequence[Case], generate: Generate, num_concurrent: int = 6
 ) -> list[list[int]]:
-    """The answers to requests with all adapters at once."""
+    """The answers to requests for different adapters, which run at the same time."""
     slots = asyncio.Semaphore(num_concurrent)
 
     async def one(case: Case) -> list[int]:
@@ -129,7 +131,7 @@ def alone(host: Host, num_drawn: int = 0) -> Generate:
 
 
 def test_each_adapter_answers_in_its_own_way(wanted: Wanted) -> None:
-    """Otherwise the equality of answers would prove nothing."""
+    """Otherwise, the equality of answers would prove nothing."""
     ones, twos, plain = (wanted.tokens[at::3] for at in range(3))
     for some, others in ((ones, twos), (ones, plain), (twos, plain)):
         assert len(differences(some, others)) > NUM_PROMPTS * 0.9
@@ -167,7 +169,7 @@ async def test_fusion_draws_what_one_engine_draws(fusion: Host, wanted: Wanted) 
 async def test_an_answer_continues_with_its_adapter_after_a_death_at_any_token(
     adapted: Pair, fusion: Host, wanted: Wanted, num_drawn: int
 ) -> None:
-    """As at a gateway, the emitted tokens are part of the new prompt."""
+    """As at a gateway, the tokens drawn before the death are part of the new prompt."""
     replayed = [
         replace(case, prompt=(*case.prompt, *tokens[:num_drawn]), max_tokens=NUM_TOKENS - num_drawn)
         for case, tokens in zip(wanted.cases, wanted.tokens, strict=True)
@@ -183,8 +185,9 @@ async def test_an_answer_continues_with_its_adapter_after_a_death_at_any_token(
 async def test_new_content_under_the_same_name_uses_no_old_kv(
     adapted: Pair, wanted: Wanted, tmp_path: Path
 ) -> None:
-    """The pair has a prefix cache, a host pool, and two slots for three contents (vLLM issues
-    42125, 48352).
+    """The pair has a prefix cache, a host pool, and two slots for three contents.
+
+    vLLM issues 42125 and 48352 describe how old KV could be used here.
     """
     path = str(tmp_path / "same")
     prompt = tuple(random.Random(9).choices(VOCABULARY, k=200))
@@ -207,7 +210,7 @@ async def test_new_content_under_the_same_name_uses_no_old_kv(
 
 
 async def failure_of(pair: Pair, prompt: Sequence[int], *, is_per_layer: bool) -> str:
-    """The reason why a prompt's prefill fails, even if its ticket was opened before."""
+    """The reason why a prompt's prefill fails. The prefill may open its ticket before it fails."""
     leg = await pair.start_prefill(prompt, Sampling(4), is_per_layer=is_per_layer)
     output = await pair.prefill.next_output(leg)
     if isinstance(output, TicketOpened):
@@ -234,7 +237,7 @@ async def test_an_adapter_that_cannot_be_loaded_fails_only_its_own_requests(
             await engine.inspect_adapter(str(tmp_path / name))
     for bad in (
         Adapter("changed", "0" * 64, good.path),
-        Adapter("pissa", pissa, str(tmp_path / "pissa")),  # which vLLM refuses
+        Adapter("pissa", pissa, str(tmp_path / "pissa")),  # vLLM refuses this adapter
     ):
         own = replace(adapted, adapter=bad, salt="bad")
         assert await failure_of(own, prompt, is_per_layer=False) == "ADAPTER_UNUSABLE"
@@ -244,7 +247,7 @@ async def test_an_adapter_that_cannot_be_loaded_fails_only_its_own_requests(
 
 
 async def test_an_adapter_that_is_loaded_gives_signs_of_work(adapted: Pair, wanted: Wanted) -> None:
-    """Each layer that vLLM's worker loads gives a sign, though no step runs."""
+    """Each layer that vLLM's worker loads gives a sign of work, although no step runs."""
     host, digests = adapted.decode, [a.digest for a in wanted.adapters.values()]
     own = replace(adapted, adapter=wanted.adapters["three"])
     plain = replace(adapted, adapter=None)
@@ -259,7 +262,7 @@ async def test_an_adapter_that_is_loaded_gives_signs_of_work(adapted: Pair, want
         return await reported(f"after {salt}") - before
 
     async def reported(salt: str) -> int:
-        """The number of signs so far. An engine reports it with new signs, a few times a second."""
+        """The number of signs so far. An engine reports new signs a few times a second."""
         before = host.engine.stats().num_signs
         for n in itertools.count():
             await replace(plain, salt=f"{salt} {n}").generate((5, 6, 7), Sampling(2))

@@ -1,5 +1,6 @@
-"""One vLLM instance by itself: it does both phases if the other role is gone, and a hung engine
-process does not answer pings.
+"""One vLLM instance alone, and a hung engine process.
+
+An instance does both phases if the other role is gone. A hung engine process does not answer pings.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_CASES = 12
@@ -85,7 +86,7 @@ async def test_a_hung_engine_process_answers_no_ping_but_a_working_one_does(
 async def test_a_worker_shows_each_layer_that_it_computes_and_nothing_while_it_is_frozen(
     pair: Pair,
 ) -> None:
-    """The engine answers no ping during a step, which may take long.
+    """During a step, which may take long, the engine answers no ping.
 
     The layers of the step show that the engine does not hang.
     """
@@ -101,7 +102,7 @@ async def test_a_worker_shows_each_layer_that_it_computes_and_nothing_while_it_i
     os.kill(pid, signal.SIGSTOP)
     try:
         leg = await pair.start_prefill((19, *prompt[1:]), Sampling(max_tokens=1))
-        await asyncio.sleep(1.0)  # read what was in flight
+        await asyncio.sleep(1.0)  # read the signs that were in flight
         frozen = engine.stats().num_signs
         await asyncio.sleep(1.0)
         assert engine.stats().num_signs == frozen

@@ -1,7 +1,8 @@
 """Answers keep to a schema, regular expression, choice or grammar after a hand-over and a death.
 
-The decode's matcher first takes the tokens that the prefill drew, and after a death those of all
-earlier legs. Answers must equal those of plain vLLM, which draws each in one request.
+A matcher checks tokens against the constraint. The decode's matcher first takes the token that the
+prefill drew. After a death, a matcher first takes the tokens of all earlier legs. Answers must
+equal those of plain vLLM, which is vLLM without the mesh and draws each answer in one request.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.e2e.pair import Host, Pair, locally, running
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_PROMPTS = 20
@@ -55,7 +56,7 @@ TAG = {
 
 
 def calls(begin: str, end: str, style: str) -> str:
-    """One or more calls, as vLLM's parsers of tool calls describe them."""
+    """A structural tag for one or more calls, as vLLM's parsers of tool calls describe them."""
     content = {"type": "json_schema", "json_schema": SCHEMA, "style": style}
     tag = {"type": "tag", "begin": begin, "content": content, "end": end}
     form = {"type": "tags_with_separator", "tags": [tag], "separator": "", "at_least_one": True}
@@ -115,7 +116,7 @@ async def fusion(model_dir: Path) -> AsyncIterator[Host]:
 
 
 def wrong_features(expected: Sequence[list[int]], got: Sequence[list[int]]) -> dict[str, list[int]]:
-    """The indexes of differing answers, by feature."""
+    """The indexes of answers that differ, by feature."""
     wrong: dict[str, list[int]] = {}
     names = list(FEATURES)
     for index in differences(expected, got):
@@ -138,7 +139,7 @@ async def test_an_answer_that_continues_elsewhere_is_still_one_of_the_choices(
 
 @pytest.mark.nightly
 def test_each_answer_that_ends_has_its_form(expected: list[list[int]], model_dir: Path) -> None:
-    """Otherwise the equality of answers would prove nothing."""
+    """Otherwise, the equality of answers would prove nothing."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     num_ended = dict.fromkeys(FEATURES, 0)
     for case, tokens in zip(CASES, expected, strict=True):
@@ -169,9 +170,7 @@ async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[lis
 async def test_a_pair_draws_the_same_with_kv_handed_over_per_layer(
     pair: Pair, expected: list[list[int]]
 ) -> None:
-    """Decode gets its request before token 1 is drawn. Its matcher accepts token 1 in the first
-    step.
-    """
+    """The decode starts before token 1 is drawn. Its matcher takes token 1 in the first step."""
     got = await generate_all(pair.generate_per_layer, CASES, num_concurrent=6)
     assert wrong_features(expected, got) == {}
 
@@ -186,9 +185,10 @@ async def test_fusion_draws_what_one_engine_draws(fusion: Host, expected: list[l
 def after_death(
     expected: Sequence[list[int]], num_drawn: int
 ) -> tuple[list[Case], list[list[int]], Callable[[Sampling], Sampling]]:
-    """As at a gateway, the emitted tokens are part of the new prompt.
+    """The cases and the rest of the answers after a death.
 
-    A `num_drawn` below 0 counts from the end of each answer.
+    As at a gateway, the tokens drawn before the death are part of the new prompt. A `num_drawn`
+    below 0 counts from the end of each answer.
     """
     replayed, rest = [], []
     for case, tokens in zip(CASES, expected, strict=True):
@@ -220,7 +220,9 @@ async def test_an_answer_is_the_same_after_a_death_at_any_token(
 async def test_a_decode_with_speculation_draws_the_same_greedy_tokens(
     pair: Pair, model_dir: Path, expected: list[list[int]]
 ) -> None:
-    """For greedy answers: the matcher must accept each proposed token, or undo its step."""
+    """The matcher must take each proposed token, or undo its step. Only greedy answers are
+    compared.
+    """
     config = replace(
         decode_config(model_dir),
         instance_id="decode-s",
@@ -238,14 +240,14 @@ async def test_a_decode_with_speculation_draws_the_same_greedy_tokens(
 async def test_an_engine_that_forgets_the_drawn_tokens_draws_others(
     fusion: Host, expected: list[list[int]]
 ) -> None:
-    """The negative control: a matcher that starts again within the answer."""
+    """The negative control: the matcher starts again in the middle of the answer."""
     replayed, rest, _ = after_death(expected, 5)
     got = await generate_all(lambda p, s: locally(fusion, p, s), replayed[:NUM_PROMPTS], 12)
     assert len(differences(rest[:NUM_PROMPTS], got)) > NUM_PROMPTS // 2
 
 
 ANY_TEXT = Constraint(grammar_of(AskedGrammar(GrammarKind.REGEX, r"(.|\n)*")))
-UNLIKE_ALL = LogitShaping(allowed_token_ids=(1,))  # a special token, which is no text
+UNLIKE_ALL = LogitShaping(allowed_token_ids=(1,))  # a special token, which has no text
 IMPOSSIBLE = {
     "no token that is allowed": Sampling(8, shaping=UNLIKE_ALL, constraint=ANY_TEXT),
     "no grammar": Sampling(8, constraint=Constraint('start: "a" nothing')),
@@ -257,7 +259,7 @@ IMPOSSIBLE = {
 async def test_a_constraint_that_no_engine_can_keep_fails_without_a_retry(
     pair: Pair, name: str
 ) -> None:
-    """So the gateway does not try one instance after another."""
+    """The error is final, so that the gateway does not try one instance after another."""
     prompt, impossible = CASES[0].prompt, IMPOSSIBLE[name]
 
     async def failure(host: Host, leg: int) -> Failed:
@@ -282,7 +284,7 @@ async def test_a_constraint_that_no_engine_can_keep_fails_without_a_retry(
 async def test_a_form_that_is_complete_ends_the_answer_before_its_least_length(
     fusion: Host, temperature: float
 ) -> None:
-    """`min_tokens` forbids the end, but after the form nothing else is allowed."""
+    """`min_tokens` forbids the end of the answer, but no other token is allowed after the form."""
     choice = Constraint(grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps(["no"]))))
     sampling = Sampling(
         12,

@@ -1,8 +1,7 @@
-"""Prefill on one vLLM and decode on another give the same greedy outputs as one plain vLLM, in
-fp32.
+"""A prefill and a decode on vLLM draw the same greedy tokens as one plain vLLM, in fp32.
 
-A negative control shows that the comparison detects wrong KV: it must fail if KV is zeroed on
-arrival.
+Plain vLLM is vLLM without the mesh. As a negative control, the comparison must fail if the decode
+zeroes KV on arrival.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tests.e2e.pair import Pair, running
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
@@ -38,7 +37,8 @@ async def test_outputs_equal_those_of_plain_vllm_and_decode_computes_no_prompt(
     assert differences(reference.tokens, got) == []
     assert run.num_handed_over >= 180
     assert run.num_computed_at_decode == 0
-    # Of the prompt in vLLM's sense, a decode computes only token 1, which prefill drew.
+    # vLLM counts token 1, which the prefill drew, as part of the decode's prompt. The decode must
+    # compute nothing else of its prompt.
     after = pair.decode.engine.stats().extra
     counted = {name: after[name] - before[name] for name in after}
     assert counted["num_preempted"] == 0

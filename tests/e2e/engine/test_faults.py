@@ -20,7 +20,7 @@ from tests.e2e.pair import LegFailed, Pair, running
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 GREEDY = Sampling(max_tokens=8)

@@ -1,4 +1,8 @@
-"""Token 1 replaces its placeholder in vLLM's own request."""
+"""Token 1 replaces its placeholder in vLLM's request.
+
+With KV handed over per layer, a decode starts before the prefill has drawn token 1. So its prompt
+ends in a placeholder.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ import pytest
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.req("S48"),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 
 BLOCK = 4
 
 
 def request(prompt: list[int]) -> Any:
-    """vLLM's own request, imported late because the import is slow and warns."""
+    """A request object of vLLM. The import is late because it is slow and emits warnings."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash

@@ -1,7 +1,8 @@
 """vLLM's sampling parameters stay in effect after a hand-over and a death.
 
-Parameters that count the tokens of an answer also count those that another engine drew. Answers
-must equal those of plain vLLM, which draws each in one request.
+Some parameters count the tokens of an answer. These must also count tokens that another engine
+drew. Answers must equal those of plain vLLM, which is vLLM without the mesh and draws each answer
+in one request.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from tests.e2e.pair import Host, Pair, locally, running
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_PROMPTS = 20
 NUM_TOKENS = 12
-# Few tokens, so that an answer repeats each of them.
+# These tokens are so few that an answer repeats each of them.
 FEW = tuple(range(2000, 2024))
-# Words of two tokens. Any leg may draw the first token of some of them.
+# Words of two tokens. Two legs may draw the first and the second token.
 PAIRS = tuple((first, second) for first in FEW for second in FEW if first != second)
 FEATURES: Mapping[str, LogitShaping] = MappingProxyType(
     {
@@ -48,7 +49,7 @@ FEATURES: Mapping[str, LogitShaping] = MappingProxyType(
         "all": LogitShaping(1.0, -0.5, 1.2, 50, 0.01, 4, ((FEW[0], 3.0),), PAIRS[:40]),
     }
 )
-STOPPED = frozenset({"min_tokens", "all"})  # any of these tokens would end an answer
+STOPPED = frozenset({"min_tokens", "all"})  # features whose cases have stop tokens
 
 
 def of_feature(name: str) -> list[Case]:
@@ -83,7 +84,7 @@ async def fusion(model_dir: Path) -> AsyncIterator[Host]:
 
 
 def wrong_features(expected: Sequence[list[int]], got: Sequence[list[int]]) -> dict[str, list[int]]:
-    """The indexes of differing answers, by feature."""
+    """The indexes of answers that differ, by feature."""
     wrong: dict[str, list[int]] = {}
     names = list(FEATURES)
     for index in differences(expected, got):
@@ -92,7 +93,7 @@ def wrong_features(expected: Sequence[list[int]], got: Sequence[list[int]]) -> d
 
 
 def test_each_feature_changes_answers(expected: list[list[int]]) -> None:
-    """Otherwise the equality of answers would prove nothing."""
+    """Otherwise, the equality of answers would prove nothing."""
     by_name = {
         name: expected[at * NUM_PROMPTS : (at + 1) * NUM_PROMPTS]
         for at, name in enumerate(FEATURES)
@@ -133,7 +134,10 @@ async def test_fusion_draws_what_one_engine_draws(fusion: Host, expected: list[l
 def after_death(
     expected: Sequence[list[int]], num_drawn: int
 ) -> tuple[list[Case], list[list[int]], Callable[[Sampling], Sampling]]:
-    """As at a gateway, the emitted tokens are part of the new prompt."""
+    """The cases and the rest of the answers after a death.
+
+    As at a gateway, the tokens drawn before the death are part of the new prompt.
+    """
     longer = [index for index, tokens in enumerate(expected) if len(tokens) > num_drawn]
     replayed = [
         replace(
@@ -164,7 +168,7 @@ async def test_an_answer_is_the_same_after_a_death_at_any_token(
 async def test_an_engine_that_forgets_the_drawn_tokens_draws_others(
     fusion: Host, expected: list[list[int]]
 ) -> None:
-    """The negative control: tokens that other engines drew count as prompt."""
+    """The negative control: the engine takes the tokens that others drew for part of the prompt."""
     replayed, rest, _ = after_death(expected, 5)
     penalised = slice(NUM_PROMPTS, 3 * NUM_PROMPTS)
     got = await generate_all(lambda p, s: locally(fusion, p, s), replayed[penalised], 12)

@@ -1,4 +1,7 @@
-"""The log probabilities of tokens that a client names are those of plain vLLM, on all legs."""
+"""A client may name tokens, and gets their log probabilities beside each token of the answer.
+
+On all legs, these must equal the log probabilities of plain vLLM, which is vLLM without the mesh.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,13 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_PROMPTS: Final = 20
 NUM_TOKENS: Final = 8
-NUM_DRAWN: Final = 3  # before a death
-Told = list[list[tuple[int, float]]]  # beside each token
+NUM_DRAWN: Final = 3  # tokens drawn before a death
+Told = list[list[tuple[int, float]]]  # for each token, log probabilities by token id
 
 
 def named_cases() -> list[Case]:
@@ -131,7 +134,7 @@ async def test_fusion_gives_the_logprobs_of_plain_vllm_also_after_a_death(
 
 
 async def test_a_neighbour_in_the_batch_keeps_its_likeliest_tokens(fusion: Host) -> None:
-    """vLLM itself gives the neighbour no log probabilities."""
+    """vLLM itself would give this request no log probabilities of its likeliest tokens."""
     likeliest = Sampling(NUM_TOKENS, num_logprobs=3)
     alone = await by_fusion(fusion, CASES[0].prompt, likeliest)
     together = await asyncio.gather(

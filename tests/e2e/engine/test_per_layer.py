@@ -1,4 +1,4 @@
-"""KV handed over per layer between two vLLMs: equal outputs, and the effects of an abort (S48)."""
+"""KV is handed over per layer between two vLLM engines, also beside aborted requests (S48)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.pair import Pair
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
@@ -24,8 +24,8 @@ pytestmark = [
 async def test_outputs_equal_those_of_plain_vllm_and_decode_computes_no_prompt(
     pair: Pair, reference: Reference
 ) -> None:
-    """The prompts have lengths around block boundaries, and shared prefixes. Token 1 of some is the
-    last one of a full block.
+    """Prompts have lengths around block boundaries, and some share prefixes. For some prompts,
+    token 1 is the last token of a full block.
     """
     run = Pair(pair.prefill, pair.decode, salt="per-layer")
     before = dict(pair.decode.engine.stats().extra)
@@ -79,7 +79,9 @@ async def test_a_stop_token_ends_the_output_at_either_side(
 async def test_requests_given_up_at_any_moment_free_everything_and_harm_no_other(
     pair: Pair, reference: Reference
 ) -> None:
-    """The prefill, the decode or both are aborted after a random time, and others continue."""
+    """The decode, or the prefill and then the decode, is aborted after a random time. Other
+    requests continue.
+    """
     rng = random.Random(5)
     run = Pair(pair.prefill, pair.decode, salt="aborts")
 
@@ -131,7 +133,7 @@ async def test_a_prefill_that_gives_up_fails_its_decode(pair: Pair, reference: R
 async def test_a_prompt_whose_kv_decode_already_holds_waits_for_token_1(
     pair: Pair, reference: Reference
 ) -> None:
-    """No KV is pulled, so vLLM could compute at once with a token that is not known yet."""
+    """The decode pulls no KV, so vLLM could compute at once, although token 1 is not known yet."""
     run = Pair(pair.prefill, pair.decode, salt="known")
     prompt = longest(reference.cases)[:512]
     sampling = Sampling(max_tokens=6)

@@ -1,8 +1,7 @@
-"""KV in fp8 is handed over with one byte per number and equal outputs, and only to engines that
-store it in fp8.
+"""KV in fp8 is handed over with one byte per number, and outputs stay equal.
 
-Both sides run one request at a time, because the order of sums in a batch changes results in fp8,
-but not in fp32.
+Only engines that store KV in fp8 accept it. Both sides run one request at a time, because the order
+of sums in a batch changes results in fp8, but not in fp32.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ pytestmark = [
     needs_fp8,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 DTYPE = "bfloat16"  # the dtype of the computation
@@ -79,7 +78,7 @@ def plainly(model_dir: Path, folder: Path, stored: str) -> AbstractContextManage
 
 @pytest.fixture(scope="module")
 def plain(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Plain]]:
-    """Plain vLLM by KV format. It works on the cases while the engines to compare start."""
+    """Plain vLLM by KV format. It draws the cases while the engines under test start."""
     with (
         plainly(tiny_llama, tmp_path_factory.mktemp("plain-fp8"), "fp8") as fp8,
         plainly(tiny_llama, tmp_path_factory.mktemp("plain-auto"), "auto") as auto,
@@ -89,7 +88,7 @@ def plain(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def prefill(tiny_llama: Path, plain: dict[str, Plain]) -> AsyncIterator[Host]:
-    """The prefill. `plain` starts first, so that it computes while this starts."""
+    """The prefill. Plain vLLM starts first, so that it computes while the prefill starts."""
     async with running(config(tiny_llama, "prefill-fp8", 1)) as prefill:
         yield prefill
 
@@ -112,7 +111,7 @@ async def test_fp8_kv_is_handed_over_at_a_byte_per_number_with_equal_outputs(
 
 @pytest.mark.req("S126")
 async def test_the_compared_outputs_depend_on_the_kv_format(plain: dict[str, Plain]) -> None:
-    """Otherwise the test above would pass with KV of any precision."""
+    """Otherwise, the test above would pass with KV of any precision."""
     assert differences(plain["auto"].tokens(), plain["fp8"].tokens())
 
 

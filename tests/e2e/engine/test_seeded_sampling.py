@@ -1,8 +1,8 @@
-"""A seeded draw depends on the seed and on the token's position, not on the engine that draws it.
+"""A draw with a seed depends on the seed and the token's position, and not on the engine.
 
-At temperature 2, nearly no draw is the likeliest token, so an answer depends on the noise of each
-of its tokens. Answers must equal those of plain vLLM, whose generators run from the first token to
-the last without a break.
+At temperature 2, almost no drawn token is the likeliest one, so an answer depends on the noise of
+each of its tokens. Answers must equal those of plain vLLM, which is vLLM without the mesh. The
+random generators of plain vLLM run from the first token to the last without a break.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tests.e2e.pair import Host, Pair, locally, running
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_TOKENS = 24
-CHUNK = 128  # tokens per step of the engine with chunked prompts
+CHUNK = 128  # tokens per step of the fusion engine
 SEEDS = (0, 1, 7, 42, -2, -3, 1 << 40, (1 << 62) + 5)
 
 
 def seeded_cases() -> list[Case]:
-    """Short prompts, and some that need several steps of `CHUNK` tokens."""
+    """Short prompts, and prompts that need several steps of CHUNK tokens."""
     rng = random.Random(29)
     lengths = (5, 40, 64, 90, 130, 200, 400, 600)
     return [
@@ -42,7 +42,7 @@ def seeded_cases() -> list[Case]:
 
 
 def growing_cases() -> list[Case]:
-    """Each answer begins within one block of KV and ends in the third."""
+    """Each answer begins in the first block of KV and ends in the third."""
     rng = random.Random(31)
     return [Case(tuple(rng.choices(VOCABULARY, k=60)), 100, 2.0, 50 + n) for n in range(6)]
 
@@ -103,7 +103,7 @@ async def test_fusion_draws_the_same_with_chunked_prompts_and_decodes_together(
 async def test_an_answer_is_the_same_after_a_death_at_any_token(
     pair: Pair, fusion: Host, expected: list[list[int]], num_drawn: int
 ) -> None:
-    """As at a gateway, the emitted tokens are part of the new prompt."""
+    """As at a gateway, the tokens drawn before the death are part of the new prompt."""
     replayed = [
         replace(
             case,
@@ -131,7 +131,7 @@ async def test_an_answer_is_the_same_after_a_death_at_any_token(
 async def test_an_answer_is_the_same_after_a_preemption(
     model_dir: Path, plain_answers: list[list[int]]
 ) -> None:
-    """Six answers need eighteen blocks, but there are fewer."""
+    """Six answers need eighteen blocks. The cache has fewer than sixteen."""
     config = replace(
         prefill_config(model_dir),
         instance_id="small-0",
@@ -149,7 +149,7 @@ async def test_an_answer_is_the_same_after_a_preemption(
 
 
 async def test_the_seed_that_vllm_reads_as_none_is_an_ordinary_seed(fusion: Host) -> None:
-    """The seed is -1, which the second choice of a request with the seed -2 also has."""
+    """The seed is -1. The second choice of a request with the seed -2 also gets this seed."""
     prompt = seeded_cases()[0].prompt
     sampling = Sampling(NUM_TOKENS, 2.0, seed=-1)
     once, again = [await locally(fusion, prompt, sampling) for _ in range(2)]

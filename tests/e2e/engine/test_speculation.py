@@ -1,4 +1,7 @@
-"""A decode with speculation draws the same tokens as without, also with handed-over KV."""
+"""A decode with speculation draws the same tokens as without, also with handed-over KV.
+
+With speculation, a decode proposes several tokens and checks them in one step.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,17 @@ from tests.e2e.pair import Host, Pair, locally, running
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
-Copied = tuple[list[Case], list[list[int]]]  # cases, and the tokens of plain vLLM
+Copied = tuple[list[Case], list[list[int]]]  # cases, and the tokens that plain vLLM draws
 FIXED = Speculation(4, 0.6, 0.05, is_fixed=True)
-MAX_LEN = 256  # of the fusion engine: answers reach its last position
+MAX_LEN = 256  # the fusion engine's longest context, whose last position answers reach
 NUM_DRAWS = 300
 
 
 def copies() -> list[Case]:
-    """Prompts that repeat a text and end within it, so that the model continues the copy."""
+    """Prompts that repeat a text and end within it, so that the model continues the repetition."""
     rng = random.Random(5)
     cases = []
     for length in (12, 25, 40, 60):
@@ -46,7 +49,10 @@ def copies() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def copied(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Copied:
-    """The copies, each cut at its first near-tie, and what plain vLLM draws for them."""
+    """The repetitive prompts and plain vLLM's tokens, each cut at its first near-tie.
+
+    At a near-tie, two tokens are almost equally likely, so rounding may decide.
+    """
     with plain_vllm(model_dir, copies(), tmp_path_factory.mktemp("copies")) as plain:
         return plain.decided(copies())
 
@@ -67,7 +73,7 @@ def num_accepted(host: Host) -> int:
 
 @asynccontextmanager
 async def with_draft(model_dir: Path, speculation: Speculation) -> AsyncIterator[Pair]:
-    """A prefill that computes the draft's KV, and a decode that proposes with it."""
+    """A prefill that computes the draft's KV, and a decode that proposes with the draft."""
     first = replace(
         prefill_config(model_dir), instance_id="prefill-d", speculation=speculation.at_prefill()
     )
@@ -82,7 +88,7 @@ async def with_draft(model_dir: Path, speculation: Speculation) -> AsyncIterator
 @pytest.mark.nightly
 @pytest.mark.req("S67", "S109", "S113")
 async def test_the_kv_of_a_draft_model_is_handed_over(model_dir: Path, copied: Copied) -> None:
-    """The draft is the model itself, so each of its proposals is right if its KV is."""
+    """The draft is the model itself. So each proposal is right if the draft's KV is right."""
     cases, tokens = copied
     speculation = Speculation(4, 0.6, 0.001, Method.DRAFT_MODEL, str(model_dir))
     async with with_draft(model_dir, speculation) as run:
@@ -96,7 +102,7 @@ async def test_the_kv_of_a_draft_model_is_handed_over(model_dir: Path, copied: C
 
 
 def make_head(folder: Path, model_dir: Path) -> None:
-    """An EAGLE head with random weights: one layer, whose KV has the shape of the model's."""
+    """Write an EAGLE head with random weights. It has one layer, whose KV has the model's shape."""
     import torch
     from safetensors.torch import save_file
 
@@ -129,8 +135,8 @@ async def test_the_kv_of_an_eagle_head_is_handed_over(
     copied: Copied,
     tmp_path: Path,
 ) -> None:
-    """A random head is nearly always wrong, yet the answers stay the same. Its KV is one more layer
-    in each block.
+    """A random head is almost always wrong, but the answers stay the same. The head's KV is one
+    more layer in each block.
     """
     cases, tokens = copied
     make_head(tmp_path, model_dir)
@@ -153,7 +159,9 @@ async def test_the_kv_of_an_eagle_head_is_handed_over(
 async def test_a_decode_that_proposes_tokens_draws_what_plain_vllm_draws(
     pair: Pair, reference: Reference, model_dir: Path
 ) -> None:
-    """One request gets four proposals, several get fewer, and the largest batch gets none."""
+    """A single request gets four proposals per step. Larger batches get fewer, and the largest gets
+    none.
+    """
     speculation = Speculation(4, 0.6, 0.05)
     assert {count for _, _, count in speculation.schedule(32)} >= {4, 1, 0}
     config = replace(
@@ -176,9 +184,9 @@ async def test_a_decode_that_proposes_tokens_draws_what_plain_vllm_draws(
 async def test_a_decode_without_a_schedule_tries_tokens_and_counts_the_right_ones(
     pair: Pair, model_dir: Path
 ) -> None:
-    """The schedule is all zeros, so the decode proposes only tries. Whether more proposals follow
-    depends on the cost of a token on this machine; `tests/unit/core/speculation` tests that with
-    given times.
+    """The schedule is all zeros, so the decode only tries a proposal now and then. Whether more
+    proposals follow depends on the cost of a token on this machine. `tests/unit/core/speculation`
+    tests this with fixed times.
     """
     speculation = Speculation(4, 0.0, 0.001)
     assert speculation.schedule(8) == [(1, 8, 0)]
@@ -204,12 +212,12 @@ async def test_a_decode_without_a_schedule_tries_tokens_and_counts_the_right_one
 async def test_a_copy_takes_a_fraction_of_the_steps_and_has_the_same_tokens(
     speculating: Pair, copied: Copied
 ) -> None:
-    """A step draws one token and those that it accepts, so the tokens give the number of steps."""
+    """A step draws one token and the accepted proposals. So the counts give the number of steps."""
     cases, tokens = copied
     before = num_accepted(speculating.decode)
     got = await generate_all(speculating.generate, cases, num_concurrent=1)
     assert differences(tokens, got) == []
-    num_drawn = sum(len(answer) - 1 for answer in got)  # by the decode
+    num_drawn = sum(len(answer) - 1 for answer in got)  # tokens that the decode drew
     num_steps = num_drawn - (num_accepted(speculating.decode) - before)
     assert num_drawn > 100
     assert num_drawn >= 1.5 * num_steps
@@ -240,7 +248,7 @@ async def test_an_answer_that_is_moved_amid_its_proposals_goes_on_as_it_was(
 
 
 async def begun(run: Pair, case: Case) -> list[int]:
-    """The tokens of a request whose decode is aborted early."""
+    """The first tokens of a request whose decode is aborted early."""
     first = await run.prefilled(case.prompt, case.sampling())
     assert first.ticket is not None
     leg = await run.start_decode(case.prompt, first.token, first.ticket, case.sampling())
@@ -284,8 +292,8 @@ async def test_fusion_draws_the_same_up_to_the_models_last_position(
 async def test_draws_with_proposals_have_the_same_distribution(
     pair: Pair, speculating: Pair
 ) -> None:
-    """Compares samples of the third token by the chi-squared test. The control is another
-    temperature.
+    """Samples of the third token are compared by the chi-squared test. The control is a sample at
+    another temperature.
     """
     prompt = tuple(random.Random(9).choices(VOCABULARY, k=6) * 6)
 
@@ -305,7 +313,7 @@ async def test_draws_with_proposals_have_the_same_distribution(
 
 
 def differ(a: Counter[int], b: Counter[int]) -> bool:
-    """Whether two samples of equal size differ at the level of 1 %."""
+    """Whether two samples of equal size differ at the significance level of 1 %."""
     frequent = [token for token, count in (a + b).most_common(8) if count >= 20]
     rows = [(a[token], b[token]) for token in frequent]
     rest = (a.total() - sum(x for x, _ in rows), b.total() - sum(y for _, y in rows))
@@ -313,7 +321,8 @@ def differ(a: Counter[int], b: Counter[int]) -> bool:
     return chi_squared(rows) > CRITICAL[len(rows) - 1]
 
 
-CRITICAL = (0.0, 6.63, 9.21, 11.34, 13.28, 15.09, 16.81, 18.48, 20.09)  # 1 %, by degrees of freedom
+# for 1 %, by degrees of freedom
+CRITICAL = (0.0, 6.63, 9.21, 11.34, 13.28, 15.09, 16.81, 18.48, 20.09)
 
 
 def chi_squared(rows: Sequence[tuple[int, int]]) -> float:

@@ -1,7 +1,8 @@
 """A thinking budget counts the answer's tokens, whichever engines drew them.
 
-The model does not reason. The marks of reasoning are a token that answers often draw, and a pair of
-such tokens. Answers must equal those of plain vLLM.
+The model does not reason. Tokens that answers often draw serve as the marks of reasoning: one token
+as the begin mark, and a pair of tokens as the end mark. Answers must equal those of plain vLLM,
+which is vLLM without the mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.e2e.pair import Host, Pair, locally, running
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_PROMPTS: Final = 24
@@ -79,7 +80,10 @@ async def fusion(model_dir: Path) -> AsyncIterator[Host]:
 def after_death(
     expected: Sequence[list[int]], num_drawn: int
 ) -> tuple[list[Case], list[list[int]]]:
-    """As at a gateway, the emitted tokens are part of the new prompt."""
+    """The cases and the rest of the answers after a death.
+
+    As at a gateway, the tokens drawn before the death are part of the new prompt.
+    """
     replayed = [
         replace(case, prompt=(*case.prompt, *drawn[:num_drawn]), max_tokens=NUM_TOKENS - num_drawn)
         for case, drawn in zip(CASES, expected, strict=True)
@@ -149,7 +153,7 @@ async def test_an_answer_is_the_same_after_a_death_at_any_token(
 async def test_an_engine_that_forgets_the_drawn_tokens_draws_others(
     fusion: Host, expected: list[list[int]]
 ) -> None:
-    """The negative control: an answer whose budget starts again."""
+    """The negative control: the budget of an answer starts again."""
     replayed, rest = after_death(expected, 5)
     got = await generate_all(lambda p, s: locally(fusion, p, s), replayed, 12)
     assert differences(rest, got) != []

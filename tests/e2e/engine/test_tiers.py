@@ -1,7 +1,8 @@
-"""vLLM with a small cache above the tiers: evicted KV is loaded, and outputs equal plain vLLM's.
+"""vLLM with a small cache loads evicted KV from tiers, and its outputs stay right.
 
-A negative control shows that the comparison detects wrong KV: it must fail if the KV from the pool
-is zeroed.
+A tier is a place for KV below the engine: the host pool, peers' pools, or files. The outputs must
+equal those of plain vLLM, which is vLLM without the mesh. As a negative control, the comparison
+must fail if the KV from the host pool is zeroed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tests.support.waiting import until
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 POOL = TierConfig(host_pool_bytes=512 << 20, timeout_s=20.0)
@@ -76,9 +77,9 @@ def long_prompts(reference: Reference) -> tuple[list[Case], list[list[int]]]:
 
 
 def num_blocks(todo: list[Case]) -> int:
-    """The number of full blocks, over all prompts, that need not be computed again.
+    """The number of full blocks in all prompts that need not be computed again.
 
-    A shared block counts for each prompt.
+    A block that several prompts share counts once for each prompt.
     """
     return sum((len(case.prompt) - 1) // BLOCK_SIZE for case in todo)
 
@@ -128,12 +129,14 @@ async def test_a_new_engine_is_served_by_the_file_store(
     async with tiny(model_dir, tiers) as host:
         run = Pair(host, pair.decode, salt="tiers")
         assert differences(expected, await generate_all(run.generate, todo, 1)) == []
-        # An engine that stops writes files for two more seconds; a slow disk needs longer.
+        # A stopping engine writes files for only two more seconds, which is too short for a slow
+        # disk.
         ends = {case.prompt[:end] for case in todo for end in block_ends(case.prompt)}
         await until(lambda: len(list(tmp_path.rglob("*.kv"))) >= len(ends))
     async with tiny(model_dir, tiers) as host:
         run = Pair(host, pair.decode, salt="tiers")
-        # Files that are not found within 50 ms count as none: a busy machine may miss some prompts.
+        # A lookup of files may take at most 50 ms. So a busy machine may miss the files of some
+        # prompts.
         firsts = [await run.prefilled(case.prompt, Sampling(max_tokens=1)) for case in todo]
         assert any(
             first.num_cached_tokens == (len(case.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -225,7 +228,9 @@ async def test_the_host_pool_of_another_engine_serves_the_blocks_that_it_compute
 
 
 async def test_a_prefill_reuses_the_kv_of_an_answer_that_its_decode_drew(tmp_path: Path) -> None:
-    """The KV is fetched after the answer. The next turn computes no full block of it again."""
+    """The prefill fetches the KV after the answer. In the next turn, it does not compute these
+    blocks again.
+    """
     prefill = VllmConfig(
         "prefill-answers",
         1,
@@ -343,11 +348,10 @@ async def small(model_dir: Path) -> AsyncIterator[Host]:
 async def test_a_local_job_is_served_from_the_pool_and_its_answer_is_stored_there(
     pair: Pair, reference: Reference, small: Host
 ) -> None:
-    """With fusion, turn 2 of a chat also finds the KV of turn 1's answer, although it was
-    evicted.
+    """With fusion, turn 2 of a chat also finds the evicted KV of turn 1's answer.
 
-    The answer ends two tokens behind a block: with steps scheduled ahead, a block gets its name one
-    step after the one that completes it.
+    The answer ends two tokens after the end of a block. With asynchronous scheduling, a block gets
+    its name one step after it is complete.
     """
     fillers = [c.prompt for c in reference.cases if len(c.prompt) > 8 * BLOCK_SIZE]
     prompt = next(c for c in reference.cases if len(c.prompt) > 2 * BLOCK_SIZE).prompt
@@ -366,8 +370,8 @@ async def test_a_local_job_is_served_from_the_pool_and_its_answer_is_stored_ther
 
 @pytest.mark.req("S49")
 async def test_staged_blocks_return_to_the_engine_before_any_pull(pair: Pair, small: Host) -> None:
-    """Prompts of twice the cache's size wait in the staging arena, and the next prompt is computed
-    as usual.
+    """Prompts of twice the cache's size wait in the staging arena. The next prompt is computed as
+    usual.
     """
     rng, run = random.Random(49), Pair(small, pair.decode, salt="nobody pulls")
     prompts = [tuple(rng.choices(VOCABULARY, k=8 * BLOCK_SIZE)) for _ in range(5)]

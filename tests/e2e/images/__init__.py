@@ -1,1 +1,1 @@
-"""Images through vLLM engines and through a whole mesh of them, against plain vLLM."""
+"""Tests of images with vLLM engines and whole meshes."""

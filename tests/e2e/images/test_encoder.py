@@ -1,7 +1,8 @@
-"""An encoder and an instance that computes prompts, both on vLLM, give plain vLLM's answers, with
-fetched embeddings and also when these do not come.
+"""An encoder on vLLM makes embeddings of images, and another engine fetches them.
 
-Without torchvision, as on a CPU, the encoder loads all of the model (see `VllmEncoderConfig`).
+The answers must equal those of plain vLLM, which is vLLM without the mesh, even if the embeddings
+do not arrive. Without torchvision, as on a CPU, the encoder loads the whole model (see
+`VllmEncoderConfig`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.req("S130"),
 ]
@@ -89,7 +90,7 @@ class EncoderHost:
                 self.outputs[output.leg].put_nowait(output)
 
     async def encode(self, images: tuple[PromptImage, ...], salt: str = SALT) -> int:
-        """Encode the images, and return how many the encoder did not hold already."""
+        """Encode the images, and return how many of them the encoder did not hold before."""
         leg = next(_legs)
         self.outputs[leg] = asyncio.Queue()
         self.engine.encode(EncodeJob(leg, "r", images, salt))
@@ -126,7 +127,7 @@ async def encoder(model: Path, wanted: Wanted) -> AsyncIterator[EncoderHost]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def computing(model: Path, wanted: Wanted) -> AsyncIterator[Host]:
-    """It computes prompts and goes on with the answer itself, as a fusion instance does."""
+    """An engine that computes the whole answer, as a fusion instance does."""
     async with running(replace(prefill_config(model), **SMALL)) as host:
         yield host
 
@@ -161,7 +162,7 @@ def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 async def test_answers_with_fetched_embeddings_are_those_of_plain_vllm(
     encoder: EncoderHost, computing: Host, wanted: Wanted
 ) -> None:
-    """Each image is encoded once, however many prompts have it."""
+    """Each image is encoded once, no matter how many prompts have it."""
     before, num_computed = counts(computing), 0
     for (prompt, images, sampling), tokens in zip(wanted.asked(), wanted.tokens, strict=True):
         num_computed += await encoder.encode(images)
@@ -189,7 +190,7 @@ async def test_many_prompts_at_once_encode_an_image_once(
 async def test_what_does_not_come_is_encoded_here(
     encoder: EncoderHost, computing: Host, wanted: Wanted
 ) -> None:
-    """The encoder has not encoded these images under this salt, so it does not hold them."""
+    """The encoder has not encoded the images under these salts, so it does not hold them."""
     (prompt, images, sampling), tokens = wanted.asked()[0], wanted.tokens[0]
     before = counts(computing)
     assert await answered(computing, prompt, images, sampling, encoder.peer, "empty") == tokens
@@ -203,7 +204,7 @@ async def test_what_does_not_come_is_encoded_here(
 async def test_the_answer_depends_on_the_embeddings_that_were_fetched(
     model: Path, computing: Host, wanted: Wanted
 ) -> None:
-    """The negative control: an encoder whose embeddings are zero."""
+    """The negative control: the encoder's embeddings are all zeros."""
     (prompt, images, sampling), tokens = wanted.asked()[1], wanted.tokens[1]
     zeroing = encoder_config(model, "encode.published=zero-embeddings")
     async with encoding(zeroing) as wrong:
@@ -216,7 +217,7 @@ async def test_the_answer_depends_on_the_embeddings_that_were_fetched(
 async def test_an_encoder_that_was_killed_costs_no_answer(
     model: Path, computing: Host, wanted: Wanted
 ) -> None:
-    """The encoder reported the embeddings, and died before they were fetched."""
+    """The encoder has reported the embeddings, and dies before they are fetched."""
     (prompt, images, sampling), tokens = wanted.asked()[2], wanted.tokens[2]
     before = counts(computing)
     async with encoding(encoder_config(model)) as victim:

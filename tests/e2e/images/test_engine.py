@@ -1,8 +1,8 @@
-"""A prefill and a decode on vLLM answer about images as plain vLLM does, and the names of their KV
-differ by image.
+"""A prefill and a decode on vLLM answer about images as plain vLLM does.
 
-The model is a LLaVA with random weights that is written here. vLLM runs it with the code of
-transformers, because its own needs a torchvision that does not run with a CPU's torch.
+Plain vLLM is vLLM without the mesh. The names of KV blocks differ by image. The test writes its
+model, a LLaVA with random weights. vLLM runs the model with the code of transformers, because its
+own code needs a torchvision that does not run with the CPU build of torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_TOKENS = 10
@@ -56,18 +56,18 @@ def picture(seed: int, size: tuple[int, int] = (40, 60), form: str = "PNG") -> b
 
 @dataclass(frozen=True)
 class Wanted:
-    """The cases, as plain vLLM takes them, and its answers."""
+    """The cases in plain vLLM's form, and plain vLLM's answers."""
 
     cases: list[Case]
     tokens: list[list[int]]
-    facts: ImageFacts = FACTS  # of the model
+    facts: ImageFacts = FACTS  # facts about the model
 
     def asked(self) -> list[tuple[array[int], tuple[PromptImage, ...], Sampling]]:
         return [(*placed(case, self.facts), case.sampling()) for case in self.cases]
 
 
 def placed(case: Case, facts: ImageFacts = FACTS) -> tuple[array[int], tuple[PromptImage, ...]]:
-    """The prompt as a gateway makes it."""
+    """The prompt as a gateway makes it, with all tokens of its images."""
     files = [Path(path).read_bytes() for path in case.images]
     sizes = [read_header(data).shown_size for data in files]
     prompt, places = expanded(array("I", case.prompt), facts, sizes)
@@ -88,10 +88,10 @@ def text(length: int, seed: int) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def wanted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
-    """Prompts with an image at the beginning, in the middle, over the end of a block or at the end,
-    with several images, and without any.
+    """Prompts with images at different places, and one prompt without an image.
 
-    Each prompt with images comes twice, with other images.
+    An image is at the beginning, in the middle, across the end of a block, or at the end. Some
+    prompts have several images. Each prompt with images also comes with other images.
     """
     folder = tmp_path_factory.mktemp("pictures")
     made = [picture(1), picture(2, (300, 20), "JPEG"), picture(3, (28, 28), "WEBP"),
@@ -156,7 +156,9 @@ async def test_a_pair_answers_about_images_as_plain_vllm_does(
 
 
 async def check_answers(pair: Pair, wanted: Wanted, *, is_per_layer: bool) -> None:
-    """The pair answers as wanted, its decode computes nothing, and both become idle."""
+    """Check that the pair gives plain vLLM's answers, that its decode computes no prompt, and that
+    both engines become idle.
+    """
     salted = replace(pair, salt=f"per layer {is_per_layer}")
     got = []
     for prompt, images, sampling in wanted.asked():
@@ -171,7 +173,7 @@ async def check_answers(pair: Pair, wanted: Wanted, *, is_per_layer: bool) -> No
 
 @pytest.mark.req("S128")
 async def test_many_at_once_share_kv_only_with_an_equal_image(pair: Pair, wanted: Wanted) -> None:
-    """All requests have one salt, so blocks with equal names share their KV, on both sides."""
+    """All requests have one salt. So blocks with equal names share their KV on both sides."""
 
     async def ask(
         prompt: array[int], images: tuple[PromptImage, ...], sampling: Sampling
@@ -191,7 +193,7 @@ async def test_one_engine_alone_answers_as_plain_vllm_does(pair: Pair, wanted: W
 
 @pytest.mark.req("S80", "S128")
 async def test_blocks_have_the_names_that_a_gateway_gives_them(pair: Pair, wanted: Wanted) -> None:
-    """The names are in the engine's cache and in the host pool; the second request finds them."""
+    """The names are in the engine's cache and in the host pool. The second request finds them."""
     host = pair.prefill
     prompt, images, sampling = max(wanted.asked(), key=lambda each: len(each[0]))
     each = replace(pair, images=images, salt="names")
@@ -228,9 +230,9 @@ async def test_an_image_that_cannot_be_decoded_fails_its_own_request_only(
 async def test_a_decode_that_lost_the_kv_of_an_image_fails_the_request(
     model: Path, pair: Pair, wanted: Wanted
 ) -> None:
-    """The decode's cache is too small for all answers, so vLLM preempts some. The decode computes
-    those without an image again. It fails those with one, because the tokens alone mean something
-    else.
+    """The decode's cache is too small for all answers, so vLLM preempts some requests. The decode
+    computes a preempted request without an image again. It fails a request with an image, because
+    the tokens alone have another meaning.
     """
     tiers = TierConfig(host_pool_bytes=64 << 20, timeout_s=30.0)
     config = replace(decode_config(model), instance_id="decode-1", max_model_len=512, tiers=tiers)

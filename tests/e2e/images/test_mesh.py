@@ -1,6 +1,7 @@
-"""Chats about images through a whole vLLM mesh, against one plain vLLM, also when an instance dies.
+"""A whole vLLM mesh answers chats about images as plain vLLM does, also when an instance dies.
 
-The model is a LLaVA with random weights; the prompts are written here as its template writes them.
+Plain vLLM is vLLM without the mesh. The model is a LLaVA with random weights. The test writes
+prompts in the form of the model's chat template.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_TOKENS = 200
@@ -47,7 +48,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """The answers of plain vLLM, each up to its first near-tie."""
+    """The answers of plain vLLM, each cut at its first near-tie.
+
+    At a near-tie, two tokens are almost equally likely, so rounding may decide.
+    """
     folder = tmp_path_factory.mktemp("pictures")
     for seed in range(3):
         (folder / str(seed)).write_bytes(picture(seed))
@@ -130,7 +134,7 @@ async def test_chats_about_images_are_answered_as_by_plain_vllm(
 async def test_an_answer_about_an_image_survives_its_decode(
     mesh: Mesh, expected: list[list[int]]
 ) -> None:
-    """The prompt, its image and the drawn tokens go to the prefill again."""
+    """The prompt, its image and the drawn tokens are sent to the prefill again."""
     at = max(range(len(CHATS)), key=lambda chat: len(expected[chat]))
     answer = expected[at]
     assert len(answer) > 30
@@ -165,7 +169,10 @@ def drawn(mesh: Mesh, name: str) -> float:
 async def test_an_encoder_that_dies_at_work_changes_no_answer(
     model: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    """The encoder dies at the third image, which only the last chat has: the others share two."""
+    """The encoder dies at the third image.
+
+    Only the last chat has this image. The other chats share two images.
+    """
     own = {"encoder-0": {"PDMESH_INSTANCE_FAILPOINT": "encode.computing=sigkill@3"}}
     wanted = replace(spec(model, 1), num_encoder=1, service_env=own)
     async with (

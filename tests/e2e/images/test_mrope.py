@@ -1,7 +1,8 @@
 """A prefill, a decode and an encoder answer as plain vLLM does, with a model that has M-RoPE.
 
-The tokens of an image have positions by rows and columns, and the text after it goes on from the
-longer side. So a decode needs the rows of each image, also when it has the KV of the whole prompt.
+Plain vLLM is vLLM without the mesh. With M-RoPE, the tokens of an image have positions by row and
+column. The positions of the text after an image continue from the image's longer side. So a decode
+needs the number of rows of each image, even if it has the KV of the whole prompt.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.req("S129"),
 ]
@@ -57,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def turned(data: bytes) -> bytes:
-    """The picture as a camera on its side writes it."""
+    """The picture as a camera on its side writes it, with an EXIF orientation."""
     from PIL import Image
 
     exif, out = Image.Exif(), io.BytesIO()
@@ -68,9 +69,10 @@ def turned(data: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def wanted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
-    """Prompts with images of several shapes at the beginning, in the middle, over the end of a
-    block and at the end, with several images, and without any. Two images have equally many tokens,
-    in different rows.
+    """Prompts with images of several shapes at different places, and prompts without an image.
+
+    An image is at the beginning, in the middle, across the end of a block, or at the end. Some
+    prompts have several images. Two images have the same number of tokens, but in different rows.
     """
     folder = tmp_path_factory.mktemp("pictures")
     wide, tall = picture(1, (42, 84)), picture(2, (84, 42))
@@ -101,7 +103,7 @@ def wanted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
 
 
 def configured(config: Any, **changes: Any) -> Any:
-    """Any: the configuration of an engine of any role."""
+    """The type is Any because `config` is the configuration of an engine of any role."""
     return replace(config, engine_args=TRUSTING, **SMALL, **changes)
 
 
@@ -128,8 +130,8 @@ async def test_a_pair_answers_as_plain_vllm_does(
 async def test_an_answer_goes_on_from_the_rows_that_decode_was_told(
     pair: Pair, wanted: Wanted
 ) -> None:
-    """The negative control: the decode is told that all tokens of an image are in one row, as text
-    is. Images of one row or one column are left out, because it changes nothing for them.
+    """The negative control: the decode gets the information that an image's tokens are in one row,
+    as text is. Images of one row or one column are left out, because this changes nothing for them.
     """
     expected, got = [], []
     for (prompt, images, sampling), tokens in zip(wanted.asked(), wanted.tokens, strict=True):

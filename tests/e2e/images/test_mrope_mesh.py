@@ -1,5 +1,7 @@
-"""Chats about images of several shapes through a vLLM mesh whose model has M-RoPE, against one
-plain vLLM, also when a decode dies.
+"""A vLLM mesh whose model has M-RoPE answers chats about images, also when a decode dies.
+
+The images have several shapes. The answers must equal those of plain vLLM, which is vLLM without
+the mesh.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.req("S129"),
 ]
 NUM_TOKENS = 200
-# The second is as large as the first, with other rows; the third is shown on its side.
+# The second picture is as large as the first, with another number of rows. The third picture is
+# shown on its side.
 PICTURES = (picture(1, (42, 84)), picture(2, (84, 42)), turned(picture(3, (40, 90))))
 CHATS = [("What is it?", (0,)), ("What is it?", (1,)), ("And?", (2, 0)), ("Say it.", ())]
 
@@ -47,7 +50,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """The answers of plain vLLM, each up to its first near-tie."""
+    """The answers of plain vLLM, each cut at its first near-tie.
+
+    At a near-tie, two tokens are almost equally likely, so rounding may decide.
+    """
     folder = tmp_path_factory.mktemp("pictures")
     for at, data in enumerate(PICTURES):
         (folder / str(at)).write_bytes(data)
@@ -106,7 +112,7 @@ async def test_chats_are_answered_as_by_plain_vllm(mesh: Mesh, expected: list[li
 
 @pytest.mark.fault("F1")
 async def test_an_answer_survives_its_decode(mesh: Mesh, expected: list[list[int]]) -> None:
-    """The drawn tokens go to the prefill, after the images, and from there to the other decode."""
+    """The prefill gets the drawn tokens after the images. Then the other decode continues."""
     at = max(range(3), key=lambda chat: len(expected[chat]))
     answer = expected[at]
     assert len(answer) > 30

@@ -1,4 +1,7 @@
-"""Images as plain vLLM reads and processes them, without an engine."""
+"""Images are read and processed as by plain vLLM, which is vLLM without the mesh.
+
+The tests start no engine.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tests.e2e.images.tiny_qwen2_vl import write_tiny_qwen2_vl
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 ROWS = ImageFacts(tiny_qwen2_vl.IMAGE, (), MAX_IMAGES, tiny_qwen2_vl.RULE)
 EXPANSION = (IMAGE,) * NUM_IMAGE_TOKENS
@@ -111,7 +114,7 @@ def test_a_model_with_mrope_confirms_its_rule(tmp_path: Path) -> None:
 
 @pytest.mark.req("S128")
 async def test_images_alone_become_what_they_become_together(llm: Any) -> None:
-    """vLLM processes all images of a prompt in one call."""
+    """vLLM processes all images of a prompt in one call. The mesh processes each image alone."""
     import torch
 
     data = [*files(), file("RGB", "PNG", (500, 4)), file("RGB", "PNG", (60, 60))]

@@ -1,7 +1,7 @@
-"""A LLaVA with random weights: a CLIP tower, a projector and a Llama, with all of its files.
+"""Writes a LLaVA with random weights and all of its files.
 
-One image takes `NUM_IMAGE_TOKENS` tokens. The weights have a large variance, so that the answer
-depends on the whole prompt and on the image in it.
+The model has a CLIP tower, a projector and a Llama. One image takes `NUM_IMAGE_TOKENS` tokens. The
+weights have a large variance, so that the answer depends on the whole prompt and its image.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def write_tiny_llava(directory: Path, seed: int = 0) -> Path:
 
 
 def write_tokenizer(directory: Path, special: Sequence[str], chat_template: str) -> None:
-    """Write a tokenizer with a token for each byte, and after them the special ones."""
+    """Write a tokenizer with a token for each byte. The special tokens follow."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

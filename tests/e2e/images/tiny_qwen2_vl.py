@@ -1,11 +1,12 @@
-"""A Qwen2-VL with random weights: a vision tower, and a Qwen2 with M-RoPE, with all of its files.
+"""Writes a Qwen2-VL with random weights and all of its files.
 
-An image takes a token for each square of `FACTOR` pixels, in rows, and tokens have a position for
-each axis. The weights have a large variance, so that the answer depends on the whole prompt.
+The model has a vision tower, and a Qwen2 with M-RoPE, in which tokens have a position for each
+axis. An image takes one token for each square of `FACTOR` by `FACTOR` pixels, row by row. The
+weights have a large variance, so that the answer depends on the whole prompt.
 
-The processor of Qwen2-VL needs torchvision for videos, whose builds on PyPI do not run with a CPU's
-torch. So the folder brings a processor for images alone, as users can: it needs
-`trust_remote_code`.
+Qwen2-VL's processor needs torchvision for videos. The builds of torchvision on PyPI do not run with
+the CPU build of torch. So the folder has a processor for images only, as users may write it. This
+processor requires `trust_remote_code`.
 """
 
 from __future__ import annotations

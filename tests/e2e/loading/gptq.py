@@ -1,4 +1,4 @@
-"""Quantises a model's weights to four bits, in the files that GPTQ checkpoints have."""
+"""Quantises a model's weights to four bits, and writes the files of a GPTQ checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROJECTIONS: Final = tuple(
 def write_gptq(source: Path, directory: Path) -> Path:
     """Write the model in `source` with all its projections quantised, symmetrically and by group.
 
-    The scales are those of the largest weight of each group: no data calibrates them.
+    The largest weight of a group sets the group's scale. No data is used for calibration.
     """
     from safetensors.torch import load_file, save_file
 
@@ -46,7 +46,7 @@ def write_gptq(source: Path, directory: Path) -> Path:
 
 
 def quantised(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The parts of one linear layer. `weight`: (outputs, inputs), both multiples of eight."""
+    """The tensors of one linear layer. `weight` is (outputs, inputs), both multiples of eight."""
     import torch
 
     by_input = weight.float().t().contiguous()  # (inputs, outputs)
@@ -54,7 +54,7 @@ def quantised(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     groups = by_input.view(num_inputs // GROUP_SIZE, GROUP_SIZE, num_outputs)
     scales = groups.abs().amax(dim=1) / (_MIDDLE - 1)
     steps = torch.round(groups / scales[:, None]).clamp(-_MIDDLE, _MIDDLE - 1) + _MIDDLE
-    zeros = torch.full_like(scales, _MIDDLE - 1)  # a GPTQ file holds one less than the zero point
+    zeros = torch.full_like(scales, _MIDDLE - 1)  # a GPTQ file stores the zero point less one
     return {
         "qweight": _packed(steps.view(num_inputs, num_outputs).t()).t().contiguous(),
         "qzeros": _packed(zeros),
@@ -64,7 +64,7 @@ def quantised(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _packed(values: torch.Tensor) -> torch.Tensor:
-    """Eight values of a row in each word, the first in its lowest bits."""
+    """Pack eight values of a row into each word. The first value gets the lowest bits."""
     import torch
 
     words = values.to(torch.int64).reshape(values.shape[0], -1, _PER_WORD)

@@ -1,7 +1,8 @@
-"""The weights that vLLM's ranks hold after a start: `python -m tests.e2e.loading.loaded_weights`.
+"""Writes digests of the weights that vLLM's ranks hold after a start, and some drawn tokens.
 
-Arguments: model folder, loader (vllm or file_order), ranks, draft folder or "", file of results.
-The file gets, for each rank, the SHA-256 of every weight as vLLM computes with it, and the tokens.
+Usage: `python -m tests.e2e.loading.loaded_weights`. Arguments: model folder, loader (vllm or
+file_order), number of ranks, draft folder or "", file of results. For each rank, the file gets the
+SHA-256 of every weight in the form in which vLLM computes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PROMPT = [5, 17, 900, 23, 4000, 77]
 
 
 def digests(worker: Any) -> dict[str, str]:
-    """The digests of the model's and of the draft's weights; it runs in a worker."""
+    """The digests of the model's weights and the draft's. This function runs in a worker."""
     from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 
     found = compute_tensor_digests(worker.model_runner.get_model())
@@ -40,7 +41,7 @@ def main() -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `digests` is sent to the workers
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # vLLM pickles `digests` for the workers
     }
     if int(num_ranks) > 1:
         cores = usable_cores()
@@ -75,7 +76,7 @@ def main() -> None:
     told = {"ranks": by_rank, "tokens": list(output.outputs[0].token_ids)}
     Path(results).write_text(json.dumps(told))
     sys.stdout.flush()
-    os._exit(0)  # vLLM's own exit is not always clean, and there is nothing left to do
+    os._exit(0)  # vLLM does not always exit cleanly, and nothing is left to do
 
 
 if __name__ == "__main__":

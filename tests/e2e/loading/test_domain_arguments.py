@@ -1,6 +1,7 @@
-"""What real vLLM makes of the arguments for a data-parallel domain (S121, S122).
+"""vLLM accepts the arguments for a data-parallel domain (S121, S122).
 
-No engine is started: vLLM's communicator for CPUs cannot exchange tokens between experts.
+A domain consists of instances that compute one model together. The tests start no engine, because
+vLLM's communicator for CPUs cannot exchange tokens between experts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 RANK = DomainRank("chat-d7", 1, 2, "127.0.0.1:29655")
 

@@ -1,4 +1,7 @@
-"""Arguments without a setting in the mesh reach vLLM, and decide which engines exchange KV."""
+"""Engine arguments without a setting in the mesh reach vLLM.
+
+Engines with different arguments have different fingerprints, so they exchange no KV.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.fakes.tiny_llama import write_tiny_llama
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 BLOCK_SIZE = 32
@@ -88,7 +91,7 @@ async def test_arguments_reach_both_engines_and_the_answers_are_plain_vllms_with
         for generate in (run.generate, run.generate_per_layer):
             assert differences(tokens, await generate_all(generate, asked, num_concurrent=2)) == []
         assert run.num_computed_at_decode == 0
-        # Without the argument, answers and KV differ.
+        # Without the argument, answers and KV are different.
         assert differences(without.tokens(), plain.tokens())
         assert prefill.info.model_fingerprint == decode.info.model_fingerprint
         assert prefill.info.model_fingerprint != other.info.model_fingerprint
@@ -117,7 +120,7 @@ async def test_an_argument_that_vllm_does_not_take_is_named_before_the_engine_st
 async def test_a_model_with_four_bit_weights_is_served_by_a_pair(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """The KV has the format of the computation, and the model has its own fingerprint."""
+    """The KV has the format of the computation. The model has its own fingerprint."""
     cases = some_cases()
     folder = tmp_path / "quantised"
     folder.mkdir()

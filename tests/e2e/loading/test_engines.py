@@ -1,4 +1,4 @@
-"""The mesh's engine draws the same tokens with our loader as with vLLM's."""
+"""An engine draws the same tokens with the mesh's weight loader as with vLLM's loader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 PROMPTS = [(5, 17, 900, 23, 4000, 77), tuple(range(100, 180))]
 

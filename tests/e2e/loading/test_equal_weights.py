@@ -1,5 +1,6 @@
-"""Our loader in vLLM: every weight of every rank equals what vLLM's own loader makes of the files,
-also for a draft model.
+"""The mesh's weight loader in vLLM gives each rank the same weights as vLLM's own loader.
+
+This also holds for a draft model, which proposes tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
-SHARD = "12MB"  # five files, of which the embedding's has 42 MB
+SHARD = "12MB"  # this gives five files, and the file with the embedding has 42 MB
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(model: Path, loader: str, num_ranks: int, draft: Path | str, folder: Path) -> Any:
-    """What a vLLM with this loader holds, and its output."""
+    """The weights that a vLLM with this loader holds, and the log output."""
     results = folder / f"{loader}-{num_ranks}.json"
     arguments = [model, loader, num_ranks, draft, results]
     command = [sys.executable, "-m", "tests.e2e.loading.loaded_weights", *map(str, arguments)]
@@ -42,7 +43,7 @@ def loaded(model: Path, loader: str, num_ranks: int, draft: Path | str, folder: 
 
 
 def allocations(output: str) -> list[int]:
-    """The number of allocations for each model that our loader read."""
+    """The number of allocations for each model that the mesh's loader read."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
     lines = [line for line in plain.splitlines() if "vllm.weights_read" in line]
     return [int(found) for line in lines for found in re.findall(r"num_allocations=(\d+)", line)]
@@ -53,7 +54,7 @@ def allocations(output: str) -> list[int]:
 def test_each_rank_holds_the_weights_that_vllms_loader_gives_it(
     sharded: Path, tmp_path: Path, num_ranks: int
 ) -> None:
-    """The draft has weights of its own, so a mix-up would show."""
+    """The draft's weights differ from the model's, so a mix-up would show."""
     draft = ""
     if num_ranks == 2:
         draft = str(write_tiny_llama(tmp_path / "draft", seed=1))

@@ -1,4 +1,4 @@
-"""The mesh's HTTP answers equal those of vLLM's own server, and vLLM's own benchmark runs.
+"""A mesh's HTTP answers equal those of vLLM's own server, and vLLM's own benchmark runs.
 
 The same requests go first to a vLLM server, and then to a mesh of one prefill and one decode.
 """
@@ -29,11 +29,11 @@ from tests.e2e.conftest import BLOCK_SIZE, DTYPE
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 _RNG = random.Random(15)
-# Prompts, some with more tokens than one step computes.
+# Some prompts have more tokens than one step computes.
 PROMPTS = [_RNG.choices(VOCABULARY, k=_RNG.choice((2, 5, 63, 64, 65, 130, 700))) for _ in range(20)]
 PARIS = "The capital of France is"
 COFFEE = "Ein Caf\u00e9 \u2014 \U0001f600 und"
@@ -44,7 +44,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
         for index, prompt in enumerate(PROMPTS)
     ),
     ("completions", {"prompt": COFFEE, "max_tokens": 3, "prompt_logprobs": 2}),
-    # Whole characters only: here a part of a character is `bytes:...`, as in OpenAI's API.
+    # Every token of this prompt has whole characters. For a part of a character, the mesh returns
+    # `bytes:...`, as OpenAI's API does.
     ("completions", {"prompt": "Ein Caf\u00e9 und", "max_tokens": 3, "echo": True, "logprobs": 0}),
     ("completions", {"prompt": PARIS, "max_tokens": 4, "echo": True, "logprobs": 2}),
     ("completions", {"prompt": PARIS, "max_tokens": 0, "echo": True, "logprobs": 1}),
@@ -79,7 +80,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def vllm_answers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The answers of vLLM's own server, which has stopped before the mesh starts."""
+    """The answers of vLLM's own server, which stops before the mesh starts."""
     with serving(model_dir, tmp_path_factory.mktemp("served")) as url:
         return [asked(url, path, body) for path, body in REQUESTS]
 
@@ -126,7 +127,10 @@ class serving:  # noqa: N801  # a context manager, named as one
 async def mesh(
     model_dir: Path, vllm_answers: list[Any], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Mesh]:
-    """The mesh. It starts after vLLM has answered: two cores are too few for both at once."""
+    """The mesh.
+
+    It starts after vLLM has answered, because two cores are too few for both at once.
+    """
     spec = MeshSpec(
         engine="vllm",
         num_prefill=1,
@@ -150,7 +154,10 @@ def asked(url: str, path: str, body: dict[str, Any]) -> Any:
 
 
 def told(answer: Any) -> Any:
-    """The common fields: vLLM's answers have further fields, and ours have cached tokens."""
+    """The fields that both servers give.
+
+    vLLM's answers have further fields, and the mesh's answers have cached tokens.
+    """
     usage = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
     choices = [
         {
@@ -169,7 +176,7 @@ def told(answer: Any) -> Any:
 
 
 def differences(theirs: Any, ours: Any, at: str = "") -> Iterator[str]:
-    """The paths of differences. Rounding may change numbers, and also high ranks, by a little."""
+    """The paths of differences. Floats and high ranks may differ a little because of rounding."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         if theirs.keys() != ours.keys():
             yield f"{at}: {sorted(theirs)} not {sorted(ours)}"
@@ -245,7 +252,7 @@ async def test_vllms_own_benchmark_runs_against_the_mesh(
 async def test_vllms_own_benchmark_runs_against_a_mesh_on_sim(
     model_dir: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """The benchmark sends its sampling parameters, each of which changes the sim's tokens."""
+    """The benchmark sends its sampling parameters. Each changes the tokens of the sim engine."""
     spec = MeshSpec(engine="sim", http_port=0, grpc_port=0, model_dir=model_dir)
     shaping = ("--temperature", "0.7", "--top-k", "5", "--repetition-penalty", "1.1")
     async with Mesh(spec, tmp_path / "mesh") as mesh:

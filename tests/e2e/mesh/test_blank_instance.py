@@ -1,4 +1,4 @@
-"""Blank vLLM processes that change roles between runs, with the text of plain vLLM (S23)."""
+"""Two blank vLLM processes get roles and later swap them, and the text stays the same (S23)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_CASES = 16
@@ -73,14 +73,14 @@ async def test_two_processes_swap_roles_and_the_text_stays_the_same(
 
 
 def engine_processes(pid: int) -> list[int]:
-    """The processes that vLLM has spawned, from any thread."""
+    """The processes that vLLM has spawned from any thread of the process."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     found = [child for each in lists for child in each.read_text().split()]
     return [int(p) for p in found if b"spawn_main" in command_of(p)]
 
 
 def command_of(pid: str) -> bytes:
-    """The command line of a process; empty if it is gone."""
+    """The command line of a process. Empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -92,8 +92,8 @@ def command_of(pid: str) -> bytes:
 async def test_a_load_that_is_no_longer_needed_ends_and_leaves_no_process(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """While vLLM starts its processes, first the master withdraws the load, and then the instance
-    is stopped.
+    """While vLLM starts its processes, the master withdraws the load. In a second load, the
+    instance is stopped instead.
     """
     async with instance_site(tmp_path) as site:
         book = await NatsAssignments(site.bus).book()

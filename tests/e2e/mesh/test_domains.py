@@ -1,8 +1,8 @@
-"""A decode of two data-parallel ranks on vLLM: both serve, one is killed under load, and the domain
-is replaced as a whole while no text changes (S75, S121).
+"""A decode domain of two vLLM ranks is replaced as a whole when one rank is killed (S75, S121).
 
-The model is dense, so each rank is an engine of its own: vLLM takes the external mode only for a
-mixture of experts. It is small, since four engines compute on the machine at once.
+A domain consists of instances that compute one model together. At first, both ranks serve. No text
+changes. The model is dense, so each rank is a separate engine, because vLLM's external mode is only
+for a mixture of experts. The model is small, because four engines compute on the machine at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_CASES, NUM_CONCURRENT = 16, 4

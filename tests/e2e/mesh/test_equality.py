@@ -1,7 +1,7 @@
-"""The real model through the whole mesh, as a client sees it, against one plain vLLM.
+"""A mesh with a real model gives its clients the same answers as plain vLLM.
 
-`pdmesh up` starts the mesh: six services, with prefill and decode in separate processes and KV over
-UCX.
+Plain vLLM is vLLM without the mesh. The mesh has six services, as with `pdmesh up`. Prefill and
+decode are separate processes, and KV moves over UCX.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
@@ -40,7 +40,7 @@ def mesh_spec(model_dir: Path, num_pairs: int, num_fusion: int) -> MeshSpec:
         grpc_port=0,
         model_dir=model_dir,
         dtype=DTYPE,
-        # On two cores, a request may wait long for a slot, which is not the subject of the test.
+        # On two cores, a request may wait long for a slot, which this test does not measure.
         env={"PDMESH_BLOCK_SIZE": str(BLOCK_SIZE), "PDMESH_GATEWAY_TTFT_S": "120"},
         start_timeout_s=240,
     )
@@ -50,13 +50,19 @@ def mesh_spec(model_dir: Path, num_pairs: int, num_fusion: int) -> MeshSpec:
 async def mesh(
     model_dir: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Mesh]:
-    """The mesh. It starts after the reference is computed: two cores are too few for both."""
+    """The mesh.
+
+    It starts after the reference is computed, because two cores are too few for both.
+    """
     async with Mesh(mesh_spec(model_dir, 1, 0), tmp_path_factory.mktemp("mesh")) as running:
         yield running
 
 
 async def ask_all(url: str, todo: Sequence[Case], num_concurrent: int) -> list[str]:
-    """The texts of /v1/completions in the order of `todo`, `num_concurrent` at a time."""
+    """The texts of /v1/completions in the order of `todo`.
+
+    At most `num_concurrent` requests run at a time.
+    """
     slots = asyncio.Semaphore(num_concurrent)
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0
@@ -106,7 +112,7 @@ async def test_the_example_of_the_readme_gives_paris(mesh: Mesh) -> None:
     stream = await client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": "What is the capital of France?"}],
-        temperature=0,  # as `pdmesh chat` asks
+        temperature=0,  # `pdmesh chat` does the same
         stream=True,
     )
     parts = [c.choices[0].delta.content or "" async for c in stream if c.choices]
@@ -116,8 +122,8 @@ async def test_the_example_of_the_readme_gives_paris(mesh: Mesh) -> None:
 
 
 async def test_every_token_comes_with_its_log_probability(mesh: Mesh) -> None:
-    """Prefill draws token 1, and decode draws the others. All have a log probability, and greedy
-    tokens are the likeliest.
+    """Prefill draws token 1, and decode draws the others. All tokens have a log probability, and
+    each greedy token is the likeliest.
     """
     async with openai.AsyncOpenAI(
         base_url=f"{mesh.http_url}/v1", api_key="none", timeout=120

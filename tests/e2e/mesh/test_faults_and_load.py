@@ -1,8 +1,9 @@
-"""A mesh on vLLM under faults and load: what tests/chaos and tests/integration prove on sim.
+"""A vLLM mesh under faults and load, where every stream must end well.
 
-The model is a small Llama with random weights, since up to four engines share two cores. Its
-answers are compared with plain vLLM's, token by token. Times are judged on sim, where an engine's
-time is known; here every stream must end, and end well.
+tests/chaos and tests/integration have such tests on the simulated engine. They also judge times,
+because the time of a simulated engine is known. Here, the model is a small Llama with random
+weights, because up to four engines share two cores. The tokens of its answers must equal the tokens
+of plain vLLM, which is vLLM without the mesh.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 BLOCK_SIZE: Final = 32
 MAX_TOKENS: Final = 40
 ENGINES: Final = ("prefill-0", "decode-0")
-# Every process dies; those that serve are also asked to stop, and frozen.
+# Every process is killed. Processes that serve requests are also asked to stop, and frozen.
 FAULTS: Final = [
     fault for fault in ALL_FAULTS if fault.signal is KILL or fault.victim in (*ENGINES, "gateway-0")
 ]
 NUM_CHATS, NUM_TURNS = 6, 4
 NUM_AT_ONCE, MAX_WAITING = 60, 6
-LONG = 900  # tokens: 28 blocks, the last one not full
+LONG = 900  # tokens in 29 blocks, of which the last is not full
 
 
 def prompts(seed: int, lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -65,7 +66,7 @@ LONGS: Final = prompts(2, [LONG] * 12)
 
 
 def written_model(model_dir: Path, factory: pytest.TempPathFactory) -> Path:
-    """A model with SmolLM2's tokenizer, which knows the tokenizer's first 40,960 tokens."""
+    """A model with SmolLM2's tokenizer. The model knows the tokenizer's first 40,960 tokens."""
     folder = write_tiny_llama(factory.mktemp("tiny-llama"))
     for file in model_dir.glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -107,7 +108,8 @@ def spec(model: Path, num_prefill: int, num_decode: int, **env: str) -> MeshSpec
             **PATIENCE,
             "PDMESH_BLOCK_SIZE": str(BLOCK_SIZE),
             "PDMESH_MAX_MODEL_LEN": "1024",
-            "PDMESH_GATEWAY_PLAN_TIMEOUT_S": "60",  # without a plan, a gateway knows no homes
+            # without a plan, a gateway does not know the decode that serves a chat
+            "PDMESH_GATEWAY_PLAN_TIMEOUT_S": "60",
             **{f"PDMESH_{name}": value for name, value in env.items()},
         },
         start_timeout_s=RESTART_S,
@@ -127,7 +129,10 @@ async def pairs(
     expected: dict[tuple[int, ...], list[int]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Mesh]:
-    """Two prefills and two decodes, each with room for all streams. All faults share them."""
+    """Two prefills and two decodes, each with room for all streams.
+
+    All fault cases use this mesh.
+    """
     slots = {"PREFILL_NUM_SLOTS": "16", "DECODE_NUM_SLOTS": "16"}
     async with Mesh(spec(model, 2, 2, **slots), tmp_path_factory.mktemp("pairs")) as mesh:
         yield mesh
@@ -174,7 +179,7 @@ async def test_every_stream_of_vllm_ends_well_when_one_process_is_hit(
 async def test_every_turn_of_a_chat_goes_to_the_decode_of_its_first_and_finds_its_kv(
     pairs: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """Every turn's prompt continues the one before, so its full blocks need not be computed."""
+    """Every turn's prompt continues the turn before. Its full blocks are not computed again."""
     await pairs.wait_ready(timeout_s=RESTART_S)
     chats = Chats(pairs, client)
     bus = await NatsBus.connect(pairs.nats_url, "test-chats")
@@ -248,7 +253,7 @@ async def test_more_requests_than_a_vllm_mesh_has_room_for_are_refused_and_none_
 
 
 def served(mesh: Mesh, tier: str) -> float:
-    """Blocks that prefills took from a tier."""
+    """The number of blocks that prefills took from a tier."""
     prefills = ("prefill-0", "prefill-1")
     return fleet.counted(mesh, prefills, "pdmesh_kv_tier_blocks_total", tier=tier, event="served")
 
@@ -257,8 +262,8 @@ def served(mesh: Mesh, tier: str) -> float:
 async def test_blocks_that_vllm_evicted_come_from_the_pool_that_the_index_names(
     narrow: Mesh, client: httpx.AsyncClient, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
-    """A prefill takes blocks from its own pool, and from the other's: two equal prompts at once go
-    to both prefills.
+    """A prefill takes blocks from its own host pool, and also from the pool of the other prefill.
+    Two equal prompts at the same time go to both prefills.
     """
 
     async def right(prompt: tuple[int, ...]) -> int:

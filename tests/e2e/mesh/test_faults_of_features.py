@@ -1,7 +1,8 @@
-"""Faults of vLLM meshes with two sets of features: an encoder's images together with speculation,
-and steps that are scheduled ahead, which vLLM combines with neither of the two.
+"""Faults in two vLLM meshes with different features.
 
-Every answer must be plain vLLM's. Bounds of time are judged on sim (tests/chaos).
+Every answer must equal the answer of plain vLLM, which is vLLM without the mesh. The first mesh has
+an encoder for images, and speculation. The second mesh schedules steps ahead, which vLLM combines
+with neither of these features. Times are judged on the simulated engine (tests/chaos).
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.vllm,
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 PREFILLS: Final = ("prefill-0", "prefill-1")
 DECODES: Final = ("decode-0", "decode-1")
-NUM_ROUNDS: Final = 3  # of all prompts at once
-MAX_ROUNDS: Final = 8  # until a failpoint is hit: not each request goes to the process that has it
+NUM_ROUNDS: Final = 3  # rounds with all prompts at once
+# the most rounds until a failpoint is hit, because not every request reaches its process
+MAX_ROUNDS: Final = 8
 _SALTS: Final = itertools.count()
 
-model = images.model  # fixtures
+model = images.model  # these are fixtures
 shown = images.expected
 
 
@@ -69,7 +71,7 @@ class Site:
     answers: Sequence[list[int]]
 
     def body(self, number: int) -> dict[str, Any]:
-        """A request with a new salt, so that no prompt finds its KV."""
+        """A request with a new salt, so that no prompt finds KV of earlier requests."""
         return dict(self.asked[number]) | {"cache_salt": str(next(_SALTS))}
 
     async def ask(self, number: int) -> None:
@@ -101,7 +103,7 @@ async def started(spec: MeshSpec, folder: Path) -> AsyncIterator[tuple[Mesh, htt
 
 @asynccontextmanager
 async def pictures(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Site]:
-    """An encoder, two prefills and two decodes that propose tokens."""
+    """A mesh with an encoder, two prefills, and two decodes that propose tokens."""
     shown: list[list[int]] = request.getfixturevalue("shown")
     base = images.spec(request.getfixturevalue("model"), 2)
     proposed = json.dumps({"method": "prompt_lookup", "k": 3, "schedule": "fixed"})
@@ -115,7 +117,7 @@ async def pictures(request: pytest.FixtureRequest, folder: Path) -> AsyncIterato
 
 @asynccontextmanager
 async def steps_ahead(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Site]:
-    """Two prefills and two decodes that schedule steps ahead."""
+    """A mesh with two prefills and two decodes that schedule steps ahead."""
     told: dict[tuple[int, ...], list[int]] = request.getfixturevalue("told")
     spec = texts.spec(request.getfixturevalue("text_model"), 2, 2, ASYNC_SCHEDULING="on")
     more = {"model": "default", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -132,7 +134,10 @@ async def steps_ahead(request: pytest.FixtureRequest, folder: Path) -> AsyncIter
 async def site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Site]:
-    """One mesh at a time. All of its faults share it, so each finds what those before left."""
+    """One mesh at a time.
+
+    All its cases share it, so each case also finds what earlier faults left.
+    """
     async with request.param(request, tmp_path_factory.mktemp("mesh")) as running:
         yield running
 
@@ -142,7 +147,7 @@ with_pictures = pytest.mark.parametrize("site", [pictures], indirect=True)
 
 @with_pictures
 async def test_proposals_and_images_are_used(site: Site) -> None:
-    """Otherwise, the tests below show nothing about them."""
+    """Otherwise, the tests below would show nothing about these features."""
     await site.asking(NUM_ROUNDS)
     assert site.counted(DECODES, "pdmesh_speculation_proposals_total") > 0
     metric = "pdmesh_images_awaited_total"
@@ -224,7 +229,8 @@ async def test_answers_about_images_survive_an_encoder_that_is_hit(
 async def test_answers_about_images_survive_an_encoder_that_dies_at_work(site: Site) -> None:
     mesh, failpoint = site.mesh, "encode.computing=sigkill@1"
     pid = await fleet.arm(mesh, "encoder-0", failpoint)
-    for prefill in PREFILLS:  # one that has seen an image does not ask for it again
+    # a prefill that has seen an image does not ask the encoder for it again
+    for prefill in PREFILLS:
         await mesh.restart(prefill, RESTART_S)
     await until_encoding(mesh)
     await survives_a_failpoint(site, "encoder-0", failpoint, pid)
@@ -250,7 +256,7 @@ async def test_corrupt_kv_changes_no_answer(site: Site) -> None:
 @pytest.mark.fault("F27")
 @pytest.mark.parametrize("num_tokens", [0, 1, 9])
 async def test_clients_that_leave_leave_nothing(site: Site, num_tokens: int) -> None:
-    """They leave while the prompt is computed, with the first token, and later, beside others."""
+    """Clients leave while the prompt is computed, with the first token, or later. Others stay."""
     await site.mesh.wait_ready(timeout_s=RESTART_S)
     long = [number for number, answer in enumerate(site.answers) if len(answer) > num_tokens + 3]
     assert long

@@ -1,8 +1,8 @@
-"""Long prompts beside running decodes on vLLM (S82).
+"""A long prompt hardly slows the running decodes of its pair on vLLM (S82).
 
-`make bench NAME=long-prompts` has the figures. This test measures its references in the same run:
-the same prompts at another pair, which slow only the shared machine, and a single engine, whose
-steps prompts and decodes share.
+`make bench NAME=long-prompts` has the figures. This test measures two references in the same run.
+In the first, the long prompts go to another pair, which shares only the machine. In the second,
+prompts and decodes share the steps of one engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 NUM_ROUNDS: Final = 3
 DURATION_S: Final = 12.0

@@ -1,5 +1,6 @@
-"""Pooling instances on real vLLM give the vectors and scores of plain vLLM, alone and after a
-death.
+"""Pooling instances on vLLM give the vectors and scores of plain vLLM, also after a death.
+
+Pooling instances make vectors or scores of whole texts. Plain vLLM is vLLM without the mesh.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
 ]
 NEAR = 1e-5
 START_S = 400.0
 QUERY = "the capital of france?"
-# If the request names a side to cut at, special tokens are cut, too; otherwise they are kept. The
-# last limit has no room for the special tokens.
+# If the request names the side to cut at, vLLM also cuts special tokens. Otherwise, vLLM keeps
+# them. The last limit has no room for the special tokens.
 CUTS: list[dict[str, Any]] = [
     {"truncate_prompt_tokens": 6},
     {"truncate_prompt_tokens": 6, "truncation_side": "right"},
@@ -50,7 +51,7 @@ TEXTS = ["the capital of france is paris.", "a", "berlin is a city", "abc " * 30
 
 @contextmanager
 def plain(model: Path, convert: str, asked: dict[str, Any], folder: Path) -> Iterator[Path]:
-    """Plain vLLM at work, and the file that it will write."""
+    """Start plain vLLM, and yield the path of the file that it will write."""
     texts, numbers = folder / "texts.json", folder / "numbers.json"
     texts.write_text(json.dumps(asked))
     command = [sys.executable, "-m", "tests.e2e.plain_pooling", str(model), convert]
@@ -92,7 +93,9 @@ def near(got: list[float], wanted: list[float]) -> bool:
 async def test_vectors_and_their_nearness_are_those_of_plain_vllm(
     tmp_path: Path, kind: str
 ) -> None:
-    """The models are an embedding model, and a converted model that otherwise makes answers."""
+    """One model is an embedding model. The other model is converted, and would otherwise draw
+    answers.
+    """
     if kind == "decoder":
         model, convert = smollm2.DEFAULT_DIR.absolute(), "embed"
     else:

@@ -1,7 +1,7 @@
-"""Two tensor-parallel ranks on each side with real vLLM: rank i pulls from rank i, and the loss of
-a rank ends its engine.
+"""vLLM with two tensor-parallel ranks on each side: rank i of the decode pulls from rank i.
 
-SmolLM2's heads cannot be divided by two, so the model is a small Llama with random weights.
+The loss of a rank ends its engine. SmolLM2's heads cannot be divided by two, so the model is a
+small Llama with random weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 NUM_RANKS = 2
@@ -85,7 +85,7 @@ def plain_ranks(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 async def ranks(tiny_llama: Path, plain_ranks: Plain) -> AsyncIterator[Pair]:
     await asyncio.to_thread(
         plain_ranks.tokens
-    )  # six ranks at once would wait for each other's core
+    )  # six ranks at once would wait for each other's cores
     async with (
         running(config(tiny_llama, "prefill-0", 1)) as prefill,
         running(config(tiny_llama, "decode-0", 2)) as decode,
@@ -108,7 +108,10 @@ async def test_two_ranks_hand_over_to_two_ranks_and_nothing_is_computed_twice(
 
 @pytest.mark.req("S57")
 async def test_each_rank_moves_its_own_shard_and_the_slowest_sets_the_time(ranks: Pair) -> None:
-    """Rank 1 of prefill is frozen: pulls from it wait, but running requests at decode do not."""
+    """Rank 1 of the prefill is frozen.
+
+    Pulls from it wait, but requests that decode already do not.
+    """
     sampling = Sampling(max_tokens=4)
     prompt, other = (
         random.Random(seed).choices(VOCABULARY, k=length) for seed, length in ((9, 300), (10, 70))
@@ -200,7 +203,7 @@ def test_no_rank_outlives_a_killed_host(tiny_llama: Path, tmp_path: Path) -> Non
 
 
 def descendants(pid: int) -> list[int]:
-    """The children of all threads of a process, and all their descendants."""
+    """The child processes of all threads of a process, and all their descendants."""
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, children.read_text().split()):

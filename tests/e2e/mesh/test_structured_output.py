@@ -1,6 +1,6 @@
-"""Answers of the real model keep to their schemas while prefill and a decode are killed under them.
+"""Answers of a vLLM mesh match their JSON schemas, although a prefill and a decode are killed.
 
-tests/chaos/test_structured_output.py does the same with many more requests, on the simulator.
+tests/chaos/test_structured_output.py does the same with many more requests on the simulated engine.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_REQUESTS: Final = 60
 NUM_AT_ONCE: Final = 6
 MAX_TOKENS: Final = 64
 RESTART_S: Final = 300.0
-# A restart uses both cores for long. Meanwhile a slow instance must not be judged dead, and a
-# request must wait until the only prefill is back.
+# A restart uses both cores for a long time. In this time, a slow instance must not be judged dead,
+# and a request must wait until the only prefill is back.
 PATIENCE: Final = {
     "PDMESH_ENGINE_HUNG_S": "300",
     "PDMESH_GATEWAY_TTFT_S": "300",
@@ -79,7 +79,9 @@ def num_admitted(mesh: Mesh, name: str) -> float:
 async def ask_and_kill(
     mesh: Mesh, client: httpx.AsyncClient, numbers: range, name: str
 ) -> list[StreamOutcome]:
-    """`name` dies with requests on it, and is back when all of them have ended."""
+    """Send requests and kill `name` while it serves some of them. Return when `name` is back and
+    all requests have ended.
+    """
     turn = asyncio.Semaphore(NUM_AT_ONCE)
 
     async def in_turn(number: int) -> StreamOutcome:
@@ -114,12 +116,14 @@ async def test_every_answer_that_ends_is_valid_whichever_vllm_instance_dies(
 
 
 def check(outcomes: list[StreamOutcome], tokenizer: Tokenizer) -> None:
-    """The pieces of an answer are the text of its tokens, and the answer fits its schema."""
+    """Check that an answer's pieces are the text of its tokens, and that the answer fits its
+    schema.
+    """
     num_valid = 0
     for number, outcome in enumerate(outcomes):
         assert outcome.fault_in_ending() == ""
         if not outcome.is_complete:
-            continue  # two instances died of it
+            continue  # two instances died of this request
         text = tokenizer.decode(outcome.token_ids, skip_special_tokens=True)
         assert outcome.text == text.rstrip("\ufffd"), number
         if outcome.finish_reason == "stop":
@@ -133,7 +137,7 @@ def check(outcomes: list[StreamOutcome], tokenizer: Tokenizer) -> None:
 async def compare_with_whole(
     client: httpx.AsyncClient, mesh: Mesh, number: int, outcome: StreamOutcome
 ) -> None:
-    """Check that the mesh gives the same answer as a whole, now that nothing is killed."""
+    """Check that the mesh gives the same answer without a stream, when no instance is killed."""
     if not outcome.is_complete:
         return
     prompt, more = asked(number)

@@ -1,5 +1,6 @@
-"""A vLLM prefill dies under load, and a blank vLLM instance takes its place. No text changes, and
-no other instance is affected (S35; issue D 4.4).
+"""A vLLM prefill dies under load, and a blank vLLM instance takes its place.
+
+No text changes, and no other instance is affected (S35; issue D 4.4).
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_CASES, NUM_CONCURRENT = 24, 4
-LOAD_S = 600.0  # for three loads at once, on two cores
+LOAD_S = 600.0  # enough for three loads at once on two cores
 GROUPS = """
 scenarios:
   default: {allow_single: true}
@@ -49,7 +50,8 @@ def spec(model_dir: Path, groups_file: Path, num_blank: int = 4) -> MeshSpec:
         grpc_port=0,
         model_dir=model_dir,
         dtype=DTYPE,
-        # A load uses both cores for long, and slow instances must not be judged dead.
+        # A load uses both cores for a long time. Slow instances must not be judged dead in this
+        # time.
         env={
             "PDMESH_BLOCK_SIZE": str(BLOCK_SIZE),
             "PDMESH_ENGINE_HUNG_S": "300",
@@ -110,7 +112,7 @@ async def is_whole(operator: Operator) -> bool:
 
 
 async def ask_until(is_over: asyncio.Event, url: str, todo: Sequence[Case]) -> list[list[str]]:
-    """Send all cases again and again. Every answer is checked."""
+    """Send all cases again and again until the event is set. Return the answers of each round."""
     rounds: list[list[str]] = []
     while not is_over.is_set():
         rounds.append(await ask_all(url, todo, NUM_CONCURRENT))

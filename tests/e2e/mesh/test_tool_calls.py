@@ -1,7 +1,7 @@
-"""Tool calls of the real model through the whole mesh, with the decode killed in the middle of one.
+"""Tool calls of a real model through a mesh continue when the decode is killed in the middle.
 
-The model was not trained on tools. It continues a conversation that consists of Hermes calls, or a
-grammar makes it call.
+The model was not trained on tools. In one test, it continues a conversation that consists of Hermes
+calls. In the other, a grammar makes it call a tool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 TOOLS: Final[list[Any]] = [
@@ -79,7 +79,7 @@ class Heard:
 async def heard(
     client: openai.AsyncOpenAI, town: str, mesh: Mesh, kill: str = "", **fields: Any
 ) -> Heard:
-    """Stream a tool call. `kill`: the process that dies after the first piece of the arguments."""
+    """Stream a tool call. The process `kill` dies after the first piece of the arguments."""
     found = Heard()
     asked = {"tools": TOOLS, "max_tokens": 48, **fields}
     stream = await client.chat.completions.create(
@@ -129,7 +129,7 @@ async def test_a_tool_call_continues_after_the_death_of_its_decode(
 async def test_calls_that_have_to_be_made_go_on_through_the_death_of_their_decode(
     model_dir: Path, tmp_path: Path, parser: str
 ) -> None:
-    """Calls are in JSON or XML. The next decode's matcher first accepts the tokens drawn before."""
+    """Calls are in JSON or XML. The next decode's matcher first takes the tokens drawn before."""
     spec = replace(mesh_spec(model_dir, 1, 0), tool_parser=parser)
     async with (
         Mesh(spec, tmp_path) as mesh,
@@ -154,7 +154,7 @@ async def test_calls_that_have_to_be_made_go_on_through_the_death_of_their_decod
 
 
 async def mesh_serves(client: openai.AsyncOpenAI) -> bool:
-    """Whether a decode is there again."""
+    """Whether a decode serves again."""
     try:
         await client.completions.create(model="default", prompt="a", max_tokens=4)
     except openai.APIStatusError:

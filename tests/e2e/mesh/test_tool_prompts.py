@@ -1,7 +1,8 @@
-"""Conversations with tools, in a template that shows them, answered as plain vLLM answers them.
+"""A mesh answers conversations with tools as plain vLLM does, also after the death of a decode.
 
-The model is SmolLM2 with a chat template like that of Hermes. A prompt must equal the one that
-transformers, and so vLLM, makes of the conversation. An answer must equal plain vLLM's.
+Plain vLLM is vLLM without the mesh. The model is SmolLM2 with a chat template like that of Hermes,
+which shows the tools. A prompt must equal the prompt that transformers, and so vLLM, makes of the
+conversation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_TOKENS: Final = 12
@@ -84,7 +85,10 @@ TOOLS: Final = [
 
 
 def conversations() -> list[list[dict[str, Any]]]:
-    """For each town: a question, then the same with the call, its result and a new question."""
+    """Two conversations for each town.
+
+    The first is a question. The second continues with the call, its result and a new question.
+    """
     found: list[list[dict[str, Any]]] = []
     for index, town in enumerate(TOWNS):
         question = {"role": "user", "content": f"What is the weather in {town}?"}
@@ -127,7 +131,10 @@ def rendered(directory: Path, messages: Sequence[dict[str, Any]]) -> list[int]:
 def expected(
     tools_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[Case], list[list[int]]]:
-    """The cases, each up to its first near-tie, and what plain vLLM draws for them."""
+    """The cases and plain vLLM's tokens, each cut at its first near-tie.
+
+    At a near-tie, two tokens are almost equally likely, so rounding may decide.
+    """
     todo = [Case(tuple(rendered(tools_dir, each)), NUM_TOKENS) for each in ASKED]
     with plain_vllm(tools_dir, todo, tmp_path_factory.mktemp("plain")) as plain:
         return plain.decided(todo)
@@ -148,7 +155,7 @@ async def mesh(
     expected: tuple[list[Case], list[list[int]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Mesh]:
-    """The mesh, started after `expected` is computed: two cores are too few for both at once."""
+    """The mesh. It starts after `expected` is computed, because two cores are too few for both."""
     async with Mesh(spec(tools_dir, 1, 0), tmp_path_factory.mktemp("mesh")) as running:
         yield running
 
@@ -156,7 +163,7 @@ async def mesh(
 async def told(
     client: openai.AsyncOpenAI, number: int, num_tokens: int, mesh: Mesh | None, kill_at: int = 0
 ) -> tuple[list[int], list[int]]:
-    """The tokens of prompt and answer. The decode of `mesh` dies after `kill_at` tokens."""
+    """The tokens of the prompt and the answer. The decode of `mesh` dies after `kill_at` tokens."""
     asked: list[Any] = ASKED[number]
     tools: list[Any] = TOOLS
     stream = await client.chat.completions.create(

@@ -1,8 +1,10 @@
-"""One tensor-parallel rank on one side and two on the other draw what plain vLLM draws.
+"""A prefill and a decode with unequal numbers of tensor-parallel ranks draw the right tokens.
 
-vLLM on a CPU keeps its blocks head by head, so a rank takes the heads that it needs from the ranks
-that hold them, although a head's block is packed for the processor. Plain vLLM has one rank.
-Answers that two ranks would draw differently, because they add in another order, are left out.
+The answers must equal those of plain vLLM, which is vLLM without the mesh. One side has one rank,
+and the other has two. A rank takes the heads that it needs from the ranks that hold them. On a CPU,
+vLLM packs a head's block for the processor, but keeps its blocks head by head, so this works. Plain
+vLLM has one rank. Two ranks add in another order, so the comparison leaves out answers that
+rounding may change.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
-RANKS = [(1, 2), (2, 1)]  # at prefill and at decode
+RANKS = [(1, 2), (2, 1)]  # numbers of ranks at prefill and at decode
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def plain(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         max_model_len=1024,
         kv_cache_memory_bytes=64 << 20,
     ) as plain:
-        plain.tokens()  # ends before three ranks start
+        plain.tokens()  # wait until plain vLLM has ended before three ranks start
         yield plain
 
 
@@ -81,8 +83,8 @@ async def test_a_pair_of_unequal_ranks_draws_what_plain_vllm_draws(
 async def test_ranks_of_a_domain_with_two_tensor_parallel_ranks_each_find_their_heads(
     plain: Plain, tiny_llama: Path
 ) -> None:
-    """One prefill of one rank; both data-parallel ranks of a decode take heads from it, and each
-    announces addresses and a fingerprint of its own engine.
+    """The prefill has one rank. Both data-parallel ranks of a decode take heads from it. Each of
+    them announces its own engine's addresses and fingerprint.
     """
     todo, expected = plain.decided(rank_cases())
     todo, expected = todo[:12], expected[:12]

@@ -1,5 +1,6 @@
-"""Two groups of vLLM get another revision, one after the other, under load. No text changes, and no
-request fails (S24).
+"""Two groups of vLLM get another revision under load, one after the other (S24).
+
+No text changes, and no request fails.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(1800),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NUM_CASES = 12
 
 
 def desired(num_slots: int) -> str:
-    """A desired state. Each number of slots is a revision, which hands over no KV to others."""
+    """A desired state. Each number of slots makes another revision.
+
+    Instances of different revisions exchange no KV.
+    """
     return f"""
 services:
   smollm2: {{options: {{num_slots: {num_slots}}}}}
@@ -73,14 +77,14 @@ async def test_two_groups_of_vllm_get_another_revision_under_load_and_the_text_s
         assert rounds
         assert all(answers == expected for answers in rounds)
         assert await ask_all(mesh.http_url, todo, 2) == expected
-        # A new incarnation in the same process.
+        # Each process continues with a new incarnation.
         assert {name: mesh.pid(name) for name in pids} == pids
         await bus.close()
 
 
 async def running(operator: Operator) -> set[str]:
-    """The revisions of all members, if both groups serve and no other group exists."""
-    await asyncio.sleep(0.2)  # do not load the machine with this query
+    """The revision of all members. Empty unless both groups serve with one revision."""
+    await asyncio.sleep(0.2)  # so that this query does not load the machine
     states = (await operator.groups()).groups
     found = {member.revision for group in states for member in group.members}
     return found if [g.state for g in states] == ["serving"] * 2 and len(found) == 1 else set()

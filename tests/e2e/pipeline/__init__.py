@@ -1,1 +1,1 @@
-"""Engines of several pipeline stages, each of which has some of the model's layers."""
+"""Tests of engines with several pipeline stages, each of which has some of the model's layers."""

@@ -1,8 +1,8 @@
-"""One engine of two pipeline stages, which hands prompts over to itself, draws what plain vLLM of
-one rank draws.
+"""One engine of two pipeline stages hands prompts over to itself.
 
-It decodes a prompt under another salt than it prefilled the prompt under, so it finds nothing in
-its own cache and pulls all KV. `test_pair.py` has two engines (nightly).
+The answers must equal those of plain vLLM, which is vLLM without the mesh, on one rank. The engine
+decodes a prompt under another salt than it used for the prefill. So it finds nothing in its own
+cache, and pulls all KV. `test_pair.py` has two engines and runs nightly.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tests.e2e.pipeline.test_pair import NUM_CONCURRENT, NUM_STAGES, config, sta
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
-tiny_llama, plain = pairs.tiny_llama, pairs.plain  # fixtures
+tiny_llama, plain = pairs.tiny_llama, pairs.plain  # these are fixtures
 
 
 @pytest.mark.req("S120", "S1", "S57")

@@ -1,5 +1,7 @@
-"""A mesh whose instances are pipelines: the death of one stage's process under load ends only its
-instance, and every answer is plain vLLM's.
+"""A mesh whose instances are pipelines of two stages.
+
+The death of one stage's process under load ends only its instance. Every answer must equal the
+answer of plain vLLM, which is vLLM without the mesh.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 INSTANCES: Final = ("prefill-0", "decode-0", "decode-1")  # six workers in all
 NUM_STAGES: Final = 2
-model, expected, client = load.model, load.expected, load.client  # fixtures
+model, expected, client = load.model, load.expected, load.client  # these are fixtures
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -68,8 +70,10 @@ async def test_a_mesh_of_pipelines_answers_as_plain_vllm(
     staged: Mesh, client: httpx.AsyncClient, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
     async def moved_when_answered() -> float:
-        """An instance may lose its lease while six workers start to compute on two cores. Then the
-        others answer as well, but without KV that moves.
+        """Send all streams, check the answers, and return the bytes of KV that have moved.
+
+        An instance may lose its lease while six workers start to compute on two cores. Then the
+        other instances answer, but no KV moves.
         """
         await staged.wait_ready(timeout_s=RESTART_S)
         outcomes = await asyncio.gather(*(load.ask(staged, client, p) for p in load.STREAMS))

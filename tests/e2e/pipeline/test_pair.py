@@ -1,7 +1,8 @@
-"""A prefill and a decode of two pipeline stages each draw what plain vLLM of one rank draws.
+"""A prefill and a decode of two pipeline stages each draw the right tokens.
 
-A stage has half of the model's layers in a process of its own, and pulls from the same stage of the
-other side. While one stage computes a step, the other computes the step before.
+The answers must equal those of plain vLLM, which is vLLM without the mesh, on one rank. A stage has
+half of the model's layers in its own process. It pulls KV from the same stage of the other side.
+While one stage computes a step, the other computes the step before.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 NUM_STAGES: Final = 2
@@ -50,11 +51,14 @@ SHAPINGS: Final = {
     "penalties": LogitShaping(repetition_penalty=1.3, frequency_penalty=0.4),
     "words": LogitShaping(min_tokens=9, bad_words=((1234,), (1235, 1236))),
 }
-NUM_CONCURRENT: Final = 6  # enough for a batch in each stage
+NUM_CONCURRENT: Final = 6  # enough requests for a batch in each stage
 
 
 def stage_cases(seed: int = 5) -> list[Case]:
-    """Prompts around blocks' ends. One takes several steps; two answers are drawn with a seed."""
+    """Prompts whose lengths lie around blocks.
+
+    One prompt takes several steps, and two answers are drawn with a seed.
+    """
     rng = random.Random(seed)
     lengths = [1, 31, 32, 33, 64, 200, 700, *(rng.randint(2, 160) for _ in range(9))]
     todo = [Case(tuple(rng.choices(VOCABULARY, k=n)), rng.choice((2, 5, 20))) for n in lengths]
@@ -136,7 +140,8 @@ async def test_aborts_while_chunks_are_in_several_steps_harm_no_other_request(
 @pytest.mark.req("S120")
 async def test_preempted_decodes_draw_the_same_tokens(stages: Pair, tiny_llama: Path) -> None:
     """Eight prompts of one block each grow to three blocks, and the cache has six. The expected
-    answers are those of a decode with room for all, which a test above compares with plain vLLM's.
+    answers are those of a decode with room for all. A test above compares such answers with plain
+    vLLM's.
     """
     rng = random.Random(14)
     prompts = [tuple(rng.choices(VOCABULARY, k=BLOCK_SIZE - 4)) for _ in range(8)]
@@ -247,7 +252,9 @@ async def test_an_engine_with_two_ranks_of_one_stage_is_refused_in_words(
 async def test_penalties_and_seeds_look_at_what_the_last_stage_drew(
     stages: Pair, shaping: LogitShaping
 ) -> None:
-    """A handed-over answer equals one engine's, also if parameters count tokens of the other."""
+    """A handed-over answer equals one engine's answer. Some parameters count tokens of both
+    engines.
+    """
     rng = random.Random(21)
     todo = [Case(tuple(rng.choices(VOCABULARY, k=n)), 16, 0.9, 5, shaping) for n in (20, 64, 90)]
 
@@ -286,7 +293,7 @@ async def test_the_loss_of_a_stage_ends_its_engine(
         assert first.ticket is not None
         leg = await pair.start_decode(prompt, first.token, first.ticket, sampling)
         await decode.next_output(leg)
-        await decode.next_output(leg)  # it draws
+        await decode.next_output(leg)  # the decode has drawn a token
         pids = decode.engine.worker_pids
         os.kill(pids[stage], signal.SIGKILL)
         with pytest.raises(EngineFailed):

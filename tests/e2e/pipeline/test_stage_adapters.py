@@ -1,4 +1,4 @@
-"""LoRA adapters on pipelines: each stage has the adapter's layers that are its own."""
+"""LoRA adapters on pipelines, where each stage has the adapter's parts for its own layers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
-tiny_llama = equal.tiny_llama  # fixture
+tiny_llama = equal.tiny_llama  # this is a fixture
 LORA: Final[dict[str, Any]] = {"max_adapters": 2, "max_adapter_rank": 8}
 
 

@@ -1,4 +1,7 @@
-"""Pipelines with unequal numbers of ranks in a stage, or of layers, draw what plain vLLM draws."""
+"""Pipelines with unequal numbers of ranks or layers in their stages draw the right tokens.
+
+The answers must equal those of plain vLLM, which is vLLM without the mesh.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,15 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
-tiny_llama, plain = equal.tiny_llama, equal.plain  # fixtures
+tiny_llama, plain = equal.tiny_llama, equal.plain  # these are fixtures
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Ranks of a stage at prefill and at decode, and the layers of the stages of both."""
+    """The ranks of a stage at prefill and at decode, and the layers of each stage on both sides."""
 
     at_prefill: int
     at_decode: int
@@ -51,7 +54,7 @@ SHAPES = {
 async def unequal(
     request: pytest.FixtureRequest, tiny_llama: Path, plain: Plain
 ) -> AsyncIterator[Pair]:
-    plain.tokens()  # ends before six ranks start
+    plain.tokens()  # wait until plain vLLM has ended before six ranks start
     shape = SHAPES[request.param]
     prefill, decode = (
         replace(config(tiny_llama, name, number), tensor_parallel_size=num_ranks)
@@ -84,7 +87,7 @@ async def test_a_rank_finds_its_layers_and_heads(unequal: Pair, plain: Plain) ->
 
 @pytest.mark.req("S120", "S57")
 async def test_no_byte_moves_twice(unequal: Pair) -> None:
-    """A ticket states the bytes of its largest stage, but each stage moves only its own."""
+    """A ticket states the bytes of its largest stage, but each stage moves only its own bytes."""
     prompt = random.Random(9).choices(VOCABULARY, k=300)
     first = await unequal.prefilled(prompt, sampling := Sampling(max_tokens=4))
     assert first.ticket is not None

@@ -1,1 +1,1 @@
-"""What a step of vLLM does, over our connector: tests of the engine without services."""
+"""Tests of the steps of vLLM engines with the mesh's connector, without services."""

@@ -1,7 +1,8 @@
-"""Engines that schedule a step while they compute the one before draw what plain vLLM draws.
+"""Engines with asynchronous scheduling draw the same tokens as plain vLLM.
 
-This is the short form, for CI. At night the whole suite runs so: `PDMESH_ASYNC_SCHEDULING=on make
-e2e`.
+Plain vLLM is vLLM without the mesh. An engine with asynchronous scheduling schedules a step while
+it computes the step before. This is the short form for CI. Each night, the whole suite runs with
+`PDMESH_ASYNC_SCHEDULING=on make e2e`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from tests.support.waiting import until
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 BLOCK_SIZE = 32
-STEP_TOKENS = 128  # fewer than the longest prompts have
+STEP_TOKENS = 128  # fewer tokens than the longest prompts have
 NUM_TOKENS = 20
 NUM_GREEDY = 16
-FEW = tuple(range(2000, 2024))  # tokens that an answer repeats
+FEW = tuple(range(2000, 2024))  # so few tokens that an answer repeats them
 SHAPINGS = (
     LogitShaping(allowed_token_ids=FEW, presence_penalty=2.0),
     LogitShaping(allowed_token_ids=FEW, frequency_penalty=1.5),
@@ -46,7 +47,10 @@ SHAPINGS = (
 
 
 def all_cases() -> list[Case]:
-    """Greedy, seeded at temperature 2, and shaped; prompts of several blocks and several steps."""
+    """Cases that are greedy, seeded at temperature 2, or shaped.
+
+    Some prompts need several blocks and several steps.
+    """
     rng = random.Random(43)
     lengths = (1, 31, 32, 33, 64, 90, 200, 300)
     prompts = [tuple(rng.choices(VOCABULARY, k=length)) for length in (*lengths, *lengths)]
@@ -106,7 +110,7 @@ def counted(host: Host, name: str) -> float:
 
 
 def num_held(host: Host) -> int:
-    """KV blocks that requests hold."""
+    """The number of KV blocks that requests hold."""
     return host.info.num_kv_blocks - host.engine.stats().num_kv_blocks_free
 
 
@@ -114,7 +118,7 @@ def num_held(host: Host) -> int:
 async def test_a_pair_draws_what_plain_vllm_draws_and_schedules_one_step_ahead(
     ahead: Pair, expected: list[list[int]]
 ) -> None:
-    """`make bench NAME=steps` measures that nearly all steps overlap, which depends on times."""
+    """`make bench NAME=steps` measures the share of steps that overlap, which depends on times."""
     got = await generate_all(ahead.generate, CASES, num_concurrent=8)
     assert differences(expected, got) == []
     assert ahead.num_handed_over >= len(CASES) - 2
@@ -141,7 +145,7 @@ async def test_a_pair_draws_the_same_with_kv_handed_over_per_layer(
 async def test_an_answer_is_the_same_after_a_death_at_any_token(
     ahead: Pair, expected: list[list[int]], num_drawn: int
 ) -> None:
-    """As at a gateway, the emitted tokens are part of the new prompt."""
+    """As at a gateway, the tokens drawn before the death are part of the new prompt."""
     longer = [n for n, tokens in enumerate(expected) if len(tokens) > num_drawn]
     replayed = [
         replace(
@@ -165,7 +169,7 @@ async def test_an_answer_is_the_same_after_a_death_at_any_token(
 async def test_a_stop_token_costs_one_token_that_nobody_sees(
     ahead: Pair, expected: list[list[int]]
 ) -> None:
-    """The engine foresees the end at `max_tokens`, so it computes nothing after it."""
+    """The engine foresees the end at `max_tokens`. So only a stop token costs a token."""
     stops = [frozenset({expected[n][1 + 2 * n % NUM_TOKENS]}) for n in range(NUM_GREEDY // 2)]
     stopped = [until_stop(tokens, stop) for tokens, stop in zip(expected, stops, strict=False)]
     await ahead.decode.until_idle()
@@ -182,7 +186,7 @@ async def test_a_stop_token_costs_one_token_that_nobody_sees(
 async def test_aborts_within_a_step_harm_no_other_answer_and_free_every_block(
     ahead: Pair, expected: list[list[int]]
 ) -> None:
-    """Freed blocks get the KV of other requests while the step that wrote to them still runs."""
+    """Other requests get the freed blocks while the step that wrote to these blocks still runs."""
     rng = random.Random(5)
     sampling = Sampling(max_tokens=200)
     is_done = False

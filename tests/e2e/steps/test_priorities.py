@@ -1,6 +1,6 @@
 """An engine serves the most urgent request first, and preempts the least urgent one (S83).
 
-Two tests have a control: with `fcfs`, vLLM serves by arrival and preempts what came last.
+Two tests have a control: with `fcfs`, vLLM serves requests by arrival, and preempts the latest one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.nightly,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="module"),
 ]
 BLOCK_SIZE = 32
@@ -45,12 +45,13 @@ def prompts(seed: int, lengths: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(rng.choices(VOCABULARY, k=length)) for length in lengths]
 
 
-LONG = prompts(1, [960] * 7)  # 15 steps each
+LONG = prompts(1, [960] * 7)  # prompts of 15 steps each
 SHORT = prompts(2, [20, 100])
-# Two answers that together need more blocks than there are. The first is of class BATCH.
+# Two answers that together need more blocks than the cache of `small` has. The first is of class
+# BATCH.
 GROWING = [Case(prompt, 180) for prompt in prompts(3, [150, 140])]
 NUM_BLOCKS = 14
-# one of SHORT, of LONG, and both of GROWING
+# The cases are one of SHORT, one of LONG, and both of GROWING.
 CASES = [*(Case(prompt, 6) for prompt in (SHORT[0], LONG[0])), *GROWING]
 
 
@@ -70,7 +71,10 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list
 async def host(
     model: Path, expected: list[list[int]], request: pytest.FixtureRequest
 ) -> AsyncIterator[tuple[Host, SchedulingPolicy]]:
-    """An engine by itself, with a step of few tokens. It starts when plain vLLM has ended."""
+    """An engine without a pair, whose steps have few tokens.
+
+    It starts when plain vLLM has ended.
+    """
     policy: SchedulingPolicy = request.param
     config = VllmConfig(
         "fusion-0",
@@ -113,7 +117,7 @@ async def in_order_of_end(host: Host, legs: Sequence[int]) -> tuple[list[int], l
 
 @contextmanager
 def frozen(host: Host) -> Iterator[None]:
-    """The engine's scheduler is stopped. At the end it gets all requests of that time at once."""
+    """Stop the engine's scheduler. At the end of the block, it gets all new requests at once."""
     for pid in host.engine.worker_pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -133,14 +137,14 @@ async def computing(host: Host, num_tokens: int) -> None:
 async def test_an_urgent_prompt_passes_those_that_wait_and_the_one_under_way(
     host: tuple[Host, SchedulingPolicy],
 ) -> None:
-    """The step is full of BATCH prompts when the urgent ones come, both at the same time."""
+    """The step is full of BATCH prompts when two urgent prompts arrive at the same time."""
     engine, policy = host
     before = engine.engine.stats().num_tokens
     batch = [begin(engine, prompt, 1, BATCH) for prompt in LONG]
     await computing(engine, before + 2 * STEP_TOKENS)
     with frozen(engine):
         urgent = [begin(engine, prompt, 1, URGENT) for prompt in SHORT]
-        await asyncio.sleep(0.2)  # both are sent
+        await asyncio.sleep(0.2)  # wait until both are sent
         computed = engine.engine.stats().num_tokens - before
     ended, _ = await in_order_of_end(engine, [*batch, *urgent])
     num_before = min(ended.index(leg) for leg in urgent)
@@ -148,7 +152,8 @@ async def test_an_urgent_prompt_passes_those_that_wait_and_the_one_under_way(
         assert ended == [*batch, *urgent]
         return
     assert ended == [*batch[:num_before], *urgent, *batch[num_before:]]
-    # Only prompts completed by the step in flight, or by the one after it, came first.
+    # Before the urgent prompts, only prompts may end that the step in flight or the next step
+    # completed.
     assert num_before <= (computed + 2 * STEP_TOKENS) // len(LONG[0]) < len(batch)
 
 
@@ -159,7 +164,7 @@ async def test_an_answer_is_the_same_if_its_prompt_stood_back(
     engine, _ = host
     short, long = CASES[:2]
     before = engine.engine.stats().num_tokens
-    # A new prompt: if its blocks were cached, there would be nothing to compute.
+    # A new prompt is used, because there would be nothing to compute for cached blocks.
     ahead = begin(engine, prompts(9, [960])[0], 1, BATCH)
     batch = begin(engine, long.prompt, long.max_tokens, BATCH)
     await computing(engine, before + STEP_TOKENS)
@@ -173,7 +178,7 @@ async def test_an_answer_is_the_same_if_its_prompt_stood_back(
 async def small(
     model: Path, expected: list[list[int]], request: pytest.FixtureRequest
 ) -> AsyncIterator[tuple[Host, SchedulingPolicy]]:
-    """An engine without the blocks for both of GROWING."""
+    """An engine whose cache has too few blocks for both cases of GROWING."""
     from tests.fakes.tiny_llama import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS
 
     block_bytes = 2 * 4 * HEAD_DIM * NUM_KV_HEADS * NUM_LAYERS * BLOCK_SIZE
@@ -219,15 +224,15 @@ async def test_the_least_urgent_is_preempted_and_its_answer_is_that_of_plain_vll
 async def test_no_prompt_stands_back_for_one_whose_blocks_it_holds(
     small: tuple[Host, SchedulingPolicy],
 ) -> None:
-    """Otherwise both would wait for ever.
+    """Otherwise, both requests would wait forever.
 
-    The urgent one needs 12 of the 13 blocks (NUM_BLOCKS less vLLM's null block).
+    The urgent request needs 12 of the 13 blocks. (vLLM uses one of NUM_BLOCKS as its null block.)
     """
     engine, _ = small
     under_way, urgent_prompt = prompts(11, [350, 380])
     before = engine.engine.stats().num_tokens
     batch = begin(engine, under_way, 1, BATCH)
-    # A step may be counted only with the next one, and the prompt's last step may have none.
+    # A step may be counted only with the next step. The prompt's last step may have no next step.
     await until(
         lambda: (
             engine.engine.stats().num_tokens >= before + 2 * STEP_TOKENS
@@ -236,7 +241,7 @@ async def test_no_prompt_stands_back_for_one_whose_blocks_it_holds(
     )
     with frozen(engine):
         urgent = begin(engine, urgent_prompt, 1, URGENT)
-        await asyncio.sleep(0.2)  # it is sent
+        await asyncio.sleep(0.2)  # wait until it is sent
     ended, _ = await in_order_of_end(engine, [batch, urgent])
     assert ended == [batch, urgent]
     await engine.until_idle()
@@ -247,7 +252,9 @@ async def test_no_prompt_stands_back_for_one_whose_blocks_it_holds(
 async def test_prompts_that_pass_others_leave_handed_over_kv_whole(
     model: Path, expected: list[list[int]]
 ) -> None:
-    """Requests of both classes run at once through a prefill and a decode, whole and per layer."""
+    """Requests of both classes run at once through a prefill and a decode. KV is handed over whole
+    or per layer.
+    """
     config = VllmConfig(
         "prefill-0",
         1,

@@ -1,6 +1,7 @@
-"""Proposals beside chunks of prompts and beside constraints, on vLLM with a tiny model.
+"""Speculation beside chunks of prompts and beside constraints, on vLLM with a tiny model.
 
-This is the short form, for CI: `tests/e2e/engine` has more, with a model that writes text.
+With speculation, an engine proposes tokens and checks them in one step. This is the short form for
+CI. `tests/e2e/engine` has more tests, with a model that writes text.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.e2e.tiny_llama import EOS, write_tiny_llama
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.filterwarnings("default"),  # vLLM emits warnings
     pytest.mark.asyncio(loop_scope="session"),
 ]
 CHUNK = 32  # tokens per step
@@ -41,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def plain(tiny: Path) -> AsyncIterator[Host]:
-    """It computes each prompt in one step, and proposes nothing."""
+    """An engine that computes each prompt in one step, and proposes nothing."""
     async with running(replace(engine_config("plain-0", 1, tiny), max_num_seqs=8)) as host:
         yield host
 
@@ -51,8 +52,8 @@ async def plain(tiny: Path) -> AsyncIterator[Host]:
 async def test_a_seeded_token_1_does_not_depend_on_the_chunks_of_its_prompt_beside_a_draft(
     plain: Host, tiny: Path
 ) -> None:
-    """The engine is that of a prefill: it computes the draft's KV. The draw of each chunk but the
-    last is discarded, and uses no noise.
+    """As at a prefill, the engine also computes the draft's KV. The draws of all chunks except the
+    last are discarded, and use no noise.
     """
     draft = Speculation(4, 0.6, 0.05, Method.DRAFT_MODEL, str(tiny)).at_prefill()
     config = replace(
@@ -84,8 +85,8 @@ FORMS = {
 
 @pytest.mark.req("S116", "S118")
 async def test_proposals_end_where_a_constraint_would_refuse_them(plain: Host, tiny: Path) -> None:
-    """The prompt shows an answer that is nearly right, so proposals are accepted up to a letter
-    that the form refuses. Greedy answers equal those of an engine that proposes nothing.
+    """The prompt shows an answer that is almost right. So proposals are accepted up to a letter
+    that the form refuses. Greedy answers must equal the answers of an engine that proposes nothing.
     """
     tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
     shown = ["abcabcd" * 3 + "abcabx", "no no no no, no" * 3, "cat car cow dog " * 4]
@@ -111,8 +112,8 @@ async def test_proposals_end_where_a_constraint_would_refuse_them(plain: Host, t
 @pytest.mark.nightly
 @pytest.mark.req("S67", "S109", "S114")
 async def test_the_kv_of_a_layer_for_multi_token_prediction_is_handed_over(tmp_path: Path) -> None:
-    """The layer is right nearly always where it reads its own KV of the prompt, and nearly never
-    where that KV is another prompt's.
+    """The layer's proposals are nearly always right if the layer reads its own KV of the prompt.
+    With another prompt's KV, the proposals are nearly always wrong.
     """
     model = write_tiny_ernie(tmp_path / "ernie")
     rng = random.Random(8)

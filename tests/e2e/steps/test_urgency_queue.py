@@ -1,4 +1,7 @@
-"""vLLM's waiting requests leave by turn, however often they are skipped and put back (S83)."""
+"""vLLM's waiting requests leave the queue by turn, even if some are skipped and put back (S83).
+
+A request's turn is its arrival plus a time for its priority.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from hypothesis import strategies as st
 
 from pdmesh.core.instance.urgency import CLASS_S, Urgency
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]  # vLLM's own
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]  # vLLM emits warnings
 
 
 def new_queue() -> Any:
-    """vLLM is imported within a test, where its warnings are no errors."""
+    """vLLM is imported within the test, because there its warnings are no errors."""
     from pdmesh.engine.vllm.connector.scheduler.urgency_queue import UrgencyQueue
 
     return UrgencyQueue()
@@ -26,7 +29,7 @@ def turn_at(request: Any) -> float:
 
 
 def request(priority: int, arrival_time: float) -> Any:
-    """What the queue reads of vLLM's request."""
+    """A request with the fields that the queue reads."""
     return SimpleNamespace(priority=priority, arrival_time=arrival_time)
 
 

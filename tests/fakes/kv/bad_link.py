@@ -1,10 +1,10 @@
 """A network link between two processes that a test can slow down, delay, cut or corrupt.
 
-Each process lives in its own network namespace with one TUN device, whose other end is here. So
-every IP packet between the two passes through `_relay`. This needs no `tc netem`, which many
-kernels lack. A packet with a flipped bit gets a correct TCP checksum, so that no kernel detects it.
-The link needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN) and /dev/net/tun; `why_not()` says what is
-missing.
+Each process lives in its own network namespace with one TUN device, whose other end this process
+reads and writes. So every IP packet between the two passes through `_relay`. The link does not use
+`tc netem`, which many kernels lack. A packet with a flipped bit gets a correct TCP checksum, so
+that no kernel detects the error. The link needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN) and
+/dev/net/tun. `why_not()` returns what is missing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import time
 from pathlib import Path
 
 SENDER_IP, RECEIVER_IP = "10.91.0.1", "10.91.0.2"
-DEVICE = "kv0"  # its name inside each namespace
+DEVICE = "kv0"  # the name of the device inside each namespace
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _MTU = 16_000
-_MAX_QUEUED = 512  # packets in flight in one direction; a full queue drops new ones
+_MAX_QUEUED = 512  # the most packets in flight in one direction; a full queue drops new ones
 _TCP = 6
 
 # A namespace needs its own /sys, because UCX looks there for devices.
@@ -33,7 +33,7 @@ IN_A_NAMESPACE = ("unshare", "-nm", "sh", "-c", 'mount -t sysfs none /sys && exe
 
 
 def why_not() -> str:
-    """Why this machine cannot have such a link; empty if it can."""
+    """Why this machine cannot have the link. Empty if it can."""
     if os.geteuid() != 0:
         return "needs root"
     if not Path("/dev/net/tun").exists():
@@ -50,23 +50,26 @@ class BadLink:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.cut_at: int | None = None  # the link falls silent at this byte, in both directions
-        self.flip_at: int | None = None  # one bit of a payload is flipped there
-        self.bytes_per_s: float | None = None  # each way
-        self.latency_s = 0.0  # each way, in addition to the time from `bytes_per_s`
-        self.loss = 0.0  # share of packets, each way
+        # from this byte on, the link passes nothing in both directions
+        self.cut_at: int | None = None
+        # from this byte on, the next large packet gets a flipped bit
+        self.flip_at: int | None = None
+        self.bytes_per_s: float | None = None  # in each direction
+        self.latency_s = 0.0  # in each direction, in addition to the time from `bytes_per_s`
+        self.loss = 0.0  # the share of lost packets in each direction
         self.num_flipped = 0
         self.num_lost = 0
         self._random = random.Random(24)
-        self._free_at: dict[int, float] = {}  # by target: when all earlier packets have left
-        self._on_way: list[tuple[float, int, int, bytes]] = []  # heap: due, number, target, packet
+        self._free_at: dict[int, float] = {}  # when all earlier packets have left, by target
+        # heap of (due time, number, target, packet)
+        self._on_way: list[tuple[float, int, int, bytes]] = []
         self._num_packets = 0
         self._fds: dict[str, int] = {}
         self._thread = threading.Thread(target=self._relay, name="bad-link", daemon=True)
         self._is_closed = False
 
     def attach(self, pid: int, own_ip: str) -> None:
-        """Give the process's namespace its end of the link. The second end starts the relay."""
+        """Give the process's namespace its end of the link. The second call starts the relay."""
         name = f"kv{os.getpid() % 100000}{'s' if own_ip == SENDER_IP else 'r'}"
         fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))

@@ -1,6 +1,6 @@
-"""A process that starts and ends many KV transports, as an instance does that changes its role.
+"""A process that starts and ends many KV transports, as an instance does when its role changes.
 
-It writes the address of each transport to stdout, and ends with 0 after the last.
+The process writes the address of each transport to stdout, and exits with 0 after the last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import structlog
 from pdmesh.kv.transport.base import KvConnection
 from pdmesh.kv.transport.ucx import UcxTransport
 
-_LONGEST_S = 0.03  # about the time of a connect, so that transports end at any point of it
+_LONGEST_S = 0.03  # about the time of a connect, so that transports end at any moment of it
 
 
 class _Handler:

@@ -1,6 +1,7 @@
-"""A KvBucket in one process, with revisions, removal markers, outages and loss of all data.
+"""A fake of JetStream's key-value buckets (`KvBucket`) in one process.
 
-Watches get changes at once.
+The bucket has revisions, removal markers, outages and loss of all data. Watches get changes at
+once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A `KvTransport` between agents of one process, with the UCX adapter's promises but without UCX.
+"""A `KvTransport` between agents of one process, with the promises of the UCX adapter.
 
 Messages and payloads are delivered from the event loop, in order within each lane. A test may
-freeze a transport, which then delivers and accepts nothing, or cut it, which closes its
-connections. This is like a signal to a process.
+freeze a transport, which then delivers and accepts nothing. A test may also cut a transport, which
+then closes its connections. This is like a signal to a process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _listening: dict[str, MemoryTransport] = {}
 
 
 class MemoryConnection:
-    """One end of a connection; `other` is the peer's end."""
+    """One end of a connection. `other` is the peer's end."""
 
     def __init__(self, transport: MemoryTransport, key: int) -> None:
         self.transport = transport

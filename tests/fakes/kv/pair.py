@@ -1,4 +1,7 @@
-"""Two KV agents with the same kind of transport, and their state for tests."""
+"""Two KV agents with the same kind of transport, and their state for tests.
+
+A KV agent is the part of one rank that stages and pulls KV.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ async def kv_pair(
     receiver_group: str = "g",
     blocks: BlockSource | None = None,
 ) -> AsyncIterator[KvPair]:
-    """A pair of agents. At its end, neither side may have anything left."""
+    """A pair of agents. At the end of the block, neither agent may hold anything."""
     sender_events: list[AgentEvent] = []
     receiver_events: list[AgentEvent] = []
     transports = make_transport(), make_transport()

@@ -1,10 +1,11 @@
-"""A decode's KV agent as a separate process, which tests kill, freeze or connect by a bad link.
+"""A decode's KV agent as a separate process, which tests kill, freeze or connect over a bad link.
 
     python -m tests.fakes.kv.receiver_process <num_blocks> <block_bytes> <lease_s> [<host>]
 
-Prints `ready`, then for each `pull <address> <ticket> <deadline_s> [<stall_s>]` line:
-`part <bytes verified so far>` lines, and `pulled <ticket> <ok, wrong bytes or reason> <seconds>`;
-`freed` whenever a landing range is given back.
+The process prints `ready`. For each line `pull <address> <ticket> <deadline_s> [<stall_s>]` on
+stdin, it prints lines `part <bytes verified so far>`, and at the end `pulled <ticket> <ok, wrong
+bytes or reason> <seconds>`. It prints `freed` when a landing range, to which a pull writes, is
+given back.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python -m tests.fakes.kv.sender_process \
         <num_blocks> <block_bytes> <lease_s> [<host> [<chunk_bytes>]]
 
-Prints its address, and `closed <ticket> <reason>` when a ticket is closed. For each `stage <n>`
-line, it stages the next n of the tickets t0, t1, ... and prints `staged`.
+The process prints its address, and `closed <ticket> <reason>` when a ticket is closed. For each
+line `stage <n>` on stdin, it stages the next n of the tickets t0, t1, ... and prints `staged`. A
+ticket gives a decode the right to pull one prompt's KV.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def say(line: str) -> None:
 
 
 async def lines_of_stdin() -> AsyncIterator[list[str]]:
-    """The words of each line. The end of stdin means the end of the test."""
+    """The words of each line of stdin. The test ends the process by closing stdin."""
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)

@@ -1,4 +1,7 @@
-"""Blocks, pools and slow or broken lower tiers for tests of the tiers."""
+"""Blocks, pools, and slow or broken lower tiers, for tests of tiers.
+
+A tier is a place for KV below the engine: the host pool, peers' pools, or files.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +56,16 @@ def fill(pool: HostPool, names: Sequence[bytes]) -> None:
 
 @dataclass
 class FakePeer(PeerPools):
-    """A peer that holds `names`. A lookup takes `lookup_s`, and its bytes take `delay_s`."""
+    """A peer that holds the blocks `names`.
+
+    A lookup takes `lookup_s`, and a load takes `delay_s`.
+    """
 
     names: list[bytes]
     delay_s: float = 0.0
     lookup_s: float = 0.0
     num_asked: int = 0
-    # Blocks that it evicted after it reported them.
+    # Blocks that the peer has evicted after it reported them.
     has_lost: set[bytes] = field(default_factory=set)
 
     async def find(self, names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
@@ -132,8 +138,9 @@ def rig(
     quota: int = 1 << 30,
     lookup_s: float = 30.0,
 ) -> Rig:
-    """Tiers in which computing is expensive and lookups may take long, so plans load all they
-    can.
+    """Tiers whose plans load all the blocks they can.
+
+    Computing is expensive here, and lookups may take long.
     """
     pool = HostPool(num_slots * SLOT_BYTES, BLOCK_BYTES)
     identity = identity_of("model", 0, 1)

@@ -1,1 +1,1 @@
-"""A real OpenID provider, as a process of its own."""
+"""A real OpenID provider, which runs in its own process."""

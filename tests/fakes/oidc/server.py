@@ -1,5 +1,7 @@
-"""`python -m tests.fakes.oidc.server`: oidc-provider-mock, whose tokens name their key, as those of
-most providers do. With OIDC_NAMELESS, tokens name no key, which is the mock's default.
+"""Runs oidc-provider-mock, a real OpenID provider: `python -m tests.fakes.oidc.server`.
+
+Its tokens name the key that signed them, as the tokens of most providers do. With OIDC_NAMELESS,
+tokens name no key, which is the default of oidc-provider-mock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""On the PYTHONPATH of a process, this shifts its wall clock by the seconds in SKEW_FILE."""
+"""Shifts the wall clock of a process that has this folder on its PYTHONPATH.
+
+The shift is the number of seconds in the file SKEW_FILE.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The gateway through both of its APIs, and against its own description."""
+"""Helpers that compare the gateway's HTTP and gRPC APIs, and check them against `/openapi.json`."""

@@ -1,4 +1,4 @@
-"""Checks that answers of the HTTP API are as `/openapi.json` says."""
+"""Checks that answers of the HTTP API have the types that `/openapi.json` documents."""
 
 from __future__ import annotations
 

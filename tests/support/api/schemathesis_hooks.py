@@ -1,6 +1,7 @@
-"""Hooks for Schemathesis, which replace random model names of a valid length by an existing one.
+"""A hook for Schemathesis, which sends random requests to the gateway's HTTP API.
 
-Otherwise nearly all requests would be refused because of their model.
+The hook replaces a random model name by the name of an existing model. Otherwise the gateway would
+refuse nearly all requests because of their model. A name that is too long stays.
 """
 
 from __future__ import annotations

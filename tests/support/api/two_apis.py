@@ -1,6 +1,7 @@
-"""One request over HTTP and over gRPC, whole and streamed, and what each client gets, in one form.
+"""Sends one request to the gateway over HTTP or gRPC, whole or streamed, and returns its answer.
 
-`legs` returns the requests that instances received meanwhile.
+The `Answer` has the same form in all four cases, so tests can compare them. `legs` returns the
+requests that the fake instances received from the gateway.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pdmesh.v1.instance_service_pb2 import Prefill, Start
 from tests.fakes.gateway_mesh import GatewayMesh
 
-# Any: JSON, or messages of both of gRPC's methods.
+# The type is Any because the values are parsed JSON, or messages of two gRPC methods.
 Json = Any
 
 
 @dataclass
 class Said:
-    """One choice, put together from all of its pieces."""
+    """One choice of an answer, assembled from the pieces of a stream or from a whole answer."""
 
     text: str = ""
     reasoning: str = ""
-    calls: list[list[str]] = field(default_factory=list)  # name and arguments
+    # the name and the arguments of each tool call
+    calls: list[list[str]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: list[int] = field(default_factory=list)
     num_logprobs: int = 0
-    ids: set[str] = field(default_factory=set, compare=False)  # of its calls: random
+    ids: set[str] = field(default_factory=set, compare=False)  # random IDs of the tool calls
 
     def call(self, index: int, call_id: str, name: str, arguments: str) -> None:
-        """Add a piece of a call. Only the first piece of a call has an id and a name."""
+        """Add a piece of a tool call. Only the first piece of a call has an ID and a name."""
         if index == len(self.calls):
             assert call_id
             assert name
@@ -51,7 +53,7 @@ class Said:
 @dataclass
 class Answer:
     choices: dict[int, Said] = field(default_factory=dict)
-    usage: tuple[int, ...] = ()  # of the prompt, the answer, its reasoning
+    usage: tuple[int, ...] = ()  # tokens of the prompt, the answer and its reasoning
     num_parts: int = field(default=0, compare=False)
 
     def of(self, index: int) -> Said:
@@ -59,7 +61,10 @@ class Answer:
 
 
 def legs(mesh: GatewayMesh) -> list[tuple[Any, ...]]:
-    """The requests to prefills and decodes since the last call, without what identifies them."""
+    """The requests to prefills and decodes since the last call of this function.
+
+    The values that differ from run to run, such as keys of requests, are left out.
+    """
     told: list[tuple[Any, ...]] = []
     for instance in mesh.instances.values():
         legs: list[Prefill | Start] = [*instance.prefills, *instance.starts]
@@ -75,7 +80,7 @@ async def over_http(mesh: GatewayMesh, body: Json, *, is_streamed: bool) -> Answ
     path = "chat/completions" if "messages" in body else "completions"
     if is_streamed:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    async with httpx.AsyncClient(timeout=600) as http:  # the first call starts vLLM's parsers
+    async with httpx.AsyncClient(timeout=600) as http:  # the first request starts vLLM's parsers
         answer = await http.post(f"{mesh.url}/v1/{path}", json={"model": "tiny", **body})
     assert answer.status_code == 200, answer.text
     if not is_streamed:
@@ -169,7 +174,7 @@ def _of_whole(whole: pb.ChatResponse | pb.GenerateResponse) -> Answer:
         said = answer.of(choice.index)
         _add(said, choice)
         _add_message(said, choice.text, choice)
-        if isinstance(whole, pb.ChatResponse):  # its choices have one prompt
+        if isinstance(whole, pb.ChatResponse):  # all choices of a chat have one prompt
             said.prompt_token_ids = first.prompt_token_ids
     _use(answer, whole)
     return answer

@@ -1,5 +1,6 @@
-"""The attacks of the abuse suite, and its measurements: a process's memory, CPU and loop
-blocking.
+"""The attacks of the abuse suite, and measurements of memory, CPU time and event loop blocking.
+
+The suite checks that hostile clients harm neither a mesh nor its other clients.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def gauge(mesh: Mesh, name: str) -> float:
 
 @asynccontextmanager
 async def served_meanwhile(mesh: Mesh) -> AsyncIterator[None]:
-    """Run the block as an attack. Fails if the honest client failed or got nothing in this time."""
+    """Run the block as an attack. Fails if the honest client gets an error or no answer."""
     async with HonestClient(port_of(mesh)) as honest:
         yield
         report = await honest.stop()
@@ -56,8 +57,9 @@ async def served_meanwhile(mesh: Mesh) -> AsyncIterator[None]:
 async def twice_as_long_at_most(mesh: Mesh, attacked: Callable[[], Awaitable[None]]) -> None:
     """Check that an attack at most doubles an honest client's TTFT.
 
-    Other load on the machine must not count. So both are measured in turn for a few rounds, and the
-    least TTFT under attack is compared with the greatest in peace.
+    Other load on the machine must not affect the result. So the TTFT is measured with and without
+    the attack in alternation for a few rounds. The smallest TTFT under attack is compared with the
+    largest TTFT without the attack.
     """
     calm_s, attacked_s = [], []
     for _ in range(ROUNDS):
@@ -80,7 +82,8 @@ async def twice_as_long_at_most(mesh: Mesh, attacked: Callable[[], Awaitable[Non
 
 async def ttft_in_peace(mesh: Mesh) -> float:
     async with HonestClient(port_of(mesh)) as honest:
-        await asyncio.sleep(1.0)  # the length of the measurement, not a wait for a condition
+        # this is the length of the measurement, not a wait for a condition
+        await asyncio.sleep(1.0)
         report = await honest.stop()
     assert report.failures == []
     return report.percentile(0.5)
@@ -88,7 +91,7 @@ async def ttft_in_peace(mesh: Mesh) -> float:
 
 @dataclass
 class Ended:
-    """How the server closed a connection."""
+    """Whether and how the server closed a connection."""
 
     after_s: float
     answer: bytes
@@ -141,14 +144,14 @@ def honest_body(num_bytes: int) -> bytes:
 
 
 async def held_by(mesh: Mesh, request: bytes) -> float:
-    """The longest time for which the gateway blocked its loop while it answered a request."""
-    gauge(mesh, "pdmesh_process_loop_held")  # reset the gauge
+    """The longest time for which the gateway blocked its event loop during a request."""
+    gauge(mesh, "pdmesh_process_loop_held")  # reading the gauge resets it
     await attack(mesh, request)
     return gauge(mesh, "pdmesh_process_loop_held")
 
 
 async def longest_honest_hold_s(mesh: Mesh) -> float:
-    """The longest time for which the longest honest request blocks the gateway's loop."""
+    """The longest time for which the largest honest request blocks the gateway's event loop."""
     request = post(honest_body(FULL), "/v1/chat/completions")
     return max([await held_by(mesh, request) for _ in range(2)])
 
@@ -156,12 +159,13 @@ async def longest_honest_hold_s(mesh: Mesh) -> float:
 async def blocks_no_longer_than_ten_honest_ones(
     mesh: Mesh, bad: bytes, honest: bytes, num_rounds: int = 3 * ROUNDS
 ) -> None:
-    """Check that a bad request blocks the gateway's loop at most ten times as long as an honest
-    one.
+    """Check that a bad request blocks the gateway's event loop at most ten times as long as an
+    honest request.
 
-    Both are measured in turn, for several rounds in case another process disturbs one. The gauge
-    sees a short hold only by luck. If it sees none of the honest request, the bad request may block
-    the loop for as long as the longest honest request does.
+    The two requests are measured in alternation for several rounds, in case another process
+    disturbs a round. The gauge may miss a short block of the loop. If the gauge shows nothing for
+    the honest request, the bad request may block the loop for as long as the largest honest request
+    does.
     """
     honest_s, bad_s = [], []
     for _ in range(num_rounds):
@@ -205,10 +209,10 @@ async def flood(
     is_deaf: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> Flooded:
-    """Send `first`, then `unit` again and again as fast as the server accepts it.
+    """Send `first`, and then `unit` repeatedly, as fast as the server accepts the bytes.
 
-    The kernel on this side buffers almost nothing. A deaf client reads no answer until all is sent,
-    or until the server has accepted nothing for a while.
+    The send buffer on this side is small, so almost every byte sent has reached the server. A deaf
+    client reads no answer until it has sent everything, or until _DEAF_S has passed.
     """
     loop = asyncio.get_running_loop()
     client = socket.socket()
@@ -252,7 +256,7 @@ async def flood(
 
 
 def http_ports(mesh: Mesh) -> dict[str, tuple[str, int]]:
-    """All HTTP ports of the mesh by name, each with its process."""
+    """The HTTP ports of the mesh by name. Each value is the port's process and its number."""
     found = {"public": ("gateway-0", port_of(mesh))}
     for process in mesh.names:
         if address := mesh.ops_address(process):
@@ -261,7 +265,7 @@ def http_ports(mesh: Mesh) -> dict[str, tuple[str, int]]:
 
 
 def grpc_ports(mesh: Mesh) -> dict[str, int]:
-    """All gRPC ports of the mesh by process. Only gRPC's listeners are IPv6 sockets."""
+    """The gRPC port of each process. A process has IPv6 listeners only for gRPC."""
     found = {}
     for process in mesh.names:
         for connection in psutil.Process(mesh.pid(process)).net_connections("tcp6"):
@@ -271,7 +275,7 @@ def grpc_ports(mesh: Mesh) -> dict[str, int]:
 
 
 class MemoryWatch:
-    """Measures the largest growth of the processes' resident memory."""
+    """Measures the largest growth of the resident memory of each process."""
 
     def __init__(self, mesh: Mesh, processes: Iterable[str]) -> None:
         self._mesh = mesh

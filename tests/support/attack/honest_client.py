@@ -1,8 +1,9 @@
 """An honest client in a separate process, so that it measures the server and not the attack.
 
-`python -m tests.support.attack.honest_client HOST PORT SOURCE` asks for a first token every 5 ms
-over one connection from the address SOURCE. Some requests ask for a second token, too. When its
-stdin closes, it prints one JSON object with the seconds until each first token, and the failures.
+`python -m tests.support.attack.honest_client HOST PORT SOURCE` sends a request for one token every
+5 ms, over one connection from the address SOURCE. Every tenth request asks for two tokens. When
+stdin closes, the program prints one JSON object with the seconds until each first token, and the
+failures.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Self
 
 _PAUSE_S = 0.005
-_ON_EVERY = 10  # one in this many requests has a second token, whose time is not measured
+_ON_EVERY = 10  # one in this many requests asks for a second token, whose time is not measured
 
 
 def _body(max_tokens: int) -> str:
@@ -43,7 +44,10 @@ class Report:
 
 
 class HonestClient:
-    """`async with HonestClient(port) as honest: ...; report = await honest.stop()`"""
+    """Starts the client process, and collects its report.
+
+    Usage: `async with HonestClient(port) as honest: ...; report = await honest.stop()`
+    """
 
     def __init__(self, port: int, source: str = "127.0.0.9") -> None:
         self._arguments = ("127.0.0.1", str(port), source)
@@ -59,7 +63,7 @@ class HonestClient:
         return self
 
     async def stop(self) -> Report:
-        output, _ = await self._process.communicate(b"")  # this closes its stdin
+        output, _ = await self._process.communicate(b"")  # this closes the client's stdin
         return Report(**json.loads(output))
 
     async def __aexit__(self, *_: object) -> None:
@@ -75,7 +79,7 @@ def main() -> None:
     failures: list[str] = []
     is_started = False
     bodies = itertools.cycle([_body(2), *[_body(1)] * (_ON_EVERY - 1)])
-    # At least one request is served, even in a very short time.
+    # Serve at least one request, even if stdin closes at once.
     while not (select.select([sys.stdin], [], [], _PAUSE_S)[0] and (ttft_s or failures)):
         began = time.monotonic()
         try:

@@ -1,5 +1,6 @@
-"""A TCP link from one process to its server that a test can cut or slow down without effect on
-other processes.
+"""A TCP link from one process to its server.
+
+A test can cut the link or slow it down without an effect on other processes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ _CHUNK = 65_536
 class Link:
     """Use `async with Link(server.url) as link:` and give the process `link.url`.
 
-    A cut link is like a partition: it passes no bytes and gives no error. Connections stay open,
-    and new ones are accepted but get no answer. All bytes arrive late, after the link is healed.
-    `delay_s` is added to each chunk in both directions.
+    A cut link behaves like a network partition. It passes no bytes and reports no error.
+    Connections stay open. New connections are accepted but get no answer. When the link is healed,
+    all delayed bytes arrive. `delay_s` is added to each chunk in both directions.
     """
 
     def __init__(self, url: str) -> None:

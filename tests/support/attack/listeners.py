@@ -1,4 +1,4 @@
-"""The addresses on which the processes of a mesh listen, from the kernel (as `ss -ltnup`)."""
+"""The addresses on which a mesh's processes listen, read from the kernel as `ss -ltnup` does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TCP_LISTEN = "0A"
-_UDP_ANY_PEER = "07"  # unconnected: it accepts packets from any peer
+_UDP_ANY_PEER = "07"  # an unconnected socket accepts packets from any peer
 
 
 @dataclass(frozen=True, order=True)
@@ -45,7 +45,7 @@ def _sockets() -> Iterator[tuple[str, tuple[str, str, int]]]:
 
 
 def _host(words: str) -> str:
-    """The kernel prints each 32-bit word in the machine's own order."""
+    """The kernel prints each 32-bit word in the machine's byte order."""
     raw = b"".join(bytes.fromhex(words[i : i + 8])[::-1] for i in range(0, len(words), 8))
     address = ipaddress.ip_address(raw)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None

@@ -21,7 +21,7 @@ def window_update(stream: int, num_bytes: int) -> bytes:
     return frame(WINDOW_UPDATE, struct.pack(">I", num_bytes), stream=stream)
 
 
-# The beginning of a client's connection, which allows the server to send any amount.
+# The beginning of a client's connection. The server may send up to 1 GiB on the connection.
 HELLO: Final = PREFACE + frame(SETTINGS) + window_update(0, 1 << 30)
 
 
@@ -41,7 +41,7 @@ def _string(text: bytes) -> bytes:
 
 
 def call(stream: int, path: bytes, *more: bytes, flags: int = END_HEADERS) -> bytes:
-    """The headers of a gRPC call. The stream numbers of a client are odd."""
+    """The HEADERS frame of a gRPC call. A client's stream numbers are odd."""
     head = b"".join(
         (
             header(b":method", b"POST"), header(b":scheme", b"http"), header(b":path", path),
@@ -53,12 +53,12 @@ def call(stream: int, path: bytes, *more: bytes, flags: int = END_HEADERS) -> by
 
 
 def half_message(num_bytes: int) -> bytes:
-    """The beginning of a message of this size: only its length."""
+    """The beginning of a message of this size. It has only the length."""
     return b"\x00" + struct.pack(">I", num_bytes)
 
 
 class Halves:
-    """Sends calls with incomplete messages on one connection, as fast as the server allows."""
+    """Sends calls with incomplete messages on one connection, as fast as flow control allows."""
 
     def __init__(self, path: bytes, num_calls: int, num_bytes: int) -> None:
         self.num_sent = 0
@@ -109,7 +109,7 @@ class Halves:
             self._left[stream] = left
 
     def _take(self, writer: asyncio.StreamWriter) -> int | None:
-        """Read one frame from the server."""
+        """Handle one frame of the server, and return its size; None if the frame is incomplete."""
         size = 9 + int.from_bytes(self._buffer[:3], "big")
         if len(self._buffer) < max(9, size):
             return None

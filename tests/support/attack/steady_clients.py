@@ -1,4 +1,4 @@
-"""Clients that send requests without a pause, and the outcome of each request."""
+"""Clients that send requests without a pause, and record the outcome of each request."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Asked:
 
 
 class Clients:
-    """With `async with Clients(...)`, clients send requests until the block ends, unless paused.
+    """`async with Clients(...)` runs clients that send requests until the block ends.
 
-    `keys`: the API keys of their tenants.
+    `keys` are the API keys that the clients use.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Clients:
         self._none_open = asyncio.Event()
         self._asked: list[Asked] = []
         self._tasks: list[asyncio.Task[None]] = []
-        # Each request has its own connection, so that requests are spread over the gateways.
+        # Each request has its own connection, so that the kernel spreads requests over the
+        # gateways.
         self._tenants = [
             httpx.AsyncClient(
                 timeout=HANGS_AFTER_S,
@@ -74,7 +75,7 @@ class Clients:
         return len(self._asked)
 
     async def pause(self) -> None:
-        """Send no new requests, and return when the last one has ended."""
+        """Stop sending requests, and return when the last one has ended."""
         self._may_ask.clear()
         while self._num_open:
             self._none_open.clear()

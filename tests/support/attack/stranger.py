@@ -1,4 +1,4 @@
-"""What a port gives to a caller without credentials, in each protocol that the mesh speaks."""
+"""Finds out what a port gives to a caller without credentials, in each protocol of the mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdmesh.v1 import (
     scheduler_service_pb2,
 )
 
-_SILENCE_S: Final = 3.0  # a port that says nothing for so long gives nothing
+_SILENCE_S: Final = 3.0  # how long a silent port is waited for
 _CALL_S: Final = 10.0
 _MAX_ANSWER: Final = 1 << 20
 _MODULES: Final = (
@@ -36,11 +36,11 @@ _REFUSALS: Final = frozenset(
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNIMPLEMENTED,  # the port serves no such method
-        grpc.StatusCode.UNAVAILABLE,  # it speaks something else, or wants a certificate
-        grpc.StatusCode.DEADLINE_EXCEEDED,  # it says nothing
+        grpc.StatusCode.UNAVAILABLE,  # the port has another protocol, or requires a certificate
+        grpc.StatusCode.DEADLINE_EXCEEDED,  # the port does not answer
     }
 )
-# Every path of the operators' ports; those of a gateway are in its own description.
+# Every path of the operators' ports. The paths of a gateway are in `/openapi.json`.
 _OPS_PATHS: Final = (
     "/",
     "/page/page.css",
@@ -58,8 +58,10 @@ REDIS: Final = b"PING\r\n"
 
 
 async def gifts(host: str, port: int, http_paths: list[tuple[str, str]]) -> set[str]:
-    """What the port gives: `GET /metrics`, `gRPC /package.Service/Method`, `NATS`, `Redis`, each
-    with `TLS ` before it if it came over TLS. Empty: a stranger gets nothing here.
+    """What the port gives to a stranger; empty if it gives nothing.
+
+    An item is `GET /metrics`, `gRPC /package.Service/Method`, `NATS` or `Redis`, for example. Items
+    that came over TLS begin with `TLS`.
     """
     found: set[str] = set()
     for is_tls in (False, True):
@@ -86,7 +88,7 @@ def methods() -> Iterator[str]:
 
 
 async def _raw(host: str, port: int, is_tls: bool) -> AsyncIterator[str]:
-    """What the port sends unasked, and whether it answers as NATS or Redis."""
+    """Yield the bytes that the port sends unasked, and NATS or Redis if it speaks that protocol."""
     if (greeting := await _answer(host, port, b"", is_tls)) and not _is_http2(greeting):
         yield f"says {greeting[:40]!r}"
     if b"PONG" in await _answer(host, port, NATS, is_tls):
@@ -103,7 +105,7 @@ async def _http(
     for method, path in paths:
         answer = await _answer(host, port, _request(method, path), is_tls, _CALL_S)
         if path == _PAGE and b'"pages":' in answer:
-            yield "GET /status"  # the list of pages
+            yield "GET /status"  # the answer has the list of pages
         elif answer and _status(answer) not in {401, 403, 404, 405, 421}:
             yield f"{method} {path}"
 
@@ -120,14 +122,14 @@ def _status(answer: bytes) -> int:
 
 
 def _is_http2(greeting: bytes) -> bool:
-    """The SETTINGS frame with which every HTTP/2 server begins."""
+    """Whether these are the SETTINGS frame with which every HTTP/2 server begins."""
     return len(greeting) > 8 and greeting[3] == 4 and greeting[5:9] == b"\x00\x00\x00\x00"
 
 
 async def _answer(
     host: str, port: int, question: bytes, is_tls: bool, within_s: float = _SILENCE_S
 ) -> bytes:
-    """Everything that comes back until the connection ends; empty if it is refused or silent."""
+    """The bytes received until the connection ends. Empty if it is refused or silent."""
     context = None
     if is_tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -149,17 +151,17 @@ async def _grpc(address: str) -> AsyncIterator[str]:
     async with grpc.aio.insecure_channel(address) as channel:
         first = await _code(channel, _HEALTH[0])
         if first in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
-            return  # it speaks no gRPC with us
+            return  # the port does not speak gRPC with us
         for method in (*_HEALTH, _REFLECTION, *methods()):
             if await _code(channel, method) not in _REFUSALS:
                 yield f"gRPC {method}"
 
 
 async def _code(channel: Any, method: str) -> grpc.StatusCode:
-    """How a call ends; OK as soon as an answer comes.
+    """The status with which a call ends. It is OK as soon as the server answers.
 
-    An empty request is sent only if the server waits for it: a server that refuses the call reads
-    none, and gRPC may then report the lost request instead of the refusal.
+    The call sends an empty request only if the server waits for one. A server that refuses the call
+    does not read the request, and gRPC may then report the lost request instead of the refusal.
     """
     code = await _ending(channel.stream_stream(method)(timeout=_SILENCE_S))
     if code is not grpc.StatusCode.DEADLINE_EXCEEDED:

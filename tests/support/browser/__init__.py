@@ -1,1 +1,1 @@
-"""A real browser: Chromium, driven by Playwright."""
+"""Tests in a real browser, which is Chromium driven by Playwright."""

@@ -1,4 +1,4 @@
-"""Chromium with a page that records all that a careful browser complains about."""
+"""Chromium with a page that records errors, policy violations, and requests to other origins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS: Final = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
-# Records violations of the page's policy from its first line on.
+# Records violations of the page's content security policy, from the page's first line on.
 _COUNT_VIOLATIONS: Final = """
 window.violations = [];
 addEventListener("securitypolicyviolation", (event) =>
@@ -27,7 +27,7 @@ addEventListener("securitypolicyviolation", (event) =>
 
 
 def program() -> str:
-    """Chromium's path. The test is skipped if it is not there; .ci/nightly fails without it."""
+    """The path of Chromium. Skips the test if Chromium is not installed; .ci/nightly then fails."""
     found = shutil.which("chromium")
     if found is None:
         pytest.skip("chromium is not installed: apt install chromium, or run .ci/chromium")
@@ -44,7 +44,7 @@ async def chromium() -> AsyncIterator[Browser]:
 
 @dataclass
 class Watched:
-    """A page, what its console said, and which requests left its origin."""
+    """A page, the errors in its console, and its requests to other origins."""
 
     page: Page
     origin: str
@@ -66,7 +66,7 @@ class Watched:
 
 @asynccontextmanager
 async def watched(browser: Browser, url: str, **options: Any) -> AsyncIterator[Watched]:
-    """`options`: those of Playwright's new_context, such as viewport and color_scheme."""
+    """Open a page and record its faults. `options` are arguments of Playwright's `new_context`."""
     context = await browser.new_context(**options)
     context.set_default_timeout(1000 * PATIENCE_S)
     await context.add_init_script(_COUNT_VIOLATIONS)

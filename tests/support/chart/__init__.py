@@ -1,1 +1,1 @@
-"""The Helm chart, rendered by Helm; and its pods, started on this machine as a kubelet would."""
+"""Renders the Helm chart, and starts its pods on this machine as a kubelet would."""

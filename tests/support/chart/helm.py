@@ -1,6 +1,6 @@
-"""Renders deploy/helm/pdmesh with Helm.
+"""Renders the chart in deploy/helm/pdmesh with Helm.
 
-`requirements/chart.sh` installs Helm; without it, a test is skipped.
+`requirements/chart.sh` installs Helm. Without Helm, the test is skipped.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import yaml
 ROOT: Final = Path(__file__).parents[3]
 CHART: Final = ROOT / "deploy/helm/pdmesh"
 TOOLS: Final = ROOT / ".cache/chart"
-VALUE_SETS: Final = ("sim", "vllm-cpu", "gpu")  # values-<name>.yaml
+VALUE_SETS: Final = ("sim", "vllm-cpu", "gpu")  # names of the files values-<name>.yaml
 KUBERNETES: Final = "1.35"
 _REMEDY: Final = "run requirements/chart.sh .venv/bin/python .cache/chart"
-Manifest = dict[str, Any]  # as YAML has it; the schemas of Kubernetes know its types
+Manifest = dict[str, Any]  # parsed YAML, whose types the schemas of Kubernetes define
 
 
 class Refused(Exception):
-    """Helm rendered nothing; the message is Helm's."""
+    """Helm refused to render the chart. The message is Helm's."""
 
 
 def helm() -> Path:
-    """Helm's executable. Skips the test if there is none."""
+    """The path of Helm. Skips the test if Helm is not installed."""
     own = TOOLS / "bin/helm"
     found = os.environ.get("HELM") or (str(own) if own.exists() else shutil.which("helm"))
     if not found:
@@ -54,7 +54,7 @@ def render(
     release: str = "pdmesh",
     kubernetes: str = KUBERNETES,
 ) -> list[Manifest]:
-    """The manifests of an example's values with `values` over them. Raises Refused."""
+    """Render the chart with an example's values, which `values` override. Raises Refused."""
     text = rendered(value_set, json.dumps(values or {}), release, kubernetes)
     return [each for each in yaml.load_all(text, yaml.CSafeLoader) if each]
 
@@ -76,7 +76,7 @@ def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:
 
 
 def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """The pod templates by the names of their workloads."""
+    """The pod templates by workload name."""
     found = of_kind(manifests, "Deployment", "StatefulSet", "DaemonSet", "Job")
     return {each["metadata"]["name"]: each["spec"]["template"] for each in found}
 
@@ -86,6 +86,6 @@ def component(pod: Manifest) -> str:
 
 
 def services(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """The pods of the mesh's own services, without those of servers and Jobs."""
+    """The pod templates of the mesh's own services, without NATS, Valkey and Jobs."""
     others = {"nats", "redis", "desired-state"}
     return {name: pod for name, pod in pods(manifests).items() if component(pod) not in others}

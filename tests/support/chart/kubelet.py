@@ -1,9 +1,9 @@
-"""Starts the chart's pods on this machine, as a kubelet does in containers.
+"""Starts the Helm chart's pods as processes on this machine, as a kubelet starts them in
+containers.
 
 A container's command runs with exactly the environment of its image and its manifest. Two things
-replace the container. Each pod has its own loopback address, which stands for "all addresses" and
-for the names of Services. Each mount is a folder, and paths below the mount become paths in the
-folder.
+replace the container. Each pod has its own loopback address, which replaces 0.0.0.0, 127.0.0.1 and
+the names of Services. Each mount is a folder, and paths below the mount become paths in the folder.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from pdmesh.embedded.binaries import NATS, VALKEY, find
 from pdmesh.net.tls.authority import Authority
 from tests.support.chart.helm import ROOT, Manifest, of_kind
 
-NODE: Final = "ip-10-0-0-1.example.internal"  # as clouds name their machines
+# a name of the form that cloud providers give to machines
+NODE: Final = "ip-10-0-0-1.example.internal"
 ANY_ADDRESS: Final = "0.0.0.0"
-_SHARED_MEMORY: Final = "/dev/shm"  # the machine has its own
+_SHARED_MEMORY: Final = "/dev/shm"  # this mount is left out, because the machine has the folder
 _START_S: Final = 240
 _BASE_PATH: Final = "/usr/bin:/bin"
 
 
 def image_environment() -> dict[str, str]:
-    """The variables that the Dockerfile sets in every image, and in the simulated engine's."""
+    """The variables that the Dockerfile sets in every image, and those for the simulated engine."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     environment: dict[str, str] = {}
     for stage in ("runtime", "runtime-sim"):
@@ -47,13 +48,13 @@ def image_environment() -> dict[str, str]:
 
 @dataclass
 class Pod:
-    """One container of a pod."""
+    """One container of a pod, which runs as a process."""
 
     name: str
     ip: str
     labels: dict[str, str]
     container: Manifest
-    mounts: dict[str, Path]  # by the path in the container
+    mounts: dict[str, Path]  # folders by mount path
     environment: dict[str, str]
     command: list[str]
     log: Path
@@ -82,7 +83,7 @@ class Pod:
         return self.process is not None and self.process.poll() is not None
 
     async def end(self) -> int:
-        """SIGTERM, as at the end of a pod; returns the exit code."""
+        """Send SIGTERM, as Kubernetes does at the end of a pod, and return the exit code."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return await asyncio.to_thread(self.process.wait, _START_S)
@@ -93,7 +94,7 @@ class Pod:
             self.process.wait()
 
     async def probe(self, kind: str, client: httpx.AsyncClient) -> bool:
-        """Whether the probe of this kind (`readinessProbe`, ...) succeeds."""
+        """Whether the probe `kind` of the container (for example `readinessProbe`) succeeds."""
         asked = self.container[kind]["httpGet"]
         (port,) = (
             p["containerPort"] for p in self.container["ports"] if p["name"] == asked["port"]
@@ -106,12 +107,14 @@ class Pod:
 
 
 class Kubelet:
-    """The pods of rendered manifests: one of each workload, whatever its replicas.
+    """One pod for each workload in the manifests, whatever its number of replicas.
 
-    A further container of a pod is found by a name like `pdmesh-nats/reload`.
+    `pods` has the first container of a pod under the pod's name, and a further container under a
+    name like `pdmesh-nats/reload`.
 
-    `image` has the folders that the image brings along. `net` is the beginning of the pods'
-    addresses, which must be loopback addresses. The end of the block kills what still runs.
+    `image` maps paths of the image to folders of this machine. `net` is the beginning of the pods'
+    addresses, which must be loopback addresses. The end of the block kills the processes that still
+    run.
     """
 
     def __init__(
@@ -128,7 +131,8 @@ class Kubelet:
             for m in of_kind(manifests, "Secret", "ConfigMap")
         }
         workloads = of_kind(manifests, "Deployment", "StatefulSet", "DaemonSet", "Job")
-        # No other process uses these addresses, so another test run can go on beside this one.
+        # The addresses depend on the process ID, so test runs on one machine do not disturb each
+        # other.
         number = os.getpid()
         net = net or f"127.{number // 250 % 250 + 1}.{number % 250 + 1}"
         ips = dict(zip((w["metadata"]["name"] for w in workloads), _hosts(net), strict=False))
@@ -156,13 +160,15 @@ class Kubelet:
             pod.kill()
 
     async def start(self) -> None:
-        """Start all pods but those of Jobs at once, as Kubernetes does."""
+        """Start all pods at once, as Kubernetes does, except the Job that applies the desired
+        state.
+        """
         for pod in self.pods.values():
             if pod.component != "desired-state":
                 pod.start()
 
     async def wait_ready(self, names: list[str]) -> None:
-        """Wait until the readiness probe of each succeeds. Fails if one of them ends."""
+        """Wait until the readiness probe of each container succeeds. Fails if one of them ends."""
         async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(_START_S):
             for name in names:
                 pod = self.pods[name]
@@ -181,7 +187,7 @@ class Kubelet:
         )
 
     def run(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command as `kubectl exec` does; without a command, run the pod's own."""
+        """Run a command as `kubectl exec` does. Without a command, run the command of the pod."""
         pod = self.pods[name]
         return subprocess.run(
             [*command] or pod.command,
@@ -205,7 +211,7 @@ class Kubelet:
             if m["mountPath"] != _SHARED_MEMORY
         }
         pod = Pod(
-            # A Deployment's and a DaemonSet's pods have random letters at their end.
+            # The pod names of a Deployment or a DaemonSet end in random letters.
             name if workload["kind"] == "StatefulSet" else f"{name}-7d9c5b8f4-x2x7k",
             ip,
             template["metadata"]["labels"],
@@ -225,11 +231,11 @@ class Kubelet:
         return pod
 
     def _fill(self, volume: Manifest, pod: Pod, folder: Path) -> None:
-        """Write the certificate, Secret or ConfigMap of the volume; any other volume is an empty
-        folder.
+        """Write the files of a volume. A volume without certificate, Secret or ConfigMap stays
+        empty.
         """
         if folder.exists():
-            return  # another container of the pod has it
+            return  # an earlier container of the pod has filled it
         folder.mkdir(parents=True)
         if "csi" in volume:
             self._issue(volume["csi"]["volumeAttributes"], pod, folder)
@@ -239,12 +245,12 @@ class Kubelet:
             (folder / file).write_text(self._in_place(text, pod))
 
     def _issue(self, attributes: Mapping[str, str], pod: Pod, folder: Path) -> None:
-        """Issue a certificate with the names that the pod asks of cert-manager's csi-driver."""
+        """Issue a certificate with the names that the pod requests from the csi-driver."""
         asked = {key.partition("/")[2]: value for key, value in attributes.items()}
         identity = ProcessIdentity.from_uri(asked["uri-sans"].replace("${POD_NAME}", pod.name))
         own, *names = asked["dns-names"].replace("${POD_NAME}", pod.name).split(",")
         assert own == identity.dns_name
-        assert identity.role_dns_name in names  # NATS knows pods by it
+        assert identity.role_dns_name in names  # NATS recognizes a pod by this name
         reached = [
             self._hosts.get(name, name.replace("${POD_NAMESPACE}", "mesh")) for name in names
         ]
@@ -270,8 +276,8 @@ class Kubelet:
         return {"metadata.name": pod.name, "status.podIP": pod.ip, "spec.nodeName": NODE}[path]
 
     def _in_place(self, text: str, pod: Pod) -> str:
-        """The text with the pod's address and folders, and with the addresses of Services."""
-        if os.fspath(self._folder) in text:  # PATH
+        """Replace paths by the pod's folders, and names of Services by addresses."""
+        if os.fspath(self._folder) in text:  # the text is PATH, whose folders are real ones
             return text
         for host, ip in self._hosts.items():
             text = re.sub(rf"(?<=[@/]){re.escape(host)}(?=:)", ip, text)

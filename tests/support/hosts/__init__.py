@@ -1,1 +1,1 @@
-"""Hosts of one mesh as network namespaces, with a network between them that a test can disturb."""
+"""The hosts of one mesh as network namespaces, with a network that a test can disturb."""

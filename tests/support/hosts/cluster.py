@@ -1,4 +1,7 @@
-"""A mesh over several hosts, started by the commands of docs/deploy.md from deploy/hosts."""
+"""Starts a mesh over several hosts with the commands of docs/deploy.md, from deploy/hosts.
+
+Each host is a network namespace of this machine.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ from tests.support.hosts.network import Cable, Network, free_subnet
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
-_EXAMPLE_SUBNET = "10.0.0."  # of the files in deploy/hosts
-_REDIS = ROOT / ".cache/redis/redis-server"  # of .ci/redis
+_EXAMPLE_SUBNET = "10.0.0."  # the subnet in the files of deploy/hosts
+_REDIS = ROOT / ".cache/redis/redis-server"  # installed by .ci/redis
 
-# Namespaces of one machine share its memory, so UCX has to be restricted to TCP.
+# The namespaces share one machine's memory, so UCX has to be restricted to TCP.
 _ENV = {
     "UCX_TLS": "tcp",
     "UCX_NET_DEVICES": "eth0",
@@ -37,7 +40,7 @@ _ENV = {
 
 
 def why_no_redis() -> str:
-    """Why there is no Redis with TLS; empty if there is one."""
+    """Why there is no Redis with TLS. Empty if there is one."""
     if Path(_ENV["PDMESH_VALKEY_SERVER"]).exists():
         return ""
     return "needs a Redis with TLS: run .ci/redis, or set PDMESH_VALKEY_SERVER"
@@ -45,7 +48,7 @@ def why_no_redis() -> str:
 
 @dataclass
 class Cluster:
-    """The mesh. `pdmesh` runs on each host as it would there."""
+    """The mesh. Each host runs `pdmesh up` in its namespace."""
 
     directory: Path
     layout: Layout
@@ -104,7 +107,7 @@ class Cluster:
         return process.partition("-")[0]
 
     def pid(self, host: str, process: str) -> int:
-        """0 while it does not run."""
+        """The process ID on that host; 0 if the process does not run."""
         found = self.mesh_state(host)
         return 0 if found is None else found.processes[process].pid
 
@@ -113,7 +116,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def as_admin(self) -> Iterator[None]:
-        """Connect as the operator's commands do."""
+        """Connect to NATS with the operator's certificate, as `pdmesh` commands do."""
         folder = CertificateFolder(self.directory / "hosts/admin/operator")
         with using_certificates(folder, nats_roles=True):
             yield
@@ -136,7 +139,7 @@ class Cluster:
 async def cluster(
     file: Path, directory: Path, cable: Cable, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[Cluster]:
-    """All hosts of the file, ready."""
+    """A cluster with all hosts of the layout file, ready to serve."""
     subnet = free_subnet()
     here = directory / file.name
     here.write_text(file.read_text().replace(_EXAMPLE_SUBNET, subnet))
@@ -164,7 +167,7 @@ async def cluster(
 
 
 def documented(start: str, words: Mapping[str, object], more: str = "") -> list[str]:
-    """The command of docs/deploy.md that begins with `start`, with these words replaced."""
+    """The command in docs/deploy.md that begins with `start`, with its example words replaced."""
     lines = (ROOT / "docs/deploy.md").read_text().splitlines()
     (line,) = (each for each in lines if each.startswith(start))
     _, *arguments = shlex.split(line + more)

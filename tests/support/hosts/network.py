@@ -1,4 +1,4 @@
-"""Network namespaces as hosts, and the switch that connects them."""
+"""A network of hosts for tests: network namespaces, and the switch process that connects them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parents[3]
 
 
 def why_not() -> str:
-    """Why this machine cannot have such hosts; empty if it can."""
+    """Why this machine cannot have network namespaces as hosts. Empty if it can."""
     if os.geteuid() != 0:
         return "needs root"
     if shutil.which("ip") is None:
@@ -34,7 +34,7 @@ def why_not() -> str:
 
 
 def free_subnet() -> str:
-    """The first three numbers of addresses that this machine does not use, as `10.213.7.`."""
+    """The beginning of addresses that this machine does not use, for example `10.213.7.`."""
     taken = subprocess.run(["ip", "-4", "route"], capture_output=True, text=True, check=True).stdout
     while True:
         subnet = f"10.{random.randrange(200, 250)}.{random.randrange(1, 250)}."
@@ -44,14 +44,17 @@ def free_subnet() -> str:
 
 @dataclass(frozen=True)
 class Cable:
-    """The latency and loss between any two hosts, each way."""
+    """The latency and the loss in each direction between any two hosts."""
 
     latency_s: float = 0.002
     loss: float = 0.001
 
 
 class Network:
-    """`with Network({"a": "10.213.7.11"}, "10.213.7.1", Cable()) as network:`"""
+    """Namespaces with these addresses by host, and a switch. Needs root.
+
+    Usage: `with Network({"a": "10.213.7.11"}, "10.213.7.1", Cable()) as network:`
+    """
 
     def __init__(self, addresses: Mapping[str, str], outside: str, cable: Cable) -> None:
         self.addresses = dict(addresses)
@@ -75,7 +78,7 @@ class Network:
         self._cleanup.close()
 
     def inside(self, host: str, *command: str) -> list[str]:
-        """The command, to be run on that host."""
+        """The command that runs `command` on that host."""
         return ["ip", "netns", "exec", self.namespace(host), *command]
 
     def pids(self, host: str) -> list[int]:
@@ -86,7 +89,7 @@ class Network:
         return [int(pid) for pid in found.stdout.split()]
 
     def kill_all(self, host: str) -> None:
-        """SIGKILL every process on it, as if its power were gone."""
+        """Send SIGKILL to every process on the host, as if its power failed."""
         while pids := self.pids(host):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

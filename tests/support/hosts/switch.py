@@ -1,14 +1,16 @@
-"""The network between hosts: a process through which every IP packet between them passes.
+"""The network between the hosts of a test.
 
-Each host is a network namespace with one TUN device, whose other end is here; the machine that runs
-the tests has one, too. So TCP, TLS, NATS, Redis, gRPC and UCX run as on real hosts, and only the
-cable is simulated. This needs no `tc netem`, which many kernels lack.
+Every IP packet between two hosts passes through this process.
+
+Each host is a network namespace with one TUN device, whose other end this process reads and writes.
+The machine that runs the tests also has one. So TCP, TLS, NATS, Redis, gRPC and UCX run as on real
+hosts, and only the cable is simulated. The switch does not use `tc netem`, which many kernels lack.
 
 Usage: python -m tests.support.hosts.switch, with one JSON object for each line of stdin. The first
-one is `{"hosts": {"a": ["namespace", "10.0.0.11"]}, "latency_s": 0.002, "loss": 0.001}`; an empty
-namespace means the switch's own. The switch answers `ready`. Each later object cuts the cables that
-it names and heals all others, for example `{"cut":[["a","b"]]}`. The switch answers `done`. It ends
-when stdin ends.
+object is `{"hosts": {"a": ["namespace", "10.0.0.11"]}, "latency_s": 0.002, "loss": 0.001}`; an
+empty namespace means the namespace of the switch. The switch answers `ready`. Each later object
+cuts the cables that it names and heals all others, for example `{"cut":[["a","b"]]}`. The switch
+answers `done`. The switch ends when stdin ends.
 """
 
 from __future__ import annotations
@@ -27,24 +29,27 @@ import sys
 import time
 from typing import Final
 
-DEVICE: Final = "eth0"  # its name in a host's namespace
+DEVICE: Final = "eth0"  # the device's name in a host's namespace
 MTU: Final = 9000
-OUTSIDE: Final = "outside"  # the machine that runs the tests; packets to and from it come at once
+OUTSIDE: Final = "outside"  # the machine that runs the tests, whose packets have no latency
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-_MAX_QUEUED: Final = 4096  # packets under way; a full switch drops new ones
+_MAX_QUEUED: Final = 4096  # the most packets under way; a full switch drops new ones
 _IDLE_S: Final = 1.0
 
 
 class Switch:
     def __init__(self, hosts: dict[str, tuple[str, str]], latency_s: float, loss: float) -> None:
-        """`hosts`: namespace and address by name. `loss`: share of packets, each way."""
+        """`hosts` maps names to (namespace, address). `loss` is the share of lost packets, each
+        way.
+        """
         self._latency_s, self._loss = latency_s, loss
         self._random = random.Random(24)
         self._fds = {name: _attach(*place) for name, place in hosts.items()}
         self._names = {fd: name for name, fd in self._fds.items()}
         self._by_address = {socket.inet_aton(ip): name for name, (_, ip) in hosts.items()}
         self._cut: set[frozenset[str]] = set()
-        self._on_way: list[tuple[float, int, int, bytes]] = []  # heap: due, number, target, packet
+        # heap of (due time, number, target, packet)
+        self._on_way: list[tuple[float, int, int, bytes]] = []
         self._num_packets = 0
 
     def run(self) -> None:
@@ -90,12 +95,12 @@ class Switch:
     def _deliver(self) -> None:
         while self._on_way and self._on_way[0][0] <= time.monotonic():
             target, packet = heapq.heappop(self._on_way)[2:]
-            with contextlib.suppress(OSError):  # its queue is full, or the device is down
+            with contextlib.suppress(OSError):  # the device's queue is full, or the device is down
                 os.write(target, packet)
 
 
 def _attach(namespace: str, address: str) -> int:
-    """Make a device for the host, and return its other end."""
+    """Create a TUN device in the host's namespace, and return the descriptor of its other end."""
     name = f"pdm{os.getpid() % 100_000}{address.rpartition('.')[2]}"[:15]
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))
@@ -114,7 +119,7 @@ def _ip(*command: str) -> None:
 
 
 def _line(fd: int) -> bytes:
-    """One line, and nothing after it, because `run` reads the rest."""
+    """Read one line byte by byte, because `run` reads what follows the line."""
     line = b""
     while not line.endswith(b"\n") and (char := os.read(fd, 1)):
         line += char

@@ -1,4 +1,8 @@
-"""What a mesh over several hosts lacks, as its registry, NATS, Redis and its gateways say."""
+"""Checks whether a mesh over several hosts is whole.
+
+The `Observer` reads the registry, NATS, Redis and the readiness of gateways, and lists all
+processes and replicas that are missing.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ _INSTANCES = ("prefill", "decode", "instance")
 
 @dataclass
 class Observer:
-    """Looks at the mesh as an operator's tool does."""
+    """Looks at a mesh from outside, with an operator's certificate."""
 
     cluster: Cluster
     bus: NatsBus
@@ -56,16 +60,16 @@ class Observer:
         return {each.name: each.service for spec in specs for each in planned_services(spec)}
 
     def leader(self) -> str:
-        """The master that leads; empty while there is none."""
+        """The name of the leading master. Empty if there is none."""
         records = self.view.records
         return next((name for name in records if records[name].is_leader), "")
 
     async def stream(self, bucket: str = INSTANCES) -> Any:
-        """nats-py's information about the bucket's stream."""
+        """The information of nats-py about the stream of the bucket."""
         return await self.bus.jetstream(2.0).stream_info(f"KV_{bucket}")
 
     async def primary(self) -> str:
-        """The host of Redis' primary, as at least two sentinels say; else empty."""
+        """The host of Redis' primary according to at least two sentinels. Otherwise empty."""
         said = []
         for host in self.cluster.server_hosts:
             async with self._sentinel(host) as sentinel:
@@ -100,7 +104,7 @@ class Observer:
             await connection.aclose()
 
     async def lacks(self) -> list[str]:
-        """Everything that is missing; empty: the mesh is whole."""
+        """Everything that is missing. Empty if the mesh is whole."""
         return [
             *self._processes_missing(),
             *await self._replicas_missing(),
@@ -157,7 +161,7 @@ class Observer:
                         yield f"{name}: {answer.text}"
 
     async def held(self) -> dict[str, str]:
-        """What instances still hold for requests; empty when everything is freed."""
+        """The resources that instances still hold for requests, by instance. Empty if none."""
         token = self.cluster.host_folder.secrets.mesh_token
         found: dict[str, str] = {}
         for name, service in self.processes().items():

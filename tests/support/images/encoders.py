@@ -1,4 +1,7 @@
-"""Waits for the encoders of a mesh: its gateway may serve before they do."""
+"""Waits for encoders, the instances that compute the embeddings of images.
+
+A mesh's gateway may serve before its encoders are ready.
+"""
 
 from __future__ import annotations
 

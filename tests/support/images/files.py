@@ -1,4 +1,4 @@
-"""Image files whose bytes differ by a seed, made without a library."""
+"""Small image files for tests, made without an image library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 
 def png(seed: int = 0, width: int = 8, height: int = 8) -> bytes:
-    """A valid picture of one colour."""
+    """A valid PNG of one colour. Each seed gives another colour."""
     row = b"\0" + bytes((seed * 7 % 256, seed * 13 % 256, seed // 256 % 256)) * width
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(row * height)), (b"IEND", b""))
@@ -17,33 +17,36 @@ def png(seed: int = 0, width: int = 8, height: int = 8) -> bytes:
 
 
 def two_headers(width: int, height: int) -> bytes:
-    """A PNG picture of this size whose first header says that it has one pixel."""
+    """A valid PNG of this size, preceded by a false header that claims one pixel."""
     whole = png(1, width, height)
     return whole[:8] + png(1, 1, 1)[8:33] + whole[8:]
 
 
 def bomb() -> bytes:
-    """A small file that claims to have 10 billion pixels."""
+    """A small PNG that claims to have 10 billion pixels."""
     header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", b"")
 
 
 def gif(width: int = 5, height: int = 7, frame: tuple[int, int, int, int] = (0, 0, 5, 7)) -> bytes:
-    """A GIF up to the place of its first frame, after a colour table and a comment."""
+    """The beginning of a GIF, up to the place of its first frame.
+
+    It has a colour table and a comment before the frame.
+    """
     table, comment = bytes(12), b"\x21\xfe\x02hi\x01!\x00"
     screen = struct.pack("<HHBBB", width, height, 0x81, 0, 0)
     return b"GIF89a" + screen + table + comment + b"," + struct.pack("<HHHH", *frame)
 
 
 def jpeg(width: int = 5, height: int = 7, frames: int = 1) -> bytes:
-    """A JPEG up to its pixels, with a comment before its size."""
+    """The beginning of a JPEG, up to its pixels. A comment precedes the size."""
     comment = b"\xff\xfe" + struct.pack(">H", 6) + b"\xff\xd9hi"
     frame = b"\xff\xff\xc2" + struct.pack(">HBHHB", 11, 8, height, width, 1) + bytes(3)
     return b"\xff\xd8" + comment + frames * frame + b"\xff\xda"
 
 
 def exif(orientation: int, *, is_big_endian: bool = False) -> bytes:
-    """EXIF data as cameras write it: two tags, of which the second says how the image is turned."""
+    """EXIF data in the form that cameras write. The second of its two tags is the orientation."""
     order: Literal["big", "little"] = "big" if is_big_endian else "little"
 
     def number(value: int, size: int) -> bytes:
@@ -58,7 +61,7 @@ def exif(orientation: int, *, is_big_endian: bool = False) -> bytes:
 
 
 def with_segments(*data: bytes, image: bytes = jpeg()) -> bytes:
-    """A JPEG image with application data before its size."""
+    """A JPEG with application data before its size."""
     made = b"".join(b"\xff\xe1" + (2 + len(each)).to_bytes(2, "big") + each for each in data)
     return image[:2] + made + image[2:]
 

@@ -1,4 +1,4 @@
-"""The parts of a vLLM engine that process images, as fakes without vLLM."""
+"""Fakes of the parts of a vLLM engine that process images. They do not import vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdmesh.engine.vllm.images.processing import GRID
 
 Process = Callable[[int, tuple[int, int]], Sequence[int]]
 IMAGE_TOKEN = 9
-MERGE_SIZE = 2  # the patches on each side of the square that a token stands for
+MERGE_SIZE = 2  # a token stands for a square of MERGE_SIZE x MERGE_SIZE patches
 RULE = GridRule(10, 400, 40_000)
 
 
@@ -30,7 +30,7 @@ class Place:
 
 
 def model(process: Process, **config: Any) -> Any:
-    """An engine whose processor puts `process(placeholder, size)` in place of an image."""
+    """An engine whose processor replaces an image by the tokens `process(placeholder, size)`."""
 
     def processed(prompt: list[int], data: dict[str, Any], *_: object) -> Any:
         (picture,), (placeholder,) = data["image"], prompt
@@ -67,7 +67,7 @@ def _processor_of(rule: GridRule) -> Any:
 
 
 def by_rule(rule: GridRule = RULE) -> Process:
-    """A processor that follows the rule."""
+    """A processor that makes as many tokens as the rule says."""
 
     def process(placeholder: int, size: tuple[int, int]) -> Sequence[int]:
         rows, columns = rule.grid_of(*size)
@@ -82,7 +82,9 @@ def fixed(placeholder: int, _: tuple[int, int]) -> Sequence[int]:
 
 @pytest.fixture
 def vllm_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake the names of vLLM that requests with images need: importing vLLM takes seconds."""
+    """Replace the names in vLLM that requests with images need, because importing vLLM takes
+    seconds.
+    """
 
     def mm_input(prompt: list[int], items: Any, names: Any, places: Any, cache_salt: Any) -> Any:
         image = "image"

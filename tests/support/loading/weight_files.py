@@ -1,4 +1,4 @@
-"""Safetensors files, written as the format says, and a disk that notes what is read from it."""
+"""Writes safetensors files in the documented format, and records what is read from a disk."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pdmesh.core.loading.weight_files import INDEX
 from pdmesh.core.loading.weight_header import ELEMENT_BYTES
 from pdmesh.engine.vllm.loading.window_reader import WeightFile, open_file
 
-Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> number format, shape
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # number format and shape by tensor name
 
 
 def header_of(shapes: Shapes, pad: int = 8) -> bytes:
-    """A header with its length, for tensors that lie in this order."""
+    """A header with its length, for tensors that are stored in this order."""
     told, at = dict[str, object](), 0
     for name, (dtype, shape) in shapes.items():
         end = at + ELEMENT_BYTES[dtype] * math.prod(shape)
@@ -34,7 +34,7 @@ def num_data_bytes(shapes: Shapes) -> int:
 
 
 def write_weights(path: Path, shapes: Shapes, seed: int = 0) -> Path:
-    """Write random bits. Truth values are 0 or 1: a copy keeps only whether a value is 0."""
+    """Write random bits. Booleans are 0 or 1, because a copy keeps only whether a value is 0."""
     rng, data = random.Random(seed), bytearray()
     for dtype, shape in shapes.values():
         drawn = rng.randbytes(ELEMENT_BYTES[dtype] * math.prod(shape))
@@ -44,7 +44,7 @@ def write_weights(path: Path, shapes: Shapes, seed: int = 0) -> Path:
 
 
 def write_sharded(folder: Path, files: Sequence[Shapes]) -> list[str]:
-    """A folder as Hugging Face's tools write it: `model-00001-of-00002...` and an index."""
+    """Write a folder as Hugging Face's tools do, with `model-00001-of-00002...` and an index."""
     names = [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
     for seed, (name, shapes) in enumerate(zip(names, files, strict=True)):
         write_weights(folder / name, shapes, seed)
@@ -55,7 +55,11 @@ def write_sharded(folder: Path, files: Sequence[Shapes]) -> list[str]:
 
 @dataclass(slots=True)
 class NotedDisk:
-    """`reads`: file, offset and number of bytes of each read. `fails_at`: OSError from there on."""
+    """A disk that records its reads. Reads that end beyond `fails_at` raise OSError.
+
+    `reads` has the file, the offset and the number of bytes of each read. `fails_at` is a file and
+    an offset in it.
+    """
 
     reads: list[tuple[str, int, int]] = field(default_factory=list)
     fails_at: tuple[str, int] | None = None

@@ -1,7 +1,7 @@
-"""Ranks of a node that load weight files together over gloo, without vLLM. Each is a process.
+"""Processes that load weight files together, as the ranks of one node do, without vLLM.
 
-`run_ranks` starts them and returns what each found. A rank is this module as a program, with a
-`RankOrder` as JSON.
+The ranks exchange tensors over gloo. `run_ranks` starts one process per rank and returns their
+results. Each process runs this module as a program, with a `RankOrder` as JSON.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[3]
 class RankOrder:
     """What a rank does.
 
-    `dies_at`, `freezes_at`: the rank kills or stops itself once it was handed this many tensors.
-    `keeps`: whether it keeps all tensors. `fails_at`: file and offset from which its disk has
-    errors.
+    A rank kills itself at tensor number `dies_at`, and stops itself at `freezes_at`. With `keeps`,
+    the rank keeps all tensors until it has loaded the last one. `fails_at` is a file and an offset
+    from which the rank's disk has errors.
     """
 
     rank: int
@@ -46,7 +46,11 @@ class RankOrder:
 
 @dataclass(slots=True)
 class RankResult:
-    """`digests`: SHA-256 of each tensor's bytes. `rchar`: the bytes that it read meanwhile."""
+    """What a rank loaded.
+
+    `digests` has the SHA-256 of each tensor's bytes. `rchar` is the number of bytes that the rank
+    read while it loaded.
+    """
 
     digests: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
@@ -62,7 +66,7 @@ def run_ranks(
     timeout_s: float = 120.0,
     meanwhile: Callable[[list[subprocess.Popen[str]]], None] | None = None,
 ) -> list[RankResult | None]:
-    """Each rank's result; None if it died."""
+    """Run the ranks, and return the result of each. The result of a rank that died is None."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.support.loading.weight_ranks", json.dumps(asdict(order))],
@@ -138,11 +142,11 @@ def digest_of(tensor: Any) -> str:
 
 
 def _rchar() -> int:
-    """Bytes that this process got from read calls, of files and pipes."""
+    """The bytes that this process has got from read calls on files and pipes."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
     print(json.dumps(asdict(load(RankOrder(**told)))), flush=True)
-    os._exit(0)  # the destructor of a group with a dead rank may hang
+    os._exit(0)  # the destructor of a process group with a dead rank may hang

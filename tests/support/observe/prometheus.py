@@ -1,4 +1,4 @@
-"""Prometheus' own programs, where a machine has them, and a server for a test."""
+"""Finds Prometheus' programs on this machine, and runs a Prometheus server for a test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SCRAPE_S: Final = 2
 
 
 def program(name: str) -> Path:
-    """prometheus or promtool. The test is skipped if it is not there; .ci/nightly installs it."""
+    """The path of prometheus or promtool. Skips the test if the program is not installed.
+
+    .ci/nightly installs both.
+    """
     for found in (shutil.which(name), shutil.which(name, path=_UNPACKED)):
         if found is not None:
             return Path(found)
@@ -30,13 +33,13 @@ def program(name: str) -> Path:
 
 
 class PrometheusServer:
-    """Its HTTP API."""
+    """A client of Prometheus' HTTP API."""
 
     def __init__(self, url: str) -> None:
         self._client = httpx.Client(base_url=url, timeout=30)
 
     def query(self, query: str) -> list[tuple[Mapping[str, str], float]]:
-        """The labels and the value of each series, now."""
+        """The labels and the current value of each series."""
         found = self._get("query", query=query)
         if found["resultType"] == "scalar":
             return [({}, float(found["result"][1]))]
@@ -51,7 +54,7 @@ class PrometheusServer:
         found: list[dict[str, Any]] = self._get("alerts")["alerts"]
         return found
 
-    def _get(self, page: str, **params: str) -> Any:  # as the page has it
+    def _get(self, page: str, **params: str) -> Any:
         answer = self._client.get(f"/api/v1/{page}", params=params)
         assert answer.status_code == httpx.codes.OK, answer.text
         return answer.json()["data"]
@@ -68,7 +71,10 @@ class PrometheusServer:
 
 @contextmanager
 def scraping(targets: Mapping[str, str], folder: Path, port: int) -> Iterator[PrometheusServer]:
-    """A server with the repository's rules that scrapes `targets`: addresses by `instance`."""
+    """Run a server that scrapes `targets` and evaluates the rules of deploy/observe.
+
+    `targets` has an address for each value of the label `instance`.
+    """
     (folder / "targets.json").write_text(
         json.dumps(
             [{"targets": [at], "labels": {"instance": name}} for name, at in targets.items()]

@@ -1,4 +1,4 @@
-"""PromQL as tests need it: which metrics and labels a query names."""
+"""Finds the metrics and labels that a PromQL query names."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 
 import promql_parser
 
-# Grafana's own variables, in a form that PromQL's parser takes. A scrape comes every 15 s.
+# Values for Grafana's own variables that PromQL's parser accepts. A scrape comes every 15 s.
 _VARIABLES = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "1h"}
 
 
 @dataclass(slots=True)
 class Named:
-    """`metrics`: the labels that the query matches, by metric. `labels`: the labels by which it
-    groups or joins.
+    """The names in a query.
+
+    `metrics` has the labels that the query matches, by metric. `labels` are the labels by which the
+    query groups or joins.
     """
 
     metrics: dict[str, set[str]] = field(default_factory=dict)
@@ -23,7 +25,7 @@ class Named:
 
 
 def plain(query: str, rate_interval: str = "", **variables: str) -> str:
-    """The query with Grafana's variables replaced; a variable without a value matches all."""
+    """Replace Grafana's variables in a query. A variable without a value matches everything."""
     for name, value in (_VARIABLES | _given(rate_interval)).items():
         query = query.replace(name, value)
     return re.sub(r"\$(\w+)", lambda found: variables.get(found[1], ".*"), query)
@@ -34,7 +36,7 @@ def _given(rate_interval: str) -> dict[str, str]:
 
 
 def named(query: str) -> Named:
-    """Raises ValueError if the query is not PromQL."""
+    """The metrics and labels in a query. Raises ValueError if the query is not PromQL."""
     found = Named()
 
     def visit(expr: promql_parser.Expr) -> None:

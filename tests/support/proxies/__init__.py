@@ -1,1 +1,1 @@
-"""Proxies before gateways, as real processes."""
+"""Real proxies as processes in front of gateways."""

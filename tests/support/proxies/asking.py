@@ -1,4 +1,4 @@
-"""What a proxy sends to a picker, and what the picker says."""
+"""Messages between a proxy and an endpoint picker, which chooses a gateway for the proxy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GET_MODELS: Final = pb.ProcessingRequest(
 
 
 def endpoints_of(answer: pb.ProcessingResponse) -> str:
-    """The endpoints in the metadata of a pick."""
+    """The endpoints in the metadata of the picker's answer."""
     fields = answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields
     assert list(fields) == [ENDPOINT]
     return fields[ENDPOINT].string_value

@@ -1,4 +1,4 @@
-"""A real Envoy with deploy/envoy/endpoint-picker.yaml, whose addresses are replaced."""
+"""Runs a real Envoy with deploy/envoy/endpoint-picker.yaml, in which addresses are replaced."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.waiting import until
 
 CONFIG: Final = Path(__file__).parents[3] / "deploy/envoy/endpoint-picker.yaml"
 _ENVOY: Final = Path(sys.executable).with_name("envoy")
-Config = dict[str, Any]  # as YAML has it
+Config = dict[str, Any]  # parsed YAML
 
 
 def picker_config(port: int, gateways: Sequence[str], pickers: Sequence[str]) -> Config:
-    """The deployed file with these addresses; `port` is that of Envoy's listener."""
+    """The deployed configuration with these addresses. Envoy listens on `port`."""
     config: Config = yaml.safe_load(CONFIG.read_text())
     resources = config["static_resources"]
     resources["listeners"][0]["address"] = _socket(f"127.0.0.1:{port}")
@@ -33,7 +33,7 @@ def picker_config(port: int, gateways: Sequence[str], pickers: Sequence[str]) ->
 
 
 def ext_proc(config: Config) -> Config:
-    """The settings of the filter."""
+    """The settings of the `ext_proc` filter, which asks the pickers."""
     manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
     named = {f["name"]: f for f in manager["typed_config"]["http_filters"]}
     found: Config = named["envoy.filters.http.ext_proc"]["typed_config"]
@@ -59,7 +59,7 @@ def _socket(address: str) -> Config:
 
 
 class Envoy:
-    """Envoy, which runs until the end of the block. Its admin port shows its counters."""
+    """An Envoy process that runs until the end of the block."""
 
     def __init__(self, folder: Path, config: Config, port: PortReservation) -> None:
         self._port, self._admin = port, PortReservation("127.0.0.1", 0)
@@ -104,7 +104,9 @@ class Envoy:
         self._admin.close()
 
     async def counter(self, name: str) -> int:
-        """A counter or gauge of Envoy, by the end of its name; the sum if several match."""
+        """The value of the counter or gauge whose name ends in `name`. Several matches are added
+        up.
+        """
         text = await self._asked("/stats")
         lines = rf"(?m)^\S*{re.escape(name)}: (\d+)$"
         return sum(int(number) for number in re.findall(lines, text))

@@ -1,4 +1,7 @@
-"""Two gateways with endpoint pickers, a master and fake instances in this process, behind Envoy."""
+"""Two gateways with endpoint pickers, a master and fake instances in this process, behind Envoy.
+
+An endpoint picker tells Envoy which gateway takes a request.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,11 @@ SECRET = "a-hash-secret-of-the-test"
 
 @dataclass
 class PlacingMaster(FakeMaster):
-    """Ranks first the prefill that an earlier plan ranked first for the longest beginning of the
-    prompt, as a master does once the KV events have arrived. New prompts go to each prefill in
-    turn. `queries` are all queries.
+    """A master that places prompts by their prefixes, as a real master does with KV events.
+
+    For the longest known beginning of a prompt, the plan ranks first the prefill that an earlier
+    plan ranked first. Prompts without a known beginning are distributed over the prefills in turn.
+    `queries` has all queries so far.
     """
 
     mesh: GatewayMesh
@@ -86,7 +91,7 @@ def _candidate(record: InstanceRecord, num_matched_tokens: int) -> pb.Candidate:
 
 
 class Served:
-    """The publisher of one gateway: keeps which requests it served."""
+    """Stands in for a gateway's publisher, and keeps the requests that the gateway has served."""
 
     def __init__(self) -> None:
         self.finished: list[RequestFinished] = []
@@ -106,16 +111,16 @@ class PickedSite:
     client: httpx.AsyncClient
 
     async def ask(self, prompt: str = "abc", path: str = "/v1/completions", **more: Any) -> Any:
-        """A completion through Envoy."""
+        """Send a completion through Envoy, and return the response."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, **more}
         return await self.client.post(path, json=body)
 
     def record(self, number: int, **changes: Any) -> None:
-        """Write the record of a gateway, with changes."""
+        """Write the registry's record of a gateway, with changes."""
         self.mesh.register(gateway_record(self.gateways[number], number, **changes))
 
     def prefills(self) -> list[Prefill]:
-        """All prompts that were sent to instances."""
+        """All prompts that the gateways have sent to prefills."""
         return [p for i in self.mesh.instances.values() for p in i.prefills]
 
     def num_served(self) -> list[int]:
@@ -142,10 +147,11 @@ async def picked_site(
     certificates: CertificateFolder | None = None,
     **settings: Any,
 ) -> AsyncIterator[PickedSite]:
-    """`certificates`: of the pickers, if they have TLS; the rest has none.
+    """Start the site.
 
-    `change` may change Envoy's configuration, and so may what `allowed` returns for the addresses
-    of the gateways. `settings` are those of both gateways.
+    `certificates` gives TLS to the pickers; nothing else has TLS. `change` may modify Envoy's
+    configuration. `allowed` gets the addresses of the gateways and returns another such function.
+    `settings` apply to both gateways.
     """
     settings = {"hash_secret": SECRET, "picker_port": 0, **settings}
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Certificates for tests: one authority, and as many processes as a test needs."""
+"""Certificates for tests, issued by an authority of the test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pdmesh.net.tls.certificate_renewal import CertificateFolder
 
 
 class TestAuthority:
-    """An authority in a folder of its own. In another folder, it is a stranger's authority."""
+    """A certificate authority in its own folder.
+
+    Authorities in different folders do not trust each other.
+    """
 
     __test__ = False
 
@@ -22,7 +25,7 @@ class TestAuthority:
     def issue(
         self, role: str, instance_id: str, *, days: float = 1, names: Sequence[str] = ()
     ) -> Path:
-        """The folder of a new certificate; it replaces an earlier one."""
+        """Issue a certificate, which replaces an earlier one, and return its folder."""
         identity = ProcessIdentity(role, instance_id)
         folder = folder_of(self.root, identity)
         self.authority.issue(identity, folder, names, days)

@@ -1,4 +1,4 @@
-"""The `pdmesh` command in a process of its own, with one state directory and free ports."""
+"""Runs the `pdmesh` command in processes, with one state directory and free ports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Pdmesh:
         )
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """A command that goes on until Ctrl-C; its output is a pipe."""
+        """Start a command that runs until Ctrl-C. Its stdout is a pipe."""
         process = subprocess.Popen(
             self._command(*arguments), env=self.environment, stdout=subprocess.PIPE, text=True
         )
@@ -49,7 +49,7 @@ class Pdmesh:
         return process
 
     def chat(self) -> str:
-        """The answer; fails the test with what the user sees if there is none."""
+        """Run `pdmesh chat`, and return the answer. Fails with the user's error message."""
         answer = self.run("chat", "hello", "--max-tokens", "8")
         assert (answer.returncode, answer.stderr) == (0, "")
         return answer.stdout

@@ -1,4 +1,4 @@
-"""An InstanceService that answers and counts every call, and a client's calls of every kind."""
+"""An InstanceService that answers and counts calls, and a client that makes calls of each kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 
 
 class CountingServicer:
-    """Counts the calls that reached it."""
+    """Answers every call, and counts the calls that reached it."""
 
     def __init__(self) -> None:
         self.num_calls = 0

@@ -1,5 +1,6 @@
-"""A whole sim mesh for tests: its expected answers, and the counts that must return to zero after
-each request (I4, I6).
+"""Meshes on the simulated engine for tests, their expected answers, and checks for leaks.
+
+After each request, the counts of slots, tickets and bytes held must return to zero (I4, I6).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tests.support.sim_reference import sim_reference
 from tests.support.streams import stream_completion
 from tests.support.waiting import until
 
-# The mesh's metrics by their names at /metrics, without the suffixes for unit and kind.
+# The metrics of the mesh as /metrics names them, without the suffixes for unit and kind.
 _METRICS = tuple(
     value.replace(".", "_")
     for value in vars(names).values()
@@ -39,8 +40,8 @@ _METRICS = tuple(
 )
 INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
-# One instance of each role has room for all streams, so that a test sees only the fault and no
-# rejections.
+# One instance of each role has room for all streams. So a test sees only its fault, and no instance
+# rejects a request.
 _ENV = {"PDMESH_PREFILL_NUM_SLOTS": "48", "PDMESH_DECODE_NUM_SLOTS": "48"}
 
 
@@ -58,7 +59,7 @@ def two_by_two(service_env: Mapping[str, Mapping[str, str]] | None = None, **env
 
 
 def one_by_one(**env: str) -> MeshSpec:
-    """One prefill and one decode with the default timeouts, except those in `env`."""
+    """A mesh of one prefill and one decode with the default timeouts, unless `env` changes them."""
     return MeshSpec(
         engine="sim",
         num_prefill=1,
@@ -72,7 +73,7 @@ def one_by_one(**env: str) -> MeshSpec:
 
 @dataclass(frozen=True)
 class Reference:
-    """The sim model's answers, computed here without a mesh."""
+    """The simulated model's answers, computed in this process without a mesh."""
 
     tokenizer: Tokenizer
     params: SimParams = field(default_factory=SimParams)
@@ -83,9 +84,9 @@ class Reference:
         return cls(Tokenizer.from_file(str(directory / "tokenizer.json")), params)
 
     def text(self, prompt: list[int], max_tokens: int) -> str:
-        """The greedy answer with `max_tokens` tokens, in which end-of-text is ignored.
+        """The greedy answer of `max_tokens` tokens, which ignores end-of-text.
 
-        An incomplete character at the end is never shown.
+        An incomplete character at the end is not part of the text.
         """
         sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
         tokens, _ = sim_reference(prompt, sampling, self.params)
@@ -94,7 +95,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Streams:
-    """Streams of prompts with these lengths and no common prefix. Each must get its whole text."""
+    """Streams of random prompts, each of which must get its whole text.
+
+    The lengths of the prompts lie in the range `lengths`.
+    """
 
     client: httpx.AsyncClient
     mesh: Mesh
@@ -103,8 +107,9 @@ class Streams:
     lengths: tuple[int, int]
 
     async def longest_gap_s(self, num_streams: int, max_tokens: int) -> float:
-        """The longest silence in any of `num_streams` streams at once, including the first
-        token's.
+        """Run `num_streams` streams at once, and return the longest silence in any of them.
+
+        The time until the first token counts as silence.
         """
         prompts = [
             [self.rng.randrange(40, 120) for _ in range(self.rng.randrange(*self.lengths))]
@@ -124,9 +129,10 @@ class Streams:
 
 
 async def arm(mesh: Mesh, name: str, failpoint: str, *, stays: bool = False) -> int:
-    """Restart a process with a failpoint, wait until all are ready, and return its pid.
+    """Restart a process with a failpoint, wait until all processes are ready, and return its pid.
 
-    If it dies of the failpoint, its successor has no failpoint, unless `stays` is true.
+    A failpoint makes the process fail at a named place. When it dies there, its successor has no
+    failpoint, unless `stays` is true.
     """
     process = mesh.supervisor.specs[name]
     setting = f"PDMESH_{process.service.replace('-', '_').upper()}_FAILPOINT"
@@ -134,7 +140,7 @@ async def arm(mesh: Mesh, name: str, failpoint: str, *, stays: bool = False) -> 
     await mesh.supervisor.stop(name)
     mesh.supervisor.start(replace(process, env=env))
     if not stays:
-        del env[setting]  # the process has already copied it
+        del env[setting]  # the process has already got a copy
     await mesh.wait_ready(timeout_s=180)
     return mesh.pid(name)
 
@@ -148,7 +154,7 @@ async def status(address: str) -> GetStatusResponse | None:
 
 
 async def addresses(mesh: Mesh) -> dict[str, str]:
-    """The gRPC addresses of all registered instances."""
+    """The gRPC address of each registered instance."""
     bus = await NatsBus.connect(mesh.nats_url, "chaos-test")
     try:
         view = await NatsRegistry(bus, 3.0).watch()
@@ -161,7 +167,7 @@ async def addresses(mesh: Mesh) -> dict[str, str]:
 
 
 async def held(mesh: Mesh) -> dict[str, str]:
-    """What the instances still hold for requests; empty when everything is freed."""
+    """The resources that instances still hold for requests, by instance. Empty if all are free."""
     found: dict[str, str] = {}
     known = await addresses(mesh)
     for name in (n for n in INSTANCES if n in mesh.names):
@@ -175,7 +181,7 @@ async def held(mesh: Mesh) -> dict[str, str]:
 
 
 def held_of(answer: GetStatusResponse) -> str:
-    """What an instance holds for requests; empty: nothing."""
+    """The resources that an instance holds for requests. Empty if it holds nothing."""
     numbers = {
         "slots": answer.load.num_slots_used,
         "running": answer.num_running,
@@ -188,7 +194,7 @@ def held_of(answer: GetStatusResponse) -> str:
 
 
 async def until_nothing_held(mesh: Mesh, within_s: float) -> None:
-    """Wait until the instances hold nothing. Fails with what they still hold."""
+    """Wait until the instances hold nothing for requests. Otherwise fails and names the rest."""
     last: dict[str, str] = {}
 
     async def is_free() -> bool:
@@ -206,9 +212,9 @@ _SAMPLE = re.compile(r"^(?P<name>[a-z_:]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>[
 
 
 def counted(mesh: Mesh, processes: Iterable[str], metric: str, **labels: str) -> float:
-    """The sum of a metric over processes and labels; 0 for one that no process has counted yet.
+    """The sum of a metric over processes and labels; 0 if nothing is counted yet.
 
-    It fails for a name that no process can export, because that would always be 0.
+    Fails if no process can export a metric of this name, because its sum would always be 0.
     """
     assert metric.startswith(_METRICS), f"no metric is called {metric}"
     found = [sample for process in processes for sample in samples(mesh, process)]

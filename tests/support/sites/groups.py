@@ -1,4 +1,4 @@
-"""A mesh of blank instances, and clients that send requests all the time."""
+"""A mesh of blank instances, which have no role yet, and clients that send requests steadily."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def spec(groups_file: Path | None, num_blank: int, num_masters: int = 1) -> Mesh
 
 @contextlib.asynccontextmanager
 async def asking(url: str) -> AsyncIterator[list[StreamOutcome]]:
-    """Send requests one after another until the block ends, and collect their outcomes."""
+    """Send requests until the block ends, and collect their outcomes.
+
+    Four clients each send one request after another.
+    """
     outcomes: list[StreamOutcome] = []
     is_over = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Instance processes with a real NATS server, and a view of the registry."""
+"""Instance processes with a real NATS server, and a view of the mesh's registry."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEASE_S = 4.0  # longer than a busy machine may stall
 
 @dataclass
 class Process:
-    """One service process, with `address` and `settings` from its record."""
+    """One service process. `address` and `settings` are from its record in the registry."""
 
     child: asyncio.subprocess.Process
     log_file: Path
@@ -62,7 +62,7 @@ class Process:
 
 @dataclass
 class Site:
-    """A NATS server and a view of the registry."""
+    """A NATS server, a view of the registry, and the processes that a test starts."""
 
     nats_url: str
     bus: NatsBus
@@ -118,7 +118,7 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def instance_site(directory: Path) -> AsyncIterator[Site]:
-    """A site whose processes are killed at its end."""
+    """A site. The end of the block kills its processes."""
     server = servers.nats(directory)
     await server.start()
     bus = await NatsBus.connect(server.url, "test")

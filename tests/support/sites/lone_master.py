@@ -1,4 +1,7 @@
-"""A master that only assigns: a test writes what the group controller would write."""
+"""A master without decisions: a test writes the assignments that the group controller would write.
+
+An assignment is a master's order to an instance, such as its role and how far it may go.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,9 @@ OPTIONS = {"sim_law": "zero", "num_slots": "4"}
 
 @dataclass
 class Master:
-    """Writes assignments one stage at a time, as the real master does, and waits for the
-    records.
+    """Writes assignments, and waits for the records of the instances that carry them out.
+
+    As the real master does, the class writes an assignment's stages one at a time.
     """
 
     view: RegistryView
@@ -47,7 +51,7 @@ class Master:
     epoch: int = 1
     options: Mapping[str, str] = field(default_factory=lambda: OPTIONS)
     wait_s: float = 30.0
-    # The manifests of artefacts, by role.
+    # The manifests of model files, by role.
     manifests: Mapping[str, Path] = field(default_factory=dict)
     given: dict[str, Assignment] = field(default_factory=dict)
 
@@ -59,7 +63,7 @@ class Master:
         return self.record(name)
 
     async def assign(self, name: str, role: Role.ValueType, **changes: object) -> Assignment:
-        """Assign a role at STAGE_LOAD to the current incarnation."""
+        """Assign a role to the current incarnation of an instance, which then loads the model."""
         values: dict[str, object] = {
             "instance_id": name,
             "incarnation": self.record(name).incarnation,
@@ -95,9 +99,9 @@ class Master:
         return Peer(instance_id=name, role=record.role, **(values | changes))  # type: ignore[arg-type]
 
     async def set_up(self, prefill: str, decode: str) -> None:
-        """Bring a group of one pair to READY.
+        """Bring a group of one prefill and one decode to READY.
 
-        The prefill, where requests enter, comes last (S19).
+        The prefill becomes ready last, because requests enter there (S19).
         """
         await self.assign(prefill, ROLE_PREFILL)
         await self.assign(decode, ROLE_DECODE)
@@ -131,6 +135,6 @@ async def blank(site: Site, name: str, **env: str) -> Process:
 
 
 def again(site: Site, process: Process) -> Process:
-    """The process with the address of its current record."""
+    """The same process with the address in its current record."""
     record = site.view.records[process.record.instance_id]
     return site.process(process.child, process.log_file, record)

@@ -1,4 +1,4 @@
-"""A master's control of groups with a registry in memory."""
+"""The parts of a master that control groups, with a registry in memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CHAT = "scenarios:\n  default: {allow_single: true}\ngroups:\n  chat: {prefill: 
 
 
 class Site:
-    """A master's reconciler and admin service with a registry in memory. It leads in epoch 1."""
+    """A master's control loops and admin service. The master leads in epoch 1."""
 
     def __init__(self) -> None:
         self.registry, self.given = MemoryStore(), MemoryAssignmentStore()
@@ -60,7 +60,7 @@ class Site:
         self._views: list[ClusterView] = []
 
     async def start(self) -> None:
-        """Start a new process, which knows only what is in the registry."""
+        """Start a new master, which knows only the contents of the registry."""
         board: Board[OutOfService] = Board(self.out_of_service_bucket, OutOfService)  # type: ignore[arg-type]  # a fake
         view = MemoryView(self.registry)
         self.out_of_service = OutOfServiceBook(board, self.fleet, lambda: self.leadership)
@@ -79,7 +79,7 @@ class Site:
         )
         usage = UsageLoop(self.loop, UsageStore(MemoryBucket()), leads)  # type: ignore[arg-type]  # a fake
         pins = self._pins(MeshLink(MemoryBus(), view, events))  # type: ignore[arg-type]  # a fake
-        bucket: Any = self.out_of_service_bucket  # a fake; never opened
+        bucket: Any = self.out_of_service_bucket  # a fake, which is never opened
         registered = Board(bucket, pb.RegisteredAdapter)
         adapters = Adapters(registered, view, leads)
         self.history = HistoryFeed(MemoryBus(), self.fleet)

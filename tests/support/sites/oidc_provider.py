@@ -1,5 +1,6 @@
-"""A real OpenID provider in a process of its own (oidc-provider-mock, on Authlib), and clients that
-log in there as a browser does.
+"""A real OpenID provider in its own process, and clients that log in there as a browser does.
+
+The provider is oidc-provider-mock, which is based on Authlib.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _START_S: Final = 60.0
 
 
 class OidcProvider:
-    """Each start makes a new key; the port stays the same.
+    """Runs the provider. Each start makes a new key, and the port stays the same.
 
-    `max_age_s`: the lifetime of a token. `users`: the claims of each user, by subject.
+    `max_age_s` is the lifetime of a token. `users` has the claims of each user, by subject.
     """
 
     def __init__(self, folder: Path, max_age_s: int = 3600, **users: dict[str, Any]) -> None:
@@ -41,7 +42,10 @@ class OidcProvider:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, skew_s: int = 0, *, names_key: bool = True) -> None:
-        """Start it, and wait until it answers. `skew_s`: how far its clock is ahead."""
+        """Start the provider, and wait until it answers. Its clock is `skew_s` ahead.
+
+        With `names_key`, tokens name the key that signed them.
+        """
         self._skew.write_text(str(skew_s))
         path = os.pathsep.join([str(_CLOCK), *filter(None, sys.path)])
         users = [
@@ -75,7 +79,7 @@ class OidcProvider:
         self._reserved.close()
 
     def freeze(self) -> None:
-        """Stop the process, so that it accepts connections but answers nothing."""
+        """Stop the process with SIGSTOP. It then accepts connections but answers nothing."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -84,7 +88,7 @@ class OidcProvider:
         self._process.send_signal(signal.SIGCONT)
 
     def token(self, user: str, audience: str = AUDIENCE) -> str:
-        """The ID token of a user who logs in, for this client."""
+        """Log in as this user to the client `audience`, and return the ID token."""
         with httpx.Client(base_url=self.issuer, follow_redirects=False) as client:
             asked = {
                 "response_type": "code", "client_id": audience, "redirect_uri": _BACK,
@@ -97,7 +101,7 @@ class OidcProvider:
             return str(given.json()["id_token"])
 
     def key(self) -> dict[str, Any]:
-        """The public key that it shows now."""
+        """The public key that the provider publishes now."""
         (found,) = httpx.get(f"{self.issuer}/jwks").json()["keys"]
         assert isinstance(found, dict)
         return found

@@ -1,4 +1,7 @@
-"""An operator, who calls the leading master and records all steps of groups and upgrades."""
+"""An operator's client, which calls the leading master.
+
+The client also records all steps of groups and upgrades.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_DECODE, ROLE_PREFILL
 from tests.support.waiting import until
 
-CHANGE_S = 60.0  # on a slow and busy machine
+CHANGE_S = 60.0  # long enough for a slow and busy machine
 
 
 class Operator:
-    """`within_s`: how long to look for a leading master.
+    """Calls raise the errors of `call_leader`.
 
-    Calls raise the errors of `call_leader`. `mesh_token` is that of the mesh; None means the token
-    of this process.
+    A call looks for a leading master for `within_s`. `mesh_token` is the token of the mesh; None
+    means the token of this process.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Processes as the kernel sees them."""
+"""The state of processes, from the kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is alive; a zombie is not."""
+    """Whether a process is alive. A zombie is not alive."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -14,6 +14,6 @@ def is_alive(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP has reached every thread; on a busy machine, some go on for a while."""
+    """Whether SIGSTOP has stopped every thread. On a busy machine, some threads stop late."""
     stats = [thread / "stat" for thread in Path(f"/proc/{pid}/task").iterdir()]
     return all(stat.read_text().rsplit(")", 1)[1].split()[0] == "T" for stat in stats)

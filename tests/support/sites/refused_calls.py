@@ -1,4 +1,4 @@
-"""The status of a call that a server refuses."""
+"""Finds the status with which a server refuses a call."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import grpc
 
 
 async def refusal(call: Callable[[], Awaitable[object]]) -> grpc.aio.AioRpcError | None:
-    """Call until the client has heard the server's status. None: the call was answered.
+    """Repeat a call until the client gets the server's status. None means that the call succeeded.
 
-    If a server refuses a stream before its first request is written, gRPC's client may report
-    INTERNAL instead of the server's status.
+    If a server refuses a stream before the client writes its first request, gRPC's client may
+    report INTERNAL instead of the server's status.
     """
     while True:
         try:

@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until
 class TestServer:
     """One server process.
 
-    `start` after `kill` restarts it with the same address and directory.
+    `start` after `kill` restarts the server with the same address and directory.
     """
 
     __test__ = False
@@ -56,7 +56,7 @@ class TestServer:
         self._process.send_signal(signal.SIGCONT)
 
     def wipe(self) -> None:
-        """Delete all state. Call this while the server is killed."""
+        """Delete all data. The server must be stopped."""
         shutil.rmtree(self.directory)
 
     def close(self) -> None:

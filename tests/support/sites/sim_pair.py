@@ -1,4 +1,4 @@
-"""A prefill and a decode on the sim engine in this process, and prompts for them."""
+"""A prefill and a decode on the simulated engine in this process, and prompts for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 async def pair(
     make: MakeTransport = MemoryTransport, **changes: Any
 ) -> AsyncIterator[tuple[SimInstance, SimInstance, TestSession, TestSession]]:
-    """A prefill, a decode and a session to each. At the end, both must be idle."""
+    """A prefill, a decode, and a session to each. Both must be idle when the block ends."""
     async with (
         sim_instance("prefill-0", PREFILL, make, **changes) as p,
         sim_instance("decode-0", DECODE, make, **changes) as d,
