@@ -1,4 +1,6 @@
-"""The chart's objects for gateways of the Gateway API Inference Extension."""
+"""Checks the objects that the chart makes for the Gateway API Inference Extension, in which the
+gateway picks an endpoint for a proxy.
+"""
 
 from __future__ import annotations
 
