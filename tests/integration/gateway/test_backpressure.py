@@ -1,5 +1,5 @@
-"""Queue lengths go to the master and back, and a gateway itself refuses a request that would wait
-for nothing (S97).
+"""Tests backpressure (S97). Gateways report their queue lengths to the master and get the total
+back. With the total, a gateway itself refuses a request whose wait would be in vain.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ pytestmark = pytest.mark.req("S95", "S97")
 
 
 class PressingMaster(FakeMaster):
-    """Ranks all instances, and reports on the queues as the master's own core does."""
+    """A master that ranks all instances, and reports on the queues with the core that a real master
+    uses.
+    """
 
     def __init__(self, prefills_per_s: float, max_waiting: int) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ async def fill(
     count: int,
     **fields: Any,
 ) -> list[asyncio.Task[httpx.Response]]:
-    """Let `count` requests wait until the gateway has heard of them from the master."""
+    """Start `count` requests that wait. Return when the master has reported them to the gateway."""
     waiting = [asyncio.create_task(ask(client, **fields)) for _ in range(count)]
     book, planner = master.pressure.book, mesh.gateway.frontend.shared.planner
 
@@ -104,9 +106,10 @@ async def fill(
 async def test_a_request_that_cannot_be_served_in_time_is_refused_without_the_master(
     tmp_path: Path,
 ) -> None:
-    """Ten requests wait, and two begin each second.
+    """Ten requests wait, and two of them begin each second.
 
-    A long prompt may wait longer and joins the queue; a short one is told to come back.
+    A long prompt has a later deadline and joins the queue. The gateway refuses a short prompt with
+    a retry-after.
     """
     async with pressed(tmp_path, prefills_per_s=2.0, ttft_s=3.0, ttft_s_per_1k_tokens=100.0) as (
         mesh,

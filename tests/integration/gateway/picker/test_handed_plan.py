@@ -1,4 +1,6 @@
-"""A gateway uses a plan in a header if it is a picker's, and otherwise asks the master."""
+"""Tests plans in a request's header. The gateway uses such a plan only if it comes from an endpoint
+picker, and otherwise asks the master.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ async def site(tmp_path: Path) -> AsyncIterator[PickedSite]:
 
 
 async def plan_of(site: PickedSite, prompt: str, prefill: str = "prefill-1") -> HandedPlan:
-    """A plan for this prompt as a picker would hand it over, with given instances, so that its use
-    shows.
+    """A plan for this prompt, in the form in which a picker hands it to the proxy. Its prefill and
+    decode are not the ones that the gateway would choose, so the test sees whether the gateway used
+    it.
     """
     frontend = site.gateways[0].frontend
     request = CompletionRequest(model="tiny", prompt=prompt, max_tokens=4)
