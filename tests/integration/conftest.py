@@ -1,5 +1,5 @@
 """Fixtures for all integration tests: a real NATS server for one test, a connection to this server,
-and KV transports. A test's failpoints end with the test.
+and transports for KV. After each test, a fixture disarms the test's failpoints.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ async def test_one_address_cannot_take_all_connections(mesh: Mesh) -> None:
         nonlocal num_refused
         ended = await asyncio.gather(*(attack(mesh, HEAD) for _ in range(1500)))
         refused = sum(e.status == 0 for e in ended)
-        # A connection that the gateway cuts makes room for a later one. Each timeout frees the cap
-        # PER_IP at most once.
+        # The gateway lets in a new connection for each one that it cuts. It cuts at most PER_IP
+        # connections in each timeout.
         assert refused >= 1500 - 3 * PER_IP
         num_refused += refused
 
@@ -136,8 +136,8 @@ async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> N
             grown = max(grown, rss(mesh) - memory)
             return not num_kept(port_of(mesh))
 
-        # The limit covers the time to decode enough to fill the buffers, WRITE_S until the gateway
-        # cuts the connection, and WRITE_S until the kernel drops the rest.
+        # 100 s are enough to decode tokens until the buffers are full, for WRITE_S until the
+        # gateway cuts the connection, and for WRITE_S until the kernel drops the rest.
         took_s = await until(are_gone, within_s=100)
     print(f"gone after {took_s:.1f} s, {grown / MIB / len(deaf):.2f} MiB each")
     assert grown <= MIB * len(deaf) + 10 * MIB

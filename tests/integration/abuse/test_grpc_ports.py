@@ -111,8 +111,8 @@ async def test_a_connection_that_never_says_hello_is_cut(mesh: Mesh) -> None:
 async def test_messages_without_their_end_are_bounded_together_and_given_up(
     mesh: Mesh, method: bytes
 ) -> None:
-    """Each attacker makes forty calls on one connection and sends 7 MiB of each call without its
-    end. Once, such calls took 280 MiB for as long as the connection stayed.
+    """Each attacker makes forty calls on one connection, and sends 7 MiB of each call but never its
+    end. Once, such calls took 280 MiB as long as the connection stayed.
     """
     halves = [Halves(method, 40, 7 * MIB) for _ in range(3)]
     port = grpc_ports(mesh)["gateway-0"]

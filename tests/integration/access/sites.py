@@ -1,5 +1,5 @@
-"""Starts a NATS server that gives each role of process its own rights, and clients with the
-certificates of these roles.
+"""Starts a NATS server that gives each role of the mesh's processes its own rights, and clients
+with the certificates of these roles.
 """
 
 from __future__ import annotations

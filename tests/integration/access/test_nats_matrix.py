@@ -141,7 +141,7 @@ def entries(table: dict[str, str], role: str, me: str) -> set[tuple[str, str]]:
 
 
 def all_sends() -> set[str]:
-    """Every subject on which some process could cause an effect."""
+    """Every subject to which a message could have an effect, whoever may send it."""
     ids = [instance_id for _, instance_id in PROCESSES]
     sends = {f"mesh.v1.{kind}.{each}" for kind in event_kinds() for each in (*ids, "x")}
     for name in ALL_BUCKETS:
@@ -221,8 +221,8 @@ async def test_a_role_hears_what_it_needs_and_nobody_elses_answers(
 
 
 async def test_events_arrive_at_those_who_hear_them(nats: TestServer, ours: TestAuthority) -> None:
-    """NATS keeps the messages of one account from the others unless the account exports them. Each
-    event is exported by itself.
+    """Each role has a NATS account of its own. Events reach other accounts because each kind of
+    event is exported to them.
     """
     got: dict[str, set[str]] = {}
     async with connected(nats, ours, "operator", "ann") as ann:
@@ -254,7 +254,9 @@ async def test_events_arrive_at_those_who_hear_them(nats: TestServer, ours: Test
 
 
 async def _everybody_tells(nats: TestServer, ours: TestAuthority, about: str) -> set[str]:
-    """Send each kind of event from each process that may send it, and return the subjects."""
+    """From each process, send each kind of event that the process may send. Returns the
+    subjects.
+    """
     sent: set[str] = set()
     for role, me in PROCESSES:
         async with connected(nats, ours, role, me) as caller:
@@ -271,9 +273,9 @@ async def test_an_answer_never_lands_where_the_caller_may_not_write(
 ) -> None:
     """NATS does not check to which subject it sends an answer.
 
-    When all roles had one account, a caller could name the desired state as that subject. NATS then
-    wrote its answer `{"stream": ..., "seq": 2}` over the desired state, and masters read it as a
-    state without groups.
+    When all roles had one account, a caller could name the desired state's entry as that subject.
+    NATS then wrote its answer `{"stream": ..., "seq": 2}` over the desired state, and masters read
+    the answer as a desired state without groups.
     """
     victims = ("$KV.pdmesh-desired.current", "$KV.pdmesh-instances.decode-0")
     async with bus_of(nats, ours, "master-scheduler", "master-0") as master:
@@ -291,7 +293,8 @@ async def test_an_answer_never_lands_where_the_caller_may_not_write(
             for victim in victims:
                 for subject, body in asked:
                     await caller.client.publish(subject, body, reply=victim)
-            # NATS answers in order. Once this answer has come, the earlier requests are done.
+            # NATS answers in order. Once this answer has come, NATS has handled the earlier
+            # requests.
             await caller.jetstream.publish("$KV.pdmesh-instances.prefill-0", b"done")
         current, record = await desired.get("current"), await records.get("decode-0")
         assert current is not None
@@ -415,7 +418,7 @@ async def test_a_bucket_of_an_older_pdmesh_loses_the_header_that_empties_it(
         assert await bucket(master, INSTANCES).get("d") is None, "the attack is real"
 
         await other.jetstream.publish(f"$KV.{INSTANCES}.d", b"theirs")
-        master.num_replicas = 1  # services pass the number to `NatsBus.connect`
+        master.num_replicas = 1  # services tell `NatsBus.connect` this number
         await bucket(master, INSTANCES).ensure()
         assert not await _is_taken(caller, own, wipe)
         assert await bucket(master, INSTANCES).get("d") is not None

@@ -108,7 +108,7 @@ async def test_a_user_runs_its_own_commands_and_no_other(valkey: ValkeyServer, r
             try:
                 if await may_run(tester, role, command, num, KEYS[role][0]):
                     allowed.add(command)
-            except ResponseError:  # Redis looked at the arguments, so it allows the command
+            except ResponseError:  # the arguments are wrong, so Redis has allowed the command
                 allowed.add(command)
     wanted = set(f"{CONNECTION} {COMMANDS[role]}".split())
     assert allowed - FREE == wanted - FREE

@@ -1,5 +1,5 @@
-"""Checks the objects that the chart makes for the Gateway API Inference Extension, in which the
-gateway picks an endpoint for a proxy.
+"""Checks the chart's objects for the Gateway API Inference Extension. With this extension, a proxy
+asks the gateway which endpoint takes a request.
 """
 
 from __future__ import annotations

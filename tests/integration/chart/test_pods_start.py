@@ -29,7 +29,8 @@ from tests.support.waiting import until
 SERVERS = ["pdmesh-nats", "pdmesh-redis"]
 GATEWAY, MASTER = "pdmesh-gateway", "pdmesh-master-scheduler"
 JOB = "pdmesh-desired-"
-# Each role once. The two blank pools become a group that the desired state orders.
+# Each role once. A blank instance has no role until the master gives it one. The desired state
+# makes a group of the two blank instances.
 POOLS = {
     "prefill": {"role": "prefill", "replicas": 1},
     "decode": {"role": "decode", "replicas": 1},

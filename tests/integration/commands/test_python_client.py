@@ -1,5 +1,5 @@
 """Uses the Python client against a real mesh with mutual TLS, an admin token and two blank
-instances.
+instances, which have no role yet.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ def lives_again(pdmesh: Pdmesh, name: str, killed: int) -> bool:
 
 @pytest.mark.req("S126")
 def test_status_names_a_prefill_and_a_decode_that_exchange_no_kv(pdmesh: Pdmesh) -> None:
-    """A hasty change of one role's settings can cause this. The mesh still serves requests."""
+    """The roles' settings may differ like this after a hasty change of one role. The mesh still
+    serves requests.
+    """
     pdmesh.environment["PDMESH_DECODE_SIM_SEED"] = "2"
     pdmesh.until_ready(pdmesh.up())
     assert pdmesh.chat().strip()
@@ -120,8 +122,8 @@ def test_the_whole_mesh_ends_when_its_launcher_is_killed(pdmesh: Pdmesh) -> None
 
 @pytest.mark.req("S74")
 def test_a_launcher_without_a_reader_keeps_its_mesh_running(pdmesh: Pdmesh) -> None:
-    """After `pdmesh up | head`, or when somebody closed the terminal, the launcher can print
-    nothing more. A decode dies in this state.
+    """After `pdmesh up | head`, or when somebody has closed the terminal, the launcher cannot print
+    any more. It must still start a killed decode again.
     """
     launcher = pdmesh.up(stdout=subprocess.PIPE)
     mesh = pdmesh.until_ready(launcher)
@@ -180,7 +182,7 @@ def test_a_service_that_cannot_start_ends_the_start_with_its_reason(pdmesh: Pdme
 def test_an_engine_that_can_never_start_is_tried_once_and_ends_the_start_in_one_line(
     pdmesh: Pdmesh,
 ) -> None:
-    """An unusable --engine-arg has the same effect, but only vLLM itself can check it."""
+    """vLLM ends in the same way for an --engine-arg that only vLLM itself can check."""
     launcher = pdmesh.up("--encoder", "1")  # by default, the simulated model takes no images
     assert launcher.wait(START_S) == 1
     lines = pdmesh.output.read_text().strip().splitlines()

@@ -1,5 +1,5 @@
-"""Tests to which processes a client sends its admin token. The token may reach only the leader of
-the highest epoch.
+"""Tests to which processes a client sends its admin token. Each leadership of a master has a
+number, the epoch. The token may reach only the leader of the highest epoch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Lets blank instance processes follow the assignments of a real NATS. Assignments set a process up
-for a role, make it serve and drain, and make it blank again.
+"""Lets blank instances, processes without a role, follow the leader's assignments over a real NATS.
+Assignments give a process a role, make it serve and drain, and make it blank again.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ async def test_a_drain_cuts_no_request_and_the_next_stage_erases_everything(
 
 @pytest.mark.fault("F5", "F12", "F13")
 async def test_outdated_assignments_are_ignored(site: Site, master: Master) -> None:
-    """The instance ignores a former leader's assignment, an assignment for an earlier incarnation,
-    and one for a role that it does not have.
+    """The instance ignores a former leader's assignment, an assignment to an earlier incarnation of
+    itself, and an assignment for a role that it does not have.
     """
     p = await blank(site, "p")
     master.epoch = 5
@@ -168,7 +168,7 @@ async def test_outdated_assignments_are_ignored(site: Site, master: Master) -> N
     raw = KvBucket(
         site.bus,
         ASSIGNMENTS,
-        # Write past the store, which compares revisions, as a former leader would.
+        # Write like a former leader. The store itself would compare revisions and refuse.
     )
     old = Assignment()
     old.CopyFrom(master.given["p"])
@@ -344,8 +344,8 @@ def held(process: Process) -> tuple[int, int]:
 async def test_incarnations_leave_nothing_behind_in_their_process(
     site: Site, master: Master
 ) -> None:
-    """The process lives five incarnations, each with a host pool, arenas, sockets and threads. The
-    fifth must hold no more of them than the second did.
+    """The process lives five incarnations, one after another. Each has a host pool, arenas, sockets
+    and threads. The fifth must hold no more of them than the second did.
     """
     process = await blank(site, "i-0", KV_HOST_POOL_BYTES=str(32 << 20))
     left: list[tuple[int, int]] = []

@@ -29,7 +29,7 @@ HOUR_S = 3600
 # they share a file.
 FAST = ("prefill-0", "prefill-1", "decode-0", "node-agent", "kv-cache-index")
 SLOW = ("decode-1", "gateway-0", "master-scheduler", "health-monitor")
-LEASES = 3  # how many heartbeats of each instance make up the time of one lease
+LEASES = 3  # how many heartbeats an instance sends during one lease
 
 
 class Clocks:

@@ -1,5 +1,5 @@
-"""Tests how the health-monitor judges faults, with a real NATS. The tests send the signals of
-faults and read the board of fault reports.
+"""Tests how the health-monitor judges faults, with a real NATS. The tests send heartbeats with
+signs of faults, and read the reports that the health-monitor writes to a bucket, the board.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ async def test_a_new_incarnation_begins_without_the_old_ones_faults(site: Site) 
     await site.until_level("decode-0", 0)
     health = InstanceHealth(service="decode", vitals=InstanceHealth.Vitals(), signals=[HANGS])
     await zombie.publish(subjects.health_instance("decode-0"), health)
-    # This heartbeat comes after that of the zombie, so the monitor has read both.
+    # This heartbeat comes after the one of the old incarnation, so the monitor has read both.
     await site.until_level("decode-1", 2, HANGS)
     assert "decode-0" not in site.board.known
 

@@ -1,5 +1,5 @@
-"""Runs blank instances as real processes under a desired state. They become groups, change and
-heal, and no client may notice.
+"""Runs blank instances, processes without a role, under a desired state that makes groups of them.
+The groups form, change and heal, and no client may notice.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def test_blank_instances_become_a_group_that_changes_and_heals_while_it_se
         await operator.until_serving(3, 1)
         assigned = [s for s in operator.steps if s.step == "assigned"]
         assert [s.replaces for s in assigned] == [lost]
-        # The killed instance is back, but another one takes its place.
+        # The killed instance is back, but another instance has taken its place.
         assert assigned[0].instance_id != lost
         assert {name: mesh.pid(name) for name in others} == others
         async with httpx.AsyncClient(timeout=60) as client:
@@ -72,8 +72,8 @@ async def test_blank_instances_become_a_group_that_changes_and_heals_while_it_se
 
 
 def _check_order(operator: Operator) -> None:
-    """Assert that the new prefill was ready before a decode left, and that every instance went
-    through its steps in order.
+    """Assert that the new prefill was ready before a decode left, and that the steps of these two
+    instances came in order.
     """
     ready = [s for s in operator.steps if s.step == "ready" and s.role == "prefill"]
     draining = [s for s in operator.steps if s.step == "draining"]

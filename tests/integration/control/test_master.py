@@ -1,5 +1,5 @@
-"""Runs one or two master-schedulers over a real NATS server. Tests their plans, the change of
-leadership, and their view of the fleet.
+"""Runs one or two master-schedulers over a real NATS server. Tests their plans for requests, the
+change of leadership, and what they know of the instances.
 """
 
 from __future__ import annotations
@@ -316,8 +316,8 @@ async def test_a_standby_refuses_then_takes_over_under_a_higher_epoch(
 async def test_a_leader_continues_above_the_epochs_that_instances_remember(
     leader: Running, leases: dict[str, NatsLease]
 ) -> None:
-    """An instance remembers the epoch of its last order. The store was wiped and the masters
-    restarted, but the instances kept running.
+    """Epochs number the leaderships of masters, and an instance remembers the epoch of its last
+    order. The store was wiped and the masters restarted, but the instances kept running.
     """
     record = InstanceRecord()
     record.CopyFrom(leader.view.records["prefill-0"])
@@ -332,8 +332,8 @@ async def test_a_leader_continues_above_the_epochs_that_instances_remember(
 async def test_a_leader_begins_above_the_epochs_of_what_is_stored(
     server: servers.TestServer, bus: NatsBus
 ) -> None:
-    """A wipe left the store's revisions, from which epochs are taken, below the epochs in the
-    store. Then the whole mesh was restarted.
+    """A new epoch is a revision of the store. A wipe has set the revisions back below the stored
+    epochs, and then the whole mesh was restarted.
     """
     book = await NatsAssignments(bus).book()
     await book.write(Assignment(instance_id="i-0", incarnation=1, epoch=7000))

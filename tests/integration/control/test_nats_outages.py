@@ -1,5 +1,5 @@
-"""Tests the registry and the leadership over a real NATS server that is paused, wiped or not yet
-started.
+"""Tests the registry of processes and the leadership of masters over a real NATS server that is
+paused, wiped or not yet started.
 """
 
 from __future__ import annotations
@@ -151,9 +151,8 @@ async def test_a_leader_that_stops_hands_over_before_its_lease_ends(
 async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
     server: servers.TestServer,
 ) -> None:
-    """`core.control.leadership` and its test define when the leader gives up. This test shows that
-    the leader also does so when the store does not answer, and that the leader's master learns of
-    it.
+    """`core.control.leadership` and its test define when a leader gives up. This test shows that a
+    leader gives up even while the store does not answer, and that its master learns of the end.
     """
     await server.start()
     a = Candidate(await NatsBus.connect(server.url, "a"), "a")
@@ -165,7 +164,8 @@ async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
     await until(lambda: a.election.is_leader)
     epochs = [epoch for is_leader, epoch in a.changes if is_leader]
     assert epochs == sorted(set(epochs))
-    assert len(epochs) == a.election.num_won == 2  # each renewal has raised the epoch by one
+    # Each renewal has raised the epoch, the number of the leadership, by one.
+    assert len(epochs) == a.election.num_won == 2
     await a.stop()
 
 
@@ -173,8 +173,8 @@ async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
 async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
     server: servers.TestServer,
 ) -> None:
-    """The nemesis found this fault. The standby won at once, and the two leaders raised their
-    epochs above each other's until the first leader noticed.
+    """The nemesis, a test with random faults, found this fault. The standby won at once, and the
+    two leaders raised their epochs above each other's until the first leader noticed.
     """
     await server.start()
     a = Candidate(await NatsBus.connect(server.url, "a"), "a", lease_s=4.0)
@@ -184,7 +184,7 @@ async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
     joined = await lease.get("master")
     assert joined is not None
 
-    async def is_renewed() -> bool:  # then the standby also knows of the lease
+    async def is_renewed() -> bool:  # waits until the standby has seen the lease, too
         entry = await lease.get("master")
         return entry is not None and entry.revision > joined.revision
 
@@ -203,8 +203,9 @@ async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
 def test_a_process_that_is_stopped_while_its_server_is_away_says_goodbye_without_an_error(
     tmp_path: Path,
 ) -> None:
-    """The nemesis found this fault on uvloop, which services use. Closing the connection failed
-    while data still waited to be sent, and the process exited with code 1.
+    """The nemesis, a test with random faults, found this fault on uvloop, which services use.
+    Closing the connection failed while data still waited to be sent, and the process exited with
+    code 1.
     """
     server = servers.nats(tmp_path)
 

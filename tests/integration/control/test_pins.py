@@ -1,5 +1,5 @@
-"""Tests pins. A pin is an operator's order to keep the KV of a prefix, however many other prompts
-come, until the operator removes the pin or its time is over.
+"""Tests pins. A pin is an operator's order to keep the KV of a prefix, whatever other prompts come.
+It ends when the operator removes it, or when its time is over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.waiting import until
 
 BLOCK_TOKENS, BLOCK_BYTES = 64, 64 * 64 * 2
 POOL_BLOCKS = 32
-# A flood of prompts fills several times the room of engine and host pool together.
+# The engine's cache and the host pool together hold only a small part of a flood of prompts.
 SMALL = {
     "PDMESH_PREFILL_NUM_KV_BLOCKS": "40",
     "PDMESH_PREFILL_KV_HOST_POOL_BYTES": str(POOL_BLOCKS * BLOCK_BYTES),
@@ -115,7 +115,7 @@ async def test_a_pinned_system_prompt_is_still_there_when_everything_else_is_gon
         assert await cached(client, SYSTEM, "and now?") == 0
 
 
-# -- the leader's half, over a real NATS ----------------------------------------------------------
+# -- the leader's part, over a real NATS ----------------------------------------------------------
 
 TOKENS = list(range(100, 100 + 3 * BLOCK_TOKENS + 5))
 
@@ -204,7 +204,7 @@ async def test_a_pin_ends_with_its_time_and_every_change_is_reported(leader: Lea
     await leader.pins.round()
     assert [pin.reason for pin in leader.pins.states()] == ["longer"]
     leader.now += 21
-    await until(lambda: not leader.pins.states())  # no round is needed
+    await until(lambda: not leader.pins.states())  # the background task ends the pin
     await until(lambda: len(leader.told) == 3)
     assert [event.change for event in leader.told] == ["added", "replaced", "expired"]
 

@@ -1,5 +1,5 @@
-"""Takes a whole group out of a mesh under load (S22). No request may fail, no data of the group may
-stay behind, and its usage must be correct to the second.
+"""Takes a whole group out of a mesh under load (S22). No request may fail, and no data of the group
+may stay behind. The group's instance time must be charged to the second.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ async def test_a_group_leaves_in_order_and_is_charged_until_it_is_released(tmp_p
             epoch = (await usage(bus)).epoch
             # The next leader must continue the account.
             mesh.kill(operator.steps[0].header.publisher_id)
-            # The time between two leaders is charged for the lower of the two numbers of instances
-            # that they saw. So the group must not leave before the new leader has seen it.
+            # For the time between two leaders, an account is charged for the lower of the two
+            # numbers of instances that the leaders saw. So the group must not leave before the new
+            # leader has seen it.
             await until(lambda: counts_after(bus, epoch), within_s=CHANGE_S)
             await operator.apply(GROUPS.format(count=1))
             await until(lambda: len(times(operator, "released")) == 2, within_s=CHANGE_S)

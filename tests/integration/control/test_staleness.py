@@ -13,9 +13,10 @@ from loadtests.placement.staleness import measure
 async def test_a_change_is_known_as_soon_as_with_polls_every_20_and_50_ms(
     tmp_path: Path,
 ) -> None:
-    """The test compares events with polls. The same instances report the same changes both ways.
+    """The same instances report the same changes by events and by polls, and the test compares the
+    delays.
 
-    The benchmark that the test uses also measures the delay in milliseconds.
+    The benchmark loadtests.placement.staleness reports the delays in milliseconds.
     """
     found = await measure(num_instances=10, rate=200.0, duration_s=3.0, folder=tmp_path)
     assert found.num_lost == 0

@@ -24,8 +24,8 @@ UPGRADE_S = 4 * CHANGE_S  # the two groups are upgraded one after the other
 
 
 def desired(*options: str) -> str:
-    """A desired state of two groups, each with one prefill and one decode. Instances with other
-    options cannot take the KV of these.
+    """A desired state with two groups, each with one prefill and one decode. Instances with other
+    options cannot exchange KV with instances of these groups.
     """
     listed = "".join(f"      {option}\n" for option in options)
     return f"""

@@ -1,4 +1,4 @@
-"""Tests what happens when the name of an adapter gets a new meaning while the gateway encodes a
+"""Tests what happens when the name of a LoRA adapter gets a new meaning while the gateway encodes a
 prompt.
 """
 

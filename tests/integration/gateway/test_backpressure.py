@@ -1,5 +1,5 @@
-"""Tests backpressure (S97). Gateways report their queue lengths to the master and get the total
-back. With the total, a gateway itself refuses a request whose wait would be in vain.
+"""Tests backpressure (S97). Gateways report their queue lengths to the master, which tells them the
+length over all gateways. So a gateway can itself refuse a request that would wait in vain.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.req("S95", "S97")
 
 
 class PressingMaster(FakeMaster):
-    """A master that ranks all instances, and reports on the queues with the core that a real master
-    uses.
+    """A master that ranks all instances. It reports on the queues with the same core as a real
+    master.
     """
 
     def __init__(self, prefills_per_s: float, max_waiting: int) -> None:
@@ -91,7 +91,7 @@ async def fill(
     count: int,
     **fields: Any,
 ) -> list[asyncio.Task[httpx.Response]]:
-    """Start `count` requests that wait. Return when the master has reported them to the gateway."""
+    """Start `count` requests that wait. Returns when the gateway knows of them from the master."""
     waiting = [asyncio.create_task(ask(client, **fields)) for _ in range(count)]
     book, planner = master.pressure.book, mesh.gateway.frontend.shared.planner
 
@@ -108,8 +108,8 @@ async def test_a_request_that_cannot_be_served_in_time_is_refused_without_the_ma
 ) -> None:
     """Ten requests wait, and two of them begin each second.
 
-    A long prompt has a later deadline and joins the queue. The gateway refuses a short prompt with
-    a retry-after.
+    A long prompt has a later deadline, so the gateway lets it wait. The gateway refuses a short
+    prompt and tells its client when to come back.
     """
     async with pressed(tmp_path, prefills_per_s=2.0, ttft_s=3.0, ttft_s_per_1k_tokens=100.0) as (
         mesh,

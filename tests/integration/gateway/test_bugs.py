@@ -16,8 +16,8 @@ from tests.support.waiting import until
 
 
 def break_first_send(mesh: GatewayMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the gateway fail to send the first leg, as when a value does not fit into its
-    message.
+    """Make the gateway fail when it sends a request to an instance for the first time, as if a
+    value did not fit into the message.
     """
     sessions = mesh.gateway.sessions
     real = sessions.session
@@ -38,8 +38,8 @@ async def test_a_request_that_meets_a_bug_fails_alone(
     client: openai.AsyncOpenAI,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One loop of the planner hands plans to all requests. A request that raises an exception there
-    must not end the loop.
+    """One loop of the planner hands plans to all requests. An exception in one request must not end
+    this loop.
     """
     break_first_send(mesh, monkeypatch)
     with pytest.raises(openai.InternalServerError) as caught:
@@ -57,7 +57,7 @@ async def test_an_impossible_event_ends_one_request_and_is_logged_with_its_story
     client: openai.AsyncOpenAI,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An instance reports the end of a leg that the gateway has only offered to it."""
+    """An instance reports the end of a request that it has not even accepted yet."""
     real = InstanceSession.open_leg
 
     def finishes_at_once(session: Any, key: int, owner: Any, command: Any) -> bool:

@@ -1,5 +1,5 @@
-"""Tests faults behind the gateway. Each must be invisible to the client, or cause one clear
-error.
+"""Tests faults of instances, masters and connections behind the gateway. Each fault must be
+invisible to the client, or cause one clear error.
 """
 
 from __future__ import annotations
@@ -327,11 +327,11 @@ def leave(writer: asyncio.StreamWriter, how: str) -> None:
 async def test_a_client_that_leaves_frees_everything(
     left_mesh: GatewayMesh, stage: str, how: str, padding: int
 ) -> None:
-    """While the server has a large body, it stops reading. Then it could miss that the client
-    leaves.
+    """While the server holds a large body, it stops reading from the connection, and then might not
+    notice that the client leaves.
 
-    A client that closes only its sending half looks like a client that died. So the gateway treats
-    it as gone and closes its connection.
+    A client that closes only its sending half looks like a client that died. The gateway treats it
+    as gone and closes the connection.
     """
     mesh = left_mesh
     prefill, decode = mesh.instances["prefill-0"], mesh.instances["decode-0"]

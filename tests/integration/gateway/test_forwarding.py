@@ -28,7 +28,7 @@ from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.memory_registry import MemoryView
 from tests.support.waiting import until
 
-# The text is longer than the event loop encodes itself, so a thread encodes it.
+# The text is too long for the event loop, so a thread encodes it.
 TEXT = "What is passed on, and how often? " * 80
 SHORT = "one, two"
 
@@ -110,8 +110,8 @@ def path_of(body: Any) -> str:
 async def test_two_gateways_give_the_same_bytes_and_ask_instances_for_the_same(
     tmp_path: Path, client: httpx.AsyncClient, name: str
 ) -> None:
-    """Only one of the gateways has served requests before. Its answers and its commands to the
-    instances must not show that.
+    """One of the two gateways has served requests before. Its answers and its commands to the
+    instances must not show this history.
     """
     body = ASKED[name]
     async with gateway_mesh(tmp_path) as mesh, second_gateway(mesh, tmp_path) as other:
@@ -165,7 +165,9 @@ class CountingEncoder:
 async def test_a_text_is_encoded_once_for_all_choices_rejections_and_lost_legs(
     tmp_path: Path, client: httpx.AsyncClient, text: str
 ) -> None:
-    """Prefill, decode and the legs after a death all use the tokens of the first encoding."""
+    """Prefill and decode use the tokens of the first encoding, and so do the instances that
+    continue the answer after a death.
+    """
     async with gateway_mesh(tmp_path, num_prefills=2) as mesh:
         tokenizer = mesh.tokenizer
         encoder = tokenizer._inner = CountingEncoder(tokenizer._inner)  # type: ignore[assignment]  # counts

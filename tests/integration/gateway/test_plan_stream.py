@@ -1,5 +1,5 @@
-"""Tests the stream on which a gateway asks the master for plans. Each answer must belong to its
-query, whatever happens to the master.
+"""Tests the stream on which a gateway asks the master for plans. A plan names the instances that
+may serve a request. Each answer must belong to its query, whatever happens to the master.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def test_a_master_that_is_not_there_is_unavailable_in_time() -> None:
 
 
 class RefusingMaster(FakeMaster):
-    """A master that ranks no instance, and gives this reason."""
+    """A master that ranks no instance, for the given reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ async def test_a_plan_of_an_older_epoch_has_no_effect(tmp_path: Path) -> None:
         mesh.register(leader_at(port))
         statuses = []
         for master.epoch in (5, 4, 5, 6, 5):
-            # After a refused plan, the gateway does not ask the master for a moment.
+            # After a refused plan, the gateway waits for a moment before it asks the master again.
             await asyncio.sleep(0.3)
             answer = await client.post(f"{mesh.url}/v1/completions", json=BODY)
             statuses.append(answer.status_code)
@@ -200,8 +200,8 @@ class ForeseeingMaster(FakeMaster):
 async def test_a_plan_whose_instances_the_gateway_does_not_know_yet_fails_no_request(
     tmp_path: Path,
 ) -> None:
-    """The nemesis found this fault. A new prefill's record reached the master some milliseconds
-    before the gateway, and a request got a 503.
+    """The nemesis, a test with random faults, found this fault. A new prefill's record reached the
+    master some milliseconds before the gateway, and a request got a 503.
     """
     async with (
         gateway_mesh(tmp_path) as mesh,

@@ -1,5 +1,5 @@
-"""Tests that a rule gives a scenario to each request without one, and that operators see which rule
-did so.
+"""Tests rules for scenarios. A scenario is a kind of requests with its own groups of instances. A
+rule gives a scenario to each request that names none.
 """
 
 from __future__ import annotations

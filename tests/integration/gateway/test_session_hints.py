@@ -53,8 +53,8 @@ async def post(mesh: GatewayMesh, path: str, **fields: Any) -> httpx.Response:
 
 
 async def hints(mesh: GatewayMesh, count: int = 1) -> list[SessionHint]:
-    """The hints that the prefill received, once both instances have `count` of them. Checks that
-    both instances received the same hints.
+    """The session hints that the prefill received, once prefill and decode have `count` of them.
+    Checks that both received the same.
     """
     all_of = [i.session_hints for i in mesh.instances.values()]
     await until(lambda: all(len(got) >= count for got in all_of))

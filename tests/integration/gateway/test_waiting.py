@@ -1,5 +1,5 @@
-"""Tests the waiting room, in which requests wait for a slot. Tests which request goes first, which
-is evicted, and what happens at the deadline.
+"""Tests the waiting room, in which requests wait for a slot of an instance. Tests which request
+goes first, which one is evicted, and what happens at the deadline.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ async def test_a_flood_of_one_tenant_does_not_keep_another_waiting(tmp_path: Pat
 async def test_prompts_are_offered_only_where_a_slot_may_be_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refused offer costs two messages, one of which has the whole prompt."""
+    """A refused offer costs two messages, one of them with the whole prompt."""
     monkeypatch.setattr(free_slots, "TRUST_S", 600.0)
     async with (
         gateway_mesh(tmp_path, ttft_s=300.0, retry_s=0.05) as mesh,
@@ -224,7 +224,7 @@ async def test_waiting_requests_go_in_batches_of_similar_length(tmp_path: Path) 
 
 @pytest.mark.req("S46", "S90")
 async def test_a_lone_prompt_waits_for_no_others(tmp_path: Path) -> None:
-    """The prefill computes four prompts at a time, but only one request comes."""
+    """The prefill could compute four prompts at a time, but only one request comes."""
     async with (
         gateway_mesh(tmp_path, ttft_s=300.0, retry_s=250.0, prefill_batch=4) as mesh,
         httpx.AsyncClient(base_url=mesh.url, timeout=300) as client,

@@ -196,7 +196,9 @@ async def test_block_names_cannot_be_computed_without_the_secret_and_differ_by_s
 
 @pytest.mark.req("S89")
 async def test_the_tokens_of_a_lost_leg_reveal_no_text(tmp_path: Path) -> None:
-    """The second plan also covers the tokens that the client already has. They are text as well."""
+    """The second plan also covers the tokens that the client already has. These tokens are text as
+    well.
+    """
     master = ListeningMaster()
     async with gateway_mesh(tmp_path, 0, 0) as mesh, serving(master) as port:
         for role, name in (

@@ -1,4 +1,4 @@
-"""Runs a cluster of three NATS servers of which one dies or freezes.
+"""Runs a cluster of three NATS servers in which one server dies or freezes.
 
 No written entry may be lost, and no process may be judged dead while the servers elect another
 leader.
@@ -92,8 +92,8 @@ async def test_a_bucket_without_a_leader_is_away_and_not_wiped(nats_cluster: Nat
 async def test_nobody_is_taken_for_dead_while_no_majority_takes_writes(
     nats_cluster: NatsCluster,
 ) -> None:
-    """The server to which the processes are connected answers all the time. No process can renew
-    its lease, so the next leader reports every record as expired.
+    """The processes stay connected to a server that answers all the time. But no process can renew
+    its lease without a majority of servers, so the next leader reports every record as expired.
     """
     async with _master(nats_cluster):
         buses = {i: await nats_cluster.bus(r, i) for r, i in (("gateway", "g"), ("prefill", "p"))}
@@ -146,8 +146,8 @@ def _server_of(bus: NatsBus) -> str:
 
 
 async def test_no_process_of_the_mesh_may_join_the_cluster(nats_cluster: NatsCluster) -> None:
-    """NATS servers trust each other in everything, so their certificates come from another
-    authority than those of processes.
+    """NATS servers trust each other in everything. So their certificates come from another
+    authority than the certificates of the mesh's processes.
     """
     gateway = nats_cluster.ours.root / "gateway/g"
     server = nats_cluster.members["a"].directory.parents[1] / "files/a/cluster-tls"

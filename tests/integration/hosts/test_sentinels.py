@@ -44,7 +44,7 @@ async def test_the_index_follows_the_primary_and_takes_another_one_for_another_s
         assert await index.load("p") == STORED
         redis_trio.servers["a"].pause()
         await until(lambda: _has_other_epoch(index, before))
-        # The last writes may be lost, so the test writes all again.
+        # The last writes may be lost, so the test writes all data again.
         await index.replace("p", STORED)
         assert await index.load("p") == STORED
         redis_trio.servers["a"].resume()
@@ -59,7 +59,9 @@ async def _has_other_epoch(index: RedisIndex, before: str) -> bool:
 async def test_a_primary_that_returns_at_once_has_kept_what_it_had(
     redis_trio: RedisTrio, ours: TestAuthority
 ) -> None:
-    """A primary that came back empty would also empty its replicas."""
+    """A primary that returns at once must return with its data. If it came back empty, it would
+    also empty its replicas.
+    """
     with using_certificates(ours.folder("kv-cache-index", "i")):
         index = RedisIndex(redis_trio.url("kv-cache-index"), 5.0)
         await until(lambda: _epoch(index))

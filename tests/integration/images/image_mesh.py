@@ -1,4 +1,6 @@
-"""Runs a gateway in this process, with fake instances around it and a model that takes images."""
+"""Helpers that run a gateway in this process, with fake instances around it and a model that takes
+images.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Purse(OpenAccess):
 async def test_images_are_not_read_for_a_tenant_without_tokens(
     tmp_path: Path, path: str, fields: dict[str, Any]
 ) -> None:
-    """The data is no image, so the gateway answers 400 as soon as it reads the data."""
+    """The data is no image. The gateway would answer 400 if it read the data."""
     purse = Purse(1)
     async with (
         image_mesh(tmp_path, access=purse) as mesh,

@@ -1,5 +1,5 @@
-"""Tests an encoder beside a simulated prefill. The encoder makes the embeddings of each image once,
-and the prefill fetches them.
+"""Tests an encoder beside a simulated prefill. An encoder is an instance that makes the embeddings
+of each image once, and the prefill fetches the embeddings.
 
 Whatever happens to the encoder, every answer must be right, and no client may see an error.
 """
@@ -92,8 +92,8 @@ async def test_a_prompt_without_images_asks_no_encoder(
 
 
 async def test_tenants_share_no_embeddings(mesh: Mesh, client: httpx.AsyncClient) -> None:
-    """A cache salt stands for a tenant here. Either of them is part of the name of an image's
-    embeddings.
+    """Cache salts stand for tenants here. The tenant and the salt are both part of the name of an
+    image's embeddings.
     """
     before = encoded(mesh)
     for salt in ("one", "two"):

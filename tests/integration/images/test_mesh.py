@@ -126,8 +126,8 @@ async def test_each_answer_is_about_its_own_images(client: httpx.AsyncClient) ->
 
 @pytest.mark.req("S80", "S128")
 async def test_kv_is_shared_up_to_an_image_that_differs(client: httpx.AsyncClient) -> None:
-    """The earlier message fills blocks of its own. The template of the simulated model, like many
-    others, puts the images of a message before its text.
+    """The earlier message fills blocks of its own, because the template puts the images of a
+    message before its text. Many templates do the same.
     """
     earlier = {"role": "user", "content": "long " * 200}
 
@@ -294,7 +294,7 @@ async def test_many_choices_with_large_images_are_refused(client: httpx.AsyncCli
 async def test_an_answer_goes_on_about_its_image_when_its_decode_is_killed(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """The prefill computes the image again, and the other decode gets the KV from there."""
+    """The prefill computes the image again, and the other decode gets the KV from the prefill."""
     data, num = png(31), 400
     body = chat(TEXT, part(data), max_tokens=num, stream=True)
     tokens: list[int] = []

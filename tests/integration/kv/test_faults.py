@@ -1,7 +1,8 @@
 """Moves KV between two processes that die, freeze, or have a bad network between them.
 
-A pull must end for the right reason: its deadline, its stall bound, or the loss of its peer (F2-F6,
-F23-F25, F34). tests/chaos measures how long that takes.
+The receiver pulls the KV of a ticket from the sender, in parts. A pull must end for the right
+reason: its deadline, its stall bound, or the loss of its peer (F2-F6, F23-F25, F34). tests/chaos
+measures how long that takes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from tests.fakes.kv.sender_process import NUM_LAYERS
 
 ROOT = Path(__file__).parents[3]
 PARTS = 16
-LARGE = KvLayout(NUM_LAYERS, 64, 256 << 10, FINGERPRINT)  # 64 MiB take long enough to die in
+# 64 MiB take long enough for a process to die during the transfer.
+LARGE = KvLayout(NUM_LAYERS, 64, 256 << 10, FINGERPRINT)
 MEDIUM = KvLayout(NUM_LAYERS, 16, 64 << 10, FINGERPRINT)  # 4 MiB
 LATE_S = 600.0  # no pull reaches this deadline, so something else must end it
 
@@ -128,7 +130,7 @@ async def agent(
 async def pair(
     layout: KvLayout, lease_s: float, link: BadLink | None = None, chunk_bytes: int = 0
 ) -> AsyncIterator[tuple[Agent, Agent, str]]:
-    """A sender that has staged ticket t0, a receiver, and the sender's address."""
+    """A sender that has staged the KV of ticket t0, a receiver, and the sender's address."""
     sizes = (layout.num_blocks, layout.block_bytes, lease_s)
     hosts = (SENDER_IP, RECEIVER_IP) if link else ("127.0.0.1", "127.0.0.1")
     chunk = chunk_bytes or layout.total_bytes // PARTS
@@ -230,10 +232,11 @@ class _Silent:
 
 @pytest.mark.fault("F4")
 async def test_dropping_connections_to_a_frozen_peer_does_not_hold_the_loop() -> None:
-    """Messages and payloads are on their way, and the frozen peer never takes them.
+    """The connections have messages and payloads on their way that a frozen peer never takes.
 
-    Each round drops connections to a healthy peer and to a frozen one. The least disturbed round of
-    each kind counts. A close that waited for its peer would take a second in each round.
+    Each round drops connections to a healthy peer and connections to a frozen one. The least
+    disturbed round of each kind counts. A close that waited for its peer would take a second in
+    each round.
     """
     held_s: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(5):
@@ -280,8 +283,8 @@ needs_link = pytest.mark.skipif(bool(why_not()), reason=f"a bad link {why_not()}
 @pytest.mark.fault("F23", "F25")
 @pytest.mark.parametrize("at", [100, 200, 2_000, 300_000, 1_500_000, 3_500_000])
 async def test_a_link_that_falls_silent_at_any_byte_ends_in_time_on_both_sides(at: int) -> None:
-    """The link falls silent at a byte between the handshake, in which UCX connects both ways, and
-    the last part.
+    """The parameter is the byte after which the link is silent. It may be anywhere from the
+    handshake, in which UCX connects both ways, to the last part.
 
     No error reaches either side. Both see only silence.
     """
@@ -294,8 +297,8 @@ async def test_a_link_that_falls_silent_at_any_byte_ends_in_time_on_both_sides(a
         assert outcome in {"KV_TRANSFER_TIMEOUT", "KV_CONNECT_FAILED"}
         assert float(seconds) >= deadline_s
         await receiver.hear("freed")
-        # Each sent part has renewed the lease. Now the lease ends, and nothing may read under it
-        # any more.
+        # Each sent part has renewed the ticket's lease. When the lease ends, nobody may read the
+        # staged KV any more.
         await sender.hear("closed t0 expired")
 
 

@@ -1,7 +1,7 @@
 """Runs the kv-cache-index over a real NATS and a real Valkey.
 
-The index follows which KV blocks each instance has, and copies this to the store. The tests let
-instances, NATS and Valkey fail.
+The index follows which KV blocks each instance has, and copies its knowledge to Valkey. The tests
+let instances, NATS and Valkey fail.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ async def test_a_restarted_index_starts_from_redis_and_forgets_instances_that_di
     await store.replace("prefill-9", left)
     await worker.store(chain(4))
     async with index(bus, valkey) as parts:
-        # The index knows these blocks at once, without a snapshot.
+        # The index must know these blocks at once, without a snapshot.
         assert parts.index.match(chain(9)) == {"prefill-0": 4}
         await until(lambda: parts.mirror.is_current)
         assert await store.instance_ids() == ["prefill-0"]
@@ -331,9 +331,10 @@ async def test_a_restarted_index_starts_from_redis_and_forgets_instances_that_di
 async def test_a_restarted_index_over_a_wiped_store_is_rebuilt_from_the_workers(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
-    """This is the worst case, because only the instances know their blocks.
+    """This is the worst case. The index and its copy are gone, and only the instances know their
+    blocks.
 
-    The index must also learn of blocks that they publish while it is away.
+    The new index must also learn of blocks that were published while no index ran.
     """
     async with index(bus, valkey) as parts:
         await worker.store(chain(1000), host=chain(500, start=1000))
@@ -364,7 +365,7 @@ async def test_a_feed_that_fails_ends_its_service(
     """
     async with index(bus, valkey) as parts:
         await until(lambda: parts.feed.is_whole)
-        parts.feed._fetch = None  # This is the bug. To call it raises TypeError.
+        parts.feed._fetch = None  # this is the bug, because a call of None raises TypeError
         parts.feed.resync_all()
         await until(parts.working.done)
         with pytest.raises(TypeError):

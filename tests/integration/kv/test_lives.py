@@ -1,5 +1,6 @@
-"""Tests a process that starts its KV transport again for each incarnation (ADR 0016, ADR 0024).
-Peers connect while an incarnation ends, or to an incarnation that has ended.
+"""Tests a process that runs several incarnations of an instance, one after another, and starts its
+KV transport again for each (ADR 0016, ADR 0024). Peers connect while an incarnation ends, or to an
+incarnation that has ended.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ async def come_and_go(peer: UcxTransport, address: str) -> None:
 @pytest.mark.req("S23", "S36")
 @pytest.mark.fault("F37", "F42")
 async def test_a_transport_may_end_at_any_moment_while_peers_connect() -> None:
-    """The nemesis found this fault. An instance was erased while its peers connected, and died by
-    signal 11 in UCX.
+    """The nemesis, a test with random faults, found this fault. An instance was erased while its
+    peers connected, and died by signal 11 in UCX.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.fakes.kv.lives_process", str(NUM_LIVES), "1",
@@ -96,8 +97,8 @@ async def test_a_peer_that_asks_for_an_earlier_incarnation_is_refused_on_the_sam
 @pytest.mark.req("S23")
 @pytest.mark.fault("F5")
 async def test_between_two_incarnations_peers_are_refused_at_once() -> None:
-    """A blank instance must refuse a peer at once. The peer must not wait until its own
-    deadline.
+    """A process between two incarnations must refuse a peer at once. The peer must not wait until
+    its own deadline.
     """
     async with life() as (peer, _):
         async with life() as (_, address):
@@ -125,8 +126,8 @@ async def test_the_number_of_a_connection_is_never_used_again_in_a_later_incarna
 async def test_a_worker_that_may_still_touch_memory_is_never_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The test sets the time to wait for posted requests to 0. This looks as if a peer kept one of
-    them busy for too long.
+    """The test sets the time to wait for posted requests to 0. This has the same effect as a peer
+    that keeps a posted request busy for too long.
     """
     async with life() as (peer, _):
         async with life() as (transport, first):

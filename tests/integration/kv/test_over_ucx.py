@@ -1,4 +1,4 @@
-"""Tests KV transfer between two processes over UCX, also when one of them dies or freezes."""
+"""Tests KV transfer between two processes over UCX, even when one of them dies or freezes."""
 
 from __future__ import annotations
 
@@ -177,8 +177,9 @@ async def test_a_frozen_sender_fails_the_pull_at_its_deadline_and_never_writes_a
 async def test_a_connection_that_ends_during_receives_fails_its_pulls_at_once() -> None:
     """The sender cuts its connection while the receiver has posted receives.
 
-    In this case ucxx once only marked the receives for cancellation. So the connection never ended
-    at the receiver, which kept the pulls, slots and landing ranges of the connection forever.
+    In this case, ucxx once only marked the receives for cancellation. So the connection never ended
+    at the receiver. It kept its pulls, its slots, and the memory ranges in which the KV should
+    arrive.
     """
     layout, freed = KvLayout(8, 16, 8192, FINGERPRINT), list[AgentEvent]()
     size = layout.total_bytes
@@ -197,7 +198,7 @@ async def test_a_connection_that_ends_during_receives_fails_its_pulls_at_once() 
     address = await sender.start()
     await receiver.start()
     try:
-        for attempt in range(10):  # most attempts, but not all, ended in this way
+        for attempt in range(10):  # most attempts, but not all, met the fault
             failpoints.arm("prefill.sending=cut@3")
             name, r = f"t{attempt}", ArenaRange(0, size)
             sender.stage(name, 1, r, layout, 30.0, chunk_bytes=size // 4)
@@ -231,8 +232,8 @@ async def test_a_sender_that_was_frozen_serves_the_next_pull() -> None:
 async def test_over_shared_memory_a_frozen_sender_blocks_one_pull_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The receiver itself reads the sender's arena. So a sender that freezes before it sends META
-    holds up only one pull, which has a deadline.
+    """The receiver itself reads the sender's memory. So a sender that freezes before it sends META,
+    its first message, holds up only one pull, which has a deadline.
     """
     monkeypatch.setenv("UCX_TLS", "tcp,sm")
     events: list[AgentEvent] = []
@@ -319,8 +320,8 @@ async def test_agents_that_come_and_go_leave_no_descriptor_behind() -> None:
 
 
 class _BusyTransport(UcxTransport):
-    """A transport that is busy until the peer has given up the connection, and only then reads the
-    peer's hello.
+    """A transport on which a test's hook runs before it reads a hello. So a peer can give up the
+    connection just before.
     """
 
     on_hello: Callable[[], object] = staticmethod(lambda: None)
@@ -335,8 +336,8 @@ class _BusyTransport(UcxTransport):
 async def test_a_connection_given_up_before_its_welcome_ends_at_both_peers(
     is_closed: bool,
 ) -> None:
-    """A peer that gives up must say so. Otherwise the other side would keep the connection and its
-    descriptors until one of the processes ends.
+    """A peer that gives up must tell the other side. Otherwise the other side would keep the
+    connection and its descriptors until one of the processes ends.
     """
     here, there = UcxTransport(), _BusyTransport()
     await here.start(_Deaf())

@@ -1,5 +1,6 @@
-"""Tests which peers' host pools an instance asks for KV blocks. It asks peers that the index names,
-and only those of its own region unless its group spans regions (S58, S77).
+"""Tests which peers an instance asks for KV blocks. It asks for blocks in the host pools of peers
+that the index names. These peers must be in its own region unless its group spans regions (S58,
+S77).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ HASHES = (b"a" * 16, b"b" * 16)
 
 
 class Index:
-    """An index that names three other holders of both blocks, and one holder that has restarted
-    since.
+    """An index that knows three other holders of both blocks. It also names one holder in an
+    incarnation that is not the registered one.
     """
 
     async def Match(self, request: pb.MatchRequest, context: object) -> pb.MatchResponse:
@@ -80,8 +81,8 @@ async def test_blocks_are_fetched_only_from_pools_in_the_same_region(
 
 @pytest.mark.fault("F34")
 async def test_a_peer_that_this_instance_ejects_is_not_asked() -> None:
-    """The instance may ask another incarnation of the ejected peer, and a peer to which a
-    connection failed.
+    """One peer is ejected in this incarnation, one in another incarnation, and to a third peer a
+    connection failed. The instance must not ask the first peer only.
     """
     async with index() as address:
         store = MemoryStore()

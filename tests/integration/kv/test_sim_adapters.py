@@ -1,5 +1,5 @@
-"""Tests LoRA adapters with a simulated prefill and decode. Engines load adapters by content, within
-their slots, and free them.
+"""Tests LoRA adapters with a simulated prefill and decode. Engines load adapters by content into a
+fixed number of slots, and unload them when they are no longer used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def adapter_in(folder: Path, name: str, seed: int, **settings: Any) -> Adapter:
 
 
 def of(adapter: Adapter | None) -> dict[str, Any]:
-    """The fields of a command for this adapter. The commands omit block names, unlike a
-    gateway's.
+    """The fields of a command for this adapter. Unlike a gateway's commands, these have no block
+    names.
     """
     if adapter is None:
         return {"block_hashes": [], "cache_salt": ""}
@@ -138,8 +138,8 @@ async def test_requests_for_more_adapters_than_slots_wait_and_take_turns(tmp_pat
 async def test_an_adapter_from_a_slow_store_gives_a_sign_of_work_with_each_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each sign of work keeps the gateway from giving up the leg that waits. A store that hangs
-    gives no sign.
+    """A gateway gives up a request at an instance that shows no sign of work. So a store that
+    delivers must cause signs of work, and a store that hangs must cause none.
     """
     a = adapter_in(tmp_path, "a", 1)
     may_read = threading.Semaphore(0)
@@ -198,8 +198,8 @@ async def test_an_adapter_that_cannot_be_loaded_ends_only_its_own_requests(
 
 
 async def test_a_leg_that_ends_while_its_adapter_loads_leaves_nothing(tmp_path: Path) -> None:
-    """The legs are prefills in both transfer modes and one decode. The fixture checks that nothing
-    is left.
+    """The requests are prefills in both transfer modes, and one decode. `pair` checks at its end
+    that nothing is left.
     """
     adapters = [adapter_in(tmp_path, name, seed) for seed, name in enumerate("abcdef")]
     async with pair(max_adapters=8) as (_, _, to_p, to_d):

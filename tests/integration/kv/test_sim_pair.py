@@ -70,7 +70,9 @@ async def test_the_output_of_a_pair_equals_that_of_one_process(
 
 @pytest.mark.req("S37")
 async def test_a_seeded_answer_continues_the_same_after_a_death_at_any_token() -> None:
-    """As a gateway would do, the test puts the emitted tokens into the next attempt's prompt."""
+    """As a gateway does after a death, the test puts the emitted tokens into the next attempt's
+    prompt.
+    """
     async with pair() as (p, _, to_p, to_d):
         for seed in (3, -1):
             prompt = prompt_of(150, seed & 7)
@@ -117,7 +119,7 @@ async def test_a_constrained_answer_is_the_same_after_a_death_at_any_token() -> 
 
 @pytest.mark.parametrize("text", ["", "ab"])
 async def test_a_complete_form_ends_an_answer_before_its_least_length(text: str) -> None:
-    """As with vLLM, no token may follow a complete form."""
+    """As with vLLM, no token may follow a complete form, even before `min_tokens`."""
     choice = Constraint(grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps([text]))))
     vocabulary = build_vocabulary()
     async with pair() as (_, _, to_p, to_d):
@@ -245,7 +247,7 @@ async def test_the_next_turn_of_a_chat_finds_the_kv_of_the_answer() -> None:
         leg = await to_f.prefill(turn, Sampling(max_tokens=5), is_local=True)
         await leg.until("finished")
         first = leg.last("first_token")
-        # The answer has 200 tokens with the prompt. Its last token has no KV.
+        # The prompt and the answer have 200 tokens, and the last one has no KV.
         assert first.num_cached_tokens == 192
         expected, _ = sim_reference(turn, Sampling(max_tokens=5), sim_params(f.settings))
         assert [first.token_id, *leg.tokens] == expected
@@ -275,9 +277,9 @@ async def test_a_full_instance_refuses_with_a_reason_and_a_hint_follows() -> Non
 
 @pytest.mark.req("S40")
 async def test_refusals_do_not_wait_while_the_engine_is_in_a_long_step() -> None:
-    """Admission answers without the engine, which computes a long prompt during the whole test.
+    """Admission must answer without the engine, which computes a long prompt during the whole test.
 
-    The test checks the median of the refusals, so that a busy machine may slow half of them.
+    The test checks the median of the refusals, so a busy machine may slow almost half of them.
     """
     async with pair(num_slots=1, sim_law="smollm2-cpu") as (_, _, to_p, _):
         long = await to_p.prefill(prompt_of(2000), Sampling(max_tokens=5, ignore_eos=True))
@@ -514,8 +516,8 @@ async def test_kv_events_report_the_content_of_the_cache_without_gaps() -> None:
 
 @pytest.mark.fault("F23", "F24")
 async def test_a_frozen_sender_holds_up_no_pull_from_a_healthy_one() -> None:
-    """A pull from the frozen sender has the only place, and four more of its pulls wait. Only then
-    do pulls from the healthy sender begin.
+    """The decode runs one pull at a time. A pull from the frozen sender has this place, and four
+    more of its pulls wait. Only then do pulls from the healthy sender begin.
     """
     made: list[MemoryTransport] = []
 
@@ -535,7 +537,7 @@ async def test_a_frozen_sender_holds_up_no_pull_from_a_healthy_one() -> None:
         TestSession(d) as to_d,
     ):
         sampling = Sampling(max_tokens=4)
-        # Connects the frozen sender to the decode.
+        # This connects the frozen sender to the decode.
         await check(frozen, to_frozen, to_d, prompt_of(100), sampling)
         handed = []
         for seed in range(1, 6):

@@ -32,8 +32,8 @@ pytestmark = pytest.mark.req("S48", "S51")
 
 
 class Legs:
-    """The prefill leg and the decode leg of one request. The test drives them like a gateway that
-    chooses the decode as soon as the prefill accepts.
+    """One request at both instances: its leg at the prefill and its leg at the decode. The test
+    acts like a gateway that chooses the decode as soon as the prefill accepts.
     """
 
     def __init__(self, to_p: TestSession, to_d: TestSession) -> None:
@@ -272,9 +272,9 @@ async def test_kv_zeroed_on_arrival_changes_the_output() -> None:
 async def test_a_request_pulls_its_kv_while_the_batch_is_full_and_begins_when_another_ends() -> (
     None
 ):
-    """The decode has one slot and two places to wait. Two requests wait with their KV, and it
-    refuses a fourth. Each waiting request draws exactly one iteration after the last token of the
-    request before it.
+    """The decode has one slot and room for two requests that wait. Two requests wait with their KV,
+    and the decode refuses a fourth. Each waiting request must draw its first token exactly one
+    iteration after the last token of the request before it.
     """
     async with pair(num_slots=1, max_waiting=2, max_pulls=1, sim_law="demo") as (p, d, to_p, to_d):
         iterations = drawing_iterations(d)

@@ -1,5 +1,5 @@
-"""Tests that a slow prefill still works. Requests wait in its queue even beyond the target for the
-first token (S9), and nothing may declare the prefill dead.
+"""Tests a prefill that is slow but works. Requests wait in its queue even beyond the target for the
+first token (S9), and no process may take the prefill for dead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def test_a_short_prompt_behind_long_ones_waits_for_them_and_nothing_is_dec
 ) -> None:
     """One prefill computes 11,120 tokens in order of arrival. This takes longer than the target and
     the stall bound together. A gateway that expected twenty tokens to be quick would take the
-    prefill for dead, and would send the same work to the next instance.
+    prefill for dead, and would send the same work to another instance.
     """
     spec = fleet.one_by_one(
         PDMESH_SIM_LAW="smollm2-cpu",

@@ -1,5 +1,5 @@
-"""Tests that the end of one UCX connection does not end another one, which is older or was opened
-from the other side at the same time.
+"""Tests that the end of one UCX connection ends no other connection. The other one may be newer, or
+the peer may have opened it at the same time.
 
 UCX pairs the endpoints of two workers in the order in which each side made them. Once, the two ends
 of a connection could belong to two different pairs. UCX's next keepalive could then end the

@@ -56,8 +56,8 @@ ARENA_BYTES = 8 << 20
 class Kind:
     """How a cache stores its numbers.
 
-    For each token and head, `scale_bytes` bytes follow the numbers of K and again those of V, as in
-    vLLM's int8_per_token_head.
+    For each token and head, `scale_bytes` bytes of scales follow the numbers of K, and as many
+    follow the numbers of V. vLLM's int8_per_token_head does the same.
     """
 
     dtype: str = "bfloat16"
@@ -222,7 +222,9 @@ def test_every_rank_gets_its_heads_and_every_source_its_acknowledgement(
 @pytest.mark.req("S126")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_int8_and_the_scales_beside_it_arrive_bit_for_bit(num_ranks: int) -> None:
-    """The KV travels whole and cut by heads. The scales of a head must arrive with its numbers."""
+    """The KV travels as a whole to one rank, or cut by heads to two ranks. The scales of a head
+    must arrive with the head's numbers.
+    """
     rng = np.random.default_rng(126)
     num_heads, shape = 4, (NUM_LAYERS, 2, NUM_USED, TOKENS, 4)
     numbers = torch.from_numpy(rng.integers(-128, 128, (*shape, HEAD_DIM), np.int8))
@@ -258,7 +260,7 @@ def test_int8_and_the_scales_beside_it_arrive_bit_for_bit(num_ranks: int) -> Non
     ids=["another dtype", "other scales", "another place for the scales"],
 )
 def test_int8_is_refused_if_the_receiver_would_read_it_differently(other: Kind) -> None:
-    """The bytes might fit, but would be read wrongly. Both the handshake and a pull without a
+    """The bytes may fit but would be read wrongly. Both the handshake and a pull without a
     handshake must refuse.
     """
     with instances(4, 1, 1, INT8, other) as ((source,), (target,)):
@@ -289,8 +291,8 @@ def outcome(pull: TogetherPull) -> KvTransferFailed | None:
 def test_a_rank_waits_for_all_its_sources_and_fails_if_one_fails(
     num_sources: int, is_one_lost: bool
 ) -> None:
-    """The landing range of the decode must become free once, and only when nothing can write to it
-    any more.
+    """The memory in which the KV arrives must become free once, and only when nothing can write to
+    it any more.
     """
     num_heads = 8
     rng = np.random.default_rng(5)

@@ -91,7 +91,7 @@ async def chats(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chats
             "PDMESH_DECODE_NUM_SLOTS": str(NUM_SLOTS),
             "PDMESH_DECODE_MAX_WAITING": "0",
             "PDMESH_DECODE_SIM_LAW": "smollm2-cpu",
-            # A gateway without a plan does not know the decode of a chat.
+            # A gateway without a plan from the master does not know the decode of a chat.
             "PDMESH_GATEWAY_PLAN_TIMEOUT_S": "60",
         },
     )

@@ -69,7 +69,8 @@ async def many_streams(
     with the most streams.
     """
     headers = {"authorization": f"Bearer {key}"}
-    # Each request has a connection of its own, so the kernel spreads them.
+    # Each request has a connection of its own, so the kernel spreads the requests over the
+    # gateways.
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=30, headers=headers, limits=limits) as client:
         prompts = [[40 + (i * 7 + j) % 80 for j in range(20)] for i in range(NUM_STREAMS)]

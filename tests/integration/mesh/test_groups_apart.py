@@ -1,4 +1,4 @@
-"""Tests that a prefill gives its KV to each decode of its group, and to no other decode (S13)."""
+"""Tests that a prefill gives its KV to every decode of its group, and to no other decode (S13)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ async def test_a_prefill_refuses_its_kv_to_decodes_of_another_group(tmp_path: Pa
             assert failed.reason == "KV_TRANSFER_FAILED"
             assert "KV_REFUSED_WRONG_GROUP" in failed.message
             assert refused.tokens == []
-            taken = await to[f"decode-{mine}"].start(*ask)  # the refusal has not used up the ticket
+            # The ticket, the right to fetch the KV, must still be valid after the refusal.
+            taken = await to[f"decode-{mine}"].start(*ask)
             await taken.until("failed", "finished")
             assert [first.token_id, *taken.tokens] == expected
         await fleet.until_nothing_held(mesh, 30)

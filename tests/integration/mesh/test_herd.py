@@ -1,7 +1,7 @@
 """Tests that two gateways share one set of prefills without coordination, and do not all choose the
 same prefill (S42, S43, S46).
 
-There are sixteen prefills with one slot each. The tests measure how many prefills refuse each
+There are sixteen prefills with one slot each. The tests count how many prefills refuse each
 request.
 """
 
@@ -140,7 +140,7 @@ async def two_gateways(
 async def cost_of_a_request(mesh: GatewayMesh) -> float:
     """The median time of a request with prefills that take no time.
 
-    A request takes this much longer than its prefill on this machine, as busy as it is now.
+    This is how much longer than its prefill a request takes on this machine now.
     """
     url, costs = f"http://127.0.0.1:{mesh.gateway.http.port}/v1/completions", []
     async with httpx.AsyncClient(timeout=60) as client:

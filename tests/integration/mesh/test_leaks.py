@@ -69,7 +69,7 @@ def sysv_segment() -> Iterator[str]:
 
 @pytest.mark.parametrize("made", [posix_segment, sysv_segment])
 def test_leaked_shared_memory_is_detected_until_it_is_removed(made: Any) -> None:
-    """`made` makes a segment of shared memory, in the POSIX or the System V way."""
+    """`made` makes a segment of shared memory, by the POSIX or the System V calls."""
     with made() as name:
         assert name in shared_memory(os.getpid())
         assert still_there({name, "sysv:999999999", "/dev/shm/none"}) == {name}

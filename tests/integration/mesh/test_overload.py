@@ -48,9 +48,9 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 @pytest.mark.fault("F36")
 @pytest.mark.req("S44", "S95")
 async def test_a_load_of_four_times_the_kv_memory_gets_answers_and_timely_429s(mesh: Mesh) -> None:
-    """First come as many users as there is room for, then four times as many. With four times as
-    many, the mesh must give at least 0.4 times the answers per second of the first run. It must
-    refuse all other requests before the client's timeout.
+    """The test first runs as many users as there is room for, then four times as many. In the
+    second run, the mesh must give at least 0.4 times the answers per second of the first run. It
+    must refuse all other requests before the client's timeout.
     """
     reference = fleet.Reference.load(mesh.state_dir / "reference")
     memory = {name: rss_bytes(mesh, name) for name in PROCESSES}

@@ -1,6 +1,6 @@
 """Tests a mesh in which an engine hangs, or which loses a whole role or all instances.
 
-Clients must get their whole texts, or the default text.
+Clients must get their whole texts. When no instance is left, they get the scenario's default text.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def num_tokens(mesh: Mesh) -> float:
 
 
 def num_started(mesh: Mesh, instance_id: str) -> float:
-    """How many legs the instance has accepted."""
+    """How many requests the instance has accepted."""
     return sum(
         value
         for name, labels, value in fleet.samples(mesh, instance_id)
@@ -96,7 +96,7 @@ async def test_when_a_whole_role_is_killed_the_other_serves_alone_until_it_is_ba
 ) -> None:
     async with Mesh(fleet.two_by_two(), tmp_path) as mesh:
         streams = [asyncio.create_task(ask(client, mesh, start=i)) for i in range(8)]
-        # The mesh does not blame a death on the prompt after this many tokens.
+        # Once it has drawn this many tokens, a prompt is not blamed for the death of an instance.
         await until(lambda: num_tokens(mesh) > 8 * 25)
         await lose(mesh, *lost)
         check(await asyncio.gather(*streams), reference)
@@ -160,7 +160,8 @@ async def test_if_all_instances_are_gone_clients_get_the_default_text(
 async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level_decides(
     tmp_path: Path, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
-    """At level 3, the instance must get no requests until the fault is over.
+    """The levels grade a fault by the unit to replace. At level 3, the instance must get no
+    requests until the fault is over.
 
     At level 2, the instance must restart itself. No other instance may be affected.
     """

@@ -104,8 +104,9 @@ async def test_fusion_answers_as_the_disaggregated_mesh_does(
 async def test_a_repeated_prompt_is_served_from_the_prefill_that_holds_its_blocks(
     mesh: Mesh,
 ) -> None:
-    """The index learns of stored blocks from events, which may take a moment. Then every repeat
-    hits, unless the master answers so late that the gateway ranks the instances itself.
+    """The index learns of stored blocks from events, which may take a moment. After that, every
+    repeat finds its blocks, unless the master answers so late that the gateway ranks the instances
+    itself.
     """
     ai = openai.AsyncOpenAI(base_url=f"{mesh.http_url}/v1", api_key="none")
     prompt = prompt_of(500)
@@ -216,8 +217,8 @@ async def test_a_client_without_a_traceparent_gets_one_trace_over_all_services(
 async def test_the_steps_of_a_plan_are_spans_of_its_trace(
     mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
 ) -> None:
-    """The spans for hashing, matching and deciding must have their results. The prefill's span that
-    follows must be that of the chosen instance.
+    """The gateway and the master must record spans for hashing, matching and deciding, with their
+    results. The prefill's own span must come from the chosen instance.
     """
     body = {"model": "default", "prompt": prompt_of(450), "max_tokens": 4, "ignore_eos": True}
     asked: list[str] = []
@@ -321,7 +322,9 @@ async def test_operators_see_a_finished_request_as_readable_json(
 async def test_a_constraint_that_allows_no_token_is_at_once_an_error_of_the_client(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """The gateway must retry no choice elsewhere, because all clients share its retry budget."""
+    """The gateway must not try any choice elsewhere, because all clients share its budget for
+    retries.
+    """
     bus = await NatsBus.connect(mesh.nats_url, "test-form")
     seen: list[RequestFinished] = []
     errors: list[Message] = []

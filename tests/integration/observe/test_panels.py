@@ -1,5 +1,5 @@
 """Lets a real Prometheus scrape a mesh under load. Every panel of the dashboards must have data,
-and the code must have registered every series.
+and the code's list of instruments must have every series.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tools.observe.dashboards import DASHBOARDS
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
-# There are few slots, so that requests wait for a prefill and for a decode. There are few blocks,
-# so that KV moves to the host pool.
+# The few slots make requests wait for a prefill and for a decode. The few blocks make KV move to
+# the host pool.
 GROUPS = """
 services:
   sim:
@@ -49,7 +49,7 @@ scenarios:
 groups:
   chat: {scenario: chat, prefill: 2, decode: 2}
 """
-# The load below causes no data for these panels. Each of them explains when it is empty.
+# The load of this test causes no data for these panels. Each of them explains when it is empty.
 MAY_BE_EMPTY = {
     ("pdmesh-overview", "Why calls fail"),
     ("pdmesh-overview", "Instances with a fault"),
@@ -60,7 +60,7 @@ MAY_BE_EMPTY = {
     ("pdmesh-groups", "Steps of upgrades"),
     ("pdmesh-groups", "Rounds without a decision"),
 }
-# Dashboards and scalers that were made for vLLM ask these queries.
+# Dashboards and scalers that were made for vLLM send these queries.
 _OF_VLLM = (
     "histogram_quantile(0.95, sum by (le) (rate(vllm:e2e_request_latency_seconds_bucket{M}[20s])))",
     "histogram_quantile(0.95, sum by (le) (rate(vllm:time_to_first_token_seconds_bucket{M}[20s])))",
@@ -182,7 +182,7 @@ def is_raised(server: PrometheusServer, alert: str, of: str) -> bool:
 
 
 def unknown_series(server: PrometheusServer) -> list[str]:
-    """The mesh's series with a name or label that the code has not registered."""
+    """The mesh's series with a name or a label that no instrument in the code has."""
     known = {name: each for each in all_instruments().values() for name in each.series}
     of_targets = {"__name__", "instance", "job", "le"}
     return [

@@ -27,7 +27,7 @@ HOSTILE = '<img src=x onerror="window.owned=1"><script>window.owned=1</script>\'
 
 
 async def answered(paged: PagedMesh, num: int = 4) -> list[str]:
-    """Send `num` requests one after the other and return the ids of their answers."""
+    """Send `num` requests, one after another, and return the ids of their answers."""
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         ids = []
         for number in range(num):
@@ -113,7 +113,7 @@ async def test_it_is_dark_or_light_as_the_system_says_and_as_its_user_says(
 async def test_ttft_and_goodput_are_charts_that_the_arrow_keys_read(
     paged: PagedMesh, browser: Browser
 ) -> None:
-    """The charts divide time into steps and show a step once it is over."""
+    """The charts divide time into steps, and show a step only when it is over."""
     num = 6
     await answered(paged, num)
     async with watched(browser, f"{paged.url}#scenarios") as seen:
@@ -205,7 +205,7 @@ async def test_a_lost_connection_is_shown_and_recovered_from(
         await expect(problem).to_be_hidden()
         await seen.page.context.set_offline(True)
         await expect(problem).to_contain_text("The master does not answer since")
-        # The page keeps showing what it knows.
+        # the page keeps its earlier content
         await expect(seen.page.locator("g.node")).not_to_have_count(0)
         await seen.page.context.set_offline(False)
         await expect(problem).to_be_hidden()

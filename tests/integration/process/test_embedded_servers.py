@@ -1,4 +1,4 @@
-"""Starts the NATS and Redis servers that a launcher brings along."""
+"""Starts the NATS and Redis servers that the launcher runs itself, and tests them."""
 
 from __future__ import annotations
 

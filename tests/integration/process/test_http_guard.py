@@ -1,6 +1,4 @@
-"""Tests the limits of our HTTP server, and which data it passes to an application that reads
-everything.
-"""
+"""Tests the limits of the mesh's own HTTP server, and the data that it passes to an application."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from pdmesh.httpd.server import HttpServer, listen
 from tests.support.waiting import until
 
 MAX_HEAD = 2048
-LARGE = 16 << 20  # more unread data than the kernel buffers
+LARGE = 16 << 20  # more data than the kernel buffers while nobody reads
 HEAD = b"POST /echo HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 GET = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -221,7 +219,9 @@ async def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
 async def test_an_answer_may_take_longer_than_an_idle_connection_is_kept(
     parts: tuple[bytes, bytes],
 ) -> None:
-    """The server must stop the idle clock of a connection when the next request begins."""
+    """A server closes connections that are idle for too long. A connection is no longer idle when
+    its next request begins.
+    """
     async with serving() as site:
         reader, writer = await site.open()
         for part, num_begun in zip(parts, (1, 2), strict=True):
@@ -229,7 +229,8 @@ async def test_an_answer_may_take_longer_than_an_idle_connection_is_kept(
             await until(lambda: site.app.num_begun == num_begun)  # noqa: B023
             if num_begun == 1:
                 assert b"first" in await reader.readuntil(b"}")
-        # While the first connection waits, the server closes a second one, which became idle later.
+        # While the first connection waits for its answer, the server closes a second connection,
+        # which became idle later.
         idle_reader, idle_writer = await site.open()
         idle_writer.write(GET % b"idle")
         assert b"idle" in await idle_reader.read()
@@ -242,8 +243,8 @@ async def test_an_answer_may_take_longer_than_an_idle_connection_is_kept(
 
 @pytest.mark.parametrize("part", [b"\r\n", b"\n"])
 async def test_empty_lines_keep_no_idle_connection(part: bytes) -> None:
-    """Once, each line counted as the beginning of a request and stopped the idle clock of the
-    connection.
+    """A server closes connections that are idle for too long. Once, each empty line counted as the
+    beginning of a request, so the connection was never idle.
     """
     async with serving(receive_timeout_s=600.0) as site:
         reader, writer = await site.open()

@@ -1,5 +1,5 @@
-"""Runs prefill and decode as processes that are registered in a real NATS. Tests how they start,
-drain, die and take leave.
+"""Runs prefill and decode as processes that are registered in a real NATS. Tests how the processes
+start, drain, die and end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs a mesh of real processes with mutual TLS.
 
-Every inner gRPC port must refuse all but its own callers, and new certificates must take effect
-while requests run.
+Every gRPC port between processes must refuse all but its own callers, and new certificates must
+take effect while requests run.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def ours(mesh: Mesh) -> TestAuthority:
 
 
 async def inner_records(mesh: Mesh) -> dict[str, InstanceRecord]:
-    """The records of the processes with an inner gRPC port. A blank instance opens this port only
-    when it has a role.
+    """The records of the processes with a gRPC port for other processes. A blank instance, which
+    has no role yet, opens this port when it gets a role.
     """
     found: dict[str, InstanceRecord] = {}
     with mesh.as_commands():
@@ -105,7 +105,7 @@ async def channel_with(folder: Path | None, record: InstanceRecord) -> AsyncIter
 
 async def refusal(channel: Any, method: str = SESSION, message: bytes | None = None) -> MeshError:
     """The error with which the server refuses a call. The server must refuse a session before it
-    reads a message from it, so a session can do without one.
+    reads a message, so `message` may be None for a session.
     """
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await _answer(channel, method, message)
@@ -163,8 +163,8 @@ async def test_doctor_looks_at_the_certificate_of_every_port(mesh: Mesh) -> None
 
 
 async def test_a_change_is_recorded_with_the_certificate_of_the_operator(mesh: Mesh) -> None:
-    """A caller can give any name, so the history also names the certificate. Here `pdmesh up`
-    applied the groups.
+    """A caller can give any name. So the history also has the name in the certificate, here that of
+    `pdmesh up`, which applied the groups.
     """
     command = [sys.executable, "-m", "pdmesh.cli.app", "--state-dir", str(mesh.state_dir)]
     done = await asyncio.to_thread(

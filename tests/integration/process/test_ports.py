@@ -31,7 +31,7 @@ from tests.support.waiting import until
 ROOT: Final = Path(__file__).resolve().parents[3]
 HEADING: Final = "### What listens where"
 LOCAL, ALL = "127.0.0.1", "0.0.0.0"
-# A blank instance opens the ports of its role when it gets one.
+# A blank instance has no role yet. It opens the ports of its role when it gets one.
 GROUPS: Final = """
 groups:
   assigned: {scenario: assigned, prefill: 1, decode: 1}
@@ -48,7 +48,7 @@ class Port:
 
 
 def named_ports(spec: MeshSpec) -> set[Port]:
-    """The ports that the table in docs/security.md names for a mesh with this spec."""
+    """The ports in the table of docs/security.md, with the addresses of this spec."""
     text = (ROOT / "docs/security.md").read_text()
     section = text.partition(HEADING)[2].partition("\n##")[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|[^|]*\|$", section, re.MULTILINE)
@@ -101,8 +101,8 @@ def _other(service: str, listener: Listener) -> str:
 
 
 def _host(listener: Listener, spec: MeshSpec | None) -> str:
-    """The address of the port in the terms of the table. For 0.0.0.0, gRPC listens on IPv4 and
-    IPv6, and UCX on the address of each interface.
+    """The port's address as the table writes it. For 0.0.0.0, gRPC listens on IPv4 and IPv6, and
+    UCX on the address of each interface.
     """
     if listener.host == "::" or (spec is not None and spec.inner_host == ALL):
         return ALL
@@ -202,7 +202,7 @@ def image_settings() -> dict[str, str]:
 async def test_with_the_image_s_settings_everything_between_processes_refuses_strangers(
     tmp_path: Path, protection: dict[str, bool], error: type[MeshError]
 ) -> None:
-    """The refusal is for a wrong token, or already for the lack of a certificate."""
+    """Processes refuse a stranger for a wrong token, or already because he has no certificate."""
     settings = image_settings()
     hosts = {"host": settings["PDMESH_HOST"], "inner_host": settings["PDMESH_INNER_HOST"]}
     spec = mesh_spec(tmp_path, **hosts, **protection, allow_anonymous=True, env={"UCX_TLS": "tcp"})

@@ -1,5 +1,5 @@
-"""Tests how an instance watches its own engine. A step of any length counts as work, but an engine
-that stands still must be given up (S33).
+"""Tests how an instance watches its own engine. A step of any length counts as work. But the
+instance must give up an engine that stands still (S33).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def watchdog(instance: SimInstance) -> Watchdog:
 
 
 async def test_an_engine_with_a_step_longer_than_the_bound_is_not_given_up() -> None:
-    """200 tokens at 39 tokens/s keep the engine from answering a ping for more than twice the
-    bound.
+    """A step for 200 tokens at 39 tokens/s takes more than twice the bound. The engine answers no
+    ping during the step.
     """
     sampling = Sampling(max_tokens=1)
     async with sim_instance("f", FUSION, MemoryTransport, sim_law="slow-cpu") as f:
@@ -102,7 +102,8 @@ def canary_to(instance: SimInstance, timeout_s: float) -> Canary:
 
 
 async def test_a_canary_that_waits_behind_real_work_does_not_count_against_the_instance() -> None:
-    """The monitor chose the instance while the instance was idle.
+    """A canary is a small request that the health-monitor sends to an idle instance. Real work came
+    after the monitor had chosen this instance.
 
     On a slow engine, a canary of eight tokens behind two hundred others is late, but not lost.
     """

@@ -160,9 +160,9 @@ def test_on_a_full_disk_only_log_lines_are_lost(tmp_path: Path, processes: list[
 def test_an_ops_file_that_cannot_be_written_is_written_later(
     tmp_path: Path, processes: list[Process]
 ) -> None:
-    """This happens when the disk is full.
+    """The file cannot be written when the disk is full.
 
-    Once, it ended the service, and after ten such deaths the launcher gave the service up.
+    Once, this ended the service, and after ten such deaths the launcher gave the service up.
     """
     (blocked := tmp_path / "run").touch()
     file = blocked / "ops"
@@ -177,7 +177,9 @@ def test_an_ops_file_that_cannot_be_written_is_written_later(
 
 
 def test_every_log_line_is_json_whatever_wrote_it(tmp_path: Path, processes: list[Process]) -> None:
-    """Once, gRPC's library, the warnings module, a thread and a finalizer wrote plain text."""
+    """Once, some lines from gRPC's library, the warnings module, a thread and a finalizer were
+    plain text.
+    """
     settings = {"PDMESH_KV_CACHE_INDEX_BEHAVIOUR": "chatter"}
     processes.append(process := Process(tmp_path, **settings))
     assert process.process.wait(30) == 0
@@ -287,8 +289,8 @@ def test_a_bad_setting_exits_2_with_one_line(tmp_path: Path, processes: list[Pro
 def test_a_setting_that_names_a_bad_file_exits_2_and_says_so_without_a_traceback(
     tmp_path: Path, processes: list[Process]
 ) -> None:
-    """The process must exit before anything else. No NATS runs here, so otherwise it would wait for
-    NATS.
+    """The process must exit before it connects to NATS. No NATS runs here, so the process would
+    wait for it.
     """
     token = tmp_path / "token"
     token.write_text("short\n")

@@ -1,5 +1,5 @@
-"""Tests the supervisor with real processes. It must start a process again that has died, but not
-one that it has stopped.
+"""Tests the supervisor with real processes. It must restart a process that has died, and must not
+restart a process that it has stopped.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Supervised]:
 
 
 async def test_a_failing_report_does_not_prevent_a_restart(tmp_path: Path) -> None:
-    """This happened to a launcher whose terminal was gone. A killed decode stayed dead, and
-    stopping it raised a KeyError.
+    """Once, this happened when the launcher's terminal was gone. A killed decode stayed dead, and
+    the attempt to stop it raised a KeyError.
     """
     problems: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
@@ -148,8 +148,8 @@ async def test_a_frozen_process_can_be_stopped(mesh: Supervised) -> None:
 
 
 async def test_children_of_a_dead_process_die_before_it_is_restarted(mesh: Supervised) -> None:
-    """An engine runs in processes of its own. If it outlived its service, it would keep its memory
-    and its port.
+    """An engine runs in processes of its own. An engine that outlived its service would keep its
+    memory and its port.
     """
     source = (
         "import subprocess; print('child', subprocess.Popen(['sleep', '600']).pid, flush=True)\n"

@@ -1,5 +1,5 @@
-"""Tests models without a tokenizer.json. An instance converts their tokenizer files, and must not
-run any code of the model.
+"""Tests models without a tokenizer.json. An instance converts other tokenizer files of the model,
+but must not run any code of the model.
 """
 
 from __future__ import annotations

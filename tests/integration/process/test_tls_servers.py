@@ -47,7 +47,9 @@ def theirs(tmp_path: Path) -> TestAuthority:
 
 @pytest.fixture
 def gateway(ours: TestAuthority) -> Iterator[CertificateFolder]:
-    """Use this certificate as that of the test's process."""
+    """The certificate folder of gateway `g-0`. This process uses the certificate during the
+    test.
+    """
     folder = ours.folder("gateway", "g-0")
     with using_certificates(folder):
         yield folder

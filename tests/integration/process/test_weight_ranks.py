@@ -46,7 +46,7 @@ def names(folder: Path) -> list[str]:
 
 
 def orders(folder: Path, tmp_path: Path, size: int, **more: Any) -> list[RankOrder]:
-    """One order for each rank. Each value in `more` is a list with one item per rank."""
+    """One order for each rank. Each value in `more` is a list with one item for each rank."""
     return [
         RankOrder(
             rank,

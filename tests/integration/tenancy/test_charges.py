@@ -1,5 +1,5 @@
-"""Tests what a tenant pays for a call that fails. It pays for the tokens that its client got, and
-nothing if the client got only an error.
+"""Tests how many tokens a tenant pays for a call that fails. The tenant pays for the tokens that
+its client got, and pays nothing if the client got only an error.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class Ledger(OpenAccess):
 async def one_fusion(
     directory: Path, ledger: Ledger
 ) -> AsyncIterator[tuple[GatewayMesh, FakeInstance]]:
-    """A mesh with one fusion instance and no retries. The gateway sends the first chunk of a stream
-    at once and the next one only after a long time, so all other tokens come in the last chunk.
+    """A mesh with one fusion instance, which does prefill and decode, and without retries. The
+    gateway sends the first chunk of a stream at once. It sends the next chunk only after a long
+    time, so all other tokens come in the last chunk.
     """
     async with gateway_mesh(
         directory, 0, 0, num_fusions=1, access=ledger, max_migrations=0, chunk_interval_ms=600_000.0

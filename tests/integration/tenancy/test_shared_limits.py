@@ -33,8 +33,8 @@ pytestmark = pytest.mark.req("S97")
 
 @dataclass
 class Fleet:
-    """The access controls of several gateways, each with its own task. The keys are the gateways'
-    names and incarnations, as in the registry.
+    """The access controls of several gateways, each with its own task. The keys of both
+    dictionaries are the gateways' names and incarnations, as in the registry.
     """
 
     bus: NatsBus
@@ -155,8 +155,8 @@ async def test_a_limit_smaller_than_the_number_of_gateways_is_passed_around(
         for _ in range(2):
             for access in accesses:
                 await until(lambda access=access: f.enters(access))
-        # An open call holds one of the two parts. The other gateways must get the other part in
-        # turn.
+        # An open call holds one of the two parts. The gateways must get the other part one after
+        # another.
         first = await f.enter(accesses[0])
         while first is None:
             first = await f.enter(accesses[0])

@@ -1,5 +1,5 @@
-"""Tests that through a whole mesh, one tenant learns nothing about another tenant's prompts,
-neither from cached_tokens nor from the clock (F40).
+"""Tests that one tenant learns nothing about the prompts of another tenant through a whole mesh.
+Neither the number of cached tokens nor the response time may tell (F40).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_TOKENS = 768
 NUM_CACHED = 704  # the last block is always computed, because the first draw needs its last token
 NUM_OWN = 50
 MAX_AUC = 0.6
-MIN_AUC = 0.7  # with this many probes, a guess stays 4 sigma below this
+MIN_AUC = 0.7  # with this many probes, the result of mere guessing is 4 sigma lower
 
 
 def auc(hits: Sequence[float], misses: Sequence[float]) -> float:

@@ -1,5 +1,6 @@
-"""Tests that the KV of an answer moves from the decode's host pool to the prefill's host pool. The
-prefill then uses it in the next turn of the chat.
+"""Tests that the KV of an answer moves from the decode's host pool to the prefill's host pool. A
+host pool holds KV blocks in host memory. The prefill then reuses the KV in the next turn of the
+chat.
 """
 
 from __future__ import annotations

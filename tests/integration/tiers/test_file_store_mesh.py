@@ -1,5 +1,6 @@
 """Tests the file store of KV blocks in a whole mesh (S105). Stored blocks must survive when their
-writer is killed with SIGKILL, and the next incarnation must load them and not compute them.
+writer is killed with SIGKILL. The writer's next incarnation must load the blocks and not compute
+them.
 """
 
 from __future__ import annotations

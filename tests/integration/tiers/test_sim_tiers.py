@@ -134,8 +134,8 @@ async def test_prefill_hands_over_kv_that_came_from_a_tier() -> None:
 
 
 class Directory:
-    """A stand-in for the index. It finds in `peer` the blocks of the peer's pool, or claims them
-    for another incarnation of the peer.
+    """A stand-in for the index. It finds the blocks in the pool of `peer`. With `incarnation`, it
+    reports another incarnation of the peer.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
-"""Tests the file tier on a real disk that is small, then full of other data, then free again, and
-then read-only. The disk is a tmpfs of 1 MB in a mount namespace of its own.
+"""Tests the tier that keeps KV blocks in files, on a real disk. The disk is small, then full of
+other data, then free again, and then read-only. It is a tmpfs of 1 MB in a mount namespace of its
+own.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def until_written(r: Rig, names: list[bytes]) -> None:
-    """Wait until the tier accepts blocks again. The tier tries only some time after a failure."""
+    """Wait until the tier accepts blocks again. After a failure, the tier waits for some time
+    before it tries the disk again.
+    """
     r.clock.skipped_s += 60.0
     fill(r.pool, names)
     r.stack.stored(names)
@@ -77,7 +80,7 @@ async def until_written(r: Rig, names: list[bytes]) -> None:
 
 
 async def check_served(r: Rig, names: list[bytes], count: int) -> None:
-    """Assert that the files return `count` of the blocks, each correct to the last byte."""
+    """Assert that the file tier returns `count` of the blocks, each correct to the last byte."""
     r.pool.clear()
     lease = await r.stack.fetch(names, OWNER, 0, 10.0)
     assert len(lease.blocks) == count

@@ -1,5 +1,5 @@
-"""Runs two prefill processes with host pools. The kv-cache-index tells each of them which blocks
-the other one holds.
+"""Runs two prefill processes with host pools, which hold KV blocks in host memory. The
+kv-cache-index tells each prefill which blocks the other one holds.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ async def test_a_client_that_sends_without_end_is_answered_and_closed(tmp_path: 
             assert await client.is_ended()
             async with asyncio.timeout(60):
                 await sending
-            # The two MiB that the gateway reads, and the kernel's buffers.
+            # `num_sent` can only have the two MiB that the gateway reads, and the kernel's buffers.
             assert client.num_sent < 16 * MIB
         await until(lambda: not mesh.gateway.http.num_connections)
         assert not mesh.gateway.http_app.body_room.num_bytes

@@ -19,9 +19,9 @@ from tests.support.api.documented_answers import check_answers, check_events, ro
 from tests.support.sites import servers
 
 HELLO = [{"role": "user", "content": "hello"}]
-# Sample requests by operation. Each is a body, or a path if the operation takes no body. The answer
-# to each must match the document. The test also sends each body that allows `stream` as a streamed
-# request.
+# Sample requests by operation. Each sample is the body of a request, or the path of a request
+# without a body. Each answer must match the document. The test also sends each body that allows
+# `stream` as a streamed request.
 SAMPLES: dict[str, list[Any]] = {
     "post_v1_chat_completions": [
         {"model": "tiny", "messages": HELLO, "max_tokens": 3},

@@ -94,8 +94,8 @@ TEMPLATE = """{% if tools %}<tool_call>{"name": <name>, "arguments": <object>}</
 async def test_instructor_gets_a_pydantic_model_after_a_wrong_answer(
     tmp_path: Path, mode: str
 ) -> None:
-    """The model's first answer does not fit the schema. Instructor reports the error to the model
-    and asks again.
+    """Instructor asks the model for an object. The model's first answer does not fit the object's
+    schema, so Instructor reports the error to the model and asks again.
     """
     pytest.importorskip("vllm")
     await asyncio.to_thread(python_with, "instructor")

@@ -1,5 +1,5 @@
-"""Tests the log probabilities of prompt tokens and the stop reasons. Both must have vLLM's form,
-also after a decode dies.
+"""Tests the log probabilities of prompt tokens, and the field that tells why an answer stopped.
+Both must have vLLM's form, even after a decode dies.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ async def ids_of(mesh: GatewayMesh, text: str) -> list[int]:
 async def test_each_token_of_a_prompt_but_the_first_has_logprobs(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
-    """The prompt's own token comes first, under its id. The most likely tokens follow with ranks
-    from 1 on.
+    """The prompt's own token comes first in each entry, under its id. The most likely tokens follow
+    with ranks from 1 on.
     """
     ids = await ids_of(mesh, "abc")
     (choice,) = (await answer(http, prompt="abc", max_tokens=3, prompt_logprobs=2))["choices"]

@@ -1,4 +1,6 @@
-"""Tests vLLM's sampling parameters. Each leg of an answer gets them, and they affect the text."""
+"""Tests vLLM's sampling parameters. The gateway must send them with each leg, which is a request's
+stay on one instance, and they must affect the text.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sends random requests that Schemathesis makes from `/openapi.json`, both valid and invalid.
 
-The gateway must answer none with a 5xx, must refuse the invalid ones, and its answers must match
-the document. Schemathesis reads the document as any client generator does. It runs in a process of
-its own.
+The gateway must not answer with a 5xx, must refuse the invalid requests, and must give answers that
+match the document. Schemathesis reads the document as any client generator does. It runs in a
+process of its own.
 """
 
 from __future__ import annotations

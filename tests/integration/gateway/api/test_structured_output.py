@@ -1,7 +1,9 @@
-"""Tests structured output: a client asks for an answer of a certain form, such as a JSON schema.
+"""Tests structured output, in which a client asks for an answer of a certain form, such as a JSON
+schema.
 
-The gateway must send the form with each leg, for HTTP and gRPC alike. It must refuse an invalid
-form before the request takes a slot.
+The gateway must send the form as a grammar with each leg, which is a request's stay on one
+instance. This applies to HTTP and gRPC. It must refuse an invalid form before the request takes a
+slot of an instance.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ async def test_grpc_has_the_same_forms(
 
 
 def _sorted(grammar: str) -> Any:
-    """Bring two grammars with the same keys in different order to the same text."""
+    """A text that is equal for two grammars with the same keys in different order."""
     try:
         return json.dumps(json.loads(grammar), sort_keys=True)
     except ValueError:

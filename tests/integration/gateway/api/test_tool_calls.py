@@ -1,7 +1,7 @@
-"""Tests tools and reasoning with the official openai client and vLLM's own parsers.
+"""Tests tool calls and reasoning with the official openai client and vLLM's own parsers.
 
 Fake instances write a given answer, so that the tests know which calls and which text the client
-must receive.
+must receive. A leg is a request's stay on one instance.
 """
 
 from __future__ import annotations

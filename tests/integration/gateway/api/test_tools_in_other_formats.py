@@ -1,4 +1,4 @@
-"""Tests tools and reasoning in the Responses and Messages APIs, with the official clients and
+"""Tests tool calls and reasoning in the Responses and Messages APIs, with the official clients and
 vLLM's own parsers.
 """
 

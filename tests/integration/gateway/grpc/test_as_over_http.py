@@ -1,7 +1,7 @@
 """Sends the same request over HTTP and over gRPC. Both must cause equal commands to the instances
 and get equal answers.
 
-Tools and reasoning are in `test_grpc_tools`, because they need vLLM's parsers.
+`test_grpc_tools` does the same for tool calls and reasoning, because they need vLLM's parsers.
 """
 
 from __future__ import annotations

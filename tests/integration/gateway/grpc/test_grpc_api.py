@@ -199,8 +199,8 @@ async def test_too_many_choices_tokens_or_bytes_are_refused(channel: grpc.aio.Ch
 
 @pytest.mark.fault("F28")
 async def test_a_client_that_does_not_read_its_stream_is_cut(tmp_path: Path) -> None:
-    """The client's flow-control window must be small and fixed. gRPC would estimate it and let it
-    grow by megabytes, which a slow machine would take long to fill.
+    """The client's flow-control window must be small and fixed. By itself, gRPC would let the
+    window grow by megabytes, and a slow machine would take long to fill it.
     """
     window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
     async with gateway_mesh(tmp_path, write_timeout_s=0.5, chunk_interval_ms=0) as mesh:

@@ -45,8 +45,8 @@ def watch(stream: int) -> bytes:
 
 @asynccontextmanager
 async def stranger(port: int, sent: bytes) -> AsyncIterator[None]:
-    """A caller without a key. It waits until its answer has begun, but gives the server no window
-    to write in.
+    """A caller without a key. It waits until the server's answer has begun, but its flow-control
+    window leaves the server no room to write.
 
     The caller answers the server's pings, because otherwise the server would cut the connection.
     """

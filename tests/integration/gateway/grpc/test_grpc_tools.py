@@ -1,4 +1,4 @@
-"""Tests that tools and reasoning work over gRPC as over HTTP, with vLLM's own parsers.
+"""Tests that tool calls and reasoning work over gRPC as over HTTP, with vLLM's own parsers.
 
 Fake instances write a given answer, so that the tests know which calls and which text the client
 must receive.

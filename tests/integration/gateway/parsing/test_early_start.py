@@ -1,5 +1,5 @@
-"""Tests that the gateway starts the process with vLLM's parsers before the first chat that needs
-it, and only for models that need parsers.
+"""Tests when the gateway starts the process with vLLM's parsers for tool calls and reasoning. It
+must start before the first chat that needs it, and only if a model needs parsers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Lets the process with vLLM's parsers die, hang or fail to start. Each answer must continue or
-fail without effect on the others.
+"""Lets the process with vLLM's parsers for tool calls and reasoning die, hang or fail to start.
+Each answer must continue, or fail without effect on other answers.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ async def test_answers_continue_after_a_death_without_repetitions(
 async def test_only_the_answer_that_kills_the_parsers_fails(
     parsers: AnswerParsers, tokenizer: Tokenizer
 ) -> None:
-    """The other answers wait for the same process. They must not fail, however often the process
-    dies.
+    """The other answers wait for the same process. They must not fail, even if the process dies
+    several times.
     """
     answers = [Answer(parsers, tokenizer) for _ in range(8)]
     deadly = Answer(parsers, tokenizer)
@@ -136,7 +136,9 @@ async def test_parsers_that_hang_over_an_answer_whose_client_left_are_killed(
 
 @pytest.mark.fault("F7")
 async def test_a_long_answer_is_fed_again_in_pieces(tokenizer: Tokenizer) -> None:
-    """To parse the whole answer takes twice the time after which the process counts as hung."""
+    """The parsers need twice as long for the whole answer as the time after which their process
+    counts as hung.
+    """
     parsers = AnswerParsers("hermes", "none", ParserProcess(CHILD, answer_s=0.6))
     try:
         long = Answer(parsers, tokenizer)

@@ -1,5 +1,5 @@
-"""Changes that tests make to the configuration of Envoy, which asks the endpoint picker for a
-gateway.
+"""Changes that tests make to the configuration of Envoy. Envoy asks the mesh's endpoint picker
+which gateway takes a request.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def streamed(config: Config) -> None:
 
 
 def failing_open(config: Config) -> None:
-    """Envoy continues if no picker answers. A retry is off, because after a retry Envoy has no body
-    left for the request.
+    """Envoy continues without a picker if no picker answers. It must not retry first, because after
+    a retry it has no body left for the request.
     """
     ext_proc(config)["failure_mode_allow"] = True
     del ext_proc(config)["grpc_service"]["retry_policy"]

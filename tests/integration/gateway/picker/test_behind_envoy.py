@@ -1,5 +1,5 @@
-"""Tests a mesh behind an existing proxy, here Envoy. The proxy uses the mesh's placement through
-the gateways' endpoint pickers.
+"""Tests a mesh behind an existing proxy, here Envoy. The proxy asks the endpoint picker of a
+gateway which gateway takes a request. The picker also plans which instances serve the request.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ async def test_each_token_of_a_stream_passes_through_at_once(tmp_path: Path) -> 
 
 
 async def test_a_request_counts_at_its_gateway_until_its_answer_ends(tmp_path: Path) -> None:
-    """So the pickers spread chats that begin at the same time over both gateways."""
+    """A picker counts a request at its gateway until the answer ends. So chats that begin at the
+    same time are spread over both gateways.
+    """
     async with picked_site(tmp_path) as site:
         for instance in site.mesh.instances.values():
             instance.is_holding = True

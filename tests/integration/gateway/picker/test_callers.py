@@ -1,4 +1,6 @@
-"""Tests which callers the picker's port accepts, and which health status the port reports."""
+"""Tests which callers an endpoint picker accepts, and which health status it reports. A picker is
+the port of a gateway at which proxies ask which gateway takes a request.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Tests plans in a request's header. The gateway uses such a plan only if it comes from an endpoint
-picker, and otherwise asks the master.
+"""Tests requests that bring a plan in a header. A plan names the instances that may serve the
+request. The gateway must use the plan only if an endpoint picker of the mesh made it, and must
+otherwise ask the master.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ async def site(tmp_path: Path) -> AsyncIterator[PickedSite]:
 
 
 async def plan_of(site: PickedSite, prompt: str, prefill: str = "prefill-1") -> HandedPlan:
-    """A plan for this prompt, in the form in which a picker hands it to the proxy. Its prefill and
-    decode are not the ones that the gateway would choose, so the test sees whether the gateway used
-    it.
+    """A plan for this prompt, in the form in which a picker hands it to the proxy. The plan names a
+    prefill and a decode that the gateway would not choose, so the test sees whether the gateway
+    used it.
     """
     frontend = site.gateways[0].frontend
     request = CompletionRequest(model="tiny", prompt=prompt, max_tokens=4)

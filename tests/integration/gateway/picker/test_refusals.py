@@ -1,5 +1,6 @@
-"""Tests that the endpoint picker refuses requests with the same answers as a gateway, and holds
-only a bounded number of bytes for requests under way.
+"""Tests the refusals of the endpoint picker, which proxies ask which gateway takes a request. Its
+answers must equal those of a gateway. It may hold only a bounded number of bytes of requests that
+are under way.
 """
 
 from __future__ import annotations

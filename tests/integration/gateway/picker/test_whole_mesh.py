@@ -1,5 +1,5 @@
-"""Runs a whole mesh behind a real Envoy. Envoy asks the endpoint pickers of two gateway
-processes.
+"""Runs a whole mesh behind a real Envoy. Two gateway processes have an endpoint picker each, and
+Envoy asks the pickers which gateway takes a request.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ async def picked_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Envoy]]:
         }
         for number, name in enumerate(GATEWAYS)
     }
-    # With the price at 0, a prefill's share of the work does not affect its score. Prompts take
-    # long to compute, so reuse of their KV gains more than waiting on a busy machine costs.
+    # A price of 0 means that placement ignores how work is spread over prefills. Prompts take long
+    # to compute, so the reuse of their KV gains more than a wait on a busy machine costs.
     envs["master-scheduler"] = {"PDMESH_MASTER_SCHEDULER_BALANCE_PRICE": "0"}
     shape = fleet.two_by_two(envs, PDMESH_SIM_LAW="smollm2-cpu")
     spec = replace(shape, num_gateways=2)

@@ -1,5 +1,5 @@
-"""Tests /v1/embeddings with the official client: its vectors, its refusals, and that no call leaves
-a leg behind.
+"""Tests /v1/embeddings with the official client. Tests the vectors, the refusals, and that no call
+stays at an instance.
 """
 
 from __future__ import annotations

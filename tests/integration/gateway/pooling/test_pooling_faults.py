@@ -1,5 +1,5 @@
-"""Lets pooling instances die, freeze, refuse calls and vanish. Every call must get its answer, and
-no leg may stay behind.
+"""Lets pooling instances, which turn texts into vectors, die, freeze, refuse calls and vanish.
+Every call must get its answer, and none may stay at an instance.
 """
 
 from __future__ import annotations

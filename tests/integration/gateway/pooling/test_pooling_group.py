@@ -1,5 +1,6 @@
-"""Runs a group of simulated pooling instances as processes of a mesh. The group forms, loses an
-instance under load and becomes whole again, and no answer may be lost.
+"""Runs a group of simulated pooling instances, which turn texts into vectors, as processes of a
+mesh. The group forms, loses an instance under load and becomes whole again, and no answer may be
+lost.
 """
 
 from __future__ import annotations

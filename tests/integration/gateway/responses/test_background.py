@@ -128,7 +128,7 @@ async def test_a_response_whose_gateway_is_gone_has_failed(
 ) -> None:
     """A gateway marks the responses that it is making. This response has no mark any more.
 
-    Like any failed response, it can be the start of a conversation, and it can be deleted.
+    Like any failed response, the response can be continued by another one and can be deleted.
     """
     response_id = await begun_slowly(mesh, client)
     telling = mesh.gateway.http_app._responses.background._telling

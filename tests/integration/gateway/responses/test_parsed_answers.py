@@ -1,5 +1,5 @@
-"""Tests `parse()` of the official client. The gateway sends the requested form with each leg, and
-the client makes an object from the text.
+"""Tests `parse()` of the official client. The gateway sends the form of the requested object to
+each instance that serves the request, and the client makes an object from the text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def answers(mesh: GatewayMesh, text: str) -> None:
 
 
 def told(mesh: GatewayMesh) -> list[str]:
-    """The names of the fields in the grammar of each leg."""
+    """The field names in the grammars that the gateway sent, for each instance that served a
+    request.
+    """
     instances = mesh.instances.values()
     legs = [leg.sampling for i in instances for leg in i.prefills]
     legs += [leg.sampling for i in instances for leg in i.starts]

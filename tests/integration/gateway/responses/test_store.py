@@ -197,7 +197,9 @@ async def test_the_oldest_of_all_tenants_make_room_for_any(make: Make, redis: An
 async def test_many_small_responses_make_room_for_a_large_one_in_steps(
     make: Make, redis: Any
 ) -> None:
-    """The store removes them in several calls, so that no call blocks Redis for long."""
+    """The store removes the small responses in several calls, so that no call blocks Redis for
+    long.
+    """
     store = make(max_count=10_000, max_bytes=1 << 20, max_total=1200 * (1 + 512))
     for number in range(1200):
         assert await store.keep("a", f"p{number}", b"x") is KEPT
