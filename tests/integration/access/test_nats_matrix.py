@@ -221,7 +221,7 @@ async def test_a_role_hears_what_it_needs_and_nobody_elses_answers(
 
 
 async def test_events_arrive_at_those_who_hear_them(nats: TestServer, ours: TestAuthority) -> None:
-    """Each role has a NATS account of its own. Events reach other accounts because each kind of
+    """Each process has a NATS account of its own. Events reach other accounts because each kind of
     event is exported to them.
     """
     got: dict[str, set[str]] = {}

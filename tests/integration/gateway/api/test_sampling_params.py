@@ -180,7 +180,7 @@ async def test_each_leg_gets_the_token_ids_whose_logprobs_are_wanted(
 async def test_allowed_tokens_are_counted_once_and_over_all_choices(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """Each choice sends the list of allowed tokens again, so its length counts once per choice."""
+    """Equal ids count once. The gateway sends the list for each choice, so all choices count."""
     for instance in mesh.instances.values():
         instance.script, instance.breaks_at = (), None
         instance.prefills.clear()
