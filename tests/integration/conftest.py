@@ -1,5 +1,5 @@
-"""Fixtures: a real NATS server for one test and a connection to it, KV transports, and failpoints
-that end with their test.
+"""Fixtures for all integration tests: a real NATS server for one test, a connection to this server,
+and transports for KV. After each test, a fixture disarms the test's failpoints.
 """
 
 from __future__ import annotations

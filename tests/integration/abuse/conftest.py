@@ -1,4 +1,4 @@
-"""A whole sim mesh under abuse, one for the package."""
+"""Starts one mesh of simulated engines, which all tests of this package attack."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
         PDMESH_GATEWAY_WRITE_TIMEOUT_S=str(WRITE_S),
         PDMESH_GATEWAY_MAX_CONNECTIONS_PER_IP=str(PER_IP),
         PDMESH_GATEWAY_MAX_INCOMING_BYTES=str(INCOMING),
-        PDMESH_LOOP_WATCH_S="0.005",  # F31 bounds how long the gateway's loop may be held
+        PDMESH_LOOP_WATCH_S="0.005",  # F31 bounds how long a request may hold the gateway's loop
     )
     async with Mesh(spec, tmp_path_factory.mktemp("mesh")) as running:
         yield running
@@ -36,10 +36,10 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="package")
 async def the_loop_is_not_held(mesh: Mesh) -> AsyncIterator[None]:
-    """Whatever a test does, nothing holds the gateway's loop ten times as long as the longest
-    honest request does.
+    """Check after each test that nothing held the gateway's event loop ten times as long as the
+    longest honest request does.
     """
-    gauge(mesh, "pdmesh_process_loop_held")  # reading it forgets earlier values
+    gauge(mesh, "pdmesh_process_loop_held")  # reading the gauge resets it
     yield
     held_s = gauge(mesh, "pdmesh_process_loop_held")
     honest_s = [await longest_honest_hold_s(mesh)]

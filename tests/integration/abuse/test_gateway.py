@@ -1,8 +1,8 @@
-"""A real gateway process under abuse through its public port: each attack is bounded in time
-and memory, and an honest client goes on being served.
+"""Attacks a real gateway process through its public port.
 
-The honest client has its own address and process. What it may lose is bounded relative to what it
-had just before the attack.
+Each attack must stay within bounds of time and memory, and the gateway must go on serving an honest
+client. The honest client has its own address and process. Each test bounds the client's loss
+relative to its service just before the attack.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ async def test_a_header_bomb_is_refused_before_it_has_arrived(mesh: Mesh) -> Non
 
     async def attacked() -> None:
         ended = await asyncio.gather(*(attack(mesh, b) for b in bombs for _ in range(20)))
-        # The answer to a client that goes on sending may be lost with the connection. If a status
-        # arrives, it is 431.
+        # A client that goes on sending may lose the answer together with the connection. If a
+        # status arrives, it is 431.
         assert {e.status for e in ended} <= {431, 0}
 
     await twice_as_long_at_most(mesh, attacked)
@@ -97,7 +97,8 @@ async def test_one_address_cannot_take_all_connections(mesh: Mesh) -> None:
         nonlocal num_refused
         ended = await asyncio.gather(*(attack(mesh, HEAD) for _ in range(1500)))
         refused = sum(e.status == 0 for e in ended)
-        # Connections that are cut make room for later ones meanwhile: at most the cap per timeout.
+        # The gateway lets in a new connection for each one that it cuts. It cuts at most PER_IP
+        # connections in each timeout.
         assert refused >= 1500 - 3 * PER_IP
         num_refused += refused
 
@@ -108,8 +109,8 @@ async def test_one_address_cannot_take_all_connections(mesh: Mesh) -> None:
 
 @pytest.mark.fault("F28")
 async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> None:
-    """Four clients ask for 8 choices of 3,000 tokens each, some 3 MB of events. Four others ask for
-    20,000 answers on one connection. None of them reads anything.
+    """Four clients ask for 8 choices of 3,000 tokens each, some 3 MB of events. Four others send
+    20,000 requests on one connection. None of them reads anything.
     """
     body = (
         b'{"model":"default","prompt":"x","max_tokens":3000,"n":8,"ignore_eos":true,"stream":true}'
@@ -135,8 +136,8 @@ async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> N
             grown = max(grown, rss(mesh) - memory)
             return not num_kept(port_of(mesh))
 
-        # The time to decode what fills the buffers, WRITE_S until the gateway cuts the connection,
-        # and WRITE_S until the kernel drops the rest.
+        # 100 s are enough to decode tokens until the buffers are full, for WRITE_S until the
+        # gateway cuts the connection, and for WRITE_S until the kernel drops the rest.
         took_s = await until(are_gone, within_s=100)
     print(f"gone after {took_s:.1f} s, {grown / MIB / len(deaf):.2f} MiB each")
     assert grown <= MIB * len(deaf) + 10 * MIB
@@ -148,8 +149,8 @@ async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> N
 def num_kept(port: int) -> int:
     """How many of the server's sockets to the attacker the kernel still keeps.
 
-    Closed sockets with unread data count. A socket in TIME_WAIT does not: it holds nothing and
-    stays for a minute, even after an earlier test.
+    The number includes closed sockets with unread data. It excludes sockets in TIME_WAIT, which
+    hold no data and stay for a minute, so some may be from an earlier test.
     """
     remote = f"{struct.unpack('<I', socket.inet_aton(ATTACKER))[0]:08X}:"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -157,7 +158,7 @@ def num_kept(port: int) -> int:
     return sum(r[1].endswith(f":{port:04X}") and r[2].startswith(remote) for r in kept)
 
 
-_TIME_WAIT = "06"  # in /proc/net/tcp
+_TIME_WAIT = "06"  # the state's number in /proc/net/tcp
 DEEP = b"[" * 100_000 + b"]" * 100_000
 BAD_BODIES: dict[str, tuple[bytes, int]] = {
     "nothing": (b"", 400),
@@ -239,8 +240,8 @@ async def test_a_malformed_body_blocks_the_loop_no_longer_than_ten_honest_ones(
 
 @pytest.mark.fault("F29", "F31")
 async def test_large_bodies_on_their_way_in_are_bounded_together(mesh: Mesh) -> None:
-    """Sixty clients send 6 MiB of a body each and then nothing more. Clients beyond the bound are
-    told to come back; the others are cut in time.
+    """Sixty clients send 6 MiB of a body each and then nothing more. The gateway asks the clients
+    beyond the bound to come back later, and cuts the others in time.
     """
     begun = HEAD + b"content-length: %d\r\n\r\n" % (7 * MIB) + b"[" * (6 * MIB)
     memory, grown = rss(mesh), 0
@@ -282,8 +283,8 @@ async def test_bytes_that_are_not_http_end_the_connection(mesh: Mesh) -> None:
 
 @pytest.mark.fault("F32")
 async def test_streams_have_whole_characters_even_if_tokens_split_them(mesh: Mesh) -> None:
-    """The sim's tokens are random bytes and parts of characters, but each event by itself is valid
-    UTF-8 without a broken character.
+    """The tokens of the simulated engine are random bytes and may split a character. Yet each event
+    by itself is valid UTF-8 without a broken character.
     """
     async with httpx.AsyncClient(base_url=mesh.http_url, timeout=PATIENCE_S) as client:
 
@@ -297,7 +298,7 @@ async def test_streams_have_whole_characters_even_if_tokens_split_them(mesh: Mes
             texts = ["", ""]
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 async for line in response.aiter_lines():
-                    line.encode()  # raises on a surrogate
+                    line.encode()  # fails if the line has a surrogate
                     if line.startswith("data: {"):
                         for choice in json.loads(line[6:])["choices"]:
                             assert "\ufffd" not in choice["text"]
@@ -365,13 +366,13 @@ async def test_the_grpc_port_survives_garbage(mesh: Mesh) -> None:
                     b"\x12\x02\xff\xfe",
                     (),
                     {grpc.StatusCode.INVALID_ARGUMENT},
-                ),  # text that is not UTF-8
+                ),  # the text is not UTF-8
                 (b"\x0a" + b"\x80" * 100, (), {grpc.StatusCode.INVALID_ARGUMENT}),
                 (
                     b"\xfa\x01\x00" * 2_000_000,
                     (),
                     {grpc.StatusCode.INVALID_ARGUMENT},
-                ),  # fields without end
+                ),  # the fields never end
                 (b"", (("x-bomb", "a" * 100_000),), {grpc.StatusCode.RESOURCE_EXHAUSTED}),
                 (b"\x12" + b"a" * (9 * MIB), (), {grpc.StatusCode.RESOURCE_EXHAUSTED}),
             ):

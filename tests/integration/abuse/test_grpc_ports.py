@@ -1,8 +1,8 @@
-"""What a client may send on the gRPC ports of the mesh, in frames that no library would send.
+"""Sends frames that no gRPC library would send to the gRPC ports of the mesh.
 
-Real processes are attacked. The tests measure their memory, and check that each still serves
-afterwards. gRPC answers pings and settings as long as they come, but what it keeps of them must be
-bounded.
+The tests attack real processes, measure their memory, and check that each process still serves
+afterwards. gRPC answers as many pings and settings as a client sends, but the memory that it uses
+for them must be bounded.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ async def test_a_connection_that_never_says_hello_is_cut(mesh: Mesh) -> None:
                 for p in ports.values()
                 for sent in (b"", PREFACE[:9], PREFACE)
             )
-        )  # each must end, or the test fails
+        )  # the test fails if an attack does not end
 
 
 @pytest.mark.fault("F30", "F31")
@@ -111,8 +111,8 @@ async def test_a_connection_that_never_says_hello_is_cut(mesh: Mesh) -> None:
 async def test_messages_without_their_end_are_bounded_together_and_given_up(
     mesh: Mesh, method: bytes
 ) -> None:
-    """Forty calls on one connection, each with all but the end of 7 MiB, once took 280 MiB for as
-    long as the connection stayed.
+    """Each attacker makes forty calls on one connection, and sends 7 MiB of each call but never its
+    end. Once, such calls took 280 MiB as long as the connection stayed.
     """
     halves = [Halves(method, 40, 7 * MIB) for _ in range(3)]
     port = grpc_ports(mesh)["gateway-0"]

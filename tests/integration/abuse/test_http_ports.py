@@ -1,8 +1,8 @@
 """Sends endless or slow bytes at every place of a request, on every HTTP port of the mesh.
 
-Real processes are attacked, on ports for clients and for operators. The tests measure how many
-bytes were taken, memory, and CPU relative to honest requests, and check that the server ends the
-connection.
+The tests attack real processes, on ports for clients and for operators. They measure the bytes that
+the server accepts, its memory, and its CPU time relative to honest requests. They check that the
+server ends the connection.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(600
 
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\n"
-OFFERED = 32 * MIB  # by each connection
-TAKEN = 8 * MIB  # the kernel's buffers of both ends, which are on this machine
+OFFERED = 32 * MIB  # what each connection tries to send
+TAKEN = 8 * MIB  # What the kernel's buffers of both ends may take. Both are on this machine.
 CONNECTIONS = 3
 FLOODS: dict[str, tuple[bytes, bytes]] = {
     "empty lines before the head": (b"", b"\r\n"),
@@ -81,9 +81,9 @@ async def test_endless_input_is_cut_on_every_port(mesh: Mesh, case: str) -> None
 async def test_a_flood_costs_no_more_cpu_than_ten_honest_requests_for_each_connection(
     mesh: Mesh,
 ) -> None:
-    """An honest request has the longest allowed head.
+    """Compares a flood with honest requests that have the longest allowed head.
 
-    The CPU that a process spends anyway in that time is subtracted.
+    The test subtracts the CPU time that an idle process uses.
     """
     honest = GET + b"connection: close\r\n" + b"a: b\r\n" * 2000 + b"\r\n"
 
@@ -126,7 +126,7 @@ async def test_a_slow_request_is_cut_on_every_port(mesh: Mesh) -> None:
     async def check(name: str, port: int, case: str) -> None:
         first, then = TRICKLES[case]
         ended = await attack(mesh, first, then, port=port)
-        # Where the server wants no body, the answer comes first.
+        # A server that expects no body answers before it has read the body.
         assert ended.status in (
             {408} if case in {"nothing", "empty lines", "a head"} else {408, 404, 405}
         ), (name, case)
@@ -159,16 +159,17 @@ async def test_every_port_refuses_heads_that_violate_the_rfc(mesh: Mesh) -> None
 
 @pytest.mark.fault("F29")
 async def test_a_flood_on_the_ops_port_does_not_silence_the_process(mesh: Mesh) -> None:
-    """Three hundred half-sent heads once stayed forever.
+    """Once, three hundred half-sent heads stayed forever.
 
-    A supervisor that gets no answer kills the process, so a full port must let the supervisor in.
+    A supervisor kills a process that does not answer it, so even a full port must let the
+    supervisor in.
     """
     ops = {n: p for n, (_, p) in http_ports(mesh).items() if n != "public"}
     for name, port in ops.items():
         held = [asyncio.create_task(attack(mesh, GET, port=port)) for _ in range(300)]
         while not all(task.done() for task in held):
-            # A probe may be dropped in a burst of new connections. The supervisor asks again, and
-            # so does this test.
+            # The port may drop a probe in a burst of new connections. The supervisor asks again,
+            # and this test does the same.
             await until(lambda port=port: probe.is_live(f"127.0.0.1:{port}"))
             await asyncio.sleep(0.05)
         assert {task.result().status for task in held} <= {0, 408}, name

@@ -1,4 +1,6 @@
-"""Tools and calls as a stranger may send them: a 400 that names the field, for bounded work."""
+"""Sends bad tools and bad tool calls to the gateway. It must answer 400, name the field, and do
+only a bounded amount of work.
+"""
 
 from __future__ import annotations
 

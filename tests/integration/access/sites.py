@@ -1,4 +1,6 @@
-"""Servers that tell roles apart, and clients with the certificates of roles."""
+"""Starts a NATS server that gives each role of the mesh's processes its own rights, and clients
+with the certificates of these roles.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.support.sites.servers import TestServer
 from tests.support.waiting import until
 
 HOST: Final = "127.0.0.1"
-# One process of each role; of prefills a second one, for the records of others.
+# One process of each role, and a second prefill. The tests check that no prefill can write the
+# record of the other.
 PROCESSES: Final = (
     ("gateway", "gateway-0"),
     ("master-scheduler", "master-0"),
@@ -38,11 +41,11 @@ LEASE_S: Final = 600.0
 
 
 class RoleClient:
-    """A nats-py client with a process's certificate; it records what NATS refused."""
+    """A nats-py client with a process's certificate. It records the subjects that NATS refused."""
 
     def __init__(self, role: str, instance_id: str) -> None:
         self.role, self.instance_id = role, instance_id
-        self.client: Any = Client()  # untyped
+        self.client: Any = Client()  # nats-py has no types
         self._refused: list[str] = []
         self._num_marks = 0
 
@@ -61,7 +64,7 @@ class RoleClient:
         self._refused.append(str(error).lower())
 
     async def allowed_to_send(self, subjects: Iterable[str]) -> set[str]:
-        """Those to which NATS lets it publish."""
+        """The subjects to which NATS lets this client publish."""
         tried = list(subjects)
         for subject in tried:
             await self.client.publish(subject, b"{}")
@@ -76,7 +79,11 @@ class RoleClient:
         return {p for p in tried if f'subscription to "{p.lower()}"' not in said}
 
     async def _all_said(self) -> str:
-        """What NATS has refused until now: refusals come in order, the last one for this mark."""
+        """All refusals until now, as one text.
+
+        NATS sends refusals in order. So the client publishes to a forbidden subject of its own, the
+        mark, and waits for the refusal of the mark.
+        """
         self._num_marks += 1
         mark = f"refused.{self._num_marks}"
         await self.client.publish(mark, b"")
@@ -137,6 +144,5 @@ def bucket(bus: NatsBus, name: str) -> KvBucket:
 
 
 async def make_buckets(bus: NatsBus) -> None:
-    """Make the buckets, as a master does."""
     for name in ALL_BUCKETS:
         await bucket(bus, name).ensure()

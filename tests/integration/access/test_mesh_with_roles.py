@@ -1,4 +1,6 @@
-"""A whole mesh whose NATS and Redis tell roles apart: nothing that it does is refused."""
+"""Runs a whole mesh in which NATS and Redis give each role its own rights. Neither server may
+refuse anything that the mesh does.
+"""
 
 from __future__ import annotations
 

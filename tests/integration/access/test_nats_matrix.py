@@ -1,6 +1,8 @@
-"""Every role tries every subject, bucket and command of NATS, and may do only what is written here.
+"""Lets every role try every subject, bucket and command of NATS, and compares the result with the
+lists in this file.
 
-The lists are not made from `pdmesh.server_permissions`: what a role may do is decided twice.
+The lists are written by hand and not taken from `pdmesh.server_permissions`. So a mistake there
+does not repeat itself here.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 ME: Final = "{me}"
 WHOLE: Final = ">"
 
-# Events by `domain.message.about`.
+# Each event has the form `domain.message.about`.
 EVENTS: Final = {
     "gateway": "health.instance.{me} request.finished.{me}",
     "master-scheduler": "health.instance.{me} control.leader.{me} control.audit.{me} kv.pin.* "
@@ -60,7 +62,7 @@ HEARS: Final = {
     "kv-cache-index": "kv.blocks.*",
     "health-monitor": "health.instance.* health.node.*",
 }
-# Entries of buckets by `bucket/key`, without the `pdmesh-` of all buckets.
+# Each entry has the form `bucket/key`. The names of the buckets omit their common `pdmesh-`.
 MASTERS_BUCKETS: Final = "assignments pins adapters out-of-service desired leader usage"
 WRITES: Final = {
     "gateway": "instances/{me} tenants/*",
@@ -91,7 +93,7 @@ FOLLOWS: Final = {
 READS: Final = {"gateway": "instances tenants", "master-scheduler": ALL.replace("/>", "")}
 KEYS: Final = (WHOLE, "current", "adjusted", "upgrades", "prefill-0", "prefill-1", "master-0", "x")
 
-# What a writer may tell NATS about its write, as far as it could touch another's entry.
+# The headers by which a writer could change an entry of another writer.
 HEADERS: Final[tuple[dict[str, str], ...]] = (
     {"Nats-Rollup": "all"},
     {"Nats-Rollup": "sub"},
@@ -126,7 +128,7 @@ def words(table: dict[str, str], role: str, me: str) -> set[str]:
 
 
 def event_kinds() -> list[str]:
-    """`domain.message` of every event that there is."""
+    """The `domain.message` of every event."""
     made = [
         f("*") for _, f in inspect.getmembers(subjects, inspect.isfunction) if f.__name__[0] != "_"
     ]
@@ -139,7 +141,7 @@ def entries(table: dict[str, str], role: str, me: str) -> set[tuple[str, str]]:
 
 
 def all_sends() -> set[str]:
-    """Every subject on which any process could send anything that does something."""
+    """Every subject to which a message could have an effect, whoever may send it."""
     ids = [instance_id for _, instance_id in PROCESSES]
     sends = {f"mesh.v1.{kind}.{each}" for kind in event_kinds() for each in (*ids, "x")}
     for name in ALL_BUCKETS:
@@ -219,7 +221,9 @@ async def test_a_role_hears_what_it_needs_and_nobody_elses_answers(
 
 
 async def test_events_arrive_at_those_who_hear_them(nats: TestServer, ours: TestAuthority) -> None:
-    """Accounts keep apart what is sent in them; the events are exported one by one."""
+    """Each process has a NATS account of its own. Events reach other accounts because each kind of
+    event is exported to them.
+    """
     got: dict[str, set[str]] = {}
     async with connected(nats, ours, "operator", "ann") as ann:
         for role, me in PROCESSES:
@@ -250,7 +254,9 @@ async def test_events_arrive_at_those_who_hear_them(nats: TestServer, ours: Test
 
 
 async def _everybody_tells(nats: TestServer, ours: TestAuthority, about: str) -> set[str]:
-    """Send one event of each kind from each process that may, and return their subjects."""
+    """From each process, send each kind of event that the process may send. Returns the
+    subjects.
+    """
     sent: set[str] = set()
     for role, me in PROCESSES:
         async with connected(nats, ours, role, me) as caller:
@@ -265,8 +271,11 @@ async def _everybody_tells(nats: TestServer, ours: TestAuthority, about: str) ->
 async def test_an_answer_never_lands_where_the_caller_may_not_write(
     nats: TestServer, ours: TestAuthority
 ) -> None:
-    """NATS does not check to which subject an answer goes. With one account for all, this put an
-    answer over the desired state: `{"stream": ..., "seq": 2}`, which reads as no groups at all.
+    """NATS does not check to which subject it sends an answer.
+
+    When all roles had one account, a caller could name the desired state's entry as that subject.
+    NATS then wrote its answer `{"stream": ..., "seq": 2}` over the desired state, and masters read
+    the answer as a desired state without groups.
     """
     victims = ("$KV.pdmesh-desired.current", "$KV.pdmesh-instances.decode-0")
     async with bus_of(nats, ours, "master-scheduler", "master-0") as master:
@@ -284,7 +293,8 @@ async def test_an_answer_never_lands_where_the_caller_may_not_write(
             for victim in victims:
                 for subject, body in asked:
                     await caller.client.publish(subject, body, reply=victim)
-            # After its own answer has come, so have those before.
+            # NATS answers in order. Once this answer has come, NATS has handled the earlier
+            # requests.
             await caller.jetstream.publish("$KV.pdmesh-instances.prefill-0", b"done")
         current, record = await desired.get("current"), await records.get("decode-0")
         assert current is not None
@@ -319,7 +329,8 @@ async def test_a_consumer_shows_no_more_than_its_subject_says_and_delivers_to_no
             request = {"stream_name": "KV_pdmesh-assignments", "config": config}
             answer = await caller.client.request(subject, json.dumps(request).encode(), timeout=30)
             assert "error" in json.loads(answer.data), filters
-        # NATS delivers wherever a consumer says, so the place must be one that nobody hears.
+        # NATS delivers to any subject that a consumer names, so a consumer may only name a subject
+        # to which no process listens.
         await _deliver_to(caller, "_INBOX.decode.decode-0.a")
         await _deliver_to(caller, "$KV.pdmesh-desired.current")
         await _deliver_to(caller, "$JS.API.STREAM.PURGE.KV_pdmesh-desired")
@@ -349,9 +360,9 @@ async def _deliver_to(caller: object, deliver_subject: str) -> None:
 async def test_no_header_of_a_write_touches_another_entry(
     nats: TestServer, ours: TestAuthority, role: str, me: str
 ) -> None:
-    """`Nats-Rollup: all` removes all other entries of a stream that allows it, without a notice to
-    those who follow it. Only the bucket of the lead allows it, and only masters write to that
-    bucket.
+    """`Nats-Rollup: all` removes all other entries of a stream that allows the header. NATS does
+    not report the removal to those who follow the stream. Only the bucket of the leadership allows
+    the header, and only masters write to that bucket.
     """
     another = ("decode", "decode-0") if role != "decode" else ("gateway", "gateway-0")
     async with (
@@ -385,7 +396,9 @@ async def _is_taken(caller: RoleClient, subject: str, headers: dict[str, str]) -
 async def test_a_bucket_of_an_older_pdmesh_loses_the_header_that_empties_it(
     tmp_path: Path, ours: TestAuthority
 ) -> None:
-    """Before, the server marked the ends of leases there, and so allowed `Nats-Rollup`."""
+    """In older versions the server marked the ends of leases in this bucket, and therefore allowed
+    `Nats-Rollup`.
+    """
     holders = [Holder("master-scheduler", "m"), Holder("prefill", "p"), Holder("decode", "d")]
     async with (
         nats_with(tmp_path, ours, holders) as server,
@@ -405,7 +418,7 @@ async def test_a_bucket_of_an_older_pdmesh_loses_the_header_that_empties_it(
         assert await bucket(master, INSTANCES).get("d") is None, "the attack is real"
 
         await other.jetstream.publish(f"$KV.{INSTANCES}.d", b"theirs")
-        master.num_replicas = 1  # as services know it
+        master.num_replicas = 1  # services tell `NatsBus.connect` this number
         await bucket(master, INSTANCES).ensure()
         assert not await _is_taken(caller, own, wipe)
         assert await bucket(master, INSTANCES).get("d") is not None
@@ -442,7 +455,7 @@ async def test_a_certificate_without_a_user_does_not_get_in(
 async def test_without_ids_the_certificates_of_a_role_are_told_apart_from_other_roles(
     tmp_path: Path, ours: TestAuthority
 ) -> None:
-    """For pods, whose names are not known in advance."""
+    """Pods need this, because their names are not known in advance."""
     holders = [Holder("master-scheduler"), Holder("prefill"), Holder("gateway")]
     async with nats_with(tmp_path, ours, holders) as server:
         async with bus_of(server, ours, "master-scheduler", "m-1") as master:

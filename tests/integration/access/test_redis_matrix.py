@@ -1,4 +1,6 @@
-"""Every user of Redis tries every command and every key, and may use only what is written here."""
+"""Lets every user of Redis try every command and every key, and compares the result with the lists
+in this file.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ COMMANDS: Final = {
     "kv-cache-index": "multi exec get set del unlink smembers sadd srem hgetall hset",
     "operator": "get smembers scard hgetall",
 }
-# Redis checks no permission for these.
+# Redis lets every user run these.
 FREE: Final = frozenset({"auth", "hello", "quit", "reset"})
 INDEX_KEYS: Final = (
     "pdmesh:v1:instances",
@@ -45,7 +47,7 @@ TESTER: Final = "tester"
 
 
 class _WithTester(ValkeyServer):
-    """With one more user, that may ask what others may do."""
+    """A server with one more user, which may ask for the rights of the others."""
 
     def command(self) -> list[str]:
         found = super().command()
@@ -73,7 +75,9 @@ async def client(url: str) -> AsyncIterator[Any]:
 
 
 async def every_command(tester: Any) -> dict[str, int]:
-    """The number of arguments that a command needs at least, by its name, `a|b` for a part."""
+    """How many arguments each command needs at least. A subcommand's name is
+    `command|subcommand`.
+    """
     found: dict[str, int] = {}
     for entry in await tester.execute_command("COMMAND"):
         info = entry if isinstance(entry, dict) else {"name": entry[0], "arity": entry[1]}
@@ -104,7 +108,7 @@ async def test_a_user_runs_its_own_commands_and_no_other(valkey: ValkeyServer, r
             try:
                 if await may_run(tester, role, command, num, KEYS[role][0]):
                     allowed.add(command)
-            except ResponseError:  # the arguments do not fit, so it was allowed to look at them
+            except ResponseError:  # the arguments are wrong, so Redis has allowed the command
                 allowed.add(command)
     wanted = set(f"{CONNECTION} {COMMANDS[role]}".split())
     assert allowed - FREE == wanted - FREE
@@ -153,7 +157,7 @@ async def test_the_services_do_with_their_users_all_that_they_do(valkey: ValkeyS
     assert await index.instance_ids() == []
     await index.close()
     store = ResponseStore(valkey.urls["gateway"], KeepBounds(60.0, 1, 1000, 100_000))
-    for name in ("resp_1", "resp_2"):  # the second one evicts the first one
+    for name in ("resp_1", "resp_2"):  # the second response evicts the first
         assert await store.keep("acme", name, b"{}") is KeepOutcome.KEPT
     assert await store.load("acme", "resp_1") is None
     assert await store.load("acme", "resp_2") == b"{}"

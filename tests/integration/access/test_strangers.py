@@ -1,5 +1,6 @@
-"""Every port of a mesh with TLS, asked without credentials in every protocol that the mesh speaks:
-a stranger gets exactly what docs/security.md lists, with the reason.
+"""Asks every port of a mesh with TLS without credentials, in every protocol that the mesh speaks.
+
+A stranger must get exactly what docs/security.md lists. The list gives a reason for each entry.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from tests.integration.process.test_ports import LOCAL, ROOT, Found, check_ports
 from tests.support.attack.stranger import NATS, REDIS, gifts, ops_paths
 
 HEADING: Final = "### What a stranger gets"
-Gift = tuple[str, str, str]  # the service, the kind of its port, what it gives
+# The service, the kind of its port, and what a stranger gets from the port.
+Gift = tuple[str, str, str]
 
 
 def listed() -> set[Gift]:
-    """The rows of the table."""
+    """The rows of the table in docs/security.md."""
     section = (ROOT / "docs/security.md").read_text().partition(HEADING)[2].partition("\n##")[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section, re.MULTILINE)
     found = set()
@@ -99,7 +101,7 @@ async def answer_empty(_: bytes, __: object) -> bytes:
 
 
 async def described_paths(mesh: Mesh) -> list[tuple[str, str]]:
-    """Every request that a gateway serves, by its own description, and those of an ops port."""
+    """Every request that the gateway describes in its OpenAPI document."""
     async with httpx.AsyncClient(timeout=30) as client:
         document = (await client.get(f"{mesh.http_url}/openapi.json")).json()
     paths = [

@@ -1,4 +1,6 @@
-"""How the chart's services identify their callers: API keys, and tokens of an OpenID provider."""
+"""Checks how the chart's services identify their callers, by API keys or by the tokens of an OpenID
+provider.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def environment(manifests: list[Manifest], name: str) -> dict[str, str]:
 
 
 def secrets_at(manifests: list[Manifest], name: str) -> dict[str, str]:
-    """The mounted Secrets, by their paths."""
+    """The names of the mounted Secrets, by mount path."""
     spec = spec_of(manifests, name)
     named = {v["name"]: v["secret"]["secretName"] for v in spec["volumes"] if "secret" in v}
     (container,) = spec["containers"]

@@ -1,4 +1,6 @@
-"""The chart's objects for gateways of the Gateway API Inference Extension."""
+"""Checks the chart's objects for the Gateway API Inference Extension. With this extension, a proxy
+asks the gateway which endpoint takes a request.
+"""
 
 from __future__ import annotations
 

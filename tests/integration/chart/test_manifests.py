@@ -1,5 +1,7 @@
-"""What the chart renders: valid for Kubernetes, without privileges, closed but where it must be
-open, and gone only after it has drained.
+"""Checks the manifests that the chart renders.
+
+They must be valid for Kubernetes, need no privileges, and open only the ports that must be open. A
+pod must end only after it has drained.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from pdmesh.telemetry import names as metric_names
 from tests.support.chart import helm
 from tests.support.chart.helm import CHART, VALUE_SETS, Manifest, of_kind, pods, render, services
 
-# The oldest version that the chart takes, those that are maintained, and the newest known schemas.
+# The oldest version that the chart supports, the maintained versions, and the newest known schemas.
 KUBERNETES = ("1.29", "1.33", "1.35", "1.37")
-# Custom resources, whose schemas their operators bring along.
+# Custom resources. Their schemas come with the operators that define them.
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "InferencePool"}
 OBSERVE = helm.ROOT / "deploy/observe"
-MARGIN_S = 3  # of the launcher's grace beyond the drain
+MARGIN_S = 3  # how many seconds longer than the drain the launcher waits for a process to end
 
 
 def validated(manifests: list[Manifest], folder: Path, version: str) -> list[str]:
-    """What is wrong with the manifests, as kubernetes-validate says it."""
+    """The faults of the manifests, in the words of kubernetes-validate."""
     file = folder / "manifests.yaml"
     file.write_text(yaml.safe_dump_all(manifests))
     done = subprocess.run(
@@ -49,7 +51,9 @@ def validated(manifests: list[Manifest], folder: Path, version: str) -> list[str
 
 
 def rendered(value_set: str, kubernetes: str = "1.35") -> list[Manifest]:
-    """The manifests of an example; `tls` is that of sim with certificates, and NATS with them."""
+    """The manifests of one example. `tls` is the example `sim` with certificates for the services
+    and NATS.
+    """
     if value_set == "tls":
         secure = {"tls": {"enabled": True, "issuerName": "mesh"}}
         return render("sim", secure, kubernetes=kubernetes)
@@ -118,7 +122,8 @@ def test_every_service_has_its_probes_and_time_to_load(value_set: str) -> None:
         ):
             assert container[probe]["httpGet"]["path"] == path
             assert container[probe]["httpGet"]["port"] in ports
-        # An instance has started when its model is loaded; a gateway waits for instances.
+        # An instance is ready once its model is loaded, so this also ends its start. A gateway is
+        # ready only when an instance serves, so its start must not wait for that.
         is_instance = helm.component(pod) == "instance"
         expected = "/health/ready" if is_instance else "/health/live"
         assert container["startupProbe"]["httpGet"]["path"] == expected, name
@@ -142,7 +147,8 @@ def test_a_pod_ends_after_its_drain_and_a_gateway_after_the_load_balancers_know(
             assert before > 0
         if helm.component(pod) in ("gateway", "instance"):
             assert grace >= before + drains[0] + MARGIN_S, name
-        if helm.component(pod) == "instance":  # vLLM ends after the drain; a load has no drain
+        # An instance stops vLLM after the drain. An instance that still loads has nothing to drain.
+        if helm.component(pod) == "instance":
             assert grace >= drains[0] + STOP_TIMEOUT_S + MARGIN_S, name
             assert grace >= BUILD_STOP_S + STOP_TIMEOUT_S + MARGIN_S, name
         if helm.component(pod) not in ("gateway", "instance"):
@@ -159,7 +165,9 @@ def test_a_part_of_a_second_of_drain_counts() -> None:
 
 
 def test_a_rollout_of_gateways_may_take_as_long_as_the_slowest_pool_needs_to_load() -> None:
-    """A gateway is ready when an instance serves. By default, Kubernetes gives a rollout 600 s."""
+    """A gateway becomes ready when an instance serves. By default, Kubernetes gives a rollout 600
+    s.
+    """
     values = {"pools": {"decode": {"startupSeconds": 1200}}}
     for value_set, slowest_s in (("vllm-cpu", 1200), ("gpu", 1800)):
         manifests = render(value_set, values)
@@ -206,7 +214,7 @@ def _matched(selector: dict[str, str], labels: dict[str, dict[str, str]]) -> set
 
 
 def _admits(policy: Manifest, labels: dict[str, str]) -> bool:
-    """Whether the policy is about a pod with these labels."""
+    """Whether the policy applies to a pod with these labels."""
     selector = policy["spec"]["podSelector"]
     return selector["matchLabels"].items() <= labels.items() and all(
         labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", [])
@@ -236,7 +244,7 @@ def test_network_policies_open_exactly_the_ports_on_which_a_pod_listens(value_se
 
 
 def test_only_gateways_are_open_to_everybody_and_only_instances_exchange_kv() -> None:
-    """A rule without `from` admits everybody."""
+    """In a network policy, a rule without `from` admits everybody."""
     policies = {p["metadata"]["name"]: p for p in of_kind(render("sim"), "NetworkPolicy")}
     for name, policy in policies.items():
         for rule in policy["spec"].get("ingress", []):
@@ -292,7 +300,8 @@ def test_what_scales_has_no_number_of_replicas_and_asks_for_metrics_that_exist()
         assert ("replicas" in deployment["spec"]) == (name not in targets)
     blank = targets["pdmesh-blank"]["spec"]
     behavior = blank["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-    assert behavior["scaleDown"] == {"selectPolicy": "Disabled"}  # it would end busy instances
+    # A scale-down would end busy instances.
+    assert behavior["scaleDown"] == {"selectPolicy": "Disabled"}
     known = {
         value.replace(".", "_")
         for value in vars(metric_names).values()
@@ -305,7 +314,9 @@ def test_what_scales_has_no_number_of_replicas_and_asks_for_metrics_that_exist()
 
 
 def test_prometheus_gets_the_alerts_and_the_labels_that_they_and_the_dashboards_need() -> None:
-    """docs/observe.md: the job is pdmesh, and an instance is named as the process is."""
+    """docs/observe.md says that the job is pdmesh and that an instance has the name of its
+    process.
+    """
     manifests = render("gpu")
     (monitor,) = of_kind(manifests, "ServiceMonitor")
     (endpoint,) = monitor["spec"]["endpoints"]
@@ -333,7 +344,7 @@ def test_prometheus_gets_the_alerts_and_the_labels_that_they_and_the_dashboards_
 
 @pytest.mark.parametrize("value_set", VALUE_SETS)
 def test_helm_finds_nothing_to_complain_about(value_set: str) -> None:
-    """This renders NOTES.txt, too."""
+    """Helm's linter also renders NOTES.txt."""
     values = str(CHART / f"values-{value_set}.yaml")
     command = [str(helm.helm()), "lint", "--strict", str(CHART), "--values", values]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

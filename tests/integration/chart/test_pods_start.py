@@ -1,7 +1,7 @@
-"""Every container of the chart starts with the chart's own command and environment, becomes ready
-by its own probe, and together they are a mesh.
+"""Starts every container of the chart with the chart's own command and environment.
 
-There is no API server: `tests.support.chart.kubelet` stands for the node.
+Each container must become ready by its own probe, and together they must form a mesh. No API server
+runs here. `tests.support.chart.kubelet` stands for the node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tests.support.waiting import until
 SERVERS = ["pdmesh-nats", "pdmesh-redis"]
 GATEWAY, MASTER = "pdmesh-gateway", "pdmesh-master-scheduler"
 JOB = "pdmesh-desired-"
-# Each role once, and a group that the desired state makes of blank instances.
+# Each role once. A blank instance has no role until the master gives it one. The desired state
+# makes a group of the two blank instances.
 POOLS = {
     "prefill": {"role": "prefill", "replicas": 1},
     "decode": {"role": "decode", "replicas": 1},
@@ -76,7 +77,7 @@ async def kubelet(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
 async def test_all_containers_start_in_any_order_and_make_a_mesh(kubelet: Kubelet) -> None:
     jobs = [name for name in kubelet.pods if name.startswith(JOB)]
     services = [n for n in kubelet.pods if n not in [*SERVERS, *jobs] and "/" not in n]
-    assert len(services) == 5 + len(POOLS)  # with the node agent
+    assert len(services) == 5 + len(POOLS)  # the five services include the node agent
     await kubelet.wait_ready(services)
     await _redis_asks_for_its_password(kubelet)
     _listen_where_the_network_policies_say(kubelet, services)
@@ -89,7 +90,7 @@ async def test_all_containers_start_in_any_order_and_make_a_mesh(kubelet: Kubele
         assert answer.status_code == 200, answer.text
     await _the_picker_names_the_pod(kubelet, gateway)
 
-    # As `kubectl exec deploy/pdmesh-master-scheduler` runs them.
+    # `kubectl exec deploy/pdmesh-master-scheduler` runs commands in the same way.
     status = kubelet.run(MASTER, "pdmesh", "status")
     assert status.returncode == 0, status.stderr
     assert all(kubelet.pods[name].name in status.stdout for name in services), status.stdout
@@ -108,13 +109,15 @@ async def test_all_containers_start_in_any_order_and_make_a_mesh(kubelet: Kubele
     await kubelet.wait_ready(services)
     await _the_leader_has_the_metric_by_which_keda_scales(kubelet)
 
-    # As a node is emptied: nothing is left to be killed.
+    # Ends all pods as when a node is emptied. None of them may need to be killed.
     for name in services:
         assert await kubelet.pods[name].end() == 0, kubelet.pods[name].log.read_text()[-2000:]
 
 
 async def _the_picker_names_the_pod(kubelet: Kubelet, gateway: Pod) -> None:
-    """As a proxy of an InferencePool calls it: over TLS without a certificate, or in plain text."""
+    """Calls the picker as a proxy of an InferencePool does, over TLS without a certificate or in
+    plain text.
+    """
     address = f"{gateway.ip}:9002"
     if "PDMESH_GATEWAY_TLS_DIR" in gateway.environment:
         ca = (gateway.mounts["/etc/pdmesh/tls"] / "ca.crt").read_bytes()
@@ -131,7 +134,7 @@ async def _the_picker_names_the_pod(kubelet: Kubelet, gateway: Pod) -> None:
 
 
 async def _nats_takes_a_new_certificate(kubelet: Kubelet) -> None:
-    """NATS shows the new certificate, and closes a connection that does not begin TLS."""
+    """NATS must show the new certificate and close a connection that does not begin TLS."""
     pod = kubelet.pods["pdmesh-nats"]
 
     def shown() -> str:
@@ -158,7 +161,7 @@ def _commands_need_the_operator_s_certificate(kubelet: Kubelet) -> None:
 
 
 async def _the_leader_has_the_metric_by_which_keda_scales(kubelet: Kubelet) -> None:
-    """With the labels over which the query of values-gpu.yaml sums."""
+    """The metric must have the labels over which the query of values-gpu.yaml sums."""
     (scaled,) = of_kind(render("gpu"), "ScaledObject")
     query = scaled["spec"]["triggers"][0]["metadata"]["query"]
     asked = re.fullmatch(r"sum\(max by \(([\w, ]+)\) \((\w+)\)\)", query)
@@ -167,7 +170,8 @@ async def _the_leader_has_the_metric_by_which_keda_scales(kubelet: Kubelet) -> N
     async with httpx.AsyncClient(trust_env=False) as client:
         page = await client.get(f"http://{kubelet.pods[MASTER].ip}:9100/metrics")
     samples = re.findall(rf"^{asked[2]}{{(.*)}} (\S+)$", page.text, re.MULTILINE)
-    assert sum(float(value) for _, value in samples) == 2  # one prefill and one decode
+    # One for the prefill and one for the decode.
+    assert sum(float(value) for _, value in samples) == 2
     assert all(labels <= set(re.findall(r"(\w+)=", each)) for each, _ in samples)
 
 
@@ -182,12 +186,12 @@ async def _redis_asks_for_its_password(kubelet: Kubelet) -> None:
 
 
 def _listen_where_the_network_policies_say(kubelet: Kubelet, names: list[str]) -> None:
-    """UCX keeps to the range of ports that the policies open between instances."""
+    """UCX must use only the range of ports that the policies open between instances."""
     for name in names:
         pod = kubelet.pods[name]
         role = pod.labels.get("pdmesh/role", "")
         declared = {port["containerPort"] for port in pod.container["ports"]}
-        if role == "blank":  # it opens the others with its role
+        if role == "blank":  # a blank instance opens its other ports when it gets a role
             declared = {9100}
         found = {listener.port for listener in listeners(pod.pid)}
         kv = {port for port in found - declared if 20000 <= port <= 20999}

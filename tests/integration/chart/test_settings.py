@@ -1,5 +1,5 @@
-"""Every variable that the chart sets is a setting that its container reads, with a value that the
-container takes.
+"""Checks that every variable that the chart sets is a setting that its container reads, and that
+the container accepts the value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.chart.helm import CHART, VALUE_SETS, Manifest, pods, render
 from tests.support.chart.kubelet import Kubelet, image_environment
 from tools.configuration_doc import SERVICES, settings_of
 
-# Variables of other programs.
+# Variables of programs that are not part of the mesh.
 OTHERS = re.compile(r"HOME|PASSWORD|NATS_PASSWORD|REDISCLI_AUTH|UCX_\w+|NVIDIA_\w+")
 OF_PRODUCT = {
     "pdmesh-gateway": "gateway",
@@ -49,7 +49,9 @@ EVERYTHING: dict[str, Any] = {
 
 
 def settings_type(container: Manifest) -> type[ServiceSettings] | None:
-    """What the container's command reads; None: it is no service of the mesh."""
+    """The settings that the container's command reads, or None if the container is no service of
+    the mesh.
+    """
     service = OF_PRODUCT.get(" ".join(container["command"]))
     return settings_of(service) if service else None
 
@@ -66,7 +68,8 @@ def shared_of(*services: type[ServiceSettings]) -> set[str]:
 def unknown(container: Manifest, for_all: frozenset[str] = frozenset()) -> Iterator[str]:
     """Variables of the mesh that the container does not read.
 
-    Those of `for_all`, which the values give to all services, need only be read by one of them.
+    The values give the variables of `for_all` to all services. For each of them it is enough that
+    one service reads it.
     """
     own = settings_type(container)
     every = shared_of(*map(settings_of, SERVICES))
@@ -111,7 +114,8 @@ def test_every_service_takes_the_values_that_it_gets(
     secret |= dict.fromkeys(("mesh-token", "hash-secret", "admin-token"), "s" * 40)
     mine: Manifest = {"kind": "Secret", "metadata": {"name": "pdmesh"}, "stringData": secret}
     manifests = render("", EVERYTHING) if value_set == "everything" else render(value_set)
-    # A process decides by its address, too, and those of test_pods_start are loopback ones.
+    # Some checks of a process depend on its own address, which is not loopback in a cluster. The
+    # addresses in test_pods_start are loopback.
     kubelet = Kubelet([*manifests, mine], tmp_path, net="10.1.2")
     for variable in (*image_environment(), "PDMESH_MESH_TOKEN"):
         monkeypatch.delenv(variable, raising=False)

@@ -1,4 +1,4 @@
-"""Bad values are refused by their names, before anything is installed."""
+"""Checks that the chart refuses bad values by name, before it installs anything."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ISSUER = "https://id.example.org"
         ({"kv": {"firstPort": 70000}}, "kv.firstPort"),
         ({"image": {"digest": "latest"}}, "image.digest"),
         ({"desiredState": {"group": {}}}, "group is not allowed"),
-        # What no schema can say.
+        # The chart's schema cannot express these rules.
         ({"gateway": {"allowAnonymous": False}}, "gateway.keysSecret"),
         ({"oidc": {"issuer": "http://id.example.org"}}, "oidc.issuer"),
         ({"oidc": {"issuer": ISSUER, "audience": "a"}}, "networkPolicy.extraEgress"),
@@ -89,7 +89,7 @@ def test_a_bad_value_is_refused_by_its_name(values: dict[str, Any], named: str) 
 
 
 def test_settings_reach_their_service_as_it_reads_them() -> None:
-    """Helm itself would write 8589934592 as 8.589934592e+09."""
+    """Helm by itself would write 8589934592 as 8.589934592e+09."""
     values = {
         **OPEN,
         "settings": {"LOG_LEVEL": "debug"},
@@ -143,7 +143,9 @@ def test_with_a_secret_of_one_s_own_the_chart_makes_none() -> None:
 
 
 def test_the_desired_state_arrives_as_it_was_written() -> None:
-    """Every field of docs/groups.md, and a number that Helm would write with an exponent."""
+    """The text has every field of docs/groups.md, and a number that Helm would write with an
+    exponent.
+    """
     text = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/groups.md").read_text(), re.DOTALL)[1]
     state = yaml.safe_load(text)
     state["services"]["assistant"]["options"]["kv_host_pool_bytes"] = 17179869184
@@ -168,7 +170,9 @@ def test_a_changed_desired_state_is_a_new_job_and_so_is_a_changed_pod() -> None:
 
 
 def test_a_disruption_budget_has_one_bound_and_a_pool_s_own_replaces_the_defaults() -> None:
-    """Kubernetes refuses a budget with both, and Helm merges maps."""
+    """Kubernetes refuses a budget that has both bounds, and Helm would merge the pool's map into
+    the defaults.
+    """
 
     def budgets(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
         found = of_kind(render("", {**OPEN, **values}), "PodDisruptionBudget")

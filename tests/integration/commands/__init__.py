@@ -1,1 +1,3 @@
-"""`pdmesh` as people use it: each command in a process of its own, on a real mesh on sim."""
+"""Tests of `pdmesh` as people use it. Each command runs in a process of its own, on a real mesh of
+simulated engines.
+"""

@@ -1,6 +1,8 @@
-"""`make audit` with its real tools: pip-audit asks a database that this test plays, detect-secrets
-looks through a repository with a planted key, and the bill of materials is valid. They run
-nightly, after `make audit` has made the environment of its tools.
+"""Runs the tools of `make audit`.
+
+pip-audit asks a database that this test plays. detect-secrets searches a repository with a planted
+key. The bill of materials must be valid. The tests run nightly, after `make audit` has installed
+the tools.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ pytestmark = [
 
 @contextmanager
 def database(asked: list[dict[str, Any]]) -> Iterator[str]:
-    """OSV's API, which knows one vulnerability."""
+    """Serve the API of OSV, the vulnerability database, with one known vulnerability."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -56,7 +58,7 @@ def database(asked: list[dict[str, Any]]) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, *args: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)

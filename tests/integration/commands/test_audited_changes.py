@@ -1,5 +1,7 @@
-"""Every command that changes a mesh: who may run it, and what NATS and the log report about
-it. Operators show tokens of a real OpenID provider, and API keys with a role.
+"""Runs every command that changes a mesh.
+
+The tests check who may run it, and what NATS and the log report about it. Operators show tokens of
+a real OpenID provider, or API keys with a role.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ groups:
 
 @dataclass
 class Told:
-    """An audit event, with plain states."""
+    """An audit event, with the states before and after as plain dictionaries."""
 
     who: str
     shown_by: str
@@ -114,7 +116,7 @@ class Site:
         )
 
     async def refusal(self, token: str, method: str) -> MeshError | None:
-        """None: an empty request is served."""
+        """The error that an empty request gets, or None if the request is served."""
         try:
             await self.call(token, method)
         except MeshError as exc:
@@ -122,7 +124,7 @@ class Site:
         return None
 
     async def changed(self, token: str, request: Message) -> Told:
-        """Make a change; return the one event of it, after a look at the log."""
+        """Make a change, check the log, and return the change's only audit event."""
         num = len(self.told)
         method = type(request).__name__.removesuffix("Request")
         await self.call(token, method, request)
@@ -181,12 +183,14 @@ async def test_roles_and_audit_of_all_commands(tmp_path: Path) -> None:
 
 
 async def _check_roles(at: Site, tokens: dict[str, str]) -> None:
-    """A refusal names the role; what is allowed is refused for its empty request at most."""
+    """A refusal must name the role. A caller with the role may get an error only because his
+    request is empty.
+    """
     for method, needed in NEEDED.items():
         for role, token in [*tokens.items(), *at.keys.items()]:
             has = ROLES.get(role)
             if method == "ApplyDesired" and has is AdminRole.ADMIN:
-                continue  # an empty text is a change that must be confirmed
+                continue  # an empty text would be a change that must be confirmed
             refused = await at.refusal(token, method)
             if has is None or has < needed:
                 assert isinstance(refused, NotAllowed)
@@ -220,7 +224,7 @@ async def _check_page(at: Site, tokens: dict[str, str]) -> None:
 
 
 async def _check_commands(at: Site, tokens: dict[str, str]) -> None:
-    """`pdmesh` shows PDMESH_TOKEN, or the token of its option, which wins."""
+    """`pdmesh` shows the token of its option `--token`, or else PDMESH_TOKEN."""
 
     async def run(token: str, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pdmesh.cli.app", "--state-dir", str(at.mesh.state_dir)]
@@ -321,7 +325,9 @@ async def _check_changes(at: Site, tokens: dict[str, str], folder: Path) -> None
 
 
 async def _check_key_file(at: Site) -> None:
-    """Tenants' limits are in the key file, which the leading master reads, too."""
+    """The key file has the tenants' limits. The leading master reads the file and reports its
+    changes.
+    """
     file = api_keys.load(at.keys_path)
     file.tenants["ops"] = TenantEntry(requests_per_s=5.0)
     api_keys.revoke(file, at.keys["none"].split("_")[1])

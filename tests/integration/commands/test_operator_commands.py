@@ -1,4 +1,6 @@
-"""An operator's day with `pdmesh` on a real mesh on sim: change, wait, look back, go back."""
+"""Follows an operator's day with `pdmesh` on a real mesh of simulated engines. He makes a change,
+waits for it, looks at the history and goes back.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ groups:
 
 
 def applied(pdmesh: Pdmesh, file: Path, text: str, *options: str) -> tuple[int, str]:
-    """The exit code, and what a person sees on stderr."""
+    """The exit code of `pdmesh apply --wait`, and its stderr."""
     file.write_text(text)
     done = pdmesh.run("apply", str(file), "--wait", *options)
     return done.returncode, done.stderr
@@ -60,13 +62,15 @@ def test_a_change_is_applied_awaited_and_taken_back(pdmesh: Pdmesh, tmp_path: Pa
     assert mistyped.returncode == 1
     assert "did you mean instance" in mistyped.stderr
 
-    code, said = applied(pdmesh, file, groups(2, "sim_token_bytes: 7"))  # not a multiple of 8
+    # The value must be a multiple of 8.
+    code, said = applied(pdmesh, file, groups(2, "sim_token_bytes: 7"))
     assert code == 1
     assert re.search("upgrade of default: (going|went) back", said), said
     assert "BAD_OPTION" in said
     wait_until(lambda: "went back" in pdmesh.run("rollout", "status").stderr)
 
-    code, said = applied(pdmesh, file, groups(9), "--timeout", "5")  # more than there are
+    # The mesh has too few instances for this.
+    code, said = applied(pdmesh, file, groups(9), "--timeout", "5")
     assert code == 1
     assert "they wait for 4 more" in said
     assert "not rolled out after 5 s: " in said
@@ -85,7 +89,7 @@ def test_a_change_is_applied_awaited_and_taken_back(pdmesh: Pdmesh, tmp_path: Pa
     )
     history = json.loads(pdmesh.run("history", "--limit", "5", "--json").stdout)["versions"]
     assert [version["version"] for version in history] == ["6", "5", "4", "3", "2"]
-    assert history[2]["author"] == "master-scheduler"  # it took the bad version back
+    assert history[2]["author"] == "master-scheduler"  # the master took the bad version back
     assert history[-1]["reason"] == "more prefills"
     assert all("text" not in version for version in history)
     assert "more prefills" in pdmesh.run("history").stdout
@@ -101,7 +105,7 @@ def test_what_the_mesh_does_is_shown_while_it_does_it(pdmesh: Pdmesh) -> None:
         pdmesh.chat()
         for line in top.stdout:
             seen.add(line.partition(" ")[0])
-            if line.startswith("prefill-0"):  # the last line of a view
+            if line.startswith("prefill-0"):  # this line ends one view of `pdmesh top`
                 break
     top.send_signal(signal.SIGINT)
     assert top.wait(60) == 0

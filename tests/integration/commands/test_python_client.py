@@ -1,4 +1,6 @@
-"""The Python client against a real mesh with mutual TLS, an admin token and two blank instances."""
+"""Uses the Python client against a real mesh with mutual TLS, an admin token and two blank
+instances, which have no role yet.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ groups:
 scenarios:
   assigned: {allow_single: true}
 """
-CALL_S: Final = 60.0  # on a busy machine
+CALL_S: Final = 60.0  # long enough for a busy machine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -127,7 +129,8 @@ async def test_what_is_wrong_with_a_caller_is_said_as_a_typed_error(mesh: Mesh) 
     async with connect(mesh, admin_token="wrong") as client:
         with pytest.raises(NotAllowed):
             await client.groups()
-        assert (await client.status()).groups is None  # the rest is shown
+        # The client still gets the rest of the status.
+        assert (await client.status()).groups is None
     async with connect(mesh, within_s=CALL_S) as client:
         with pytest.raises(InvalidRequest):
             await client.apply("groups: 7", author="ann")
@@ -141,10 +144,12 @@ async def test_what_is_wrong_with_a_caller_is_said_as_a_typed_error(mesh: Mesh) 
             pass
 
 
-# nats-py leaves the connections of its failed attempts to the collector.
+# nats-py leaves the connections of its failed attempts to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_client_that_nats_does_not_know_does_not_wait_forever(mesh: Mesh) -> None:
-    """It once did, even under asyncio.timeout: nats-py retried, and swallowed the cancellation."""
+    """Once, the client waited forever, even under asyncio.timeout. nats-py retried and swallowed
+    the cancellation.
+    """
     with using_certificates(None), pytest.raises(Unavailable, match="NATS does not answer"):
         async with Client.connect(re.sub(r"//.*@", "//nobody:nothing@", mesh.nats_url)):
             pass
@@ -176,7 +181,9 @@ async def test_the_example_of_the_docs_runs(mesh: Mesh) -> None:
 async def test_the_overview_has_what_the_leader_hears_as_far_as_its_role_at_nats_goes(
     mesh: Mesh,
 ) -> None:
-    """Its own changes, and the events in the accounts of the health-monitor and gateways."""
+    """The overview must show the leader's own changes and the events that the health-monitor and
+    gateways send in their NATS accounts.
+    """
     async with connect(mesh) as client:
         with pytest.raises(InvalidRequest, match="this master knows no request nothing"):
             await client.request_story("nothing")

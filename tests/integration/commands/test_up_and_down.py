@@ -1,5 +1,5 @@
-"""`pdmesh up` and its companions on a real sim mesh: start, look, kill and stop, without orphans
-whatever happens.
+"""Runs `pdmesh up`, `status` and `down` on a real mesh of simulated engines. Processes are killed
+at any moment, and none may be left behind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pids(mesh: state.MeshState) -> dict[str, int]:
 
 
 def open_to_others(state_dir: Path) -> list[str]:
-    """The files in it that another user may read, or whose existence another user may see."""
+    """The files of the state directory that another user may read or list."""
     found = [state_dir, *state_dir.rglob("*")]
     return [str(path) for path in found if path.lstat().st_mode & 0o077 and not path.is_symlink()]
 
@@ -40,7 +40,9 @@ def lives_again(pdmesh: Pdmesh, name: str, killed: int) -> bool:
 
 @pytest.mark.req("S126")
 def test_status_names_a_prefill_and_a_decode_that_exchange_no_kv(pdmesh: Pdmesh) -> None:
-    """As after a hasty change of one role's settings. Requests are served all the same."""
+    """The roles' settings may differ like this after a hasty change of one role. The mesh still
+    serves requests.
+    """
     pdmesh.environment["PDMESH_DECODE_SIM_SEED"] = "2"
     pdmesh.until_ready(pdmesh.up())
     assert pdmesh.chat().strip()
@@ -66,7 +68,7 @@ def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
     assert {"prefill-0", "decode-0", "gateway-0", "master-scheduler"} <= rows.keys()
     assert (rows["prefill-0"]["role"], rows["decode-0"]["role"]) == ("prefill", "decode")
     assert rows["decode-0"]["slots_used"] == 0
-    # On a busy machine a lease may end between two looks; the instance is back soon.
+    # On a busy machine, a lease may end between two calls of `status`. The instance is back soon.
     wait_until(lambda: "prefill-0" in pdmesh.run("status").stdout)
 
     same = ("--prefill", "1", "--decode", "1", "--http-port", "0", "--grpc-port", "0")
@@ -98,7 +100,8 @@ def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
 def test_the_whole_mesh_ends_when_its_launcher_is_killed(pdmesh: Pdmesh) -> None:
     launcher = pdmesh.up()
     mesh = pdmesh.until_ready(launcher)
-    os.kill(pids(mesh)["prefill-0"], signal.SIGSTOP)  # it must end although it runs no handler
+    # A stopped process runs no signal handler. It must end all the same.
+    os.kill(pids(mesh)["prefill-0"], signal.SIGSTOP)
     launcher.kill()
     launcher.wait()
     wait_until(lambda: not any(is_alive(pid) for pid in pids(mesh).values()))
@@ -106,7 +109,8 @@ def test_the_whole_mesh_ends_when_its_launcher_is_killed(pdmesh: Pdmesh) -> None
     assert pdmesh.run("status").stderr == (
         f"pdmesh: no mesh is running here; start one with: pdmesh up --state-dir {left}\n"
     )
-    (left / "run" / "node-status.json").write_text("{}")  # as a node agent's that died with it
+    # A node agent that died with the mesh leaves this file.
+    (left / "run" / "node-status.json").write_text("{}")
     down = pdmesh.run("down")
     assert (down.returncode, down.stdout) == (
         0,
@@ -118,8 +122,8 @@ def test_the_whole_mesh_ends_when_its_launcher_is_killed(pdmesh: Pdmesh) -> None
 
 @pytest.mark.req("S74")
 def test_a_launcher_without_a_reader_keeps_its_mesh_running(pdmesh: Pdmesh) -> None:
-    """After `pdmesh up | head`, or when the terminal was closed, nothing can be printed any more.
-    Then a decode dies.
+    """After `pdmesh up | head`, or when somebody has closed the terminal, the launcher cannot print
+    any more. It must still start a killed decode again.
     """
     launcher = pdmesh.up(stdout=subprocess.PIPE)
     mesh = pdmesh.until_ready(launcher)
@@ -178,8 +182,8 @@ def test_a_service_that_cannot_start_ends_the_start_with_its_reason(pdmesh: Pdme
 def test_an_engine_that_can_never_start_is_tried_once_and_ends_the_start_in_one_line(
     pdmesh: Pdmesh,
 ) -> None:
-    """As an unusable --engine-arg does, which only vLLM itself can check."""
-    launcher = pdmesh.up("--encoder", "1")  # the sim model takes no images by default
+    """vLLM ends in the same way for an --engine-arg that only vLLM itself can check."""
+    launcher = pdmesh.up("--encoder", "1")  # by default, the simulated model takes no images
     assert launcher.wait(START_S) == 1
     lines = pdmesh.output.read_text().strip().splitlines()
     assert not [line for line in lines if "restarting" in line or "given up" in line]

@@ -1,4 +1,6 @@
-"""The processes to which a client sends the admin token."""
+"""Tests to which processes a client sends its admin token. Each leadership of a master has a
+number, the epoch. The token may reach only the leader of the highest epoch.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ TOKEN = "of-the-operators-only"
 
 
 class Master:
-    """Answers ListGroupStates with its epoch, or refuses if that is 0. It keeps the tokens that it
-    was shown.
+    """A fake master. It answers ListGroupStates with its epoch, or refuses the call if the epoch is
+    0. `tokens` holds the admin tokens that it received.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -36,14 +38,16 @@ class Master:
         return pb.ListGroupStatesResponse(epoch=self.epoch)
 
     def __getattr__(self, name: str) -> Any:
-        if name[0].isupper():  # the other methods of the service
+        if name[0].isupper():  # serves the other methods of the service in the same way
             return self.ListGroupStates
         raise AttributeError(name)
 
 
 @contextlib.asynccontextmanager
 async def registered(bus: NatsBus, name: str, master: Master, epoch: int) -> AsyncIterator[None]:
-    """With `epoch` 0, the record does not say that the master leads."""
+    """Run the master as a server with a record in the registry. The record names it as the leader
+    unless `epoch` is 0.
+    """
     server = rpc.server()
     rpc.add_service(server, pb.DESCRIPTOR.services_by_name["AdminService"], master)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,5 +1,5 @@
-"""Blank instance processes follow assignments in a real NATS: they are set up, serve, drain, and
-become blank again.
+"""Lets blank instances, processes without a role, follow the leader's assignments over a real NATS.
+Assignments give a process a role, make it serve and drain, and make it blank again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from tests.support.sites.lone_master import (
     blank,
 )
 
-__all__ = ["site"]  # a fixture
+__all__ = ["site"]  # pytest finds the fixture under this name
 
 PROMPT: list[int] = np.random.default_rng(3).integers(3, 600, 150).tolist()
 SHORT = Sampling(max_tokens=20, ignore_eos=True)
@@ -90,7 +90,7 @@ async def test_the_same_process_is_a_prefill_in_one_run_and_a_decode_in_the_next
         assert len(d.record.kv_addresses) == 1
         assert not p.record.verified_peers
         assert d.record.load_timings.build_ms >= 0
-        assert gauge(d, "pdmesh_slots") == 6  # two of these are for waiting requests
+        assert gauge(d, "pdmesh_slots") == 6  # two of these slots are for waiting requests
         async with TestSession(p) as to_p, TestSession(d) as to_d:
             assert await generate(to_p, to_d, PROMPT, SHORT) == sim_reference(PROMPT, SHORT)
         seen += [p.record.incarnation, d.record.incarnation]
@@ -108,8 +108,8 @@ async def test_the_same_process_is_a_prefill_in_one_run_and_a_decode_in_the_next
 async def test_a_drain_cuts_no_request_and_the_next_stage_erases_everything(
     site: Site, master: Master
 ) -> None:
-    """A running request and KV that waits for its decode both end as they should before the
-    instance is drained.
+    """One request still runs, and one prompt's KV still waits for its decode. Both must complete
+    before the instance counts as drained.
     """
     p, d = await asyncio.gather(blank(site, "p"), blank(site, "d"))
     await master.assign("p", ROLE_PREFILL, engine_options=OPTIONS)
@@ -152,8 +152,8 @@ async def test_a_drain_cuts_no_request_and_the_next_stage_erases_everything(
 
 @pytest.mark.fault("F5", "F12", "F13")
 async def test_outdated_assignments_are_ignored(site: Site, master: Master) -> None:
-    """The instance ignores a former leader's assignment, an assignment for an earlier incarnation,
-    and one for a role that it does not have.
+    """The instance ignores a former leader's assignment, an assignment to an earlier incarnation of
+    itself, and an assignment for a role that it does not have.
     """
     p = await blank(site, "p")
     master.epoch = 5
@@ -166,8 +166,10 @@ async def test_outdated_assignments_are_ignored(site: Site, master: Master) -> N
     await master.assign("p", ROLE_DECODE, assignment_id=2, stage=STAGE_SERVE)
     await site.until(lambda: Ignored.OTHER_ROLE.value in p.log_file.read_text())
     raw = KvBucket(
-        site.bus, ASSIGNMENTS
-    )  # to write like a former leader, without comparing revisions
+        site.bus,
+        ASSIGNMENTS,
+        # Write like a former leader. The store itself would compare revisions and refuse.
+    )
     old = Assignment()
     old.CopyFrom(master.given["p"])
     assert master.record("p").epoch == 5, "a leader with a lower epoch learns of this one (F21)"
@@ -235,7 +237,8 @@ async def test_only_the_artefact_of_the_role_is_loaded_and_only_if_it_is_whole(
     assert failed.failure.startswith("WRONG_ROLE: ")
     weights = manifest.parent / "files" / "weights.bin"
     whole = weights.read_bytes()
-    weights.unlink()  # it is a hard link to the model's file
+    # The file is a hard link to the model's own file, so it must not be changed in place.
+    weights.unlink()
     weights.write_bytes(whole[:-1] + b"?")
     await master.begin_anew("p")
     await master.assign("p", ROLE_PREFILL, manifest=str(manifest))
@@ -246,7 +249,7 @@ async def test_only_the_artefact_of_the_role_is_loaded_and_only_if_it_is_whole(
     await master.assign("p", ROLE_PREFILL, engine_options={"nats_url": "nats://elsewhere"})
     assert (await master.until("p", INSTANCE_PHASE_FAILED)).failure.startswith("BAD_OPTION: nats_")
     await master.begin_anew("p")
-    weights.write_bytes(whole)  # the copy in the cache is still the damaged one
+    weights.write_bytes(whole)  # the copy in the instance's cache is still damaged
     await master.assign(
         "p", ROLE_PREFILL, manifest=str(manifest), model="", engine_options={"num_slots": "5"}
     )
@@ -292,7 +295,8 @@ async def test_a_killed_process_comes_back_blank_and_ignores_its_old_assignment(
     await old.exit_code()
     new = await blank(site, "p")
     assert new.record.incarnation != old.record.incarnation
-    await master.stage("p", STAGE_SERVE, [master.peer("d")])  # still for the old incarnation
+    # This assignment is still for the old incarnation.
+    await master.stage("p", STAGE_SERVE, [master.peer("d")])
     await master.assign("p", ROLE_PREFILL, assignment_id=2)
     await master.until("p", INSTANCE_PHASE_LOADED)
     await master.stage("d", STAGE_SERVE, [master.peer("p")])
@@ -331,7 +335,7 @@ async def test_without_nats_an_instance_continues_and_registers_again_in_an_empt
 
 
 def held(process: Process) -> tuple[int, int]:
-    """Open files and threads of the process."""
+    """The numbers of open files and of threads."""
     folder = Path(f"/proc/{process.child.pid}")
     return len(list((folder / "fd").iterdir())), len(list((folder / "task").iterdir()))
 
@@ -340,8 +344,8 @@ def held(process: Process) -> tuple[int, int]:
 async def test_incarnations_leave_nothing_behind_in_their_process(
     site: Site, master: Master
 ) -> None:
-    """Each of five lives has a host pool, arenas, sockets and threads. The fifth life holds no more
-    of them than the second did.
+    """The process lives five incarnations, one after another. Each has a host pool, arenas, sockets
+    and threads. The fifth must hold no more of them than the second did.
     """
     process = await blank(site, "i-0", KV_HOST_POOL_BYTES=str(32 << 20))
     left: list[tuple[int, int]] = []

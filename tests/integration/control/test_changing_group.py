@@ -1,5 +1,5 @@
-"""A group grows, changes an instance's role and shrinks while clients stream from it, and no client
-notices (S22, S25, S26).
+"""Grows a group, changes the role of one instance and shrinks the group while clients stream from
+it. No client may notice (S22, S25, S26).
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ async def master(mesh: Mesh) -> AsyncIterator[Master]:
 
 
 async def join(master: Master, name: str, role: Role.ValueType) -> None:
-    """Take an instance from blank to READY, connected to the peers of the other role.
+    """Take an instance from blank to READY and connect it to the peers of the other role.
 
-    Instances that serve already learn about it last.
+    The serving instances learn about the new one last.
     """
     others = [r for r in master.view.records.values() if r.phase == INSTANCE_PHASE_READY]
     others = [r for r in others if r.role in (ROLE_PREFILL, ROLE_DECODE) and r.role != role]

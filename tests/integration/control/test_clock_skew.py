@@ -1,5 +1,5 @@
-"""The clocks of machines differ by two hours and then jump, and nothing that serves reads them
-(F26).
+"""Runs machines whose clocks differ by two hours and then jump. No service may depend on these
+clocks (F26).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from tests.support.waiting import until
 
 CLOCK = Path(__file__).parents[2] / "fakes" / "skewed_clock"
 HOUR_S = 3600
-# Processes by machine. A node agent and its instances are on one machine, for they share a file.
+# The processes of the two machines. A node agent and its instances need the same machine, because
+# they share a file.
 FAST = ("prefill-0", "prefill-1", "decode-0", "node-agent", "kv-cache-index")
 SLOW = ("decode-1", "gateway-0", "master-scheduler", "health-monitor")
-LEASES = 3  # how many heartbeats of each instance to await after the jump: more than a lease's
+LEASES = 3  # how many heartbeats an instance sends during one lease
 
 
 class Clocks:
-    """The wall clocks of both machines, as the processes on them read them."""
+    """The wall clocks of both machines, as their processes read them."""
 
     def __init__(self, directory: Path) -> None:
         self._files = {machine: directory / f"{machine}.skew" for machine in ("fast", "slow")}
@@ -52,7 +53,9 @@ class Clocks:
 
 
 class Heard:
-    """What the mesh says about itself on NATS, with the skew of each event to this test's clock."""
+    """The mesh's events on NATS, and the skew of each event's clock relative to the clock of this
+    test.
+    """
 
     def __init__(self) -> None:
         self.skews: dict[str, list[float]] = {}
@@ -75,7 +78,7 @@ class Heard:
         self.skews.setdefault(header.publisher_id, []).append(skew_s)
 
     def num_since(self, name: str, skew_s: float) -> int:
-        """How many events the process has dated with this skew."""
+        """How many events of the process carry this skew."""
         return sum(abs(found - skew_s) < HOUR_S / 2 for found in self.skews.get(name, ()))
 
 

@@ -1,4 +1,6 @@
-"""The desired state and the instances out of service in a real JetStream."""
+"""Tests how a real JetStream stores the desired state, which names the groups that a mesh should
+have, and the list of instances that are out of service.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ async def test_if_two_operators_change_one_version_one_gets_an_error(bus: NatsBu
 
 
 async def test_changes_without_a_version_succeed_one_after_another(bus: NatsBus) -> None:
-    """Found by the nemesis: two orders came at the same moment, and one was refused although
-    neither named a version.
+    """The nemesis, a test with random faults, found this fault. Two orders came at the same moment,
+    and the store refused one although neither named a version.
     """
     store = desired_store(bus)
     applied = await asyncio.gather(
@@ -120,8 +122,9 @@ async def test_an_instance_is_out_of_service_until_its_entry_is_removed(bus: Nat
 
 @pytest.mark.fault("F21")
 async def test_a_change_right_after_a_wipe_takes_no_number_twice(bus: NatsBus) -> None:
-    """Found by the nemesis: the change came before the wiped version was written back, became
-    version 1, and the versions that operators had seen were higher.
+    """The nemesis, a test with random faults, found this fault. After a wipe, a change came before
+    the store had written the last version back. The change became version 1, although operators had
+    seen higher versions.
     """
     store = desired_store(bus)
     view = store.book()
@@ -143,7 +146,9 @@ async def test_a_change_right_after_a_wipe_takes_no_number_twice(bus: NatsBus) -
 
 @pytest.mark.fault("F21")
 async def test_a_new_leader_begins_above_every_stored_epoch(bus: NatsBus) -> None:
-    """It could not write what a later epoch has written."""
+    """Epochs number the leaderships of masters. A leader cannot overwrite an entry of a higher
+    epoch.
+    """
     assignments, store = NatsAssignments(bus), desired_store(bus)
     assert await highest_stored(assignments, store) == 0
     book = await assignments.book()

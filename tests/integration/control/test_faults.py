@@ -1,4 +1,6 @@
-"""The health-monitor's judgements of faults, with a real NATS: from the signals to the board."""
+"""Tests how the health-monitor judges faults, with a real NATS. The tests send heartbeats with
+signs of faults, and read the reports that the health-monitor writes to a bucket, the board.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ from pdmesh.v1.admin_service_pb2 import OutOfService
 from pdmesh.v1.common_pb2 import ROLE_DECODE, InstanceRecord
 from tests.support.waiting import until
 
-LEASE_S = 2.0  # a machine that stands still for a second ends no lease
+LEASE_S = 2.0  # a machine that stands still for a second must not lose its lease
 POLICY = JudgePolicy(confirm_s=0.2, clear_s=0.6, settle_s=0.1)
 HANGS = FaultSignal(source="engine", reason="ENGINE_SILENT", level=2, is_proof=True)
 
 
 @dataclass
 class Site:
-    """A bus with a fault watch, and three decodes that send heartbeats when the test says so."""
+    """A bus with a fault watch and three decodes. The decodes send heartbeats only when the test
+    says so.
+    """
 
     bus: NatsBus
     registry: NatsRegistry
@@ -59,7 +63,9 @@ class Site:
         await self.publishers[instance_id].publish(subject, health)
 
     async def until_level(self, instance_id: str, level: int, *signals: FaultSignal) -> FaultReport:
-        """Send heartbeats until the board shows this level; 0: the board has no report."""
+        """Send heartbeats until the board shows this fault level. Level 0 means that the board has
+        no report.
+        """
 
         async def is_there() -> bool:
             await self.beat(instance_id, *signals)
@@ -93,8 +99,8 @@ async def site(bus: NatsBus) -> AsyncIterator[Site]:
 
 @pytest.mark.req("S36", "S74")
 async def test_when_an_ejection_is_lifted_earlier_restarts_are_forgotten(site: Site) -> None:
-    """The fault once stayed on the board for ten minutes, and the leader ejected the instance again
-    at once.
+    """Once, the fault stayed on the board for ten minutes after the ejection was lifted, and the
+    leader ejected the instance again at once.
     """
     for n in range(1, 4):
         await site.until_level("decode-0", 2, HANGS)
@@ -157,7 +163,8 @@ async def test_a_new_incarnation_begins_without_the_old_ones_faults(site: Site) 
     await site.until_level("decode-0", 0)
     health = InstanceHealth(service="decode", vitals=InstanceHealth.Vitals(), signals=[HANGS])
     await zombie.publish(subjects.health_instance("decode-0"), health)
-    await site.until_level("decode-1", 2, HANGS)  # this heartbeat came after the zombie's
+    # This heartbeat comes after the one of the old incarnation, so the monitor has read both.
+    await site.until_level("decode-1", 2, HANGS)
     assert "decode-0" not in site.board.known
 
 

@@ -1,5 +1,5 @@
-"""Blank instances as real processes under a desired state: they become groups, change and heal,
-while clients notice nothing.
+"""Runs blank instances, processes without a role, under a desired state that makes groups of them.
+The groups form, change and heal, and no client may notice.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ async def test_blank_instances_become_a_group_that_changes_and_heals_while_it_se
         await operator.until_serving(3, 1)
         assigned = [s for s in operator.steps if s.step == "assigned"]
         assert [s.replaces for s in assigned] == [lost]
-        assert assigned[0].instance_id != lost  # it is back, but not trusted with its place at once
+        # The killed instance is back, but another instance has taken its place.
+        assert assigned[0].instance_id != lost
         assert {name: mesh.pid(name) for name in others} == others
         async with httpx.AsyncClient(timeout=60) as client:
             outcome = await stream_completion(client, mesh.http_url, [41, 42, 43], 8)
@@ -71,7 +72,9 @@ async def test_blank_instances_become_a_group_that_changes_and_heals_while_it_se
 
 
 def _check_order(operator: Operator) -> None:
-    """Assert that the prefill came before a decode left, and that all steps came in order."""
+    """Assert that the new prefill was ready before a decode left, and that the steps of these two
+    instances came in order.
+    """
     ready = [s for s in operator.steps if s.step == "ready" and s.role == "prefill"]
     draining = [s for s in operator.steps if s.step == "draining"]
     assert [s.role for s in draining] == ["decode"]

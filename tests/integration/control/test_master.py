@@ -1,4 +1,6 @@
-"""Two master-schedulers over a real NATS server: plans, leadership, what they see."""
+"""Runs one or two master-schedulers over a real NATS server. Tests their plans for requests, the
+change of leadership, and what they know of the instances.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +59,11 @@ from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from tests.support.sites import servers
 from tests.support.waiting import until
 
-LEASE_S = 3.0  # a machine that stands still for a second ends no lease
+LEASE_S = 3.0  # a machine that stands still for a second must not lose its lease
 
 
 class Running:
-    """A master with its own connection, as a process would have."""
+    """A master with its own NATS connection, as each master process has."""
 
     async def start(self, server: servers.TestServer, name: str, incarnation: int) -> None:
         self.name = name
@@ -90,7 +92,7 @@ class Running:
 
 @pytest.fixture
 async def leases(bus: NatsBus) -> AsyncIterator[dict[str, NatsLease]]:
-    """Two prefills and two decodes in one group."""
+    """The leases of two prefills and two decodes of one group."""
     registry, leases = NatsRegistry(bus, LEASE_S), {}
     for role, name in ((ROLE_PREFILL, "prefill"), (ROLE_DECODE, "decode")):
         for i in range(2):
@@ -248,7 +250,8 @@ async def test_a_report_settles_bookings_by_id_and_teaches_the_predictor(
     await until(lambda: fleet.instances[second].num_slots_used == 1)
     assert (
         fleet.instances[first].used_slots() == 0
-    )  # the first candidate refused the request, which no report of that instance says
+        # The first candidate refused the request, but its own reports do not say so.
+    )
     ((_, fit),) = fleet.predictor.fits()
     assert fit.num_observed == 1
     assert fit.predict_s(128, 0) == pytest.approx(0.25, rel=0.1)
@@ -292,7 +295,8 @@ async def test_a_standby_refuses_then_takes_over_under_a_higher_epoch(
     with pytest.raises(NotLeader):
         await standby.plan(query())
     first_epoch = (await leader.plan(query())).epoch
-    await leader.bus.close()  # the leader can neither renew nor give up: as if partitioned
+    # Like a partitioned process, the leader can neither renew its lease nor give it up.
+    await leader.bus.close()
 
     async def has_taken_over() -> bool:
         with contextlib.suppress(MeshError):
@@ -300,7 +304,7 @@ async def test_a_standby_refuses_then_takes_over_under_a_higher_epoch(
         return False
 
     await until(has_taken_over)
-    with pytest.raises(NotLeader):  # the zombie knows that it is over
+    with pytest.raises(NotLeader):  # the former leader knows that its leadership is over
         await leader.plan(query())
     await until(lambda: heard)
     assert heard[-1][0] == "master-b"
@@ -312,7 +316,9 @@ async def test_a_standby_refuses_then_takes_over_under_a_higher_epoch(
 async def test_a_leader_continues_above_the_epochs_that_instances_remember(
     leader: Running, leases: dict[str, NatsLease]
 ) -> None:
-    """The store was wiped and the masters were restarted, but the instances were not."""
+    """Epochs number the leaderships of masters, and an instance remembers the epoch of its last
+    order. The store was wiped and the masters restarted, but the instances kept running.
+    """
     record = InstanceRecord()
     record.CopyFrom(leader.view.records["prefill-0"])
     record.epoch = 5000
@@ -326,7 +332,9 @@ async def test_a_leader_continues_above_the_epochs_that_instances_remember(
 async def test_a_leader_begins_above_the_epochs_of_what_is_stored(
     server: servers.TestServer, bus: NatsBus
 ) -> None:
-    """The whole mesh was restarted after a wipe had left the store's revisions below its epochs."""
+    """A new epoch is a revision of the store. A wipe has set the revisions back below the stored
+    epochs, and then the whole mesh was restarted.
+    """
     book = await NatsAssignments(bus).book()
     await book.write(Assignment(instance_id="i-0", incarnation=1, epoch=7000))
     running = Running()
@@ -363,7 +371,7 @@ async def test_groups_are_announced_and_listed(
 async def test_a_silent_instance_is_suspected_by_the_monitor_and_left_out_by_the_master(
     leader: Running, bus: NatsBus
 ) -> None:
-    """The instances' leases are renewed, but no heartbeats come, as if their event loops hung."""
+    """The instances renew their leases but send no heartbeats, as if their event loops hung."""
     view = await NatsRegistry(bus, LEASE_S).watch()
     monitor = HealthMonitor(
         MeshLink(bus, view, EventPublisher(bus, "hm", 1)),

@@ -1,4 +1,6 @@
-"""The registry over a real NATS server that is paused, wiped, or not there yet."""
+"""Tests the registry of processes and the leadership of masters over a real NATS server that is
+paused, wiped or not yet started.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.support.sites import servers
 from tests.support.waiting import PATIENCE_S, until
 
-LEASE_S = 3.0  # a machine that stands still for a second ends no lease
+LEASE_S = 3.0  # a machine that stands still for a second must not lose its lease
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def record(name: str) -> InstanceRecord:
 async def test_a_paused_server_is_noticed_and_makes_no_process_dead(
     server: servers.TestServer,
 ) -> None:
-    """On SIGCONT the server ends every lease at once, before any owner can renew."""
+    """When a paused server continues, it ends every lease at once, before any owner can renew."""
     await server.start()
     bus = await NatsBus.connect(server.url, "test")
     registry = NatsRegistry(bus, LEASE_S)
@@ -51,7 +53,8 @@ async def test_a_paused_server_is_noticed_and_makes_no_process_dead(
     server.resume()
     await until(lambda: view.is_connected)
     await until(lambda: all(lease.is_held for lease in leases))
-    await asyncio.sleep(2 * LEASE_S)  # long enough for a verdict, if a process could be judged
+    # Long enough to judge a process dead, if processes could be judged now.
+    await asyncio.sleep(2 * LEASE_S)
     assert seen == []
     assert len(view.records) == 5
     for lease in leases:
@@ -117,7 +120,8 @@ async def test_a_standby_takes_over_with_a_higher_epoch(server: servers.TestServ
     b = Candidate(await NatsBus.connect(server.url, "b"), "b")
     with pytest.raises(AssertionError):
         await until(lambda: b.election.is_leader, within_s=2 * LEASE_S)
-    await a.bus.close()  # as if killed: it can neither renew nor give up
+    # As when its process is killed, the leader can neither renew nor give up its lease.
+    await a.bus.close()
     await until(lambda: b.election.is_leader)
     assert not a.election.is_leader
     assert b.election.epoch > a.election.epoch
@@ -128,8 +132,8 @@ async def test_a_standby_takes_over_with_a_higher_epoch(server: servers.TestServ
 async def test_a_leader_that_stops_hands_over_before_its_lease_ends(
     server: servers.TestServer,
 ) -> None:
-    """The lease is longer than the test waits, so the standby can only lead in time by the
-    hand-over.
+    """The lease is longer than the test waits. So the standby leads in time only if the leader
+    hands over.
     """
     await server.start()
     a, b = [
@@ -147,8 +151,8 @@ async def test_a_leader_that_stops_hands_over_before_its_lease_ends(
 async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
     server: servers.TestServer,
 ) -> None:
-    """`core.control.leadership` and its test say when. This test shows that the leader does so
-    although the store does not answer, and that its master learns of it.
+    """`core.control.leadership` and its test define when a leader gives up. This test shows that a
+    leader gives up even while the store does not answer, and that its master learns of the end.
     """
     await server.start()
     a = Candidate(await NatsBus.connect(server.url, "a"), "a")
@@ -160,7 +164,8 @@ async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
     await until(lambda: a.election.is_leader)
     epochs = [epoch for is_leader, epoch in a.changes if is_leader]
     assert epochs == sorted(set(epochs))
-    assert len(epochs) == a.election.num_won == 2  # each renewal has raised the epoch by one
+    # Each renewal has raised the epoch, the number of the leadership, by one.
+    assert len(epochs) == a.election.num_won == 2
     await a.stop()
 
 
@@ -168,8 +173,8 @@ async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
 async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
     server: servers.TestServer,
 ) -> None:
-    """Found by the nemesis: the standby won at once, and the two leaders raised their epochs above
-    each other's until the first leader noticed.
+    """The nemesis, a test with random faults, found this fault. The standby won at once, and the
+    two leaders raised their epochs above each other's until the first leader noticed.
     """
     await server.start()
     a = Candidate(await NatsBus.connect(server.url, "a"), "a", lease_s=4.0)
@@ -179,12 +184,12 @@ async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
     joined = await lease.get("master")
     assert joined is not None
 
-    async def is_renewed() -> bool:  # so that the standby knows of the lease
+    async def is_renewed() -> bool:  # waits until the standby has seen the lease, too
         entry = await lease.get("master")
         return entry is not None and entry.revision > joined.revision
 
     await until(is_renewed)
-    await a.bus.close()  # from now on it learns nothing
+    await a.bus.close()  # from now on the leader receives nothing
     server.kill()
     server.wipe()
     await server.start()
@@ -198,8 +203,9 @@ async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
 def test_a_process_that_is_stopped_while_its_server_is_away_says_goodbye_without_an_error(
     tmp_path: Path,
 ) -> None:
-    """Found by the nemesis: on uvloop, which services use, closing failed when data still waited to
-    be sent, and the process exited with code 1.
+    """The nemesis, a test with random faults, found this fault on uvloop, which services use.
+    Closing the connection failed while data still waited to be sent, and the process exited with
+    code 1.
     """
     server = servers.nats(tmp_path)
 

@@ -1,5 +1,5 @@
-"""An operator looks at a mesh under load in a browser and changes a ratio by hand, and no request
-fails (S21, S27, S28).
+"""Lets an operator look at a mesh under load in a browser and change a ratio by hand. No request
+may fail (S21, S27, S28).
 """
 
 from __future__ import annotations

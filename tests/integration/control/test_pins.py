@@ -1,5 +1,5 @@
-"""A prefix that an operator pinned outlives any flood of other prompts. It ends when the operator
-removes it or its time is over.
+"""Tests pins. A pin is an operator's order to keep the KV of a prefix, whatever other prompts come.
+It ends when the operator removes it, or when its time is over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.waiting import until
 
 BLOCK_TOKENS, BLOCK_BYTES = 64, 64 * 64 * 2
 POOL_BLOCKS = 32
-# A flood is several times what engine and pool hold together.
+# The engine's cache and the host pool together hold only a small part of a flood of prompts.
 SMALL = {
     "PDMESH_PREFILL_NUM_KV_BLOCKS": "40",
     "PDMESH_PREFILL_KV_HOST_POOL_BYTES": str(POOL_BLOCKS * BLOCK_BYTES),
@@ -54,7 +54,7 @@ def spec() -> MeshSpec:
 
 
 async def cached(client: httpx.AsyncClient, system: str, user: str) -> int:
-    """How many tokens of the prompt were not computed."""
+    """How many tokens of the prompt the mesh did not have to compute."""
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     body = {"model": "default", "messages": messages, "max_tokens": 2}
     response = await client.post("/v1/chat/completions", json=body)
@@ -115,13 +115,13 @@ async def test_a_pinned_system_prompt_is_still_there_when_everything_else_is_gon
         assert await cached(client, SYSTEM, "and now?") == 0
 
 
-# -- the leader's half, over a real NATS ----------------------------------------------------------
+# -- the leader's part, over a real NATS ----------------------------------------------------------
 
 TOKENS = list(range(100, 100 + 3 * BLOCK_TOKENS + 5))
 
 
 class Leader:
-    """`Pins` of a master that leads, with a clock that the test sets."""
+    """The `Pins` of a leading master, with a clock that the test sets."""
 
     def __init__(self, bus: NatsBus, view: object) -> None:
         self.bus, self.view, self.now, self.epoch = bus, view, 1e9, 1
@@ -204,7 +204,7 @@ async def test_a_pin_ends_with_its_time_and_every_change_is_reported(leader: Lea
     await leader.pins.round()
     assert [pin.reason for pin in leader.pins.states()] == ["longer"]
     leader.now += 21
-    await until(lambda: not leader.pins.states())  # by itself
+    await until(lambda: not leader.pins.states())  # the background task ends the pin
     await until(lambda: len(leader.told) == 3)
     assert [event.change for event in leader.told] == ["added", "replaced", "expired"]
 
@@ -250,8 +250,9 @@ async def test_pins_have_a_common_bound(leader: Leader) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await leader.pins.add(leader.request("more", prefix_token_ids=long), 1)
     assert caught.value.reason == "TOO_MANY_PINS"
-    await leader.pins.add(leader.request("long", prefix_token_ids=long), 1)  # replaces itself
-    for number in range(16):  # of 3 blocks each
+    # The new pin replaces its own older version.
+    await leader.pins.add(leader.request("long", prefix_token_ids=long), 1)
+    for number in range(16):  # each of these pins has 3 blocks
         await leader.pins.add(leader.request(f"p{number}"), 1)
     with pytest.raises(InvalidRequest):
         await leader.pins.add(leader.request("last"), 1)

@@ -1,5 +1,5 @@
-"""A whole group leaves under load (S22): no request fails, nothing is left behind, and the group's
-usage is counted to the second.
+"""Takes a whole group out of a mesh under load (S22). No request may fail, and no data of the group
+may stay behind. The group's instance time must be charged to the second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ groups:
   chat: {{count: {count}, prefill: 1, decode: 1}}
 """
 LEAVING = ("draining", "drained", "disconnected", "released")
-CHARGED_WITHIN_S = 1.0  # for each instance
+CHARGED_WITHIN_S = 1.0  # the allowed error for each instance
 
 
 async def usage(bus: NatsBus) -> pb.UsageBook:
@@ -81,9 +81,11 @@ async def test_a_group_leaves_in_order_and_is_charged_until_it_is_released(tmp_p
         async with asking(mesh.http_url) as outcomes:
             await until(lambda: len(outcomes) > 10, within_s=CHANGE_S)
             epoch = (await usage(bus)).epoch
-            mesh.kill(operator.steps[0].header.publisher_id)  # the next leader goes on counting
-            # For the time between the two leaders, only what both saw is charged. So the group must
-            # not leave before the new leader has seen it.
+            # The next leader must continue the account.
+            mesh.kill(operator.steps[0].header.publisher_id)
+            # For the time between two leaders, an account is charged for the lower of the two
+            # numbers of instances that the leaders saw. So the group must not leave before the new
+            # leader has seen it.
             await until(lambda: counts_after(bus, epoch), within_s=CHANGE_S)
             await operator.apply(GROUPS.format(count=1))
             await until(lambda: len(times(operator, "released")) == 2, within_s=CHANGE_S)
@@ -118,17 +120,17 @@ async def test_a_group_leaves_in_order_and_is_charged_until_it_is_released(tmp_p
 
 
 def steps(operator: Operator, step: str) -> set[str]:
-    """The groups that made this step."""
+    """The groups that reported this step."""
     return {s.group_id for s in operator.steps if s.step == step}
 
 
 def times(operator: Operator, step: str) -> dict[str, float]:
-    """When instances made this step, by the leader's events."""
+    """When each instance made this step, by the time of the leader's event."""
     return {s.instance_id: wall(s.header) for s in operator.steps if s.step == step}
 
 
 def last_request_at(finished: list[RequestFinished], instance_id: str) -> float:
-    """When the last request that this instance served began."""
+    """When the instance's last request began."""
     own = [f for f in finished if instance_id in (f.prefill_id, f.decode_id)]
     return max(wall(f.header) - f.e2e_ms / 1e3 for f in own)
 

@@ -1,4 +1,6 @@
-"""The master's numbers of a scenario equal those computed by hand from the requests' own events."""
+"""Compares the master's metrics of a scenario with values that the test computes from the requests'
+own events.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.support.streams import stream_completion
 from tests.support.waiting import until
 
 NUM_REQUESTS = 16  # up to twenty requests have equal weights in the exported means
-PREFILL_SLOTS, DECODE_SLOTS = 6, 2  # so few decode slots that some prompts must wait for one
+PREFILL_SLOTS, DECODE_SLOTS = 6, 2  # some prompts must wait for a decode slot
 
 
 def spec() -> MeshSpec:
@@ -76,7 +78,8 @@ async def test_every_term_of_phi_equals_what_the_events_say(tmp_path: Path) -> N
 
         t_p = mean(lambda e: e.ttft_ms - e.queue_ms) / 1e3
         t_d = mean(decode_ms) / 1e3
-        # On a slow machine a transfer may end after the first token: the rest is no negative time.
+        # On a slow machine, a transfer may end after the first token. The remaining time counts as
+        # 0 then.
         decodes = [max(0.0, decode_ms(e) - e.kv_transfer_ms) for e in events]
         tpot = statistics.fmean(decodes) / 1e3 / 7
         shown = ""

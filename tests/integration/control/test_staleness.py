@@ -1,4 +1,4 @@
-"""The master knows all that instances publish about themselves, at once."""
+"""Tests how soon the master knows the load and the KV blocks that instances publish."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from loadtests.placement.staleness import measure
 async def test_a_change_is_known_as_soon_as_with_polls_every_20_and_50_ms(
     tmp_path: Path,
 ) -> None:
-    """The same instances also report the same changes in the way of polls, for comparison.
+    """The same instances report the same changes by events and by polls, and the test compares the
+    delays.
 
-    The benchmark says how many milliseconds it takes.
+    The benchmark loadtests.placement.staleness reports the delays in milliseconds.
     """
     found = await measure(num_instances=10, rate=200.0, duration_s=3.0, folder=tmp_path)
     assert found.num_lost == 0

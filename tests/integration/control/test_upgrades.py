@@ -1,5 +1,5 @@
-"""Upgrades of a real mesh under load: no request fails, a canary waits to be promoted, and a bad
-revision is rolled back by itself (S24).
+"""Upgrades a real mesh under load (S24). No request may fail, a canary must wait until an operator
+promotes it, and the mesh must roll a bad revision back by itself.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from tests.support.sites.groups import asking, spec
 from tests.support.sites.operator import CHANGE_S, Operator
 from tests.support.waiting import until
 
-UPGRADE_S = 4 * CHANGE_S  # two groups, one after the other
+UPGRADE_S = 4 * CHANGE_S  # the two groups are upgraded one after the other
 
 
 def desired(*options: str) -> str:
-    """Two groups of 1P:1D; instances with other options than these cannot take their KV."""
+    """A desired state with two groups, each with one prefill and one decode. Instances with other
+    options cannot exchange KV with instances of these groups.
+    """
     listed = "".join(f"      {option}\n" for option in options)
     return f"""
 services:
@@ -57,7 +59,9 @@ class Watcher(Operator):
         self.pairs.add((event.prefill_id, event.decode_id))
 
     async def until_running(self, revisions: Callable[[set[str]], bool]) -> set[str]:
-        """Wait until both groups serve, nothing is under way, and all revisions are as wanted."""
+        """Wait until both groups serve, no upgrade is under way, and `revisions` accepts the set of
+        all revisions in use.
+        """
         found: set[str] = set()
 
         async def is_so() -> bool:
@@ -109,7 +113,8 @@ async def test_an_upgrade_under_load_fails_no_request_and_a_bad_one_goes_back(
             assert "changing" not in operator.told()
             assert (await operator.promote()).scenarios == ["default"]
             await operator.until_told("changing")
-            mesh.kill(operator.upgrades[-1].header.publisher_id)  # the other master takes it up
+            # The other master must continue the upgrade.
+            mesh.kill(operator.upgrades[-1].header.publisher_id)
             await operator.until_told("done")
             second = await operator.until_running(lambda found: len(found) == 1 and found != first)
             steps = [f"{s.step} {s.group_id}".strip() for s in operator.upgrades]
@@ -127,14 +132,16 @@ async def test_an_upgrade_under_load_fails_no_request_and_a_bad_one_goes_back(
             assert "proved" not in operator.told()
 
             operator.upgrades.clear()
-            await operator.apply(desired("sim_token_bytes: 7"))  # refused: not a multiple of 8
+            # The value is refused, because it is not a multiple of 8.
+            await operator.apply(desired("sim_token_bytes: 7"))
             await operator.until_told("went_back")
             assert await operator.until_running(lambda found: found == second)
             assert "BAD_OPTION" in operator.upgrades[-1].reason
         assert [o for o in outcomes if not o.is_complete] == []
 
         states = await operator.groups()
-        assert states.version == 6  # each bad version was followed by the one it replaced
+        # After each bad version, the mesh stored the version before it once more.
+        assert states.version == 6
         assert "upgrade of default was rolled back: version 5: chat-0" in groups_text(states)
-        assert (await operator.apply(good)).version == 6  # it is the desired state already
+        assert (await operator.apply(good)).version == 6  # this is the desired state already
         await bus.close()

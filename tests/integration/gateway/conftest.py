@@ -1,4 +1,6 @@
-"""A gateway between the real openai client and fake instances."""
+"""A fixture with a gateway and fake instances, to which tests send requests with the real openai
+client.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The name of an adapter may come to stand for something else while a prompt is encoded."""
+"""Tests what happens when the name of a LoRA adapter gets a new meaning while the gateway encodes a
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 
 @pytest_asyncio.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
-    """Two models, and the adapter `mine` of the first one."""
+    """A mesh with two models, and with the adapter `mine` of the first model."""
     async with gateway_mesh(tmp_path) as mesh:
         for role, name in ((ROLE_PREFILL, "prefill-9"), (ROLE_DECODE, "decode-9")):
             await mesh.add(FakeInstance(role, name, model="other"))
@@ -50,7 +52,9 @@ async def opened(mesh: GatewayMesh, spec: CallSpec) -> CallSpec:
 async def test_a_prompt_never_runs_on_another_model_than_it_was_encoded_for(
     mesh: GatewayMesh,
 ) -> None:
-    """Its tokens would mean something else there, and the answer's would be read wrongly."""
+    """The other model would read the prompt's tokens as other text, and the gateway would decode
+    the answer wrongly.
+    """
     spec = await encoded(mesh)
     names(mesh)._on_gone("mine")
     with pytest.raises(ModelNotFound):

@@ -1,5 +1,5 @@
-"""Queue lengths go to the master and back, and a gateway itself refuses a request that would wait
-for nothing (S97).
+"""Tests backpressure (S97). Gateways report their queue lengths to the master, which tells them the
+length over all gateways. So a gateway can itself refuse a request that would wait in vain.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ pytestmark = pytest.mark.req("S95", "S97")
 
 
 class PressingMaster(FakeMaster):
-    """Ranks all instances, and reports on the queues as the master's own core does."""
+    """A master that ranks all instances. It reports on the queues with the same core as a real
+    master.
+    """
 
     def __init__(self, prefills_per_s: float, max_waiting: int) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ async def fill(
     count: int,
     **fields: Any,
 ) -> list[asyncio.Task[httpx.Response]]:
-    """Let `count` requests wait until the gateway has heard of them from the master."""
+    """Start `count` requests that wait. Returns when the gateway knows of them from the master."""
     waiting = [asyncio.create_task(ask(client, **fields)) for _ in range(count)]
     book, planner = master.pressure.book, mesh.gateway.frontend.shared.planner
 
@@ -104,9 +106,10 @@ async def fill(
 async def test_a_request_that_cannot_be_served_in_time_is_refused_without_the_master(
     tmp_path: Path,
 ) -> None:
-    """Ten requests wait, and two begin each second.
+    """Ten requests wait, and two of them begin each second.
 
-    A long prompt may wait longer and joins the queue; a short one is told to come back.
+    A long prompt has a later deadline, so the gateway lets it wait. The gateway refuses a short
+    prompt and tells its client when to come back.
     """
     async with pressed(tmp_path, prefills_per_s=2.0, ttft_s=3.0, ttft_s_per_1k_tokens=100.0) as (
         mesh,

@@ -1,4 +1,4 @@
-"""A gateway behind two reverse proxies, one behind the other, as behind an ELB and an SLB (S54)."""
+"""Tests a gateway behind two reverse proxies in a row, such as an ELB and an SLB (S54)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 12}
 
 @asynccontextmanager
 async def balanced(directory: Path) -> AsyncIterator[tuple[GatewayMesh, FakeInstance, str]]:
-    """The decode takes a step only when the test says so. The URL is the outer proxy's."""
+    """A gateway with two proxies and the URL of the outer one. The decode takes a step only when
+    the test calls `step`.
+    """
     async with gateway_mesh(directory, num_decodes=0, ttft_s=0.5, stall_s=600.0) as mesh:
         decode = await mesh.add(FakeInstance(ROLE_DECODE, "decode-0", step_s=1e6))
         with passthrough(mesh.gateway.http.port) as inner, passthrough(inner) as outer:
@@ -60,7 +62,7 @@ async def test_a_client_that_leaves_its_balancer_frees_its_leg(tmp_path: Path) -
         async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
             await anext(answer.aiter_lines())
             await until(lambda: decode.legs)
-        while decode.legs:  # a proxy learns that the client is gone when it writes
+        while decode.legs:  # a proxy notices that its client has left only when it writes
             decode.step()
             await asyncio.sleep(0.01)
         assert decode.aborted

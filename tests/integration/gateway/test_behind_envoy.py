@@ -1,4 +1,6 @@
-"""TLS for clients, as deploy/envoy/tls.yaml sets it up: a real Envoy before a gateway."""
+"""Tests TLS for clients as deploy/envoy/tls.yaml configures it, with a real Envoy in front of a
+gateway.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ BODY: Final = {"model": "tiny", "prompt": "abc", "max_tokens": 8}
 
 
 class Front:
-    """Envoy before the gateway, with a certificate for `localhost`."""
+    """An Envoy in front of the gateway, with a certificate for `localhost`."""
 
     def __init__(self, folder: Path, mesh: GatewayMesh, key: str) -> None:
         self.folder, self.mesh, self.key = folder, mesh, key
@@ -70,7 +72,7 @@ class Front:
         assert self._process.poll() is None, (self.folder / "envoy.log").read_text()
 
     def renew(self) -> None:
-        """Replace the certificate as cert-manager and `pdmesh certs` do: file by file, by moves."""
+        """Replace each file of the certificate by a move, as cert-manager and `pdmesh certs` do."""
         self.authority.issue(PUBLIC, self.certificate, ("localhost", "127.0.0.1"))
 
     @property
@@ -78,7 +80,9 @@ class Front:
         return (self.certificate / "ca.crt").read_bytes()
 
     def serial(self) -> int:
-        """The serial number of the certificate that Envoy shows. Raises OSError if that fails."""
+        """The serial number of the certificate that Envoy shows. Raises OSError if no connection
+        succeeds.
+        """
         context = ssl.create_default_context(cafile=str(self.certificate / "ca.crt"))
         with (
             socket.create_connection(("127.0.0.1", self.port), timeout=20) as raw,
@@ -88,7 +92,9 @@ class Front:
             return int(found["serialNumber"], 16)
 
     async def curl(self, path: str, *options: str, host: str = "localhost") -> tuple[str, str]:
-        """The body, and what `-w` writes after it."""
+        """Run curl and return the body, and the status and HTTP version that its option `-w`
+        prints.
+        """
         command = [
             "curl", "-sS", "--max-time", "60", "--cacert", str(self.certificate / "ca.crt"),
             "-w", "\n%{http_code} %{http_version}", *options, f"https://{host}:{self.port}{path}",

@@ -1,4 +1,4 @@
-"""A bug in the gateway costs one request its answer, and no other request anything."""
+"""Tests that a bug in the gateway makes only one request fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.support.waiting import until
 
 
 def break_first_send(mesh: GatewayMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the first leg impossible to send, as a value that no message can hold would."""
+    """Make the gateway fail when it sends a request to an instance for the first time, as if a
+    value did not fit into the message.
+    """
     sessions = mesh.gateway.sessions
     real = sessions.session
     calls = 0
@@ -36,8 +38,8 @@ async def test_a_request_that_meets_a_bug_fails_alone(
     client: openai.AsyncOpenAI,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The planner's loop hands plans to all requests, so a request that raises there must not end
-    the loop.
+    """One loop of the planner hands plans to all requests. An exception in one request must not end
+    this loop.
     """
     break_first_send(mesh, monkeypatch)
     with pytest.raises(openai.InternalServerError) as caught:
@@ -55,7 +57,7 @@ async def test_an_impossible_event_ends_one_request_and_is_logged_with_its_story
     client: openai.AsyncOpenAI,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An instance reports that a leg has finished which was only offered to it."""
+    """An instance reports the end of a request that it has not even accepted yet."""
     real = InstanceSession.open_leg
 
     def finishes_at_once(session: Any, key: int, owner: Any, command: Any) -> bool:

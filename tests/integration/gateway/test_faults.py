@@ -1,4 +1,6 @@
-"""A fault behind the gateway is invisible to its client, or is one clear error."""
+"""Tests faults of instances, masters and connections behind the gateway. Each fault must be
+invisible to the client, or cause one clear error.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ async def test_a_lost_decode_is_replaced_and_the_text_is_unbroken(
 async def test_a_seeded_answer_is_the_same_with_a_death_at_any_token(
     tmp_path: Path, kv_transfer: str
 ) -> None:
-    """The random number for a token depends on its position, not on the instance that draws it."""
+    """The random number for a token depends on the token's position, not on the instance that draws
+    it.
+    """
     async with (
         gateway_mesh(tmp_path, 2, 2, kv_transfer=kv_transfer) as mesh,
         openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client,
@@ -181,7 +185,8 @@ async def test_a_waiting_request_is_forwarded_the_moment_a_slot_frees(tmp_path: 
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
         asking = asyncio.create_task(client.post(f"{mesh.url}/v1/completions", json=body))
         await until(lambda: len(mesh.gateway.frontend.shared.room) == 1)
-        prefill.free_slots(4)  # the client would be gone before the gateway asked again by itself
+        # The client would time out before the gateway asked again by itself.
+        prefill.free_slots(4)
         assert (await asking).json()["choices"][0]["text"] == mesh.expected_text("abc", 4)
         assert len(mesh.gateway.frontend.shared.room) == 0
 
@@ -298,7 +303,7 @@ async def test_a_request_waits_for_an_older_prefill_that_reports_no_progress(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def left_mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GatewayMesh]:
-    """One prefill and one decode, for tests in which every client leaves."""
+    """A mesh with one prefill and one decode, for tests in which every client leaves."""
     async with gateway_mesh(tmp_path_factory.mktemp("left")) as mesh:
         mesh.instances["decode-0"].step_s = 0.01
         yield mesh
@@ -322,10 +327,11 @@ def leave(writer: asyncio.StreamWriter, how: str) -> None:
 async def test_a_client_that_leaves_frees_everything(
     left_mesh: GatewayMesh, stage: str, how: str, padding: int
 ) -> None:
-    """A large body makes the server stop reading, and then it could miss that the client leaves.
+    """While the server holds a large body, it stops reading from the connection, and then might not
+    notice that the client leaves.
 
-    A client that closes only its sending half counts as gone, too, for it looks like a client that
-    died. Its connection is closed.
+    A client that closes only its sending half looks like a client that died. The gateway treats it
+    as gone and closes the connection.
     """
     mesh = left_mesh
     prefill, decode = mesh.instances["prefill-0"], mesh.instances["decode-0"]
@@ -435,7 +441,7 @@ async def test_a_client_that_does_not_read_is_cut_and_frees_its_legs(tmp_path: P
             await until(lambda: mesh.gateway.frontend.num_calls == 0, within_s=90.0)
             await until(lambda: mesh.num_legs == 0)
             assert mesh.gateway.observer.num_ended["cancelled"] == 1
-            # Data that the client never read is dropped with its connection, and not kept.
+            # The gateway drops data that the client never read, together with the connection.
             await until(lambda: mesh.gateway.http.num_connections == 0)
 
 

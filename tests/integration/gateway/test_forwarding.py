@@ -1,4 +1,6 @@
-"""A gateway keeps no state of its own, encodes a text once, and passes each token on at once."""
+"""Tests that a gateway keeps no state between requests, encodes each text only once, and forwards
+each token at once.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,14 @@ from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.memory_registry import MemoryView
 from tests.support.waiting import until
 
-TEXT = "What is passed on, and how often? " * 80  # longer than what the event loop encodes itself
+# The text is too long for the event loop, so a thread encodes it.
+TEXT = "What is passed on, and how often? " * 80
 SHORT = "one, two"
 
 
 @asynccontextmanager
 async def second_gateway(mesh: GatewayMesh, directory: Path) -> AsyncIterator[str]:
-    """The URL of another gateway, as of another process, over the same instances."""
+    """The URL of a second gateway over the same instances, as if it ran in another process."""
     settings = Settings(
         http_port=0, grpc_port=0, drain_s=1.0, instance_id="gateway-1",
         hash_secret=mesh.settings.hash_secret,
@@ -71,13 +74,15 @@ OWN = re.compile(rb'"id":"[a-z]+-[0-9a-f]+"|"created":\d+|req-[0-9a-f]+')
 
 
 async def whole(client: httpx.AsyncClient, url: str, body: Any) -> tuple[int, bytes]:
-    """Status and bytes of an answer, without its id and its creation time."""
+    """The status and the bytes of an answer, without the id and the creation time."""
     answer = await client.post(f"{url}{path_of(body)}", json=body)
     return answer.status_code, OWN.sub(b"", answer.content)
 
 
 async def streamed(client: httpx.AsyncClient, url: str, body: Any) -> dict[str, Any]:
-    """What a streamed answer says, whatever its chunks: fields by choice, with the text joined."""
+    """The content of a streamed answer, independent of its division into chunks. The text of each
+    choice is joined.
+    """
     found: dict[str, Any] = {}
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with client.stream("POST", f"{url}{path_of(body)}", json=asked) as answer:
@@ -105,8 +110,8 @@ def path_of(body: Any) -> str:
 async def test_two_gateways_give_the_same_bytes_and_ask_instances_for_the_same(
     tmp_path: Path, client: httpx.AsyncClient, name: str
 ) -> None:
-    """One gateway has served other requests already. Neither its answers nor its commands to
-    instances show that.
+    """One of the two gateways has served requests before. Its answers and its commands to the
+    instances must not show this history.
     """
     body = ASKED[name]
     async with gateway_mesh(tmp_path) as mesh, second_gateway(mesh, tmp_path) as other:
@@ -128,7 +133,7 @@ async def test_two_gateways_give_the_same_bytes_and_ask_instances_for_the_same(
 
 
 def commands_of(commands: Sequence[pb.Prefill] | Sequence[pb.Start]) -> list[bytes]:
-    """The commands to instances, without the ids and times of the single request."""
+    """The commands as bytes, without the ids and times that belong to one request."""
     found = []
     for command in commands:
         rest = type(command)()
@@ -141,7 +146,7 @@ def commands_of(commands: Sequence[pb.Prefill] | Sequence[pb.Start]) -> list[byt
 
 
 class CountingEncoder:
-    """The library's tokenizer, with a list of the texts that it encoded."""
+    """The library's tokenizer, with a list of the texts that it has encoded."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -160,7 +165,9 @@ class CountingEncoder:
 async def test_a_text_is_encoded_once_for_all_choices_rejections_and_lost_legs(
     tmp_path: Path, client: httpx.AsyncClient, text: str
 ) -> None:
-    """Both phases use the tokens of the first encoding, and so do legs after a death."""
+    """Prefill and decode use the tokens of the first encoding, and so do the instances that
+    continue the answer after a death.
+    """
     async with gateway_mesh(tmp_path, num_prefills=2) as mesh:
         tokenizer = mesh.tokenizer
         encoder = tokenizer._inner = CountingEncoder(tokenizer._inner)  # type: ignore[assignment]  # counts
@@ -188,8 +195,8 @@ async def test_each_token_is_with_the_client_before_the_next_is_computed(
 ) -> None:
     """The decode takes a step only after the client has read the previous token.
 
-    So a gateway that gathers tokens would wait forever. The time that forwarding costs is in
-    loadtests/results/overhead-2026-11-22.md.
+    So a gateway that collects tokens before it forwards them would wait forever. The time that
+    forwarding costs is in loadtests/results/overhead-2026-11-22.md.
     """
     num_tokens = 24
     async with gateway_mesh(tmp_path, num_decodes=0, stall_s=600.0) as mesh:
@@ -217,7 +224,7 @@ async def test_each_token_is_with_the_client_before_the_next_is_computed(
 
 
 async def next_text(lines: AsyncIterator[str]) -> str:
-    """The text of the next event that has a text."""
+    """The text of the next event with a text."""
     async for line in lines:
         if line.startswith("data: {"):
             (choice,) = json.loads(line.removeprefix("data: "))["choices"]

@@ -1,4 +1,6 @@
-"""Several models behind one gateway: each request meets its own model only, from text to text."""
+"""Tests several models behind one gateway. Each request must use its own model's tokenizer and
+instances.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE}
 
 
 class Models:
-    """Models of one mesh, each with instances and a tokenizer of its own."""
+    """The models of a mesh. Each has its own instances and tokenizer."""
 
     def __init__(self, mesh: GatewayMesh, directory: Path) -> None:
         self.mesh, self.directory = mesh, directory
@@ -105,7 +107,7 @@ async def test_each_request_gets_the_text_of_its_own_model(
     await asyncio.gather(*asks)
     models.check_all_met_their_own()
     for name, instances in models.instances.items():
-        # A slow instance may be silent for so long that another one is asked, too.
+        # A slow instance may be silent for so long that the gateway asks another instance as well.
         assert {i.num_texts for i in instances} in ({1}, {0, 1}), name
 
 
@@ -151,7 +153,7 @@ async def test_the_list_of_models_shows_what_can_be_served_now(
 async def test_models_come_and_go_while_the_gateway_serves(
     models: Models, client: openai.AsyncOpenAI
 ) -> None:
-    """A stream of another model continues meanwhile."""
+    """A stream of another model must continue while models come and go."""
     for instance in models.instances["alpha"]:
         instance.step_s = 0.005
     stream = await client.completions.create(
@@ -216,7 +218,7 @@ async def test_only_the_model_with_broken_files_is_refused(
 
 
 class WrongMaster(FakeMaster):
-    """It plans every request to the instances of one model."""
+    """A master that plans every request to the instances of one model."""
 
     def __init__(self, instances: list[FakeInstance]) -> None:
         super().__init__()
@@ -249,7 +251,9 @@ async def test_a_plan_of_another_models_instances_is_not_followed(
 async def test_after_a_refusal_for_the_wrong_model_the_right_instance_is_asked(
     models: Models, client: openai.AsyncOpenAI
 ) -> None:
-    """An instance refuses if it restarted with another model and its record is not up to date."""
+    """The instance restarted with another model, but its record is not up to date. So it
+    refuses.
+    """
     liar = models.instance("liar", ROLE_FUSION, "beta", "beta")
     liar.text = models.instances["beta"][0].text
     liar.reject_with = REJECT_REASON_WRONG_MODEL
@@ -283,7 +287,7 @@ async def test_tokens_go_only_to_instances_with_the_same_vocabulary(
 
 
 async def test_a_hundred_models_in_one_gateway(tmp_path: Path) -> None:
-    """Twenty tokenizers fit; all models answer, twice."""
+    """The gateway has room for twenty tokenizers. All hundred models must answer twice."""
     room = 20 * (1 << 20) + (1 << 19)
     async with gateway_mesh(
         tmp_path, num_prefills=0, num_decodes=0, tokenizer_cache_bytes=room

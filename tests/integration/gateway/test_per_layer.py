@@ -1,5 +1,6 @@
-"""The gateway's part of a per-layer hand-over: which decode it asks, when, and what it undoes after
-a failure (S48, S51).
+"""Tests the gateway's part of a per-layer hand-over, in which the prefill sends KV to the decode
+layer by layer. The gateway chooses a decode early, and undoes that choice after a failure (S48,
+S51).
 """
 
 from __future__ import annotations

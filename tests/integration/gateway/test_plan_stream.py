@@ -1,4 +1,6 @@
-"""The stream of plans: each answer belongs to its own query, whatever happens to the master."""
+"""Tests the stream on which a gateway asks the master for plans. A plan names the instances that
+may serve a request. Each answer must belong to its query, whatever happens to the master.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ async def test_a_master_that_was_restarted_is_asked_again_without_an_error(
         stream = PlanStream(master_at(port))
         assert (await stream.ask(question(1), 2.0)).epoch == 1
     async with serving(master, port):
-        await asyncio.sleep(0.3)  # the channel's first attempt to reconnect may have failed
+        await asyncio.sleep(0.3)  # long enough for a first failed attempt to reconnect
         assert (await stream.ask(question(2), 2.0)).epoch == 2
         await stream.close()
 
@@ -89,7 +91,7 @@ async def test_a_master_that_is_not_there_is_unavailable_in_time() -> None:
 
 
 class RefusingMaster(FakeMaster):
-    """Ranks no instance, for the given reason."""
+    """A master that ranks no instance, for the given reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -105,9 +107,10 @@ BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
 
 @pytest.mark.fault("F12", "F13")
 async def test_a_plan_of_an_older_epoch_has_no_effect(tmp_path: Path) -> None:
-    """A zombie master says that no instance serves the model.
+    """A former leader says that no instance serves the model.
 
-    A gateway that has heard the next leader ignores that, and ranks instances by itself (I7).
+    A gateway that has heard from the next leader ignores the answer and ranks the instances itself
+    (I7).
     """
     master = RefusingMaster("MODEL_NOT_FOUND")
     async with (
@@ -118,10 +121,11 @@ async def test_a_plan_of_an_older_epoch_has_no_effect(tmp_path: Path) -> None:
         mesh.register(leader_at(port))
         statuses = []
         for master.epoch in (5, 4, 5, 6, 5):
-            await asyncio.sleep(0.3)  # for a moment after a refused plan, the master is not asked
+            # After a refused plan, the gateway waits for a moment before it asks the master again.
+            await asyncio.sleep(0.3)
             answer = await client.post(f"{mesh.url}/v1/completions", json=BODY)
             statuses.append(answer.status_code)
-        # The status is 503, not 404, for the gateway itself sees an instance of the model.
+        # The status is 503 and not 404, because the gateway itself knows an instance of the model.
         assert statuses == [503, 200, 503, 503, 200]
 
 
@@ -130,7 +134,8 @@ async def test_a_plan_of_an_older_epoch_has_no_effect(tmp_path: Path) -> None:
     ("reason", "status", "code"),
     [
         ("PROMPT_TOO_LONG", 400, "context_length_exceeded"),
-        ("MODEL_NOT_FOUND", 503, "no_instance"),  # the gateway has seen it served: 503, not 404
+        # The status is 503 and not 404, because the gateway has seen instances of the model.
+        ("MODEL_NOT_FOUND", 503, "no_instance"),
         ("NO_INSTANCE", 503, "no_instance"),
     ],
 )
@@ -163,12 +168,13 @@ async def test_a_scenario_without_instances_is_named(tmp_path: Path) -> None:
             "scenario",
             "scenario_not_found",
         )
-        away = await client.post(url, json=BODY)  # it was served earlier, so it is only away
+        # The scenario was served earlier, so its instances are only away.
+        away = await client.post(url, json=BODY)
         assert (away.status_code, away.json()["error"]["code"]) == (503, "no_instance")
 
 
 async def test_a_scenario_without_instances_is_named_without_a_master(tmp_path: Path) -> None:
-    """Found with schemathesis: an unknown scenario got a 503, as if a retry could help."""
+    """Schemathesis found this fault. An unknown scenario got a 503, as if a retry could help."""
     async with gateway_mesh(tmp_path) as mesh, httpx.AsyncClient() as client:
         url = f"{mesh.url}/v1/completions"
         unknown = await client.post(url, json={**BODY, "scenario": "nobodys"})
@@ -179,7 +185,7 @@ async def test_a_scenario_without_instances_is_named_without_a_master(tmp_path: 
 
 
 class ForeseeingMaster(FakeMaster):
-    """Names a pair that the gateway does not know as ready yet."""
+    """A master that names a pair of instances which the gateway does not yet know to be ready."""
 
     async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
         result = pb.PlanResult(
@@ -194,8 +200,8 @@ class ForeseeingMaster(FakeMaster):
 async def test_a_plan_whose_instances_the_gateway_does_not_know_yet_fails_no_request(
     tmp_path: Path,
 ) -> None:
-    """Found by the nemesis: a new prefill's record reached the master some milliseconds earlier
-    than the gateway, and a request got a 503.
+    """The nemesis, a test with random faults, found this fault. A new prefill's record reached the
+    master some milliseconds before the gateway, and a request got a 503.
     """
     async with (
         gateway_mesh(tmp_path) as mesh,

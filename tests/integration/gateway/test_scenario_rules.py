@@ -1,4 +1,6 @@
-"""Requests without a scenario get one by a rule, and operators see by which rule."""
+"""Tests rules for scenarios. A scenario is a kind of requests with its own groups of instances. A
+rule gives a scenario to each request that names none.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ def serve_all_scenarios(mesh: GatewayMesh) -> None:
             continue
         changed = InstanceRecord()
         changed.CopyFrom(record)
-        changed.scenario = ""  # an empty scenario means that it serves all of them
+        changed.scenario = ""  # an empty scenario means all scenarios
         mesh.register(changed)
 
 
 async def scenario_of(mesh: GatewayMesh, num_tokens: int, **more: str) -> str:
-    """The scenario that a request of so many tokens was served in."""
+    """The scenario in which the mesh served a request with this number of tokens."""
     seen = len(mesh.events)
     body = {"model": "default", "prompt": [40] * num_tokens, "max_tokens": 2, **more}
     async with httpx.AsyncClient(timeout=60.0) as client:

@@ -1,4 +1,6 @@
-"""What a client says of its session reaches the instances that served it, from every API."""
+"""Tests session hints, by which a client announces that its chat session pauses, resumes or ends.
+A hint from any API must reach the instances that served the session.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ async def post(mesh: GatewayMesh, path: str, **fields: Any) -> httpx.Response:
 
 
 async def hints(mesh: GatewayMesh, count: int = 1) -> list[SessionHint]:
-    """The hints that the prefill got, once both instances have `count`. Both must have the same."""
+    """The session hints that the prefill received, once prefill and decode have `count` of them.
+    Checks that both received the same.
+    """
     all_of = [i.session_hints for i in mesh.instances.values()]
     await until(lambda: all(len(got) >= count for got in all_of))
     assert all_of[0] == all_of[1]

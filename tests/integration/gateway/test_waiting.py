@@ -1,5 +1,5 @@
-"""Waiting for a slot: which request goes first, which is evicted, and what happens at the
-deadline.
+"""Tests the waiting room, in which requests wait for a slot of an instance. Tests which request
+goes first, which one is evicted, and what happens at the deadline.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def room(mesh: GatewayMesh) -> int:
 
 @pytest.mark.req("S44")
 async def test_a_flood_of_one_tenant_does_not_keep_another_waiting(tmp_path: Path) -> None:
-    """Forty requests of one tenant wait, then two of another. These two evict two of the forty, and
-    get two of the first four slots although they came last.
+    """Forty requests of one tenant wait when two of another tenant come. The two evict two of the
+    forty, and get two of the first four slots although they came last.
     """
     access, tokens = keys(tmp_path, flood=TenantEntry(), quiet=TenantEntry())
     async with (
@@ -89,7 +89,7 @@ async def test_a_flood_of_one_tenant_does_not_keep_another_waiting(tmp_path: Pat
 async def test_prompts_are_offered_only_where_a_slot_may_be_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refused offer costs a message each way, with the whole prompt in one of them."""
+    """A refused offer costs two messages, one of them with the whole prompt."""
     monkeypatch.setattr(free_slots, "TRUST_S", 600.0)
     async with (
         gateway_mesh(tmp_path, ttft_s=300.0, retry_s=0.05) as mesh,
@@ -139,7 +139,7 @@ async def test_a_client_that_leaves_before_the_answer_leaves_its_slot_to_the_nex
 async def test_a_full_instance_that_tells_nothing_is_asked_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An instance of an older release may not report a free slot."""
+    """An instance of an older release may not report its free slots."""
     monkeypatch.setattr(free_slots, "TRUST_S", 0.2)
     async with (
         gateway_mesh(tmp_path, ttft_s=300.0, retry_s=0.05) as mesh,
@@ -149,7 +149,7 @@ async def test_a_full_instance_that_tells_nothing_is_asked_all_the_same(
         prefill.reject_with = REJECT_REASON_BUSY
         asked = asyncio.create_task(ask(client))
         await until(lambda: prefill.num_rejected == 1)
-        prefill.reject_with = None  # no Load reports this
+        prefill.reject_with = None  # no Load event reports the free slot
         assert (await asked).status_code == 200
 
 
@@ -182,7 +182,7 @@ async def test_a_more_urgent_tenant_is_called_first(tmp_path: Path) -> None:
 
 @pytest.mark.req("S83")
 async def test_both_roles_are_told_how_urgent_a_request_is(tmp_path: Path) -> None:
-    """Engines order their requests by priority, even if none of them waits for a slot."""
+    """Engines order their requests by priority, even if no request waits for a slot."""
     access, tokens = keys(tmp_path, batch=TenantEntry(priority=5), chat=TenantEntry(priority=0))
     async with (
         gateway_mesh(tmp_path, access=access) as mesh,
@@ -197,8 +197,8 @@ async def test_both_roles_are_told_how_urgent_a_request_is(tmp_path: Path) -> No
 
 @pytest.mark.req("S90", "S91")
 async def test_waiting_requests_go_in_batches_of_similar_length(tmp_path: Path) -> None:
-    """A batch of two waits while there is room for only one request. Then the two long requests go
-    together, although a short one came between them.
+    """A batch of two requests waits while a slot for only one is free. When two slots are free, the
+    two long requests go together, although a short one came between them.
     """
     async with (
         gateway_mesh(tmp_path, ttft_s=30.0, retry_s=25.0, prefill_batch=2) as mesh,
@@ -224,7 +224,7 @@ async def test_waiting_requests_go_in_batches_of_similar_length(tmp_path: Path) 
 
 @pytest.mark.req("S46", "S90")
 async def test_a_lone_prompt_waits_for_no_others(tmp_path: Path) -> None:
-    """A prefill computes four prompts in lockstep, and only one asks."""
+    """The prefill could compute four prompts at a time, but only one request comes."""
     async with (
         gateway_mesh(tmp_path, ttft_s=300.0, retry_s=250.0, prefill_batch=4) as mesh,
         httpx.AsyncClient(base_url=mesh.url, timeout=300) as client,
@@ -240,8 +240,8 @@ async def test_a_lone_prompt_waits_for_no_others(tmp_path: Path) -> None:
 
 @pytest.mark.req("S44", "S9")
 async def test_requests_end_at_their_deadlines_and_in_their_order(tmp_path: Path) -> None:
-    """Sixty requests of two scenarios and two lengths wait for slots that never come. Each ends at
-    its own time, and never reaches an instance later.
+    """Sixty requests of two scenarios and two lengths wait for slots that never become free. Each
+    must end at its own deadline and never reach an instance afterwards.
     """
     scenarios = {"quick": {"ttft_s": 1.0, "ttft_s_per_1k_tokens": 4.0}, "slow": {"ttft_s": 6.0}}
     async with (
@@ -316,8 +316,8 @@ async def test_a_scenario_may_answer_with_its_default_text(
 
 @pytest.mark.fault("F38")
 async def test_a_poisonous_prompt_kills_two_instances_and_no_more(tmp_path: Path) -> None:
-    """The prompt kills every instance that takes it. The client tries again and again, and other
-    requests go on.
+    """The prompt kills every instance that takes it. Its client tries again and again, while other
+    requests continue.
     """
     async with (
         gateway_mesh(tmp_path, 0, 0, num_fusions=4) as mesh,
@@ -387,7 +387,7 @@ async def test_a_death_that_several_choices_or_clients_saw_counts_once(tmp_path:
 async def test_an_idle_mesh_makes_no_request_wait(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that finds a free slot never enters the waiting room."""
+    """A request that finds a free slot must not enter the waiting room."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError("joined the waiting room")

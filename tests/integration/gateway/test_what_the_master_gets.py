@@ -1,5 +1,5 @@
-"""What a gateway tells the master about a prompt, read from the wire: block names, lengths
-(S89).
+"""Tests what a gateway sends to the master about a prompt. The messages may have block names and
+lengths, but no text (S89).
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.fake_master import FakeMaster, leader_at, serving
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 
-BLOCK = 16  # tokens in a fake instance's block
+BLOCK = 16  # the number of tokens in a block of a fake instance
 CANARY = (
-    "Xylophone-Quartz-"  # longer than a block of the tiny tokenizer, which has a token per byte
+    # The text is longer than a block, because the tiny tokenizer has one token per byte.
+    "Xylophone-Quartz-"
 )
-# All fields that a request may have. Add a new field only if it reveals nothing about a prompt.
+# All fields that a request to the master may have. Add a new field only if it reveals nothing about
+# a prompt.
 TOLD = {
     "gateway_id",
     "region",
@@ -43,7 +45,7 @@ TOLD = {
 
 
 class ListeningMaster(FakeMaster):
-    """Keeps each request, and ranks the pair of the mesh."""
+    """A master that keeps each request, and ranks the mesh's prefill and decode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,12 +70,11 @@ class ListeningMaster(FakeMaster):
         return pb.PlanResponse(epoch=1, results=results)
 
     def query(self) -> pb.PlanQuery:
-        """The last query."""
         return self.heard[-1].queries[-1]
 
 
 def fields_of(message: Message, path: str = "") -> set[str]:
-    """Every field that is set, by its path."""
+    """The paths of all fields that are set."""
     found = set()
     for field, value in message.ListFields():
         name = f"{path}{field.name}"
@@ -90,7 +91,7 @@ def varint(number: int) -> bytes:
 
 
 def spellings(tokens: array[int]) -> list[bytes]:
-    """Eight tokens, in every way in which a message might hold token ids."""
+    """The last eight tokens, in every form in which a message might hold token ids."""
     part = tokens[-8:]
     text = ",".join(map(str, part))
     return [
@@ -102,7 +103,7 @@ def spellings(tokens: array[int]) -> list[bytes]:
 
 
 def without_names(query: pb.PlanQuery) -> pb.PlanQuery:
-    """A query without its block names and its request id."""
+    """The query without its block names and ids."""
     rest = pb.PlanQuery()
     rest.CopyFrom(query)
     for field in ("request_id", "traceparent", "block_hashes"):
@@ -153,7 +154,7 @@ async def test_a_plan_query_has_block_names_and_lengths_but_no_text(
 async def test_a_query_depends_only_on_the_block_names_and_the_length_of_its_prompt(
     tmp_path: Path,
 ) -> None:
-    """So no other part of a query can come from the text."""
+    """So no other field of a query can come from the text."""
     master = ListeningMaster()
     async with gateway_mesh(tmp_path) as mesh, serving(master) as port:
         mesh.register(leader_at(port))
@@ -177,7 +178,7 @@ async def test_a_query_depends_only_on_the_block_names_and_the_length_of_its_pro
 async def test_block_names_cannot_be_computed_without_the_secret_and_differ_by_salt(
     tmp_path: Path,
 ) -> None:
-    """Otherwise a master could find a text by trying likely texts."""
+    """Otherwise a master could find out a text by trying likely texts."""
     names = []
     for secret, salt in (("one", ""), ("one", "s"), ("two", "")):
         master = ListeningMaster()
@@ -195,7 +196,9 @@ async def test_block_names_cannot_be_computed_without_the_secret_and_differ_by_s
 
 @pytest.mark.req("S89")
 async def test_the_tokens_of_a_lost_leg_reveal_no_text(tmp_path: Path) -> None:
-    """The second plan covers the tokens that the client already has, which are text, too."""
+    """The second plan also covers the tokens that the client already has. These tokens are text as
+    well.
+    """
     master = ListeningMaster()
     async with gateway_mesh(tmp_path, 0, 0) as mesh, serving(master) as port:
         for role, name in (

@@ -1,4 +1,6 @@
-"""The servers of three hosts, on addresses of this machine's loopback device."""
+"""Fixtures that run the NATS and Redis servers of three hosts on addresses of this machine's
+loopback device.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ PROCESSES = (
 
 
 def free_port() -> int:
-    """One that is free on every host."""
+    """A port that is free on every host."""
     while True:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             first = stack.enter_context(socket.create_server((HOSTS["a"], 0)))
@@ -104,7 +106,7 @@ async def nats_cluster(tmp_path: Path, ours: TestAuthority) -> AsyncIterator[Nat
 
 @dataclass
 class RedisTrio:
-    """Redis with two replicas, and three sentinels."""
+    """A Redis with two replicas and three sentinels."""
 
     passwords: dict[str, str]
     ports: tuple[int, int]
@@ -118,7 +120,7 @@ class RedisTrio:
 
 
 def redis_with_tls() -> str:
-    """Empty: there is none."""
+    """The path of a Redis server with TLS, or an empty text if there is none."""
     given = os.environ.get("PDMESH_VALKEY_SERVER", str(ROOT / ".cache/redis/redis-server"))
     return given if Path(given).exists() else ""
 

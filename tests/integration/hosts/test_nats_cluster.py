@@ -1,5 +1,7 @@
-"""A cluster of three NATS servers, of which one dies or freezes: nothing that was written is lost,
-and no process is judged dead while the replicas elect another leader.
+"""Runs a cluster of three NATS servers in which one server dies or freezes.
+
+No written entry may be lost, and no process may be judged dead while the servers elect another
+leader.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from tests.integration.hosts.conftest import HOSTS, NatsCluster
 from tests.support.waiting import until
 
 pytestmark = [
-    # After the loss of a server, nats-py leaves its socket to the garbage collector.
+    # When a server dies, nats-py leaves its socket to the garbage collector.
     pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:unclosed transport:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
@@ -40,7 +42,7 @@ async def leader_of(looker: NatsBus, bucket: str) -> str:
 
 @contextlib.asynccontextmanager
 async def _master(cluster: NatsCluster) -> AsyncIterator[NatsBus]:
-    """A master's connection, which makes the buckets."""
+    """A master's connection, with a task that makes the buckets."""
     bus = await cluster.bus("master-scheduler", "m")
     keeper = asyncio.create_task(BucketKeeper(bus, LEASE_S).run())
     try:
@@ -62,7 +64,9 @@ async def _has_all(bus: NatsBus) -> bool:
 
 @pytest.mark.fault("F18")
 async def test_a_bucket_without_a_leader_is_away_and_not_wiped(nats_cluster: NatsCluster) -> None:
-    """A write with the last revision is refused as unavailable; it succeeds after the election."""
+    """Until the election is over, a write must fail as unavailable. Afterwards the same write must
+    succeed.
+    """
     async with _master(nats_cluster) as bus:
         looker = await nats_cluster.bus("viewer", "ann")
         bucket = KvBucket(bus, DESIRED)
@@ -75,7 +79,7 @@ async def test_a_bucket_without_a_leader_is_away_and_not_wiped(nats_cluster: Nat
                 break
             except Unavailable:
                 num_refused += 1
-            except WrongRevision:  # an earlier try was taken, though its answer did not come
+            except WrongRevision:  # an earlier try was accepted, but its answer was lost
                 break
         assert num_refused, "there was a leader all the time"
         found = await bucket.get("current")
@@ -88,8 +92,8 @@ async def test_a_bucket_without_a_leader_is_away_and_not_wiped(nats_cluster: Nat
 async def test_nobody_is_taken_for_dead_while_no_majority_takes_writes(
     nats_cluster: NatsCluster,
 ) -> None:
-    """The server that they are connected to answers all the time. The next leader reports every
-    record as expired: nobody could renew meanwhile.
+    """The processes stay connected to a server that answers all the time. But no process can renew
+    its lease without a majority of servers, so the next leader reports every record as expired.
     """
     async with _master(nats_cluster):
         buses = {i: await nats_cluster.bus(r, i) for r, i in (("gateway", "g"), ("prefill", "p"))}
@@ -115,7 +119,7 @@ async def test_nobody_is_taken_for_dead_while_no_majority_takes_writes(
         await until(lambda: all(lease.is_held for lease in leases) and view.is_connected)
         assert gone == []
         assert set(view.records) == {"g", "p"}
-        await buses["p"].close()  # without taking leave
+        await buses["p"].close()  # the process does not release its lease
         await until(lambda: gone == ["p"])
         for lease in leases:
             await lease.release()
@@ -136,13 +140,15 @@ async def test_a_client_leaves_a_server_that_is_frozen(nats_cluster: NatsCluster
 
 
 def _server_of(bus: NatsBus) -> str:
-    """Empty: none."""
+    """The address of the server to which the bus is connected, or an empty text."""
     found = bus.client.connected_url
     return "" if found is None else str(found.hostname)
 
 
 async def test_no_process_of_the_mesh_may_join_the_cluster(nats_cluster: NatsCluster) -> None:
-    """Servers trust each other with everything, so they have an authority of their own."""
+    """NATS servers trust each other in everything. So their certificates come from another
+    authority than the certificates of the mesh's processes.
+    """
     gateway = nats_cluster.ours.root / "gateway/g"
     server = nats_cluster.members["a"].directory.parents[1] / "files/a/cluster-tls"
     assert await _shakes_hands(nats_cluster, server)
@@ -150,7 +156,7 @@ async def test_no_process_of_the_mesh_may_join_the_cluster(nats_cluster: NatsClu
 
 
 async def _shakes_hands(cluster: NatsCluster, folder: Path) -> bool:
-    """Whether the port for the other servers goes on after the handshake."""
+    """Whether a server accepts this certificate on its port for other servers."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.load_cert_chain(folder / "tls.crt", folder / "tls.key")

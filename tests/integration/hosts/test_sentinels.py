@@ -1,4 +1,6 @@
-"""Redis with replicas and sentinels: clients follow the primary, with TLS and users as before."""
+"""Tests a Redis with replicas and sentinels. Clients must follow the primary, with the same TLS and
+users as without sentinels.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ STORED = StoredInstance(7, 1, frozenset({b"x"}), frozenset())
 
 
 async def _epoch(index: RedisIndex) -> str:
-    """Empty while there is no primary that takes writes."""
+    """The epoch of the index, or an empty text while no primary accepts writes."""
     try:
         return await index.epoch("e")
     except Unavailable:
@@ -42,7 +44,8 @@ async def test_the_index_follows_the_primary_and_takes_another_one_for_another_s
         assert await index.load("p") == STORED
         redis_trio.servers["a"].pause()
         await until(lambda: _has_other_epoch(index, before))
-        await index.replace("p", STORED)  # the last writes may be lost, so all is written again
+        # The last writes may be lost, so the test writes all data again.
+        await index.replace("p", STORED)
         assert await index.load("p") == STORED
         redis_trio.servers["a"].resume()
         await index.close()
@@ -56,7 +59,9 @@ async def _has_other_epoch(index: RedisIndex, before: str) -> bool:
 async def test_a_primary_that_returns_at_once_has_kept_what_it_had(
     redis_trio: RedisTrio, ours: TestAuthority
 ) -> None:
-    """Otherwise it would empty its replicas, too."""
+    """A primary that returns at once must return with its data. If it came back empty, it would
+    also empty its replicas.
+    """
     with using_certificates(ours.folder("kv-cache-index", "i")):
         index = RedisIndex(redis_trio.url("kv-cache-index"), 5.0)
         await until(lambda: _epoch(index))
@@ -70,7 +75,7 @@ async def test_a_primary_that_returns_at_once_has_kept_what_it_had(
 
 
 def _has_written(server: TestServer, key: str) -> bool:
-    """Whether the server's append-only file has this key."""
+    """Whether the server's append-only file contains this key."""
     files = (server.directory / "appendonlydir").glob("*.aof")
     return any(key.encode() in file.read_bytes() for file in files)
 

@@ -1,1 +1,1 @@
-"""Images through a whole sim mesh."""
+"""Tests of images in prompts, through a gateway or a whole mesh of simulated engines."""

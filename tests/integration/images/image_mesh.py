@@ -1,4 +1,6 @@
-"""A gateway in this process whose model takes images, with fake instances around it."""
+"""Helpers that run a gateway in this process, with fake instances around it and a model that takes
+images.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _TEMPLATE: Final = (
 
 @contextlib.asynccontextmanager
 async def image_mesh(directory: Path, **options: Any) -> AsyncIterator[GatewayMesh]:
-    """Any: the options of `gateway_mesh`."""
+    """A mesh whose instances all take images. `options` are those of `gateway_mesh`."""
     async with gateway_mesh(directory, template=_TEMPLATE, **options) as mesh:
         for name in mesh.instances:
             take_images(mesh, name)
@@ -26,7 +28,7 @@ async def image_mesh(directory: Path, **options: Any) -> AsyncIterator[GatewayMe
 
 
 def take_images(mesh: GatewayMesh, name: str, *, max_images: int = 2, num_tokens: int = 4) -> None:
-    """Let the model of an instance take images."""
+    """Change the record of an instance so that its model takes images."""
     placeholder = mesh.tokenizer.eos_token_id
     assert placeholder is not None
     expansion = [placeholder] * num_tokens

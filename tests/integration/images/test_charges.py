@@ -1,4 +1,4 @@
-"""A tenant without tokens is refused before any work is done on its images."""
+"""Tests that a tenant without tokens is refused before the gateway does any work on its images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ DOORS: list[tuple[str, dict[str, Any]]] = [
 
 
 class Purse(OpenAccess):
-    """An access control that grants `num_left` tokens, and counts what is charged now."""
+    """An access control that grants `num_left` tokens. `num_charged` is the number of tokens
+    charged for the running call.
+    """
 
     def __init__(self, num_left: int) -> None:
         self.num_left, self.num_charged = num_left, 0
@@ -61,7 +63,7 @@ class Purse(OpenAccess):
 async def test_images_are_not_read_for_a_tenant_without_tokens(
     tmp_path: Path, path: str, fields: dict[str, Any]
 ) -> None:
-    """Whoever reads the image finds that it is none."""
+    """The data is no image. The gateway would answer 400 if it read the data."""
     purse = Purse(1)
     async with (
         image_mesh(tmp_path, access=purse) as mesh,

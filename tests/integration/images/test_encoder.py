@@ -1,5 +1,7 @@
-"""An encoder beside a sim prefill: each image is encoded once and fetched; whatever becomes of the
-encoder, every answer is right and no client sees an error.
+"""Tests an encoder beside a simulated prefill. An encoder is an instance that makes the embeddings
+of each image once, and the prefill fetches the embeddings.
+
+Whatever happens to the encoder, every answer must be right, and no client may see an error.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ async def client(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
 async def test_an_image_of_many_prompts_is_encoded_once(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """The texts differ before the images, so no prompt finds another one's KV."""
+    """The texts before the images differ, so no prompt can use the KV of another one."""
     files = [png(101), png(102)]
     bodies = [chat(f"{n} {TEXT}", *map(part, files)) for n in range(4)]
     answers = [await asked(client, bodies[0])]
@@ -90,7 +92,9 @@ async def test_a_prompt_without_images_asks_no_encoder(
 
 
 async def test_tenants_share_no_embeddings(mesh: Mesh, client: httpx.AsyncClient) -> None:
-    """A cache salt stands for a tenant here: both are part of the name of embeddings."""
+    """Cache salts stand for tenants here. The tenant and the salt are both part of the name of an
+    image's embeddings.
+    """
     before = encoded(mesh)
     for salt in ("one", "two"):
         await asked(client, chat(TEXT, part(png(111)), cache_salt=salt))
@@ -120,14 +124,14 @@ async def test_an_encoder_that_hangs_costs_a_bounded_time(tmp_path: Path) -> Non
         await until_encoding(mesh)
         answer = await asked(client, chat(TEXT, part(png(131))))
         assert drawn(answer) == right(answer, png(131))
-        # Its prefill gives up, or the mesh notices first that the encoder is silent.
+        # Either the prefill gives up, or the mesh notices first that the encoder is silent.
         assert awaited(mesh, "late") + awaited(mesh, "not_made") == 1
         assert awaited(mesh, "fetched") == 0
 
 
 @pytest.mark.fault("F34")
 async def test_an_encoder_that_cannot_be_fetched_from_is_soon_not_asked(tmp_path: Path) -> None:
-    """It encodes, and its prefill's fetches from it are lost."""
+    """The encoder works, but all fetches of the prefill from this encoder are lost."""
     cut = {"prefill-0": {"PDMESH_PREFILL_FAILPOINT": "decode.asking[encoder-0]=drop"}}
     async with (
         Mesh(replace(spec(), service_env=cut), tmp_path) as mesh,
@@ -143,7 +147,8 @@ async def test_an_encoder_that_cannot_be_fetched_from_is_soon_not_asked(tmp_path
         await asyncio.gather(*(ask(next(seeds)) for _ in range(LIMIT)))
         assert (awaited(mesh, "lost"), awaited(mesh, "fetched")) == (LIMIT, 0)
         num_asked = 0.0
-        async with asyncio.timeout(PATIENCE_S):  # until the gateway reads the prefill's record
+        # The gateway may need some time to read the prefill's record.
+        async with asyncio.timeout(PATIENCE_S):
             while prompts(mesh, "encoded") > num_asked:
                 num_asked = prompts(mesh, "encoded")
                 await ask(next(seeds))
@@ -151,7 +156,9 @@ async def test_an_encoder_that_cannot_be_fetched_from_is_soon_not_asked(tmp_path
 
 
 async def test_wrong_embeddings_are_noticed(tmp_path: Path) -> None:
-    """The negative control: the prompt is computed with the fetched embeddings."""
+    """This is the negative control. It shows that the prompt is computed with the fetched
+    embeddings.
+    """
     async with (
         Mesh(spec("encode.computing=zero-embeddings"), tmp_path) as mesh,
         httpx.AsyncClient(base_url=mesh.http_url, timeout=120) as client,
@@ -174,8 +181,8 @@ async def test_a_fusion_instance_fetches_embeddings_too(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 async def test_an_encoder_beside_the_prefill_raises_the_throughput(tmp_path: Path) -> None:
-    """By the laws of both: an image takes as long to encode as its tokens take to compute. In the
-    same run, the same prompts with and without an encoder; so much load that both always work.
+    """An image takes as long to encode as its tokens take to compute. The test sends the same
+    prompts without and with an encoder. The load is so high that prefill and encoder always work.
     """
     slow = {"PDMESH_SIM_LAW": "smollm2-cpu", "PDMESH_SIM_IMAGE_TOKENS": "500"}
     took: dict[int, float] = {}

@@ -1,5 +1,6 @@
-"""The images of a request are freed when it is over, however it ends, without the help of the
-garbage collector, which runs rarely in a gateway.
+"""Tests that a gateway frees the images of a request when the request is over, however it ends.
+
+The garbage collector is off in these tests, because it runs rarely in a gateway.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DATA = png(1) + bytes(100_000)
 NUM_CLIENTS = 12
 DOORS = ["chat", "messages", "responses"]
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lacks it
-MANY = 3000  # tokens: more than a client waits for
+MANY = 3000  # the number of tokens of an answer for which no client waits
 
 
 @pytest_asyncio.fixture
@@ -48,7 +49,7 @@ def no_gc() -> Iterator[None]:
 
 
 def asked(door: str, max_tokens: int = MANY, **fields: object) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a request with an image."""
+    """The path and the body of a request with an image, for one of the APIs in DOORS."""
     common = {"model": "tiny", "ignore_eos": True, **fields}
     if door == "chat":
         image: dict[str, Any] = {"type": "image_url", "image_url": {"url": data_uri(DATA)}}
@@ -121,7 +122,7 @@ async def test_clients_who_leave_before_a_whole_answer_leave_no_image(
 async def test_an_answered_request_leaves_no_image(
     mesh: GatewayMesh, door: str, is_streamed: bool
 ) -> None:
-    """The connection stays open, and no later request comes."""
+    """The connection stays open after the answer, and no later request comes."""
     path, body = asked(door, 4, stream=is_streamed)
     async with httpx.AsyncClient(base_url=mesh.url, timeout=60) as client:
         response = await client.post(path, json=body)
@@ -179,7 +180,9 @@ async def test_grpc_leaves_no_image(mesh: GatewayMesh, ends: str) -> None:
 
 
 async def _read_all(stream: Any) -> None:
-    """Any: grpc-stubs cannot type a call made by a generated stub for asyncio."""
+    """The type is Any because grpc-stubs cannot type a call that a generated stub makes for
+    asyncio.
+    """
     while await stream.read() is not _EOF:
         pass
 
@@ -188,7 +191,9 @@ async def _read_all(stream: Any) -> None:
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("door", DOORS)
 async def test_an_open_answer_keeps_an_image_and_not_its_text(mesh: GatewayMesh, door: str) -> None:
-    """An image is a third longer as base64, and no bound of images counts that."""
+    """The base64 text of an image is a third longer than the image, and no limit counts this text.
+    So the gateway must not keep it.
+    """
     path, body = asked(door, stream=True, **({"store": False} if door == "responses" else {}))
     tracemalloc.start()
     try:
@@ -207,5 +212,7 @@ async def test_an_open_answer_keeps_an_image_and_not_its_text(mesh: GatewayMesh,
 
 
 def _is_ours(traceback: tracemalloc.Traceback) -> bool:
-    """The client of this test keeps its request."""
+    """Whether code of the gateway allocated this memory. The client of this test also keeps its
+    request.
+    """
     return "/services/gateway/" in traceback[0].filename

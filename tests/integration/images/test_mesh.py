@@ -1,5 +1,7 @@
-"""Images through a whole sim mesh, by all APIs: each answer is about its own image, KV is shared
-only with an equal image, and a request survives its instances with its images.
+"""Sends images through a whole mesh of simulated engines, by all APIs.
+
+Each answer must be about its own images. Prompts may share KV only up to an image that differs. A
+request must keep its images when its decode dies.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-IMAGE_TOKENS = 70  # more than a block
+IMAGE_TOKENS = 70  # more tokens than a block has
 ENV = {
     "PDMESH_SIM_IMAGE_TOKENS": str(IMAGE_TOKENS),
     "PDMESH_PREFILL_KV_HOST_POOL_BYTES": str(4 << 20),
@@ -93,7 +95,7 @@ def drawn(answer: dict[str, Any]) -> list[int]:
 
 
 def right(answer: dict[str, Any], *files: bytes) -> list[int]:
-    """What one engine draws for the answer's prompt with these images."""
+    """The tokens that a single engine draws for the answer's prompt with these images."""
     prompt = array("I", answer["prompt_token_ids"])
     images = []
     at = 0
@@ -124,8 +126,8 @@ async def test_each_answer_is_about_its_own_images(client: httpx.AsyncClient) ->
 
 @pytest.mark.req("S80", "S128")
 async def test_kv_is_shared_up_to_an_image_that_differs(client: httpx.AsyncClient) -> None:
-    """The earlier message fills blocks of its own: the sim's template, like many, has the images of
-    a message before its text.
+    """The earlier message fills blocks of its own, because the template puts the images of a
+    message before its text. Many templates do the same.
     """
     earlier = {"role": "user", "content": "long " * 200}
 
@@ -235,7 +237,7 @@ async def test_unknown_fields_of_an_image_are_ignored_and_named(client: httpx.As
 
 @pytest.mark.req("S128")
 async def test_an_image_of_another_media_type_is_refused(client: httpx.AsyncClient) -> None:
-    """As by Anthropic's API."""
+    """Anthropic's API refuses it, too."""
     for said, status in (("png", 200), ("jpeg", 400)):
         encoded = base64.b64encode(png(1)).decode()
         source = {"type": "base64", "media_type": f"image/{said}", "data": encoded}
@@ -292,7 +294,7 @@ async def test_many_choices_with_large_images_are_refused(client: httpx.AsyncCli
 async def test_an_answer_goes_on_about_its_image_when_its_decode_is_killed(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """The other decode gets the KV from the prefill, which computes the image again."""
+    """The prefill computes the image again, and the other decode gets the KV from the prefill."""
     data, num = png(31), 400
     body = chat(TEXT, part(data), max_tokens=num, stream=True)
     tokens: list[int] = []

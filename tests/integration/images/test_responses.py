@@ -1,4 +1,6 @@
-"""A response that continues one with an image, and the items that are kept of it."""
+"""Tests a response that continues an earlier one with an image, and the items that the store keeps
+of both.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.support.sites import servers
 
 @pytest_asyncio.fixture
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GatewayMesh]:
-    monkeypatch.setattr(store, "TIMEOUT_S", 60.0)  # a busy machine is no outage of Redis
+    # A busy machine must not look like an outage of Redis.
+    monkeypatch.setattr(store, "TIMEOUT_S", 60.0)
     server = servers.valkey(tmp_path)
     await server.start()
     async with image_mesh(tmp_path, redis_url=server.url) as mesh:

@@ -1,4 +1,6 @@
-"""A request with images that waits for a slot sends its images once, not with each attempt."""
+"""Tests a request with images that waits for a slot. The gateway must send the images once, and not
+with each attempt.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ async def test_images_are_not_sent_again_to_an_instance_that_is_full(mesh: Gatew
     waiting = asyncio.create_task(ask(mesh, image))
     await until(lambda: prefill.num_rejected == 1)
     others = asyncio.create_task(ask(mesh))
-    await until(lambda: prefill.num_rejected > 3)  # of the text: attempts went on meanwhile
+    # Only the request without images makes these attempts.
+    await until(lambda: prefill.num_rejected > 3)
     with_images = [p for p in prefill.prefills if p.images]
     assert not waiting.done()
     assert len(with_images) <= 1

@@ -1,4 +1,6 @@
-"""`make bench NAME=kv` at its smallest size: two real processes over UCX, and what it writes."""
+"""Runs `make bench NAME=kv` at its smallest size, with two real processes over UCX, and checks the
+files that it writes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from loadtests.kv_bench.rounds import Row
 
 @pytest.mark.req("S48", "S49", "S50")
 def test_the_bench_moves_the_right_bytes_in_every_mode_and_writes_them_down(tmp_path: Path) -> None:
-    """Its first round compares the blocks at both ends; the run fails if they differ."""
+    """The benchmark compares the blocks at both ends in its first round, and fails if they
+    differ.
+    """
     arguments = ["--sizes", "1", "--rounds", "1", "--transports", "tcp", "--no-perftest"]
     table = run("loadtests.kv_bench", arguments, tmp_path)
     rows = list(csv.DictReader(table.read_text().splitlines()))
@@ -37,8 +41,8 @@ def test_the_bench_moves_the_right_bytes_in_every_mode_and_writes_them_down(tmp_
 def test_larger_blocks_use_more_of_the_wire_and_block_free_transfer_is_fastest(
     tmp_path: Path,
 ) -> None:
-    """All numbers are of one round. Blocks of 4 and of 512 KiB differ by a factor of ten or more,
-    and SmolLM2 is far below its bar.
+    """All numbers are from a single round. That is enough because blocks of 4 KiB and of 512 KiB
+    differ by a factor of ten or more, and SmolLM2 is far below its bar.
     """
     arguments = ["--rounds", "1", "--transports", "tcp"]
     table = run("loadtests.kv_bench.blocks", arguments, tmp_path)
@@ -52,7 +56,7 @@ def test_larger_blocks_use_more_of_the_wire_and_block_free_transfer_is_fastest(
 
 
 def run(module: str, arguments: Sequence[str], out: Path) -> Path:
-    """Run the benchmark; returns the table that it wrote."""
+    """Run the benchmark and return the path of the table that it wrote."""
     subprocess.run(
         [sys.executable, "-m", module, *arguments, "--out", str(out)],
         check=True,

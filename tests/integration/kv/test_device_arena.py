@@ -1,7 +1,8 @@
-"""The KV agent over UCX with arenas of device bytes and their checksum, as on a GPU.
+"""Moves KV between two KV agents over UCX. The agents use arenas for device memory, with the
+checksums of a GPU.
 
-The memory is the host's, so only CUDA's own copies are left out. META names the kind of its
-checksums, and a receiver checks either kind in either memory.
+The memory is the host's, so only CUDA's own copies are not tested. A sender's first message, META,
+names the kind of the checksums, and a receiver checks either kind in either memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""KV between two processes that die, freeze, or have a bad network between them: what each side
-does, and why.
+"""Moves KV between two processes that die, freeze, or have a bad network between them.
 
-A pull's outcome tells what ended it: its deadline, its stall, or the loss of its peer (F2-F6,
-F23-F25, F34). tests/chaos measures how long that takes.
+The receiver pulls the KV of a ticket from the sender, in parts. A pull must end for the right
+reason: its deadline, its stall bound, or the loss of its peer (F2-F6, F23-F25, F34). tests/chaos
+measures how long that takes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from tests.fakes.kv.sender_process import NUM_LAYERS
 
 ROOT = Path(__file__).parents[3]
 PARTS = 16
-LARGE = KvLayout(NUM_LAYERS, 64, 256 << 10, FINGERPRINT)  # 64 MiB: long enough to die in
+# 64 MiB take long enough for a process to die during the transfer.
+LARGE = KvLayout(NUM_LAYERS, 64, 256 << 10, FINGERPRINT)
 MEDIUM = KvLayout(NUM_LAYERS, 16, 64 << 10, FINGERPRINT)  # 4 MiB
-LATE_S = 600.0  # a deadline that is never reached, so something else must end the pull
+LATE_S = 600.0  # no pull reaches this deadline, so something else must end it
 
 
 @dataclass
 class Agent:
-    """A sender or receiver process, and what it said."""
+    """A sender or receiver process, and the lines that it has printed."""
 
     process: Process
     said: list[str] = field(default_factory=list)
@@ -56,7 +57,9 @@ class Agent:
         await self.process.stdin.drain()
 
     async def hear(self, start: str, within_s: float = 60.0) -> list[str]:
-        """The words of the first line that begins with `start`; fails if no such line comes."""
+        """Wait for a line that begins with `start` and return its words. Fails if no such line
+        comes in time.
+        """
         ends = time.monotonic() + within_s
         while True:
             for line in self.said:
@@ -79,7 +82,8 @@ class Agent:
         os.kill(self.process.pid, number)
 
     async def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it died before asyncio learned of that
+        # The process may have died before asyncio learned of it.
+        with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGCONT)
             self.process.kill()
         await self.process.wait()
@@ -91,9 +95,10 @@ class Agent:
 async def agent(
     role: str, *arguments: object, link: BadLink | None = None, beside: Agent | None = None
 ) -> AsyncIterator[Agent]:
-    """With a link, the process waits in its own namespace until its end of the link is there.
+    """Start a sender or receiver process.
 
-    `beside`: another process, in whose namespace this one runs.
+    With a link, the process gets a network namespace of its own, and starts when its end of the
+    link is there. With `beside`, the process joins the namespace of that other process.
     """
     own_ip = SENDER_IP if role == "sender" else RECEIVER_IP
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/libs"}
@@ -125,7 +130,7 @@ async def agent(
 async def pair(
     layout: KvLayout, lease_s: float, link: BadLink | None = None, chunk_bytes: int = 0
 ) -> AsyncIterator[tuple[Agent, Agent, str]]:
-    """A sender with ticket t0 staged, a receiver, and the sender's address."""
+    """A sender that has staged the KV of ticket t0, a receiver, and the sender's address."""
     sizes = (layout.num_blocks, layout.block_bytes, lease_s)
     hosts = (SENDER_IP, RECEIVER_IP) if link else ("127.0.0.1", "127.0.0.1")
     chunk = chunk_bytes or layout.total_bytes // PARTS
@@ -150,7 +155,7 @@ async def bad_link() -> AsyncIterator[BadLink]:
 
 
 def part(number: int, layout: KvLayout = LARGE) -> str:
-    """What the receiver prints once `number` parts are verified."""
+    """The line that the receiver prints once it has verified `number` parts."""
     return f"part {layout.total_bytes // PARTS * number}"
 
 
@@ -194,7 +199,7 @@ async def test_a_receiver_frozen_in_mid_pull_loses_its_lease_and_reads_no_more()
         await sender.hear("closed t0 expired")
         receiver.signal(signal.SIGCONT)
         _, _, outcome, _ = await receiver.hear("pulled")
-        # When the receiver wakes, it may find the sender's last message or the end of its
+        # When the receiver continues, it may find the sender's last message or the end of its
         # connection first.
         assert outcome in {"KV_REFUSED_LEASE_ENDED", "KV_PEER_LOST"}
         await receiver.hear("freed")
@@ -227,10 +232,11 @@ class _Silent:
 
 @pytest.mark.fault("F4")
 async def test_dropping_connections_to_a_frozen_peer_does_not_hold_the_loop() -> None:
-    """Messages and payloads are on their way that the peer will never take.
+    """The connections have messages and payloads on their way that a frozen peer never takes.
 
-    A few rounds are made with a frozen peer and with a healthy one, and the least disturbed round
-    of each counts. A close that waits for its peer would take a second in each round.
+    Each round drops connections to a healthy peer and connections to a frozen one. The least
+    disturbed round of each kind counts. A close that waited for its peer would take a second in
+    each round.
     """
     held_s: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(5):
@@ -244,7 +250,7 @@ async def test_dropping_connections_to_a_frozen_peer_does_not_hold_the_loop() ->
 
 
 async def _held_by_drops(is_frozen: bool) -> float:
-    """The longest turn of the loop while six connections are dropped."""
+    """The longest turn of the event loop, in seconds, while it drops six connections."""
     async with agent("sender", 4, 4096, 5.0) as sender:
         address = (await sender.hear("ucx:"))[0]
         transport, handler = UcxTransport(), _Silent()
@@ -277,9 +283,10 @@ needs_link = pytest.mark.skipif(bool(why_not()), reason=f"a bad link {why_not()}
 @pytest.mark.fault("F23", "F25")
 @pytest.mark.parametrize("at", [100, 200, 2_000, 300_000, 1_500_000, 3_500_000])
 async def test_a_link_that_falls_silent_at_any_byte_ends_in_time_on_both_sides(at: int) -> None:
-    """The byte may be anywhere from the handshake, where UCX connects both ways, to the last part.
+    """The parameter is the byte after which the link is silent. It may be anywhere from the
+    handshake, in which UCX connects both ways, to the last part.
 
-    Both sides see nothing but silence.
+    No error reaches either side. Both see only silence.
     """
     lease_s = deadline_s = 5.0
     async with bad_link() as link, pair(MEDIUM, lease_s, link) as (sender, receiver, address):
@@ -290,7 +297,8 @@ async def test_a_link_that_falls_silent_at_any_byte_ends_in_time_on_both_sides(a
         assert outcome in {"KV_TRANSFER_TIMEOUT", "KV_CONNECT_FAILED"}
         assert float(seconds) >= deadline_s
         await receiver.hear("freed")
-        # The lease, which each sent part renewed, ends, and with it every reader.
+        # Each sent part has renewed the ticket's lease. When the lease ends, nobody may read the
+        # staged KV any more.
         await sender.hear("closed t0 expired")
 
 
@@ -300,7 +308,7 @@ async def test_a_link_that_falls_silent_at_any_byte_ends_in_time_on_both_sides(a
 async def test_a_silent_link_is_detected_by_the_stall_bound_long_before_the_deadline(
     at: int,
 ) -> None:
-    """The pull of a request that may take ten minutes is over after 4 s of silence."""
+    """The request may take ten minutes, but its pull ends after 4 s of silence."""
     async with bad_link() as link, pair(MEDIUM, 60.0, link) as (_, receiver, address):
         link.cut_at = link.num_bytes + at
         await receiver.tell(f"pull {address} t0 {LATE_S} 4.0")
@@ -317,7 +325,8 @@ async def test_a_connection_reset_in_mid_pull_fails_it_at_once_and_the_next_succ
     number: int,
 ) -> None:
     async with bad_link() as link, pair(MEDIUM, 60.0, link) as (sender, receiver, address):
-        link.bytes_per_s = 5e5  # the pull takes eight seconds, so the reset comes before its end
+        # The pull takes eight seconds, so the reset comes before its end.
+        link.bytes_per_s = 5e5
         await receiver.tell(f"pull {address} t0 {LATE_S}")
         await receiver.hear(part(number, MEDIUM))
         await asyncio.to_thread(reset, sender.process.pid)
@@ -334,7 +343,7 @@ async def test_a_connection_reset_in_mid_pull_fails_it_at_once_and_the_next_succ
 @pytest.mark.fault("F34")
 @pytest.mark.parametrize("at", [500_000, 2_000_000, 3_900_000])
 async def test_a_bit_flipped_on_the_wire_is_found_and_the_next_pull_succeeds(at: int) -> None:
-    """TCP accepts the packet; only the checksum of the range shows the fault."""
+    """TCP accepts the packet. Only the checksum of the range shows the fault."""
     async with bad_link() as link, pair(MEDIUM, 60.0, link) as (sender, receiver, address):
         link.flip_at = link.num_bytes + at
         await receiver.tell(f"pull {address} t0 {LATE_S}")
@@ -350,7 +359,9 @@ async def test_a_bit_flipped_on_the_wire_is_found_and_the_next_pull_succeeds(at:
 @needs_link
 @pytest.mark.fault("F24", "F35")
 async def test_a_pull_over_a_slow_link_keeps_its_lease_until_it_is_done() -> None:
-    """At 4 Mbit/s, 4 MiB take 8.4 s; the lease of 4 s lasts only by progress and renewals."""
+    """At 4 Mbit/s, 4 MiB take 8.4 s. The lease lasts 4 s and survives only because progress and
+    renewals extend it.
+    """
     async with bad_link() as link, pair(MEDIUM, 4.0, link) as (sender, receiver, address):
         link.bytes_per_s = 4e6 / 8
         await receiver.tell(f"pull {address} t0 {LATE_S} 5.0")
@@ -363,10 +374,11 @@ async def test_a_pull_over_a_slow_link_keeps_its_lease_until_it_is_done() -> Non
 @needs_link
 @pytest.mark.fault("F24")
 async def test_a_slow_long_and_lossy_link_makes_progress_and_holds_up_no_other_pull() -> None:
-    """The link has 4 Mbit/s, 50 ms each way, and loses every twentieth packet. Another decode has a
-    good link to the same prefill.
+    """The slow link has 4 Mbit/s and 50 ms in each direction, and it loses every twentieth packet.
+    Another decode has a good link to the same prefill and must not be held up.
     """
-    num_near = 3  # pulls of some ten milliseconds each, while the slow pull takes seconds
+    # Each of these pulls takes some ten milliseconds, while the slow pull takes seconds.
+    num_near = 3
     near_arguments = (MEDIUM.num_blocks, MEDIUM.block_bytes, 10.0, SENDER_IP)
     async with (
         bad_link() as link,

@@ -1,5 +1,7 @@
-"""The kv-cache-index over real NATS and Valkey: it follows instances, mirrors their blocks in the
-store, and survives outages.
+"""Runs the kv-cache-index over a real NATS and a real Valkey.
+
+The index follows which KV blocks each instance has, and copies its knowledge to Valkey. The tests
+let instances, NATS and Valkey fail.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from pdmesh.v1.instance_service_pb2 import GetKvSnapshotRequest, GetKvSnapshotRe
 from tests.support.sites import servers
 from tests.support.waiting import until
 
-LEASE_S = 3.0  # a machine that stands still for a second ends no lease
+LEASE_S = 3.0  # a machine that stands still for a second must not lose its lease
 FINGERPRINT = "f0"
 
 
@@ -41,7 +43,7 @@ def chain(n: int, start: int = 0) -> list[bytes]:
 
 
 class Worker:
-    """An instance as the index sees it: a record, deltas, snapshots."""
+    """A fake instance. It has a record, publishes changes of its blocks, and sends snapshots."""
 
     def __init__(self, name: str) -> None:
         self.name, self.blocks, self.sequence, self.num_snapshots = name, set[bytes](), 0, 0
@@ -81,7 +83,7 @@ class Worker:
         self.sequence += 1
         tiers = [KvBlocks.TierBlocks(tier="host", stored=host)] if host else []
         event, subject = KvBlocks(stored=blocks, tiers=tiers), subjects.kv_blocks(self.name)
-        if is_lost:  # numbered, never sent
+        if is_lost:  # the event gets a sequence number but is never sent
             self._publisher._sequences[subject] = self.sequence
         else:
             await self._publisher.publish(subject, event)
@@ -97,7 +99,7 @@ class Worker:
             incarnation=1, sequence=self.sequence, block_hashes=list(self.host), tier="host"
         )
 
-    Session = GetStatus = GetKvSnapshot  # not called
+    Session = GetStatus = GetKvSnapshot  # the index does not call these methods
 
 
 @pytest.fixture
@@ -152,7 +154,7 @@ async def test_deltas_reach_memory_and_redis_and_an_instance_that_leaves_is_remo
         await until(lambda: parts.mirror.is_current)
         assert await store.instance_ids() == []
         keys = await store._redis.keys("*")
-        assert keys == [b"pdmesh:v1:index:epoch"]  # nothing is left behind (I4)
+        assert keys == [b"pdmesh:v1:index:epoch"]  # no key of the instance is left (I4)
 
 
 @pytest.mark.fault("F3")
@@ -160,7 +162,7 @@ async def test_deltas_reach_memory_and_redis_and_an_instance_that_leaves_is_remo
 async def test_an_instance_whose_lease_runs_out_is_removed_from_memory_and_redis(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
-    """The instance is killed: it says no goodbye, and its lease runs out."""
+    """A killed instance cannot take leave. Only the end of its lease shows that it is gone."""
     async with index(bus, valkey) as parts:
         await worker.store(chain(100))
         await until(lambda: parts.index.match(chain(200)) == {"prefill-0": 100})
@@ -179,7 +181,8 @@ async def test_an_instance_whose_lease_runs_out_is_removed_from_memory_and_redis
 async def test_the_index_follows_host_pools_and_engines_by_delta_snapshot_and_store(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
-    await worker.store([], host=chain(2))  # before the index listens: by snapshot
+    # The index is not running yet and learns of these blocks from a snapshot.
+    await worker.store([], host=chain(2))
     async with index(bus, valkey) as parts:
         await until(lambda: parts.index.match(chain(9), Tier.HOST) == {"prefill-0": 2})
         await worker.store(chain(1, start=4), host=chain(2, start=2))
@@ -229,8 +232,8 @@ async def test_a_consumer_too_slow_for_the_bus_asks_for_a_snapshot(
     worker: Worker,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The consumer queues at most 16 events, and 500 come at once. The bus never repeats the events
-    that it drops.
+    """The consumer's queue holds at most 16 events, and 500 come at once. The bus never repeats the
+    events that it drops.
     """
     monkeypatch.setattr("pdmesh.net.nats.bus._MAX_QUEUED_EVENTS", 16)
     slow = await NatsBus.connect(server.url, "slow")
@@ -241,7 +244,8 @@ async def test_a_consumer_too_slow_for_the_bus_asks_for_a_snapshot(
             await worker.store(chain(1, start))
         await (
             bus.client._flush_pending()
-        )  # all of them are in the sockets before the consumer's loop runs again
+            # All events are in the sockets before the consumer's loop runs again.
+        )
         time.sleep(0.3)
         await until(lambda: parts.index.match(chain(500)) == {"prefill-0": 500})
         assert worker.num_snapshots > before, "nothing was dropped: the test proves nothing"
@@ -310,12 +314,13 @@ async def test_a_frozen_redis_costs_one_bounded_wait_and_no_retries(
 async def test_a_restarted_index_starts_from_redis_and_forgets_instances_that_died(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
-    left = StoredInstance(1, 1, frozenset(chain(4)))  # what an earlier index left behind
+    left = StoredInstance(1, 1, frozenset(chain(4)))  # an earlier index left this behind
     await store.replace("prefill-0", left)
     await store.replace("prefill-9", left)
     await worker.store(chain(4))
     async with index(bus, valkey) as parts:
-        assert parts.index.match(chain(9)) == {"prefill-0": 4}  # at once, without any snapshot
+        # The index must know these blocks at once, without a snapshot.
+        assert parts.index.match(chain(9)) == {"prefill-0": 4}
         await until(lambda: parts.mirror.is_current)
         assert await store.instance_ids() == ["prefill-0"]
         assert await store.load("prefill-0") == left
@@ -326,9 +331,10 @@ async def test_a_restarted_index_starts_from_redis_and_forgets_instances_that_di
 async def test_a_restarted_index_over_a_wiped_store_is_rebuilt_from_the_workers(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
-    """This is the worst case: only the workers are left.
+    """This is the worst case. The index and its copy are gone, and only the instances know their
+    blocks.
 
-    What they publish meanwhile is not lost, either.
+    The new index must also learn of blocks that were published while no index ran.
     """
     async with index(bus, valkey) as parts:
         await worker.store(chain(1000), host=chain(500, start=1000))
@@ -354,10 +360,12 @@ async def test_a_restarted_index_over_a_wiped_store_is_rebuilt_from_the_workers(
 async def test_a_feed_that_fails_ends_its_service(
     bus: NatsBus, valkey: servers.TestServer, worker: Worker
 ) -> None:
-    """A bug in the repair once left an index that looked healthy and was never repaired again."""
+    """A bug in the repair once left an index that looked healthy but never repaired itself
+    again.
+    """
     async with index(bus, valkey) as parts:
         await until(lambda: parts.feed.is_whole)
-        parts.feed._fetch = None  # a bug: calling it raises TypeError
+        parts.feed._fetch = None  # this is the bug, because a call of None raises TypeError
         parts.feed.resync_all()
         await until(parts.working.done)
         with pytest.raises(TypeError):

@@ -1,5 +1,6 @@
-"""One process starts its KV transport anew for each incarnation (ADR 0016, ADR 0024). Peers connect
-while an incarnation ends, or connect to one that has ended.
+"""Tests a process that runs several incarnations of an instance, one after another, and starts its
+KV transport again for each (ADR 0016, ADR 0024). Peers connect while an incarnation ends, or to an
+incarnation that has ended.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ async def come_and_go(peer: UcxTransport, address: str) -> None:
 @pytest.mark.req("S23", "S36")
 @pytest.mark.fault("F37", "F42")
 async def test_a_transport_may_end_at_any_moment_while_peers_connect() -> None:
-    """Found by the nemesis: an instance was erased while its peers connected, and died by signal 11
-    in UCX.
+    """The nemesis, a test with random faults, found this fault. An instance was erased while its
+    peers connected, and died by signal 11 in UCX.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.fakes.kv.lives_process", str(NUM_LIVES), "1",
@@ -66,7 +67,7 @@ async def test_a_transport_may_end_at_any_moment_while_peers_connect() -> None:
             num_lives = 0
             async for line in process.stdout:
                 if not line.startswith(b"ucx:"):
-                    assert b"kv.not_warm" in line, line  # a slow machine logs this
+                    assert b"kv.not_warm" in line, line  # slow machines log this line
                     continue
                 num_lives += 1
                 for _ in range(NUM_PEERS):
@@ -96,20 +97,22 @@ async def test_a_peer_that_asks_for_an_earlier_incarnation_is_refused_on_the_sam
 @pytest.mark.req("S23")
 @pytest.mark.fault("F5")
 async def test_between_two_incarnations_peers_are_refused_at_once() -> None:
-    """The transport of a blank instance must not hold up a peer until that peer's own deadline."""
+    """A process between two incarnations must refuse a peer at once. The peer must not wait until
+    its own deadline.
+    """
     async with life() as (peer, _):
         async with life() as (_, address):
             pass
         for _ in range(5):
             with pytest.raises(KvTransferFailed):
-                async with asyncio.timeout(60):  # far from its own deadline
+                async with asyncio.timeout(60):  # far below the deadline of `connect`
                     await peer.connect(address, 600.0)
 
 
 @pytest.mark.fault("F5")
 async def test_the_number_of_a_connection_is_never_used_again_in_a_later_incarnation() -> None:
-    """Tags of payloads contain it, and a late byte of an earlier life must match no receive of a
-    later life.
+    """The tags of payloads contain this number. A late byte of an earlier incarnation must not
+    match a receive of a later one.
     """
     keys = []
     async with life() as (_, address):
@@ -123,7 +126,9 @@ async def test_the_number_of_a_connection_is_never_used_again_in_a_later_incarna
 async def test_a_worker_that_may_still_touch_memory_is_never_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Closing waits for no posted request here, as if a peer kept one busy for too long."""
+    """The test sets the time to wait for posted requests to 0. This has the same effect as a peer
+    that keeps a posted request busy for too long.
+    """
     async with life() as (peer, _):
         async with life() as (transport, first):
             await peer.connect(first, CONNECT_S)

@@ -1,4 +1,4 @@
-"""KV transfer between two processes over UCX, and what happens if one of them dies or freezes."""
+"""Tests KV transfer between two processes over UCX, even when one of them dies or freezes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,12 @@ from tests.support.waiting import PATIENCE_S, until
 ROOT = Path(__file__).parents[3]
 SMALL = KvLayout(NUM_LAYERS, 2, 512, FINGERPRINT)
 LARGE = KvLayout(
-    NUM_LAYERS, 64, 256 << 10, FINGERPRINT
-)  # 64 MiB: a transfer long enough to be killed in
+    NUM_LAYERS,
+    64,
+    256 << 10,
+    FINGERPRINT,
+    # 64 MiB take long enough to kill a process during the transfer.
+)
 
 
 @dataclass
@@ -136,10 +140,10 @@ async def test_a_sender_killed_during_a_transfer_fails_the_pull_at_once() -> Non
         await decode.connect(prefill.address)
         view = decode.landing(landing(LARGE))
         pull = asyncio.create_task(decode.pull(ticket, landing(LARGE), deadline_s=600))
-        await until(lambda: bool(view[: 1 << 20].any()))  # the first bytes have landed
+        await until(lambda: bool(view[: 1 << 20].any()))  # the first bytes have arrived
         prefill.process.kill()
         with pytest.raises(KvTransferFailed) as caught:
-            await asyncio.wait_for(pull, PATIENCE_S)  # far from its deadline
+            await asyncio.wait_for(pull, PATIENCE_S)  # far below the deadline of the pull
         assert caught.value.reason == "KV_PEER_LOST"
         await until(lambda: events == [AgentLandingFreed(0)])
         before = view.copy()
@@ -171,10 +175,11 @@ async def test_a_frozen_sender_fails_the_pull_at_its_deadline_and_never_writes_a
 
 @pytest.mark.fault("F25")
 async def test_a_connection_that_ends_during_receives_fails_its_pulls_at_once() -> None:
-    """The endpoint ends by itself while its receives are posted.
+    """The sender cuts its connection while the receiver has posted receives.
 
-    ucxx only marked these receives for cancellation. So the connection never ended on this side,
-    and kept its pulls, slots and landing ranges forever.
+    In this case, ucxx once only marked the receives for cancellation. So the connection never ended
+    at the receiver. It kept its pulls, its slots, and the memory ranges in which the KV should
+    arrive.
     """
     layout, freed = KvLayout(8, 16, 8192, FINGERPRINT), list[AgentEvent]()
     size = layout.total_bytes
@@ -193,7 +198,7 @@ async def test_a_connection_that_ends_during_receives_fails_its_pulls_at_once() 
     address = await sender.start()
     await receiver.start()
     try:
-        for attempt in range(10):  # most attempts, not all, ended in this way
+        for attempt in range(10):  # most attempts, but not all, met the fault
             failpoints.arm("prefill.sending=cut@3")
             name, r = f"t{attempt}", ArenaRange(0, size)
             sender.stage(name, 1, r, layout, 30.0, chunk_bytes=size // 4)
@@ -227,8 +232,8 @@ async def test_a_sender_that_was_frozen_serves_the_next_pull() -> None:
 async def test_over_shared_memory_a_frozen_sender_blocks_one_pull_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The receiver reads the sender's arena itself. So a sender that freezes before its META costs
-    only one pull, which has a deadline.
+    """The receiver itself reads the sender's memory. So a sender that freezes before it sends META,
+    its first message, holds up only one pull, which has a deadline.
     """
     monkeypatch.setenv("UCX_TLS", "tcp,sm")
     events: list[AgentEvent] = []
@@ -315,7 +320,9 @@ async def test_agents_that_come_and_go_leave_no_descriptor_behind() -> None:
 
 
 class _BusyTransport(UcxTransport):
-    """A transport that reads each hello just after the peer has given up its connection."""
+    """A transport on which a test's hook runs before it reads a hello. So a peer can give up the
+    connection just before.
+    """
 
     on_hello: Callable[[], object] = staticmethod(lambda: None)
 
@@ -329,8 +336,8 @@ class _BusyTransport(UcxTransport):
 async def test_a_connection_given_up_before_its_welcome_ends_at_both_peers(
     is_closed: bool,
 ) -> None:
-    """Without a message, the peer would keep the connection and its descriptors until one of the
-    processes ends.
+    """A peer that gives up must tell the other side. Otherwise the other side would keep the
+    connection and its descriptors until one of the processes ends.
     """
     here, there = UcxTransport(), _BusyTransport()
     await here.start(_Deaf())
@@ -359,7 +366,7 @@ async def test_a_connection_given_up_before_its_welcome_ends_at_both_peers(
 
 
 def listening() -> dict[int, str]:
-    """The ports and addresses that this process listens on."""
+    """The ports on which this process listens, with their addresses."""
     own = set()
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -378,7 +385,7 @@ def listening() -> dict[int, str]:
     return found
 
 
-_LISTENS = "0A"  # state of a socket in /proc/net/tcp
+_LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 
 
 @pytest.mark.fault("F39")
@@ -396,16 +403,18 @@ async def test_an_agent_on_a_loopback_address_listens_on_loopback_only(host: str
 
 @pytest.mark.fault("F39")
 async def test_garbage_and_half_open_connections_leave_nothing_behind() -> None:
-    """The garbage goes to the only open port, that of the UCX worker.
+    """The garbage goes to the port of the UCX worker, which is the only open one.
 
-    A listener would need UCX's connection manager, which spun for minutes and leaked descriptors.
+    The agent has no UCX listener. A listener would need UCX's connection manager, which spun for
+    minutes and leaked descriptors.
     """
     async with receiver([]) as agent:
         await agent.connect(agent.address)
         await asyncio.sleep(0.2)
         before = len(os.listdir("/proc/self/fd"))
         there = parse_address(agent.address).worker
-        # Workers that other tests left unused read from their ports only when used again.
+        # Other tests have left workers unused. They read from their ports only when they are used
+        # again, so the garbage must go to the port of this agent.
         ports = [port for port in listening() if port.to_bytes(2, "big") in there]
         assert ports
         for port in ports:
@@ -429,12 +438,14 @@ async def test_garbage_and_half_open_connections_leave_nothing_behind() -> None:
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before + _OTHERS)
 
 
-_OTHERS = 12  # descriptors of the second worker, which stays
+_OTHERS = 12  # the second worker keeps these descriptors
 
 
 @pytest.mark.fault("F39")
 async def test_a_process_without_the_handshake_key_cannot_connect() -> None:
-    """The stranger speaks UCX and knows the worker's address, which can be read off the network."""
+    """The stranger uses UCX and knows the worker's address, which anybody can read on the
+    network.
+    """
     async with receiver([]) as agent:
         there = parse_address(agent.address)
         stranger = UcxTransport()
@@ -454,7 +465,7 @@ class _Deaf:
 
 
 async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
-    """The KV moves while the host's event loop is blocked."""
+    """The KV must move although the event loop of the host is blocked."""
 
     def make(incarnation: int) -> KvAgent:
         return KvAgent(
@@ -484,7 +495,9 @@ async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
 
 
 def test_the_agent_runs_on_uvloop_and_does_not_block_it() -> None:
-    """uvloop's clock stands still within a callback, so it must not measure any time budget."""
+    """uvloop's clock stands still within a callback, so the agent must not measure a time budget
+    with it.
+    """
     uvloop = pytest.importorskip("uvloop")
 
     async def main() -> int:
@@ -522,7 +535,7 @@ def _spin_for_a_second() -> None:
 
 
 def test_idle_agents_cost_nothing() -> None:
-    """Their CPU is compared with that of a spinning thread in the same time."""
+    """Compares the agents' CPU time with that of a thread that spins for the same time."""
 
     def make() -> KvAgent:
         identity = AgentIdentity("idle", INCARNATION, FINGERPRINT)

@@ -1,5 +1,6 @@
-"""An instance asks the host pools of the peers that the index names, and only of its own region
-unless its group spans regions (S58, S77).
+"""Tests which peers an instance asks for KV blocks. It asks for blocks in the host pools of peers
+that the index names. These peers must be in its own region unless its group spans regions (S58,
+S77).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ HASHES = (b"a" * 16, b"b" * 16)
 
 
 class Index:
-    """An index that knows three holders of both blocks, and one holder that has restarted since."""
+    """An index that knows three other holders of both blocks. It also names one holder in an
+    incarnation that is not the registered one.
+    """
 
     async def Match(self, request: pb.MatchRequest, context: object) -> pb.MatchResponse:
         assert request.tier == "host"
@@ -71,14 +74,17 @@ async def test_blocks_are_fetched_only_from_pools_in_the_same_region(
         async def found() -> list[str]:
             return [h.instance_id for h in await directory.find(HASHES, 0)]
 
-        await until(found)  # a slow machine's first answer may come too late to count
+        await until(found)  # on a slow machine, the first answer may come too late and is ignored
         assert await found() == asked
         await directory.close()
 
 
 @pytest.mark.fault("F34")
 async def test_a_peer_that_this_instance_ejects_is_not_asked() -> None:
-    """Another incarnation of a peer is asked, and so is a peer whose connection failed."""
+    """The instance has ejected one peer in its present incarnation and another peer in another
+    incarnation. It only avoids a third peer, to which a connection failed. It must still ask the
+    second and the third peer.
+    """
     async with index() as address:
         store = MemoryStore()
         store.records["index"] = InstanceRecord(
@@ -100,6 +106,6 @@ async def test_a_peer_that_this_instance_ejects_is_not_asked() -> None:
         async def found() -> list[str]:
             return [h.instance_id for h in await directory.find(HASHES, 0)]
 
-        await until(found)  # a slow machine's first answer may come too late to count
+        await until(found)  # on a slow machine, the first answer may come too late and is ignored
         assert await found() == ["us-0", "any-0"]
         await directory.close()

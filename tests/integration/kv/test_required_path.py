@@ -1,4 +1,6 @@
-"""`REQUIRE_RDMA` and `KV_MEMORY` of a sim instance: what this machine lacks ends the start."""
+"""Tests the settings `REQUIRE_RDMA` and `KV_MEMORY` of a simulated instance. An instance must
+refuse to start if its machine lacks the required transport or memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pdmesh.instance.settings import InstanceSettings
 from pdmesh.kv.device import probe
 from pdmesh.kv.device.probe import host_facts
 
-OUTSIDE = "198.51.100.1"  # not a loopback address; no packet is sent to it
+OUTSIDE = "198.51.100.1"  # This is no loopback address. No packet is sent to it.
 
 
 @pytest.mark.req("S50", "S57")

@@ -1,4 +1,6 @@
-"""LoRA adapters through prefill and decode of the sim: by content, within slots, and freed."""
+"""Tests LoRA adapters with a simulated prefill and decode. Engines load adapters by content into a
+fixed number of slots, and unload them when they are no longer used.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def adapter_in(folder: Path, name: str, seed: int, **settings: Any) -> Adapter:
 
 
 def of(adapter: Adapter | None) -> dict[str, Any]:
-    """The fields of a command for an adapter. Blocks have no names here, unlike at a gateway."""
+    """The fields of a command for this adapter. Unlike a gateway's commands, these have no block
+    names.
+    """
     if adapter is None:
         return {"block_hashes": [], "cache_salt": ""}
     a = common_pb2.Adapter(name=adapter.name, digest=adapter.digest, path=adapter.path)
@@ -98,7 +102,7 @@ async def test_answers_are_the_same_per_layer_and_on_one_instance(tmp_path: Path
 
 
 async def test_a_decode_without_the_adapter_would_answer_something_else(tmp_path: Path) -> None:
-    """The negative control: the simulator shows a decode that forgets the adapter."""
+    """This is the negative control. If a decode forgets the adapter, the output differs."""
     a, prompt = adapter_in(tmp_path, "a", 1), prompt_of(70)
     async with pair(max_adapters=1) as (p, _, to_p, to_d):
         got = await answer(to_p, to_d, prompt, a, None)
@@ -134,7 +138,9 @@ async def test_requests_for_more_adapters_than_slots_wait_and_take_turns(tmp_pat
 async def test_an_adapter_from_a_slow_store_gives_a_sign_of_work_with_each_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a gateway does not give up the leg that waits. A store that hangs gives no sign."""
+    """A gateway gives up a request at an instance that shows no sign of work. So a store that
+    delivers must cause signs of work, and a store that hangs must cause none.
+    """
     a = adapter_in(tmp_path, "a", 1)
     may_read = threading.Semaphore(0)
 
@@ -192,7 +198,9 @@ async def test_an_adapter_that_cannot_be_loaded_ends_only_its_own_requests(
 
 
 async def test_a_leg_that_ends_while_its_adapter_loads_leaves_nothing(tmp_path: Path) -> None:
-    """The leg is a prefill in either mode or a decode. The fixture checks that nothing is left."""
+    """The requests are prefills in both transfer modes, and one decode. `pair` checks at its end
+    that nothing is left.
+    """
     adapters = [adapter_in(tmp_path, name, seed) for seed, name in enumerate("abcdef")]
     async with pair(max_adapters=8) as (_, _, to_p, to_d):
         ways = [{}, {"kv_transfer": pb.KV_TRANSFER_PER_LAYER}]

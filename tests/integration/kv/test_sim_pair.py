@@ -1,5 +1,5 @@
-"""Prefill and decode hosts on the sim engine in one process, over real gRPC, with KV over memory or
-UCX.
+"""Runs a prefill and a decode with simulated engines in one process, over real gRPC. KV moves
+through memory or over UCX.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ async def check(
 async def test_the_output_of_a_pair_equals_that_of_one_process(
     make_transport: MakeTransport,
 ) -> None:
-    """Prompts have lengths around block boundaries, outputs are short and long; all run at once."""
+    """Prompts have lengths around the boundaries of blocks, answers are short and long, and all
+    requests run at once.
+    """
     lengths = [1, 2, 63, 64, 65, 127, 128, 129, 640, 1000, 1919, 1920, 1921]
     lengths += np.random.default_rng(7).integers(1, 1500, 40).tolist()
     async with pair(make_transport) as (p, _, to_p, to_d), asyncio.TaskGroup() as tasks:
@@ -68,7 +70,9 @@ async def test_the_output_of_a_pair_equals_that_of_one_process(
 
 @pytest.mark.req("S37")
 async def test_a_seeded_answer_continues_the_same_after_a_death_at_any_token() -> None:
-    """As at a gateway, the emitted tokens are part of the next attempt's prompt."""
+    """As a gateway does after a death, the test puts the emitted tokens into the next attempt's
+    prompt.
+    """
     async with pair() as (p, _, to_p, to_d):
         for seed in (3, -1):
             prompt = prompt_of(150, seed & 7)
@@ -84,7 +88,7 @@ async def test_a_seeded_answer_continues_the_same_after_a_death_at_any_token() -
 
 @pytest.mark.req("S37")
 async def test_a_constrained_answer_is_the_same_after_a_death_at_any_token() -> None:
-    """The constraint is about all of the answer, whichever engines draw it."""
+    """The constraint applies to the whole answer, whichever engines draw its tokens."""
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"a": {"type": "string"}, "b": {"enum": [1, "x"]}},
@@ -115,7 +119,7 @@ async def test_a_constrained_answer_is_the_same_after_a_death_at_any_token() -> 
 
 @pytest.mark.parametrize("text", ["", "ab"])
 async def test_a_complete_form_ends_an_answer_before_its_least_length(text: str) -> None:
-    """As on vLLM: after the form nothing else is allowed."""
+    """As with vLLM, no token may follow a complete form, even before `min_tokens`."""
     choice = Constraint(grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps([text]))))
     vocabulary = build_vocabulary()
     async with pair() as (_, _, to_p, to_d):
@@ -125,7 +129,7 @@ async def test_a_complete_form_ends_an_answer_before_its_least_length(text: str)
         assert reason is FinishReason.STOP
 
 
-UNLIKE_ALL = LogitShaping(allowed_token_ids=(0,))  # the padding, which no grammar allows
+UNLIKE_ALL = LogitShaping(allowed_token_ids=(0,))  # The padding token. No grammar allows it.
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ UNLIKE_ALL = LogitShaping(allowed_token_ids=(0,))  # the padding, which no gramm
 async def test_a_constraint_that_no_engine_can_keep_ends_its_leg_and_frees_everything(
     grammar: str, shaping: LogitShaping
 ) -> None:
-    """The failure does not count against the instance: any client can cause it at will."""
+    """Any client can cause this failure at will, so it must not count against the instance."""
     async with pair() as (p, d, to_p, to_d):
         sampling = Sampling(9, shaping=shaping, constraint=Constraint(grammar))
         leg = await to_p.prefill(prompt_of(100), sampling)
@@ -186,7 +190,9 @@ async def test_cached_blocks_survive_only_as_long_as_memory_lasts() -> None:
 
 @pytest.mark.req("S47")
 async def test_kv_zeroed_on_arrival_changes_the_output() -> None:
-    """The negative control: decode really computes from the bytes that came over the transport."""
+    """This is the negative control. It shows that decode computes from the bytes that it
+    received.
+    """
     prompt, sampling = prompt_of(200), Sampling(max_tokens=16)
     async with pair() as (p, _, to_p, to_d):
         expected = sim_reference(prompt, sampling, sim_params(p.settings))
@@ -241,7 +247,8 @@ async def test_the_next_turn_of_a_chat_finds_the_kv_of_the_answer() -> None:
         leg = await to_f.prefill(turn, Sampling(max_tokens=5), is_local=True)
         await leg.until("finished")
         first = leg.last("first_token")
-        assert first.num_cached_tokens == 192  # of 200 tokens, the last of which has no KV
+        # The prompt and the answer have 200 tokens, and the last one has no KV.
+        assert first.num_cached_tokens == 192
         expected, _ = sim_reference(turn, Sampling(max_tokens=5), sim_params(f.settings))
         assert [first.token_id, *leg.tokens] == expected
 
@@ -270,9 +277,9 @@ async def test_a_full_instance_refuses_with_a_reason_and_a_hint_follows() -> Non
 
 @pytest.mark.req("S40")
 async def test_refusals_do_not_wait_while_the_engine_is_in_a_long_step() -> None:
-    """Admission answers without the engine, whose prompt computes for as long as the test lasts.
+    """Admission must answer without the engine, which computes a long prompt during the whole test.
 
-    The least disturbed half of the answers counts.
+    The test checks the median of the refusals, so a busy machine may slow almost half of them.
     """
     async with pair(num_slots=1, sim_law="smollm2-cpu") as (_, _, to_p, _):
         long = await to_p.prefill(prompt_of(2000), Sampling(max_tokens=5, ignore_eos=True))
@@ -304,7 +311,9 @@ ANSWER = Sampling(max_tokens=5, ignore_eos=True)
 async def test_if_decode_is_blocked_prefill_fills_its_slots_and_keeps_no_waiting_list(
     how: str,
 ) -> None:
-    """Forty prompts ask for three slots. A transfer that ends frees one slot, for one prompt."""
+    """Forty prompts ask for three slots. Each transfer that ends frees one slot, so one more prompt
+    is accepted.
+    """
     async with pair(num_slots=3) as (p, d, to_p, to_d):
 
         async def offer(num: int) -> tuple[list[LegLog], list[LegLog]]:
@@ -455,7 +464,9 @@ async def test_the_death_of_the_engine_fails_every_leg_and_ends_the_host() -> No
 
 @pytest.mark.fault("F28")
 async def test_a_gateway_that_does_not_read_is_cut_off_and_its_legs_end() -> None:
-    """Its receive window fills, it reads nothing for the stall time, and its session is ended."""
+    """The gateway reads nothing, so its receive window fills. After the stall time, the instance
+    ends its session.
+    """
     config = HostConfig(stall_s=0.3)
     async with sim_instance(
         "fusion-0", FUSION, MemoryTransport, host_config=config, num_slots=64
@@ -505,8 +516,8 @@ async def test_kv_events_report_the_content_of_the_cache_without_gaps() -> None:
 
 @pytest.mark.fault("F23", "F24")
 async def test_a_frozen_sender_holds_up_no_pull_from_a_healthy_one() -> None:
-    """The frozen sender's pull has the only turn, and more pulls from it wait. Only then do pulls
-    from the healthy sender come.
+    """The decode runs one pull at a time. A pull from the frozen sender has this place, and four
+    more of its pulls wait. Only then do pulls from the healthy sender begin.
     """
     made: list[MemoryTransport] = []
 
@@ -526,7 +537,8 @@ async def test_a_frozen_sender_holds_up_no_pull_from_a_healthy_one() -> None:
         TestSession(d) as to_d,
     ):
         sampling = Sampling(max_tokens=4)
-        await check(frozen, to_frozen, to_d, prompt_of(100), sampling)  # so that it is connected
+        # This connects the frozen sender to the decode.
+        await check(frozen, to_frozen, to_d, prompt_of(100), sampling)
         handed = []
         for seed in range(1, 6):
             prefill = await to_frozen.prefill(prompt_of(300, seed), sampling)

@@ -1,5 +1,5 @@
-"""KV is handed on layer by layer while prefill computes: sim engines over real gRPC, with KV over
-memory or UCX (S48, S51).
+"""Hands KV on layer by layer while prefill computes, with simulated engines over real gRPC. KV
+moves through memory or over UCX (S48, S51).
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ pytestmark = pytest.mark.req("S48", "S51")
 
 
 class Legs:
-    """Both legs of one request, driven as by a gateway that chooses the decode at Accepted."""
+    """One request at both instances: its leg at the prefill and its leg at the decode. The test
+    acts like a gateway that chooses the decode as soon as the prefill accepts.
+    """
 
     def __init__(self, to_p: TestSession, to_d: TestSession) -> None:
         self.to_p, self.to_d = to_p, to_d
@@ -93,8 +95,8 @@ async def check(
 async def test_whole_and_per_layer_output_equals_that_of_one_process(
     make_transport: MakeTransport,
 ) -> None:
-    """Prompts have lengths around block and chunk boundaries; both modes run at once on the same
-    instances.
+    """Prompts have lengths around the boundaries of blocks and chunks. Both transfer modes run at
+    once on the same instances.
     """
     lengths = [2, 63, 64, 65, 128, 129, 511, 512, 513, 640, 1024, 1025, 1921]
     async with (
@@ -109,8 +111,8 @@ async def test_whole_and_per_layer_output_equals_that_of_one_process(
 
 
 async def test_layers_travel_while_later_ones_are_computed() -> None:
-    """Eight layers of 2 MiB travel in at least seven ranges, the first long before prefill is
-    done.
+    """Eight layers of 2 MiB travel in at least seven ranges. The first range arrives long before
+    prefill is done.
     """
     landed: list[bool] = []
     heavy: dict[str, Any] = {"sim_num_layers": 8, "sim_token_bytes": 4096, "sim_law": "demo"}
@@ -151,8 +153,8 @@ async def test_answers_of_one_token_have_no_ticket() -> None:
 
 
 async def test_most_of_the_kv_is_at_decode_before_prefill_draws_token_1() -> None:
-    """The transfer overlaps the computation: at token 1 only the last layer is left, not the whole
-    prompt.
+    """The transfer overlaps the computation. So at token 1 only the last layer is missing, and not
+    the KV of the whole prompt.
     """
     async with pair(sim_law="demo") as (_, d, to_p, to_d):
         legs = Legs(to_p, to_d)
@@ -185,7 +187,7 @@ async def test_a_stop_at_token_one_closes_the_ticket_and_the_decode_is_aborted()
 @pytest.mark.parametrize("stage", ["accepted", "started", "kv", "joined", "decoding"])
 @pytest.mark.parametrize("how", ["abort", "disconnect"])
 async def test_a_request_given_up_at_any_stage_leaves_nothing_behind(stage: str, how: str) -> None:
-    """`pair` checks the rest."""
+    """`pair` checks at its end that both instances are idle."""
     async with pair(sim_law="demo") as (_, _, to_p, to_d):
         legs = Legs(to_p, to_d)
         await legs.accept(prompt_of(600), Sampling(max_tokens=200, ignore_eos=True))
@@ -220,8 +222,8 @@ async def test_a_decode_learns_that_its_prefill_gave_up_in_the_middle() -> None:
 
 
 async def test_an_abandoned_decode_leaves_the_ticket_to_another() -> None:
-    """The first decode's pull ends in the middle. The second decode gets every layer, and gives the
-    same text.
+    """The first decode's pull ends in the middle. The second decode must get every layer and draw
+    the same text.
     """
     prompt, sampling = prompt_of(1900), Sampling(max_tokens=9)
     async with pair(sim_law="demo") as (p, _, to_p, to_d):
@@ -237,7 +239,7 @@ async def test_an_abandoned_decode_leaves_the_ticket_to_another() -> None:
 
 @pytest.mark.fault("F4")
 async def test_kv_that_does_not_come_after_token_1_fails_the_leg() -> None:
-    """One layer hangs and is never completed; the time of the pull counts from token 1 on."""
+    """One layer never arrives. The time limit of the pull begins with token 1."""
     config = HostConfig(PullLimits(0.03))
     async with pair(sim_law="demo", host_config=config) as (_, _, to_p, to_d):
         legs = Legs(to_p, to_d)
@@ -251,7 +253,9 @@ async def test_kv_that_does_not_come_after_token_1_fails_the_leg() -> None:
 
 
 async def test_kv_zeroed_on_arrival_changes_the_output() -> None:
-    """The negative control: decode computes from the bytes that came layer by layer."""
+    """This is the negative control. It shows that decode computes from the bytes that came layer by
+    layer.
+    """
     prompt, sampling = prompt_of(200), Sampling(max_tokens=16)
     async with pair() as (p, _, to_p, to_d):
         expected = sim_reference(prompt, sampling, sim_params(p.settings))[0]
@@ -268,9 +272,9 @@ async def test_kv_zeroed_on_arrival_changes_the_output() -> None:
 async def test_a_request_pulls_its_kv_while_the_batch_is_full_and_begins_when_another_ends() -> (
     None
 ):
-    """Three requests are at a decode with one slot: two wait with their KV, and a fourth is
-    refused. A request that waited has its first token exactly one iteration after the last token of
-    the request that it follows.
+    """The decode has one slot and room for two requests that wait. Two requests wait with their KV,
+    and the decode refuses a fourth. Each waiting request must draw its first token exactly one
+    iteration after the last token of the request before it.
     """
     async with pair(num_slots=1, max_waiting=2, max_pulls=1, sim_law="demo") as (p, d, to_p, to_d):
         iterations = drawing_iterations(d)
@@ -301,9 +305,9 @@ async def test_a_request_pulls_its_kv_while_the_batch_is_full_and_begins_when_an
 async def test_a_running_sequence_draws_while_a_long_prompts_kv_is_read(
     is_given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading back 16 MiB takes the sim half a step's time.
+    """The simulated engine needs half the time of a step to read 16 MiB back.
 
-    A request that gives up meanwhile leaves nothing behind, as `pair` checks.
+    A request that gives up during this time must leave nothing behind, as `pair` checks.
     """
     monkeypatch.setattr(retrieval, "_QUICK_BYTES", 0)
     sampling = Sampling(max_tokens=200, ignore_eos=True)
@@ -338,14 +342,16 @@ async def test_a_running_sequence_draws_while_a_long_prompts_kv_is_read(
 async def handed_on(
     to_p: TestSession, to_d: TestSession, prompt: list[int], sampling: Sampling
 ) -> LegLog:
-    """Hand a request on: prefill is over, and the decode has got its command."""
+    """Let the prefill compute the request, then start it at the decode."""
     prefill = await to_p.prefill(prompt, sampling)
     first = await prefill.until("first_token")
     return await to_d.start(prompt, sampling, first.token_id, first.ticket)
 
 
 def drawing_iterations(d: SimInstance) -> list[int]:
-    """The numbers of the engine's iterations that draw tokens; the list grows as they happen."""
+    """The numbers of those iterations of the engine that draw tokens. The list grows while the
+    engine runs.
+    """
     engine, num_iterations, drawing = d.engine, 0, list[int]()
     wait_out, draw = engine._wait_out, engine._draw
 

@@ -1,5 +1,5 @@
-"""A slow engine still works: requests wait for its queue, whatever the first token's target (S9),
-and nothing is declared dead.
+"""Tests a prefill that is slow but works. Requests wait in its queue even beyond the target for the
+first token (S9), and no process may take the prefill for dead.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LENGTHS = (3900, 3900, 3300, 20)
 async def test_a_short_prompt_behind_long_ones_waits_for_them_and_nothing_is_declared_dead(
     tmp_path: Path,
 ) -> None:
-    """One prefill computes 11,120 tokens in order of arrival, for longer than target and stall
-    together. A gateway that guessed how long twenty tokens may take would call it silent, and would
-    send the same work to the next instance.
+    """One prefill computes 11,120 tokens in order of arrival. This takes longer than the target and
+    the stall bound together. A gateway that expected twenty tokens to be quick would take the
+    prefill for dead, and would send the same work to another instance.
     """
     spec = fleet.one_by_one(
         PDMESH_SIM_LAW="smollm2-cpu",
@@ -58,7 +58,7 @@ async def test_a_short_prompt_behind_long_ones_waits_for_them_and_nothing_is_dec
         ends: list[dict[str, Any]] = []
 
         def are_logged() -> bool:
-            """A request's line follows its answer."""
+            """A request's log line comes after its answer."""
             log = (mesh.state_dir / "logs" / "gateway-0.log").read_text()
             lines = [json.loads(x) for x in log.splitlines() if '"request.finished"' in x]
             ends[:] = [line for line in lines if line["num_prompt_tokens"] in LENGTHS]

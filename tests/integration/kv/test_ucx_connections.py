@@ -1,7 +1,9 @@
-"""The end of an earlier or a crossing UCX connection does not end another connection.
+"""Tests that the end of one UCX connection ends no other connection. The other one may be newer, or
+the peer may have opened it at the same time.
 
-UCX pairs the endpoints of two workers by the order in which each side made them. A connection whose
-ends belonged to two pairs could be lost in UCX's next round of keepalive, once with its first pull.
+UCX pairs the endpoints of two workers in the order in which each side made them. Once, the two ends
+of a connection could belong to two different pairs. UCX's next keepalive could then end the
+connection, in one case during its first pull.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ NUM_PAIRS, NUM_CONNECTIONS = 30, 5
 
 
 async def say_hello_in_vain(transport: UcxTransport, address: str) -> None:
-    """A hello that gets no answer, as if the peer were frozen."""
+    """Send a hello that gets no answer, as if the peer were frozen."""
     stranger = replace(parse_address(address), key=bytes(16))
     with pytest.raises(KvTransferFailed):
         await transport.connect(str(stranger), 0.05)
@@ -39,7 +41,9 @@ async def say_hello_in_vain(transport: UcxTransport, address: str) -> None:
 async def test_hellos_without_an_answer_cost_no_later_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before the two sides kept in step, about every second of these pairs lost a connection."""
+    """Before the two sides numbered their endpoints in step, about half of these pairs lost a
+    connection.
+    """
     often = {"KEEPALIVE_INTERVAL": "50ms"}
     monkeypatch.setattr(ucx, "options_for", lambda *a, **kw: options_for(*a, **kw) | often)
     rng = random.Random(3)
@@ -59,7 +63,7 @@ async def test_hellos_without_an_answer_cost_no_later_connection(
 
 
 class Side:
-    """A transport, and the connections that peers opened to it."""
+    """A transport, and the connections that it accepted from peers."""
 
     def __init__(self) -> None:
         self.transport, self.address = UcxTransport(), ""
@@ -116,8 +120,8 @@ async def test_both_ends_of_a_connection_are_one_pair_though_two_connections_cro
 async def test_an_opening_that_ucx_ends_before_the_welcome_is_made_anew(
     num_lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """UCX may pair a new endpoint with one that the peer closed together with an older connection.
-    After several such openings in a row, `connect` fails.
+    """UCX may pair a new endpoint with an endpoint that the peer closed with an older connection.
+    `connect` then tries again, and fails after several such openings in a row.
     """
     is_made = num_lost < ucx._MAX_OPENINGS
     async with two_sides() as (a, b):
@@ -139,5 +143,5 @@ async def test_an_opening_that_ucx_ends_before_the_welcome_is_made_anew(
             with pytest.raises(KvTransferFailed, match=PEER_GONE) as lost:
                 await a.connect(b)
             assert lost.value.reason == "KV_CONNECT_FAILED"
-        assert num_lost + is_made <= openings <= ucx._MAX_OPENINGS  # UCX itself may end some
+        assert num_lost + is_made <= openings <= ucx._MAX_OPENINGS  # UCX itself may end some more
         await until(lambda: a.transport.num_connections == is_made)

@@ -1,5 +1,5 @@
-"""Prefill and decode with different numbers of ranks over UCX: each rank has an agent, and each
-piece has its own connection.
+"""Moves KV over UCX between a prefill and a decode with different numbers of ranks. Each rank has a
+KV agent, and each piece of the KV has its own connection.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from pdmesh.kv.transport.ucx import UcxTransport  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
 NUM_LAYERS, NUM_BLOCKS, TOKENS, HEAD_DIM = 3, 16, 16, 64
-NUM_USED = 5  # blocks of the prompt
+NUM_USED = 5  # the number of blocks of the prompt
 ARENA_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How numbers are stored.
+    """How a cache stores its numbers.
 
-    `scale_bytes` follow the numbers of K and those of V, for each token and head, as in vLLM's
-    int8_per_token_head.
+    For each token and head, `scale_bytes` bytes of scales follow the numbers of K, and as many
+    follow the numbers of V. vLLM's int8_per_token_head does the same.
     """
 
     dtype: str = "bfloat16"
@@ -66,17 +66,19 @@ class Kind:
 
 
 BF16 = Kind()
-INT8 = Kind("int8", BESIDE, 4)  # an fp32 each
+INT8 = Kind("int8", BESIDE, 4)  # the scale is one fp32
 
 
 @dataclass
 class Rank:
-    """One rank's flash-attention cache, [2, blocks, tokens, heads, head size], and its KV agent."""
+    """One rank's KV cache and KV agent. The cache has the shape of flash attention, [2, blocks,
+    tokens, heads, head size].
+    """
 
     instance_id: str
     rank: int
     num_ranks: int
-    num_heads: int  # of the model
+    num_heads: int  # the number of heads of the whole model
     kind: Kind = BF16
     events: list[AgentEvent] = field(default_factory=list)
 
@@ -110,14 +112,16 @@ class Rank:
         self.on_event(event)
 
     def fill(self, whole: Any, ids: list[int]) -> None:
-        """`whole`: [layer, K or V, block, token, head, head size]."""
+        """Write this rank's heads of `whole` to these blocks. `whole` has the shape [layer, K or V,
+        block, token, head, head size].
+        """
         for layer, tensor in enumerate(self.tensors.values()):
             tensor[:, ids] = whole[
                 layer, ..., self.mine.first : self.mine.first + self.mine.count, :
             ]
 
     def holds(self, whole: Any, ids: list[int]) -> bool:
-        """Whether it holds `whole` bit for bit, NaNs included."""
+        """Whether the blocks equal this rank's heads of `whole` bit for bit, NaNs included."""
         heads = slice(self.mine.first, self.mine.first + self.mine.count)
         return all(
             torch.equal(
@@ -163,7 +167,9 @@ def ticket_of(sources: list[Rank]) -> Ticket:
 def instances(
     num_heads: int, num_sources: int, num_ranks: int, kind: Kind = BF16, target: Kind | None = None
 ) -> Iterator[tuple[list[Rank], list[Rank]]]:
-    """`target`: the kind at the receiving side, if it differs."""
+    """The ranks of a prefill and of a decode. `target` is the decode's kind of cache, if it differs
+    from that of the prefill.
+    """
     sides = ("prefill-0", num_sources, kind), ("decode-0", num_ranks, target or kind)
     with ExitStack() as stack:
         made: list[list[Rank]] = []
@@ -184,7 +190,7 @@ def instances(
 def test_every_rank_gets_its_heads_and_every_source_its_acknowledgement(
     num_heads: int, num_sources: int, num_ranks: int, num_cached: int
 ) -> None:
-    """A prefix may be cached at the destination, too; then none of it is pulled."""
+    """The decode may have cached the first blocks. It must pull none of them."""
     rng = np.random.default_rng(num_heads + num_cached)
     shape = (NUM_LAYERS, 2, NUM_USED, TOKENS, num_heads, HEAD_DIM)
     whole = torch.from_numpy(rng.integers(-(1 << 15), 1 << 15, shape, np.int16)).view(
@@ -199,7 +205,7 @@ def test_every_rank_gets_its_heads_and_every_source_its_acknowledgement(
         fresh = target_ids[num_cached:]
         wanted = whole[:, :, num_cached:]
         under_way: list[tuple[Rank, TogetherPull, list[str]]] = []
-        for target in targets:  # all at once
+        for target in targets:  # all targets pull at once
             told: list[str] = []
             pull = target.pull(ticket, fresh, num_cached)
             pull.start(lambda told=told: told.append("over"))  # type: ignore[misc]
@@ -216,7 +222,9 @@ def test_every_rank_gets_its_heads_and_every_source_its_acknowledgement(
 @pytest.mark.req("S126")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_int8_and_the_scales_beside_it_arrive_bit_for_bit(num_ranks: int) -> None:
-    """The KV travels whole and cut by heads: the scales of a head go where its numbers go."""
+    """The KV travels as a whole to one rank, or cut by heads to two ranks. The scales of a head
+    must arrive with the head's numbers.
+    """
     rng = np.random.default_rng(126)
     num_heads, shape = 4, (NUM_LAYERS, 2, NUM_USED, TOKENS, 4)
     numbers = torch.from_numpy(rng.integers(-128, 128, (*shape, HEAD_DIM), np.int8))
@@ -252,8 +260,8 @@ def test_int8_and_the_scales_beside_it_arrive_bit_for_bit(num_ranks: int) -> Non
     ids=["another dtype", "other scales", "another place for the scales"],
 )
 def test_int8_is_refused_if_the_receiver_would_read_it_differently(other: Kind) -> None:
-    """The handshake refuses it, and so does a pull without one: the bytes might fit, but would be
-    wrong.
+    """The bytes may fit but would be read wrongly. Both the handshake and a pull without a
+    handshake must refuse.
     """
     with instances(4, 1, 1, INT8, other) as ((source,), (target,)):
         ids = list(range(NUM_USED))
@@ -283,8 +291,8 @@ def outcome(pull: TogetherPull) -> KvTransferFailed | None:
 def test_a_rank_waits_for_all_its_sources_and_fails_if_one_fails(
     num_sources: int, is_one_lost: bool
 ) -> None:
-    """At the decode's worker half, the landing range becomes free once, and only when nothing can
-    write there.
+    """The memory in which the KV arrives must become free once, and only when nothing can write to
+    it any more.
     """
     num_heads = 8
     rng = np.random.default_rng(5)

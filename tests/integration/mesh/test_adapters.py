@@ -1,6 +1,7 @@
-"""LoRA adapters in a whole sim mesh: added, used as models, replaced and removed.
+"""Tests LoRA adapters in a whole mesh of simulated engines. An operator adds, replaces and removes
+them, and clients use them as models.
 
-A running answer keeps its adapter, even if its decode dies.
+A running answer must keep its adapter, even if its decode dies.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from tests.support.sites import fleet
 from tests.support.waiting import until
 
 LORA = {"PDMESH_ENABLE_LORA": "true", "PDMESH_MAX_LORAS": "2", "PDMESH_MAX_LORA_RANK": "8"}
-# With tiers: KV of an adapter's old content lies in host pools too.
+# With these host pools, the KV of an adapter's old content also lies in host memory.
 TIERS = {"PDMESH_PREFILL_KV_HOST_POOL_BYTES": str(4 << 20)}
 
 
 async def command(mesh: Mesh, *arguments: str) -> int:
-    """Run `pdmesh adapters ...`; returns its exit status."""
+    """Run `pdmesh adapters ...` and return its exit status."""
     options = build_parser().parse_args(["adapters", *arguments, "--nats-url", mesh.nats_url])
     return await asyncio.to_thread(adapters.run, options)
 
@@ -104,7 +105,7 @@ async def test_adapters_are_added_used_as_models_replaced_and_removed(
         assert "checked by decode-0, prefill-0" in capsys.readouterr().out
         await until(lambda: _has(client, {"sim": None, "one": "sim", "two": "sim"}))
 
-        # All at the same time, with the same prompts: each adapter gives its own answers.
+        # All requests run at once with the same prompts. Each adapter must give its own answers.
         names = {"one": digests["a"], "two": digests["b"], "sim": ""}
         cases = [(name, prompt_of(seed)) for seed in range(6) for name in names]
         answers = await asyncio.gather(*(asked(client, n, p) for n, p in cases))
@@ -114,7 +115,7 @@ async def test_adapters_are_added_used_as_models_replaced_and_removed(
         shown = capsys.readouterr().out
         assert shown.count("decode-0, prefill-0") == 2
 
-        # A known prompt is computed again only for another content of the adapter.
+        # The mesh must compute a known prompt again only if the adapter has new content.
         prompt = prompt_of(0)
         assert cached(await asked(client, "one", prompt)) == 192
         await add(mesh, "one", tmp_path / "c")
@@ -129,7 +130,7 @@ async def test_adapters_are_added_used_as_models_replaced_and_removed(
         assert cached(replaced) == 0
         assert cached(await asked(client, "sim", prompt)) == 192
 
-        # The files of the old content can be deleted: nothing loads them any more.
+        # Nothing loads the old content any more, so its files can be deleted.
         await asyncio.to_thread(shutil.rmtree, tmp_path / "a")
         assert tokens_of(await asked(client, "one", prompt)) == right(prompt, digests["c"])
         assert fleet.counted(mesh, ["prefill-0"], "pdmesh_adapters_loaded") == 2
@@ -154,7 +155,9 @@ async def _has(client: httpx.AsyncClient, expected: dict[str, Any]) -> bool:
 async def test_a_running_answer_keeps_its_adapter_after_its_removal_and_a_death(
     tmp_path: Path,
 ) -> None:
-    """The adapter is removed, then the decode dies. The other decode loads the same content."""
+    """The operator removes the adapter, and then the decode dies. The other decode must load the
+    same content.
+    """
     digest = write_adapter(tmp_path / "a", 1)
     slow = {"PDMESH_SIM_LAW": "demo", "PDMESH_DECODE_NUM_SLOTS": "4"}
     spec = MeshSpec(

@@ -1,4 +1,6 @@
-"""The turns of a chat go to one decode while it has room, and to another when it has none."""
+"""Tests that the turns of a chat go to one decode while the decode has room, and to another one
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,18 @@ NUM_CHATS, NUM_TURNS, NUM_SLOTS = 8, 6, 3
 
 
 class Chats:
-    """Clients of a mesh with two decodes, and which decode served each request."""
+    """Clients of a mesh with two decodes. `decode_of` has the decode that served each request."""
 
     def __init__(self, mesh: Mesh, client: httpx.AsyncClient) -> None:
         self.mesh, self.client = mesh, client
-        self.decode_of: dict[str, str] = {}  # by request id
+        self.decode_of: dict[str, str] = {}  # the keys are request ids
 
     async def hear(self, message: Message) -> None:
         event = decode_event(message, RequestFinished)
         self.decode_of[event.request_id] = event.decode_id
 
     async def turn(self, chat_id: str, prompt: list[int]) -> str:
-        """Ask; returns the decode that served the turn."""
+        """Ask the mesh and return the decode that served this turn."""
         body: dict[str, Any] = {"model": "default", "prompt": prompt, "max_tokens": 4}
         url = f"{self.mesh.http_url}/v1/completions"
         answer = await self.client.post(url, json={**body, "ignore_eos": True, "chat_id": chat_id})
@@ -55,7 +57,7 @@ class Chats:
 
     @asynccontextmanager
     async def filled(self, chat_id: str, home: str) -> AsyncIterator[None]:
-        """Fill all slots of the chat's decode with long answers of this chat."""
+        """Fill all slots of the chat's decode with long answers of the same chat."""
         long = [
             asyncio.create_task(
                 stream_completion(
@@ -89,7 +91,8 @@ async def chats(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chats
             "PDMESH_DECODE_NUM_SLOTS": str(NUM_SLOTS),
             "PDMESH_DECODE_MAX_WAITING": "0",
             "PDMESH_DECODE_SIM_LAW": "smollm2-cpu",
-            "PDMESH_GATEWAY_PLAN_TIMEOUT_S": "60",  # without a plan, a gateway knows no homes
+            # A gateway without a plan from the master does not know the decode of a chat.
+            "PDMESH_GATEWAY_PLAN_TIMEOUT_S": "60",
         },
     )
     async with (
@@ -109,7 +112,9 @@ def prompt_of(chat: int, turn: int) -> list[int]:
 
 @pytest.mark.req("S94")
 async def test_every_turn_of_a_chat_goes_to_the_decode_of_its_first(chats: Chats) -> None:
-    """Without a chat id the turns of one conversation spread, so the id keeps them together."""
+    """The chat id keeps the turns of a chat together. Without an id, the turns of one conversation
+    spread.
+    """
     homes: dict[int, set[str]] = defaultdict(set)
     strays: dict[int, set[str]] = defaultdict(set)
     for turn in range(NUM_TURNS):
@@ -123,7 +128,9 @@ async def test_every_turn_of_a_chat_goes_to_the_decode_of_its_first(chats: Chats
 
 @pytest.mark.req("S94")
 async def test_a_turn_goes_elsewhere_while_its_decode_is_full(chats: Chats) -> None:
-    """The turn does not wait for the decode of its chat, and the chat then stays at the new one."""
+    """The turn does not wait for the decode of its chat. Afterwards the chat stays at the other
+    decode.
+    """
     home = await chats.turn("busy", prompt_of(1, 0))
     assert await chats.turn("busy", prompt_of(1, 1)) == home
     async with chats.filled("busy", home):

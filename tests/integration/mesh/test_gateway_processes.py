@@ -1,4 +1,6 @@
-"""Two gateway processes on one port: one is asked to stop, or killed, while all its streams run."""
+"""Runs two gateway processes on one port. One is asked to stop, or killed, while all its streams
+run.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,13 @@ async def many_streams(
 ) -> AsyncIterator[
     tuple[httpx.AsyncClient, list[list[int]], list[asyncio.Task[StreamOutcome]], str]
 ]:
-    """Yields the client, the prompts, their running streams, and the gateway with most of them."""
+    """Start the streams. Yields the client, the prompts, their running streams, and the gateway
+    with the most streams.
+    """
     headers = {"authorization": f"Bearer {key}"}
-    limits = httpx.Limits(max_keepalive_connections=0)  # one per request: the kernel spreads them
+    # Each request has a connection of its own, so the kernel spreads the requests over the
+    # gateways.
+    limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=30, headers=headers, limits=limits) as client:
         prompts = [[40 + (i * 7 + j) % 80 for j in range(20)] for i in range(NUM_STREAMS)]
         streams = [
@@ -96,8 +102,8 @@ async def test_after_sigterm_streams_end_normally_and_the_other_gateway_takes_ne
             late = await stream_completion(client, url, prompts[0], 2, ignore_eos=True)
             late_ones.append(late)
             await asyncio.sleep(0.05)
-        # The kernel may have given a connection to the listener that closes. The connection is
-        # reset, or its request refused as `draining`.
+        # The kernel may have given a connection to the gateway that stops. Then the connection is
+        # reset, or its request is refused as `draining`.
         unlucky = [o for o in late_ones if not o.is_complete]
         assert all(o.was_cut or (o.error or {})["code"] == "draining" for o in unlucky)
         assert len(unlucky) <= 2
@@ -121,8 +127,9 @@ async def test_after_sigterm_streams_end_normally_and_the_other_gateway_takes_ne
 async def test_a_killed_gateway_takes_its_own_streams_with_it_and_no_other(
     mesh: Mesh, token: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """Clients of the killed gateway see their connections end; clients of the other one see no
-    change. Instances free everything that they held for the killed gateway, and serve new requests.
+    """The connections of the killed gateway's clients end. Clients of the other gateway notice
+    nothing. Instances free everything that they held for the killed gateway, and serve new
+    requests.
     """
     reference = fleet.Reference.load(tmp_path / "sim-model")
     url = mesh.http_url.replace("0.0.0.0", "127.0.0.1")

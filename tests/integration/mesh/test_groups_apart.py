@@ -1,4 +1,4 @@
-"""A prefill hands KV to each decode of its group, and refuses it to all other decodes (S13)."""
+"""Tests that a prefill gives its KV to every decode of its group, and to no other decode (S13)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPS = {"prefill-0": "a", "decode-0": "a", "prefill-1": "b", "decode-1": "b"}
 
 @dataclass(frozen=True)
 class Process:
-    """An instance of the mesh as a gateway knows it."""
+    """An instance of the mesh, with the data that a gateway has of it."""
 
     address: str
     settings: EngineSettings
@@ -49,7 +49,7 @@ async def records(mesh: Mesh) -> Mapping[str, InstanceRecord]:
 
 @pytest.mark.req("S13")
 async def test_a_prefill_refuses_its_kv_to_decodes_of_another_group(tmp_path: Path) -> None:
-    """No gateway would pair these instances, so the test plays a gateway that does."""
+    """No gateway would pair these instances, so the test itself acts as a gateway."""
     groups = {name: {"PDMESH_GROUP_ID": group} for name, group in GROUPS.items()}
     async with Mesh(fleet.two_by_two(groups), tmp_path) as mesh, contextlib.AsyncExitStack() as on:
         found = await records(mesh)
@@ -70,7 +70,8 @@ async def test_a_prefill_refuses_its_kv_to_decodes_of_another_group(tmp_path: Pa
             assert failed.reason == "KV_TRANSFER_FAILED"
             assert "KV_REFUSED_WRONG_GROUP" in failed.message
             assert refused.tokens == []
-            taken = await to[f"decode-{mine}"].start(*ask)  # the ticket is still good
+            # The ticket, the right to fetch the KV, must still be valid after the refusal.
+            taken = await to[f"decode-{mine}"].start(*ask)
             await taken.until("failed", "finished")
             assert [first.token_id, *taken.tokens] == expected
         await fleet.until_nothing_held(mesh, 30)

@@ -1,8 +1,8 @@
-"""Several gateways share one set of prefills without coordination, and do not all choose the same
-prefill (S42, S43, S46).
+"""Tests that two gateways share one set of prefills without coordination, and do not all choose the
+same prefill (S42, S43, S46).
 
-There are two gateways and sixteen prefills with one slot each. The cost of a request is the number
-of prefills that refused it.
+There are sixteen prefills with one slot each. The tests count how many prefills refuse each
+request.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.memory_registry import MemoryView
 
 NUM_PREFILLS = 16
-PREFILL_S = 0.4  # at least
-# A prefill takes this many times as long as all else that a request costs this machine. So the
-# sixteen prefills are the bottleneck, not the one process in which they run.
+PREFILL_S = 0.4  # the least time of a prefill
+# A prefill takes this many times as long as everything else that a request costs this machine. So
+# the sixteen prefills are the bottleneck, and not the process that runs all of them.
 COSTS_PER_PREFILL = 40
-MOST_S = 4.0  # a gateway gives up an instance that shows no work for 5 s
-NUM_EACH = 6  # requests of a user
+# The most time of a prefill. A gateway gives up an instance that shows no work for 5 s.
+MOST_S = 4.0
+NUM_EACH = 6  # the number of requests of each user
 
 
 class PlacingMaster(FakeMaster):
-    """The master's own placement, which learns of loads as late as in a mesh."""
+    """A master with the real placement. It learns of loads as late as in a real mesh."""
 
     def __init__(self, mesh: GatewayMesh) -> None:
         super().__init__()
@@ -83,7 +84,9 @@ class PlacingMaster(FakeMaster):
 
 @dataclass
 class Told:
-    """Counts of requests by the number of prefills that refused them, and of prompts by prefill."""
+    """The results of a run. `rejections` counts requests by the number of prefills that refused
+    them. `prompts` counts prompts by prefill.
+    """
 
     rejections: Counter[int]
     prompts: Counter[str]
@@ -137,7 +140,7 @@ async def two_gateways(
 async def cost_of_a_request(mesh: GatewayMesh) -> float:
     """The median time of a request with prefills that take no time.
 
-    This is what the machine, as busy as it is now, adds to a prefill.
+    This is how much longer than its prefill a request takes on this machine now.
     """
     url, costs = f"http://127.0.0.1:{mesh.gateway.http.port}/v1/completions", []
     async with httpx.AsyncClient(timeout=60) as client:
@@ -146,12 +149,12 @@ async def cost_of_a_request(mesh: GatewayMesh) -> float:
             body = {"model": "tiny", "prompt": f"cost {number}", "max_tokens": 2}
             assert (await client.post(url, json=body)).status_code == 200
             costs.append(time.monotonic() - began)
-    await mesh.gateway.observer.publish_rest()  # so that `drive` does not count these events
+    await mesh.gateway.observer.publish_rest()  # otherwise `drive` would count these events
     return statistics.median(costs)
 
 
 async def drive(mesh: GatewayMesh, gateways: list[Gateway], num_users: int) -> Told:
-    """Half of the users are at each gateway; each user sends one request after the other."""
+    """Let each user send one request after the other. Half of the users use each gateway."""
     num_before = len(mesh.events)
     began = time.monotonic()
     async with httpx.AsyncClient(timeout=300) as client:
@@ -188,16 +191,18 @@ async def drive(mesh: GatewayMesh, gateways: list[Gateway], num_users: int) -> T
 async def test_two_gateways_at_half_load_do_not_choose_the_same_prefills(
     tmp_path: Path, has_master: bool
 ) -> None:
-    """Eight prompts are under way for sixteen slots.
+    """Eight prompts run at a time, and there are sixteen slots.
 
-    Gateways that ranked alike would be refused by every prefill that the other gateway uses.
+    If both gateways ranked the prefills alike, each would choose prefills that the other one uses,
+    and would be refused.
     """
     async with two_gateways(tmp_path, has_master=has_master) as (mesh, gateways):
         told = await drive(mesh, gateways, num_users=8)
     assert told.mean_rejections < 0.7
     assert told.share_of_at_most(3) > 0.95
     if has_master:
-        # There are three or four prompts per prefill: by chance one or two prefills may get none.
+        # Each prefill gets three or four prompts on average. By chance, one or two prefills may get
+        # none.
         assert len(told.prompts) >= NUM_PREFILLS - 2
         assert max(told.prompts.values()) < 2.5 * told.prompts.total() / NUM_PREFILLS
 
@@ -207,10 +212,10 @@ async def test_two_gateways_at_half_load_do_not_choose_the_same_prefills(
 async def test_two_gateways_under_twice_the_load_keep_every_prefill_busy(
     tmp_path: Path, has_master: bool
 ) -> None:
-    """When a slot comes free, both gateways call a waiting request. One of the two requests is
-    refused, and waits again.
+    """When a slot becomes free, both gateways send a waiting request. The prefill refuses one of
+    the two, which waits again.
 
-    The gateways' rate of requests is compared with the rate at one prompt for every two slots.
+    The test compares the rate of requests with the rate at one prompt for every two slots.
     """
     async with two_gateways(tmp_path, has_master=has_master) as (mesh, gateways):
         peace = await drive(mesh, gateways, num_users=NUM_PREFILLS // 2)

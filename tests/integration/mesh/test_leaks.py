@@ -1,5 +1,5 @@
-"""A small run of the leak test that `make bench NAME=leak` runs with 100,000 requests, and tests
-that it sees leaks.
+"""Runs the leak test of `make bench NAME=leak` with few requests instead of 100,000, and tests that
+it detects leaks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def posix_segment() -> Iterator[str]:
 def sysv_segment() -> Iterator[str]:
     libc = ctypes.CDLL(None)
     libc.shmat.restype = ctypes.c_void_p
-    number = libc.shmget(0, ctypes.c_size_t(4096), 0o1600)  # private, made now
+    number = libc.shmget(0, ctypes.c_size_t(4096), 0o1600)  # a new private segment
     at = libc.shmat(number, None, 0)
     try:
         yield f"sysv:{number}"
@@ -69,7 +69,7 @@ def sysv_segment() -> Iterator[str]:
 
 @pytest.mark.parametrize("made", [posix_segment, sysv_segment])
 def test_leaked_shared_memory_is_detected_until_it_is_removed(made: Any) -> None:
-    """`made` is a context manager of either kind of segment."""
+    """`made` makes a segment of shared memory, by the POSIX or the System V calls."""
     with made() as name:
         assert name in shared_memory(os.getpid())
         assert still_there({name, "sysv:999999999", "/dev/shm/none"}) == {name}
@@ -80,7 +80,7 @@ def test_leaked_shared_memory_is_detected_until_it_is_removed(made: Any) -> None
 async def test_leaked_redis_keys_are_detected(tmp_path: Path) -> None:
     server = servers.valkey(tmp_path)
     await server.start()
-    redis: Any = Redis.from_url(server.url)  # any: redis-py's generic client
+    redis: Any = Redis.from_url(server.url)  # the type of redis-py's client is generic
     index = RedisIndex(server.url, timeout_s=5.0)
     try:
         await index.epoch("e")

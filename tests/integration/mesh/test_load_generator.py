@@ -1,4 +1,6 @@
-"""The load generator must count what a server really sent, however TCP cuts the bytes."""
+"""Tests that the load generator counts exactly what a server sent, however TCP divides the
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ async def serving(answer: Callable[[Writer], AsyncIterator[None]]) -> AsyncItera
                     await writer.drain()
                     await asyncio.sleep(0)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the generator is done
+            pass  # the generator has closed its connection
         finally:
             writer.close()
 

@@ -1,4 +1,6 @@
-"""Several sim models in one mesh of processes, which an operator adds and removes as it serves."""
+"""Runs several simulated models in one mesh of processes. An operator adds and removes models while
+the mesh serves.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ NUM_TOKENS = 24
 
 
 def groups(directory: Path, *models: str) -> Path:
-    """A file of groups: a pair for the first model, a fusion instance for each other one."""
+    """A file of groups, with a prefill and a decode for the first model and a fusion instance for
+    each other model.
+    """
     lines = ["services:"]
     for model in models:
         folder, options = directory / "models" / model, f"{{sim_seed: {SEEDS[model]}}}"
@@ -41,7 +45,7 @@ def groups(directory: Path, *models: str) -> Path:
 
 
 def write_models(directory: Path) -> None:
-    """Models that differ only in the first line of their chat templates, so their files differ."""
+    """Write the models' files. They differ only in the first line of the chat template."""
     for model in SEEDS:
         folder = directory / "models" / model
         write_sim_model(folder)
@@ -62,7 +66,7 @@ async def test_models_are_added_and_removed_and_each_request_gets_its_own(tmp_pa
     spec = MeshSpec(
         engine="sim", num_prefill=0, num_decode=0, num_blank=4, http_port=0, grpc_port=0,
         groups_file=groups(tmp_path, "small", "large"),
-        # The gateway has no model's files, so it gets them from the instances.
+        # The gateway has no model files of its own, so it gets them from the instances.
         service_env={"gateway-0": {"PDMESH_GATEWAY_MODEL_DIR": str(tmp_path / "absent")}},
     )  # fmt: skip
     async with (

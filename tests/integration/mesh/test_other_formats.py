@@ -1,4 +1,6 @@
-"""The official clients of Responses and Messages against a mesh of processes on the sim engine."""
+"""Runs the official clients of the Responses and Messages APIs against a mesh of processes with
+simulated engines.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Four times as many users come as a decode has KV memory for: accepted requests are answered
-whole, and the others are told when to come back (F36).
+"""Sends a mesh four times as many users as its decode has KV memory for (F36). Accepted requests
+must be answered whole, and the others must be told when to come back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TTFT_S, RUN_S = 3.0, 8.0
 NUM_TOKENS = 40
 PROMPT_TOKENS = 200
 HANGS_AFTER_S = 60.0
-ROOM = 4  # requests whose prompt and answer fit the decode's KV blocks
+ROOM = 4  # the number of requests that fit into the decode's KV blocks, with prompt and answer
 CODES = {"overloaded", "ttft_unreachable", "queue_full"}
 PROCESSES = ("gateway-0", "prefill-0", "decode-0", "master-scheduler")
 
@@ -48,9 +48,9 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 @pytest.mark.fault("F36")
 @pytest.mark.req("S44", "S95")
 async def test_a_load_of_four_times_the_kv_memory_gets_answers_and_timely_429s(mesh: Mesh) -> None:
-    """Under four times the users for whom there is room, the mesh gives at least 0.4 times as many
-    answers per second as with only these users; both rates are measured, one after the other. All
-    other requests are refused before the client's timeout.
+    """The test first runs as many users as there is room for, then four times as many. In the
+    second run, the mesh must give at least 0.4 times the answers per second of the first run. It
+    must refuse all other requests before the client's timeout.
     """
     reference = fleet.Reference.load(mesh.state_dir / "reference")
     memory = {name: rss_bytes(mesh, name) for name in PROCESSES}

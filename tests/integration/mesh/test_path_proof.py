@@ -1,5 +1,5 @@
-"""A gateway becomes ready when its own request has passed prefill, KV transfer and decode.
-Registered addresses are not enough.
+"""Tests that a gateway becomes ready only when its own test request has passed prefill, KV transfer
+and decode. The addresses in the registry are not enough.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdmesh.engine.sim_tokenizer import write_sim_model
 from tests.support.sites.instance_site import Process, Site, site
 from tests.support.waiting import until
 
-__all__ = ["site"]  # a fixture
+__all__ = ["site"]  # pytest finds the fixture under this name
 
 
 async def start_gateway(site: Site) -> Process:
@@ -73,8 +73,8 @@ async def test_a_gateway_that_was_ready_stays_ready_if_its_path_fails(site: Site
 async def test_behind_a_proxy_a_mesh_is_ready_and_answers(
     site: Site, monkeypatch: pytest.MonkeyPatch, roles: tuple[str, ...]
 ) -> None:
-    """Found by a user: gRPC obeys http_proxy, so the mesh said that it was ready, but every request
-    got a 503.
+    """A user found this fault. gRPC obeys http_proxy, so the mesh reported that it was ready, but
+    every request got a 503.
     """
     for name in (
         "http_proxy",
@@ -84,7 +84,7 @@ async def test_behind_a_proxy_a_mesh_is_ready_and_answers(
         "all_proxy",
         "grpc_proxy",
     ):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nothing listens there
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # no process listens on this port
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
     for role in roles:

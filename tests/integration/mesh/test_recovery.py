@@ -1,6 +1,6 @@
-"""A mesh that loses an engine by a hang, a whole role, or all instances.
+"""Tests a mesh in which an engine hangs, or which loses a whole role or all instances.
 
-Clients see whole texts, or the default text.
+Clients must get their whole texts. When no instance is left, they get the scenario's default text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check(outcomes: list[StreamOutcome], reference: fleet.Reference) -> None:
 
 
 async def lose(mesh: Mesh, *names: str) -> None:
-    """Kill the processes with -9, and do not let them be started again."""
+    """Kill the processes with SIGKILL, and do not let the supervisor start them again."""
     for name in names:
         mesh.kill(name)
     await asyncio.gather(*(mesh.supervisor.stop(name) for name in names))
@@ -66,14 +66,13 @@ async def bring_back(mesh: Mesh, *names: str) -> None:
 
 
 def num_tokens(mesh: Mesh) -> float:
-    """The number of tokens drawn for clients so far."""
     return sum(
         v for n, _, v in fleet.samples(mesh, "gateway-0") if n == "pdmesh_gateway_tokens_total"
     )
 
 
 def num_started(mesh: Mesh, instance_id: str) -> float:
-    """Legs that the instance has taken."""
+    """How many requests the instance has accepted."""
     return sum(
         value
         for name, labels, value in fleet.samples(mesh, instance_id)
@@ -97,7 +96,7 @@ async def test_when_a_whole_role_is_killed_the_other_serves_alone_until_it_is_ba
 ) -> None:
     async with Mesh(fleet.two_by_two(), tmp_path) as mesh:
         streams = [asyncio.create_task(ask(client, mesh, start=i)) for i in range(8)]
-        # After this many tokens, a death is not blamed on the prompt.
+        # Once it has drawn this many tokens, a prompt is not blamed for the death of an instance.
         await until(lambda: num_tokens(mesh) > 8 * 25)
         await lose(mesh, *lost)
         check(await asyncio.gather(*streams), reference)
@@ -116,8 +115,8 @@ async def test_when_a_whole_role_is_killed_the_other_serves_alone_until_it_is_ba
 async def test_an_engine_that_hangs_in_a_live_process_is_detected_and_restarted(
     tmp_path: Path, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
-    """The process still sends heartbeats and answers probes, as vLLM's host does while its engine
-    process hangs.
+    """The process itself still sends heartbeats and answers probes. vLLM's host does the same while
+    its engine process hangs.
     """
     hung = {
         "PDMESH_DECODE_FAILPOINT": "engine.step=hang@40",
@@ -161,9 +160,10 @@ async def test_if_all_instances_are_gone_clients_get_the_default_text(
 async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level_decides(
     tmp_path: Path, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
-    """At level 3, the instance gets no requests until it is healed.
+    """The levels grade a fault by the unit to replace. At level 3, the instance must get no
+    requests until the fault is over.
 
-    At level 2, the instance restarts itself. No other instance is affected.
+    At level 2, the instance must restart itself. No other instance may be affected.
     """
     spec = replace(fleet.two_by_two(), node_agent=True)
     async with Mesh(spec, tmp_path) as mesh:
@@ -215,7 +215,8 @@ async def test_idle_instances_are_probed_so_that_faults_are_found_before_a_reque
     env = {
         "health-monitor": {"PDMESH_HEALTH_MONITOR_CANARY_PERIOD_S": "0.5"},
         "decode-0": {
-            "PDMESH_DECODE_FAILPOINT": "decode.asking=drop",  # its pulls are never answered
+            # No prefill answers the pulls of this decode.
+            "PDMESH_DECODE_FAILPOINT": "decode.asking=drop",
             "PDMESH_TRANSFER_TIMEOUT_S": "1.0",
         },
     }

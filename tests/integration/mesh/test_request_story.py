@@ -1,4 +1,4 @@
-"""`pdmesh trace` tells what happened to requests whose decode was killed."""
+"""Tests that `pdmesh trace` reports what happened to requests whose decode was killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_requests(mesh: Mesh) -> list[str]:
 
 
 async def streamed(client: openai.AsyncOpenAI, content: str, begun: asyncio.Event) -> str:
-    """The id of an answer, after its last token."""
+    """Read a whole streamed answer, set `begun` at its first chunk, and return its id."""
     stream = await client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": content}],

@@ -1,5 +1,5 @@
-"""The generator of real load, against canned answers: it sends what the workload says, at the times
-that it says.
+"""Tests the generator of realistic load against a server with canned answers. It must send the
+requests of the workload at the right times.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def test_an_open_loop_sends_each_request_at_its_time_and_records_its_answe
     assert len(heard) == len(arrivals)
     assert all(a.is_answered and a.num_tokens == 5 for a in answers)
     assert all(0 < a.ttft_s <= a.e2e_s for a in answers)
-    assert all(a.sent_at >= a.arrival.at_s for a in answers)  # never early
+    assert all(a.sent_at >= a.arrival.at_s for a in answers)  # no request may be early
 
 
 @pytest.mark.req("S65")
@@ -131,7 +131,8 @@ def test_the_open_loop_of_two_services_has_all_six_scenarios_at_poisson_times() 
     assert len({s.service for s in services.SCENARIOS}) == 2
     gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(found)]
     assert statistics.fmean(gaps) == pytest.approx(1 / 20, rel=0.15)
-    assert statistics.pstdev(gaps) == pytest.approx(1 / 20, rel=0.2)  # as is only an exponential's
+    # Exponential gaps have a deviation equal to their mean.
+    assert statistics.pstdev(gaps) == pytest.approx(1 / 20, rel=0.2)
     assert len({tuple(prompt_tokens(a, 64)) for a in found}) == 600
 
 

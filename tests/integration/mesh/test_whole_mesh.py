@@ -1,5 +1,5 @@
-"""Requests through all six services as real processes on the sim engine: what clients and operators
-see.
+"""Sends requests through all six services as real processes with simulated engines, and checks what
+clients and operators see.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# The block size is 64: the lengths are around its multiples, and the shortest ones.
+# The shortest lengths, and lengths around multiples of the block size 64.
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 640)
 CANARY = "xyzzy-canary-zebra"
 
@@ -104,8 +104,9 @@ async def test_fusion_answers_as_the_disaggregated_mesh_does(
 async def test_a_repeated_prompt_is_served_from_the_prefill_that_holds_its_blocks(
     mesh: Mesh,
 ) -> None:
-    """The index learns of stored blocks from events, so it may take a moment; then every repeat
-    hits, unless the master answers so late that the gateway ranks by itself.
+    """The index learns of stored blocks from events, which may take a moment. After that, every
+    repeat finds its blocks, unless the master answers so late that the gateway ranks the instances
+    itself.
     """
     ai = openai.AsyncOpenAI(base_url=f"{mesh.http_url}/v1", api_key="none")
     prompt = prompt_of(500)
@@ -117,7 +118,7 @@ async def test_a_repeated_prompt_is_served_from_the_prefill_that_holds_its_block
         return (details.cached_tokens if details else 0) or 0
 
     async def all_hit() -> bool:
-        return [await cached() for _ in range(8)] == [448] * 8  # 7 full blocks of 64
+        return [await cached() for _ in range(8)] == [448] * 8  # 448 tokens are 7 full blocks of 64
 
     assert await cached() == 0
     await until(all_hit)
@@ -126,7 +127,9 @@ async def test_a_repeated_prompt_is_served_from_the_prefill_that_holds_its_block
 
 @pytest.mark.fault("F27")
 async def test_a_client_that_leaves_frees_everything_it_held(mesh: Mesh) -> None:
-    """Streams are dropped at many moments: queued, in prefill, in hand-over, in decode."""
+    """Clients drop their streams at many moments: in the queue, in prefill, in hand-over and in
+    decode.
+    """
     async with httpx.AsyncClient(timeout=30) as leaving:
 
         async def leave_after(seconds: float) -> None:
@@ -214,8 +217,8 @@ async def test_a_client_without_a_traceparent_gets_one_trace_over_all_services(
 async def test_the_steps_of_a_plan_are_spans_of_its_trace(
     mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
 ) -> None:
-    """Hash, match and decide each report their result, and the prefill that follows is the chosen
-    one.
+    """The gateway and the master must record spans for hashing, matching and deciding, with their
+    results. The prefill's own span must come from the chosen instance.
     """
     body = {"model": "default", "prompt": prompt_of(450), "max_tokens": 4, "ignore_eos": True}
     asked: list[str] = []
@@ -227,7 +230,7 @@ async def test_the_steps_of_a_plan_are_spans_of_its_trace(
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     async def is_cached() -> bool:
-        return await num_cached() == 448  # 7 full blocks of 64
+        return await num_cached() == 448  # 448 tokens are 7 full blocks of 64
 
     await until(is_cached)
 
@@ -319,7 +322,9 @@ async def test_operators_see_a_finished_request_as_readable_json(
 async def test_a_constraint_that_allows_no_token_is_at_once_an_error_of_the_client(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """No choice is retried elsewhere, because all clients share the retry budget."""
+    """The gateway must not try any choice elsewhere, because all clients share its budget for
+    retries.
+    """
     bus = await NatsBus.connect(mesh.nats_url, "test-form")
     seen: list[RequestFinished] = []
     errors: list[Message] = []
@@ -349,10 +354,11 @@ async def test_a_constraint_that_allows_no_token_is_at_once_an_error_of_the_clie
 async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
     mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
 ) -> None:
-    """I9: neither a canary word that clients send nor a streamed answer is in any of these.
+    """Tests the invariant I9. No log, event or span may contain the canary word that clients send,
+    or a streamed answer.
 
-    The word is in prompts, in ignored fields, in bad requests, and in the prompt of a stream that
-    its client leaves.
+    The word is in prompts, in ignored fields, in bad requests, and in the prompt of a stream whose
+    client leaves.
     """
     bus = await NatsBus.connect(mesh.nats_url, "test-canary")
     events: list[Message] = []
@@ -397,8 +403,8 @@ async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
 async def test_the_numbers_of_a_request_are_in_the_metrics_of_its_instances(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """TTFT, tokens and times per token are counted once for each request or token. Free memory,
-    slots and batches are reported.
+    """Each request must count once in the TTFT, and each token once. Instances must report free
+    memory, slots and batches.
     """
     asked, num_tokens, prompt = 6, 9, prompt_of(333)
     prefills, decodes = (("prefill-0", "prefill-1"), ("decode-0", "decode-1"))
@@ -445,7 +451,9 @@ async def test_the_numbers_of_a_request_are_in_the_metrics_of_its_instances(
 async def test_running_streams_end_while_no_master_runs(
     mesh: Mesh, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
-    """The master is frozen from the time when all streams have begun until the last has ended."""
+    """The master is frozen from the moment when all streams have begun until the last one has
+    ended.
+    """
     (master,) = (name for name in mesh.names if name.startswith("master"))
     num_tokens, lines = 400, []
     body = {"model": "default", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
@@ -483,7 +491,7 @@ async def test_running_streams_end_while_no_master_runs(
 async def test_accepted_is_completed_plus_failed_plus_cancelled(
     mesh: Mesh, client: httpx.AsyncClient
 ) -> None:
-    """I6, over all requests that the tests above sent to this mesh."""
+    """Tests the invariant I6 over all requests that the tests above sent to this mesh."""
 
     def counted() -> tuple[float, float]:
         accepted = ended = 0.0

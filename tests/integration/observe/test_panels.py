@@ -1,5 +1,5 @@
-"""A real Prometheus scrapes a mesh under load: every panel has data, and the code's registry knows
-every series.
+"""Lets a real Prometheus scrape a mesh under load. Every panel of the dashboards must have data,
+and the code's list of instruments must have every series.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tools.observe.dashboards import DASHBOARDS
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
-# Few slots, so that requests wait for a prefill and for a decode, and few blocks, so that KV moves
-# to the host pool.
+# The few slots make requests wait for a prefill and for a decode. The few blocks make KV move to
+# the host pool.
 GROUPS = """
 services:
   sim:
@@ -49,7 +49,7 @@ scenarios:
 groups:
   chat: {scenario: chat, prefill: 2, decode: 2}
 """
-# Of these panels the load below shows nothing, and they say when they are empty.
+# The load of this test causes no data for these panels. Each of them explains when it is empty.
 MAY_BE_EMPTY = {
     ("pdmesh-overview", "Why calls fail"),
     ("pdmesh-overview", "Instances with a fault"),
@@ -60,7 +60,7 @@ MAY_BE_EMPTY = {
     ("pdmesh-groups", "Steps of upgrades"),
     ("pdmesh-groups", "Rounds without a decision"),
 }
-# As dashboards and scalers that were made for vLLM ask.
+# Dashboards and scalers that were made for vLLM send these queries.
 _OF_VLLM = (
     "histogram_quantile(0.95, sum by (le) (rate(vllm:e2e_request_latency_seconds_bucket{M}[20s])))",
     "histogram_quantile(0.95, sum by (le) (rate(vllm:time_to_first_token_seconds_bucket{M}[20s])))",
@@ -78,8 +78,8 @@ OF_VLLM = tuple(query.replace("M", 'model_name="sim"') for query in _OF_VLLM)
 ADAPTER = "sql"
 _ORDER = random.Random(1)
 PROMPTS = [[_ORDER.randrange(3, 600) for _ in range(_ORDER.randrange(200, 900))] for _ in range(40)]
-WITHIN_S = 300.0  # on a slow and busy machine
-RATE = "20s"  # some scrapes of this test
+WITHIN_S = 300.0  # long enough for a slow and busy machine
+RATE = "20s"  # long enough for several scrapes of this test's Prometheus
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def add_adapter_and_pin(folder: Path, state: tuple[str, str], key: str) -> None:
 
 @contextmanager
 def up(folder: Path) -> Iterator[UpMesh]:
-    """`pdmesh up` with groups of blank instances, two masters and API keys."""
+    """Run `pdmesh up` with groups of blank instances, two masters and API keys."""
     file = KeyFile(tenants={"patient": TenantEntry(), "eager": TenantEntry(max_concurrent=1)})
     keys = {tenant: api_keys.issue(file, tenant) for tenant in file.tenants}
     api_keys.save(folder / "keys.json", file)
@@ -135,8 +135,9 @@ def up(folder: Path) -> Iterator[UpMesh]:
 
 @asynccontextmanager
 async def load(mesh: UpMesh) -> AsyncIterator[None]:
-    """Sixteen patient users for eight slots, one of them with an adapter, and an eager tenant that
-    exceeds its limit."""
+    """Sixteen users of the tenant `patient` share eight slots, and one of them uses an adapter. The
+    tenant `eager` exceeds its limit.
+    """
 
     async def user(client: httpx.AsyncClient, tenant: str, seed: int) -> None:
         choice = random.Random(seed)
@@ -163,7 +164,7 @@ async def load(mesh: UpMesh) -> AsyncIterator[None]:
 
 
 def answers(server: PrometheusServer, query: str) -> bool:
-    """Whether the query has a value that is a number."""
+    """Whether the query returns a finite number."""
     return any(math.isfinite(value) for _, value in server.query(query))
 
 
@@ -172,7 +173,7 @@ def has_data(server: PrometheusServer, panel: Panel) -> bool:
 
 
 def is_raised(server: PrometheusServer, alert: str, of: str) -> bool:
-    """Whether the alert's condition holds, of this tenant or process: it fires if it lasts."""
+    """Whether Prometheus lists the alert as pending or firing for this tenant or process."""
     found = [each["labels"] for each in server.alerts()]
     whose = [
         a.get("pdmesh_tenant", a.get("instance", "")) for a in found if a["alertname"] == alert
@@ -181,7 +182,7 @@ def is_raised(server: PrometheusServer, alert: str, of: str) -> bool:
 
 
 def unknown_series(server: PrometheusServer) -> list[str]:
-    """Series of ours whose name or labels the registry of the code does not have."""
+    """The mesh's series with a name or a label that no instrument in the code has."""
     known = {name: each for each in all_instruments().values() for name in each.series}
     of_targets = {"__name__", "instance", "job", "le"}
     return [
@@ -194,7 +195,9 @@ def unknown_series(server: PrometheusServer) -> list[str]:
 
 @contextmanager
 def frozen(pids: Iterable[int]) -> Iterator[None]:
-    """The processes neither answer nor end, so their supervisor does not replace them."""
+    """Stop the processes for a while. They neither answer nor exit, so their supervisor does not
+    replace them.
+    """
     pids = list(pids)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -213,7 +216,7 @@ def free_port() -> int:
 
 @pytest.mark.req("S138", "S139")
 async def test_every_panel_has_data_from_a_mesh_under_load(tmp_path: Path) -> None:
-    """Alerts are raised as well: a tenant exceeds its limit, and then both masters freeze."""
+    """The test also raises alerts. A tenant exceeds its limit, and then both masters freeze."""
     panels = [(dashboard.uid, panel) for dashboard in DASHBOARDS for panel in dashboard.panels]
     awaited = {(uid, p.title): p for uid, p in panels if (uid, p.title) not in MAY_BE_EMPTY}
     assert {(uid, p.title) for uid, p in panels if p.empty_when} >= MAY_BE_EMPTY

@@ -1,5 +1,5 @@
-"""Prometheus' own judgement of the alerts: the rules are valid, and each alert fires when it should
-and not otherwise.
+"""Lets Prometheus' own promtool check the alert rules. The rules must be valid, and each alert must
+fire exactly when it should.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A mesh of groups on the sim engine, with keys of operators, and a browser, for all tests of a
-module.
+"""Fixtures for the tests of the operators' page. One mesh of simulated engines, with operators'
+keys, and one browser serve all tests of a module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GROUPS = "groups:\n  chat: {scenario: default, prefill: 2, decode: 2}\n"
 
 @dataclass(frozen=True)
 class PagedMesh:
-    """`keys`: of operators, by their role."""
+    """A mesh with a page. `keys` holds one operator's key for each role."""
 
     mesh: Mesh
     bus: NatsBus
@@ -55,11 +55,11 @@ def keys_of_operators(path: Path) -> dict[str, str]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def paged(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PagedMesh]:
-    program()  # no mesh where there is no browser
+    program()  # without a browser, this ends before the mesh starts
     folder = tmp_path_factory.mktemp("page")
     (folder / "groups.yaml").write_text(GROUPS)
     keys = keys_of_operators(folder / "keys.json")
-    # Only the master asks for keys.
+    # Only the master gets the key file. The gateways accept clients without keys.
     env = {"master-scheduler": {"PDMESH_MASTER_SCHEDULER_KEYS_FILE": str(folder / "keys.json")}}
     wanted = replace(spec(folder / "groups.yaml", num_blank=6), service_env=env)
     async with Mesh(wanted, folder / "mesh") as mesh:
@@ -78,7 +78,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 async def asked_of(paged: PagedMesh, method: str) -> Any:
-    """The answer of the admin API, as the page gets it. Any: JSON."""
+    """The answer of the admin API as JSON, in the form that the page gets."""
     headers = {"authorization": f"Bearer {paged.keys['admin']}"}
     async with httpx.AsyncClient(timeout=PATIENCE_S, headers=headers) as client:
         answer = await client.post(f"{paged.url}admin/{method}", json={})
@@ -87,7 +87,7 @@ async def asked_of(paged: PagedMesh, method: str) -> Any:
 
 
 async def log_in(page: Page, key: str, role: str) -> None:
-    """As the holder of a key, and wait until the page knows its role."""
+    """Log in with the key, and wait until the page shows the key's role."""
     await page.get_by_label("Token").fill(key)
     await page.get_by_label("Token").press("Enter")
     await expect(page.locator("#who")).to_contain_text(role)

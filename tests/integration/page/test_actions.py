@@ -1,4 +1,6 @@
-"""Operators act on the page: with a confirmation, as far as their role goes, by keyboard alone."""
+"""Tests what operators can do on the page. Each action needs a confirmation and the right role, and
+works with the keyboard alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def out_of_service(paged: PagedMesh) -> dict[str, str]:
-    """Reasons, by instance."""
+    """The reasons why instances are out of service, by instance."""
     states = await paged.operator.groups()
     return {each.instance_id: each.reason for each in states.out_of_service}
 
@@ -162,7 +164,9 @@ async def test_the_keyboard_alone_opens_an_instance_and_cordons_it(
 
 
 async def _tab_to(page: Page, is_it: object) -> str:
-    """Press Tab until the focus is there; the instance's id."""
+    """Press Tab until the element with the focus has a key that `is_it` accepts. Return the
+    instance id in that key.
+    """
     for _ in range(60):
         await page.keyboard.press("Tab")
         key: str = await page.evaluate("document.activeElement?.dataset?.key ?? ''")
@@ -175,7 +179,9 @@ async def _tab_to(page: Page, is_it: object) -> str:
 async def test_a_killed_decode_is_shown_with_what_was_done_about_it(
     paged: PagedMesh, browser: Browser
 ) -> None:
-    """The page is open while it happens; requests run, and go on elsewhere."""
+    """The page is open when the decode dies. Requests run on the decode and continue on another
+    one.
+    """
 
     async def busy() -> list[str]:
         looks = (await asked_of(paged, "GetOverview"))["instances"]

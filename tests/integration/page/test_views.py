@@ -1,4 +1,6 @@
-"""The operators' page in a real browser: what it shows, and that it asks no other site."""
+"""Tests in a real browser what the operators' page shows, and that it loads nothing from other
+sites.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ HOSTILE = '<img src=x onerror="window.owned=1"><script>window.owned=1</script>\'
 
 
 async def answered(paged: PagedMesh, num: int = 4) -> list[str]:
-    """The ids of answers to as many requests, one after the other."""
+    """Send `num` requests, one after another, and return the ids of their answers."""
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         ids = []
         for number in range(num):
@@ -37,7 +39,7 @@ async def answered(paged: PagedMesh, num: int = 4) -> list[str]:
 
 
 async def fits(page: Page) -> bool:
-    """Nothing is wider than the window."""
+    """Whether nothing is wider than the window."""
     found: bool = await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     return found
 
@@ -94,7 +96,7 @@ async def test_it_is_dark_or_light_as_the_system_says_and_as_its_user_says(
     paged: PagedMesh, browser: Browser
 ) -> None:
     async def ground(page: Page) -> int:
-        """The sum of the ground's colours: 0 is black."""
+        """The sum of the background's three colour values. 0 is black."""
         colour: str = await page.evaluate("getComputedStyle(document.body).backgroundColor")
         return sum(int(part) for part in re.findall(r"\d+", colour)[:3])
 
@@ -111,7 +113,7 @@ async def test_it_is_dark_or_light_as_the_system_says_and_as_its_user_says(
 async def test_ttft_and_goodput_are_charts_that_the_arrow_keys_read(
     paged: PagedMesh, browser: Browser
 ) -> None:
-    """A step is shown once it is over."""
+    """The charts divide time into steps, and show a step only when it is over."""
     num = 6
     await answered(paged, num)
     async with watched(browser, f"{paged.url}#scenarios") as seen:
@@ -126,7 +128,7 @@ async def test_ttft_and_goodput_are_charts_that_the_arrow_keys_read(
         assert moved != before
         assert re.match(r"\d\d:\d\d:\d\d: half of the requests ", moved)
         history = await asked_of(paged, "GetHistory")
-        while sum(history["scenarios"][0]["num_answered"]) < num:  # the last step is not over
+        while sum(history["scenarios"][0]["num_answered"]) < num:  # the last step is not over yet
             history = await asked_of(paged, "GetHistory")
         assert history["step_s"] == STEP_S
         (default,) = (each for each in history["scenarios"] if each["scenario"] == "default")
@@ -155,14 +157,19 @@ async def test_a_requests_story_is_found_by_the_id_of_its_answer(
         said = seen.page.get_by_role("status")
         await expect(said).to_contain_text("this master knows no request chatcmpl-0000")
         assert [
-            e for e in await seen.complaints() if "400" not in e
-        ] == []  # the browser's own line
+            e
+            for e in await seen.complaints()
+            if "400" not in e
+            # The browser itself logs a line for the answer 400.
+        ] == []
 
 
 async def test_hostile_names_and_texts_are_shown_and_stay_inert(
     paged: PagedMesh, browser: Browser
 ) -> None:
-    """Clients choose scenarios' names, engines write errors, operators write reasons."""
+    """Clients choose the names of scenarios, engines write errors and operators write reasons. None
+    of these texts may become code on the page.
+    """
     events = EventPublisher(paged.bus, f"gate{HOSTILE}", 1)
     finished = RequestFinished(
         request_id=HOSTILE, scenario=HOSTILE, outcome="completed", ttft_ms=5.0, e2e_ms=9.0,
@@ -198,7 +205,8 @@ async def test_a_lost_connection_is_shown_and_recovered_from(
         await expect(problem).to_be_hidden()
         await seen.page.context.set_offline(True)
         await expect(problem).to_contain_text("The master does not answer since")
-        await expect(seen.page.locator("g.node")).not_to_have_count(0)  # what is known stays
+        # the page keeps its earlier content
+        await expect(seen.page.locator("g.node")).not_to_have_count(0)
         await seen.page.context.set_offline(False)
         await expect(problem).to_be_hidden()
         await expect(seen.page.get_by_role("status")).to_have_text("the master answers again")

@@ -1,5 +1,8 @@
-"""Data-parallel domains as real processes: formed out of blank instances, and replaced whole when a
-rank dies, while clients notice nothing but a wait (S75, S121).
+"""Tests data-parallel domains as real processes. A domain is a set of instances, its ranks, that
+compute one model together.
+
+Domains form out of blank instances. When a rank dies, the whole domain must be replaced, and
+clients may only notice a wait (S75, S121).
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ groups:
 
 
 def by_domain(records: Mapping[str, InstanceRecord]) -> dict[str, list[str]]:
-    """The ready decodes, by domain and in order of their ranks."""
+    """The ready decodes of each domain, in the order of their ranks."""
     ready = [
         r
         for r in records.values()
@@ -106,7 +109,9 @@ async def test_the_death_of_one_rank_replaces_its_domain_and_every_answer_is_who
 
 @contextlib.asynccontextmanager
 async def asking_long(url: str) -> AsyncIterator[list[StreamOutcome]]:
-    """Stream long answers one after another until the block ends, and collect them."""
+    """Stream long answers one after another until the `async with` block ends. Yields the list of
+    the finished streams.
+    """
     outcomes: list[StreamOutcome] = []
     is_over = asyncio.Event()
 
@@ -136,7 +141,7 @@ def num_admitted(mesh: Mesh, name: str) -> float:
 async def _cordon(
     operator: Operator, records: Mapping[str, InstanceRecord], gone: str, kept: str
 ) -> None:
-    """One rank is cordoned: its domain is replaced as a whole by other instances."""
+    """Cordon one rank, and check that other instances replace its whole domain."""
     out = by_domain(records)[gone][1]
     await operator.cordon(out, pb.LEAVE_MODE_AT_ONCE)
     await until(lambda: gone not in by_domain(records), within_s=CHANGE_S)
@@ -146,7 +151,7 @@ async def _cordon(
 
 
 async def _check_status(mesh: Mesh, domains: Mapping[str, list[str]]) -> None:
-    """`pdmesh status` shows domain and rank, and counts a domain as one."""
+    """Check that `pdmesh status` shows domain and rank, and counts a domain as one member."""
     options = argparse.Namespace(nats_url=None, state_dir=mesh.state_dir)
     shown = await status.collect(options)
     ranks = {row.id: row.domain for row in shown.rows if row.domain}

@@ -1,4 +1,4 @@
-"""The embedded servers, really started."""
+"""Starts the NATS and Redis servers that the launcher runs itself, and tests them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ async def test_a_server_starts_in_its_private_directory_and_stops(
 
 
 async def test_nats_admits_only_users_who_can_read_its_file(tmp_path: Path) -> None:
-    """Found with a stranger on the machine: anybody who writes to its buckets controls the mesh."""
+    """A stranger with an account on the machine must not get in, because anybody who writes to the
+    buckets controls the mesh.
+    """
     server = NatsServer(tmp_path / "nats")
     command = server.command()
     async with running(server, tmp_path / "log") as url:
@@ -139,7 +141,7 @@ def test_a_reserved_port_is_open_only_to_the_child() -> None:
         with socket.create_server(("127.0.0.1", reservation.port)) as child_socket:
             assert child_socket.getsockname()[1] == reservation.port
         with socket.create_server(("127.0.0.1", reservation.port)):
-            pass  # and again, after a restart
+            pass  # the child can take the port again after a restart
     finally:
         reservation.close()
 

@@ -1,4 +1,4 @@
-"""An HTTP server with its bounds, and what it passes to an application that reads everything."""
+"""Tests the limits of the mesh's own HTTP server, and the data that it passes to an application."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh.httpd.server import HttpServer, listen
 from tests.support.waiting import until
 
 MAX_HEAD = 2048
-LARGE = 16 << 20  # more than the kernel buffers of unread data
+LARGE = 16 << 20  # more data than the kernel buffers while nobody reads
 HEAD = b"POST /echo HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 GET = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -24,8 +24,8 @@ Message = MutableMapping[str, Any]
 
 
 class Echo:
-    """Answers with what it got. `/early` answers before it reads, `/slow` answers when the test
-    lets it, and `/large` gives a long answer.
+    """An application that answers with a description of the request. It answers `/early` before it
+    reads, `/slow` when the test allows it, and `/large` with much text.
     """
 
     def __init__(self) -> None:
@@ -69,13 +69,15 @@ class Site:
         return await asyncio.open_connection("127.0.0.1", self.server.port)
 
     async def ask(self, *sent: bytes) -> bytes:
-        """All that comes back until the server ends the connection."""
+        """Send the parts, and return everything that comes back until the server ends the
+        connection.
+        """
         reader, writer = await self.open()
         answer = b""
 
         async def read() -> None:
-            """Read while sending: an answer that is not read for a second is dropped with its
-            connection.
+            """Read while the test sends. If nobody reads an answer for a second, the server drops
+            the connection with the answer.
             """
             nonlocal answer
             with suppress(ConnectionError):
@@ -87,7 +89,7 @@ class Site:
             if reading.done():
                 break
             writer.write(part)
-            await asyncio.sleep(0.01)  # so that each part has its own packet
+            await asyncio.sleep(0.01)  # gives each part a packet of its own
         async with asyncio.timeout(60):
             await reading
         writer.transport.abort()
@@ -162,7 +164,7 @@ async def test_the_bytes_outside_the_body_are_bounded(
 
 
 async def test_a_chunked_body_passes_with_its_framing() -> None:
-    """With chunks of 64 bytes, the framing is longer than a head may be."""
+    """The chunks have 64 bytes, so their framing alone is longer than a head may be."""
     num_chunks = MAX_HEAD
     chunks = b"40\r\n" + b"x" * 64 + b"\r\n"
     async with serving(receive_timeout_s=30.0) as site:
@@ -217,7 +219,9 @@ async def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
 async def test_an_answer_may_take_longer_than_an_idle_connection_is_kept(
     parts: tuple[bytes, bytes],
 ) -> None:
-    """The clock of an idle connection stops when its next request begins."""
+    """A server closes connections that are idle for too long. A connection is no longer idle when
+    its next request begins.
+    """
     async with serving() as site:
         reader, writer = await site.open()
         for part, num_begun in zip(parts, (1, 2), strict=True):
@@ -225,7 +229,8 @@ async def test_an_answer_may_take_longer_than_an_idle_connection_is_kept(
             await until(lambda: site.app.num_begun == num_begun)  # noqa: B023
             if num_begun == 1:
                 assert b"first" in await reader.readuntil(b"}")
-        # A connection that becomes idle later than this one did is closed while this one waits.
+        # While the first connection waits for its answer, the server closes a second connection,
+        # which became idle later.
         idle_reader, idle_writer = await site.open()
         idle_writer.write(GET % b"idle")
         assert b"idle" in await idle_reader.read()
@@ -238,8 +243,8 @@ async def test_an_answer_may_take_longer_than_an_idle_connection_is_kept(
 
 @pytest.mark.parametrize("part", [b"\r\n", b"\n"])
 async def test_empty_lines_keep_no_idle_connection(part: bytes) -> None:
-    """Each line was once taken for the beginning of a request, which stopped the clock of an idle
-    connection.
+    """A server closes connections that are idle for too long. Once, each empty line counted as the
+    beginning of a request, so the connection was never idle.
     """
     async with serving(receive_timeout_s=600.0) as site:
         reader, writer = await site.open()
@@ -253,7 +258,8 @@ async def test_empty_lines_keep_no_idle_connection(part: bytes) -> None:
 
         trickling = asyncio.create_task(trickle())
         async with asyncio.timeout(60):
-            with suppress(ConnectionResetError):  # bytes were on their way when it ended
+            # Some bytes were on their way when the server closed.
+            with suppress(ConnectionResetError):
                 assert await reader.read() == b""
         trickling.cancel()
         writer.transport.abort()
@@ -341,7 +347,9 @@ async def test_a_full_listener_drops_the_connection_that_waited_longest() -> Non
 
 @pytest.mark.fault("F29")
 async def test_refused_requests_that_never_end_do_not_fill_a_port_that_makes_room() -> None:
-    """The connections of refused requests linger, so that their answers arrive."""
+    """The server keeps the connections of refused requests for a while, so that the answers
+    arrive.
+    """
     async with serving(receive_timeout_s=30.0, max_connections_per_ip=10, makes_room=True) as site:
         head = b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
         for _ in range(3):

@@ -1,5 +1,5 @@
-"""Prefill and decode as processes, registered in a real NATS: how they start, drain, die and say
-goodbye.
+"""Runs prefill and decode as processes that are registered in a real NATS. Tests how the processes
+start, drain, die and end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.fakes.sim_instances import TestSession, generate
 from tests.support.sim_reference import sim_reference
 from tests.support.sites.instance_site import Site, site
 
-__all__ = ["site"]  # a fixture
+__all__ = ["site"]  # pytest finds the fixture under this name
 
 PROMPT: list[int] = np.random.default_rng(3).integers(3, 600, 150).tolist()
 
@@ -71,7 +71,7 @@ async def test_on_sigterm_an_instance_finishes_running_requests_refuses_others_a
 
 @pytest.mark.fault("F6")
 async def test_a_killed_decode_is_noticed_and_prefill_frees_its_slot(site: Site) -> None:
-    """The decode dies while its pull is under way; the gateway asks another decode."""
+    """The decode dies during its pull. The test then asks another decode, as a gateway would."""
     p = await site.start("prefill", "prefill-0", NUM_SLOTS="1", SIM_LAW="zero")
     d = await site.start("decode", "decode-0", FAILPOINT="decode.accepted=sigkill")
     other = await site.start("decode", "decode-1", SIM_LAW="zero")
@@ -154,6 +154,7 @@ async def test_a_prefill_that_freezes_costs_decode_one_bounded_pull(site: Site) 
             assert (failed.reason, failed.is_retryable) == ("KV_TRANSFER_FAILED", True)
         finally:
             p.signal(signal.SIGCONT)
-    # New sessions: on a slow machine, the frozen one may have been silent for too long.
+    # On a slow machine, the sessions to the frozen prefill may have timed out. So the test opens
+    # new ones.
     async with TestSession(p) as to_p, TestSession(d) as to_d:
         assert await generate(to_p, to_d, PROMPT, sampling) == sim_reference(PROMPT, sampling)

@@ -1,5 +1,7 @@
-"""A mesh with mutual TLS, with real processes: every inner gRPC port refuses everybody but its own
-callers, and new certificates take effect while requests run.
+"""Runs a mesh of real processes with mutual TLS.
+
+Every gRPC port between processes must refuse all but its own callers, and new certificates must
+take effect while requests run.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def ours(mesh: Mesh) -> TestAuthority:
 
 
 async def inner_records(mesh: Mesh) -> dict[str, InstanceRecord]:
-    """The registered processes with an inner gRPC port; a blank instance has one with a role."""
+    """The records of the processes with a gRPC port for other processes. A blank instance, which
+    has no role yet, opens this port when it gets a role.
+    """
     found: dict[str, InstanceRecord] = {}
     with mesh.as_commands():
         bus = await NatsBus.connect(mesh.nats_url, "test")
@@ -100,7 +104,9 @@ async def channel_with(folder: Path | None, record: InstanceRecord) -> AsyncIter
 
 
 async def refusal(channel: Any, method: str = SESSION, message: bytes | None = None) -> MeshError:
-    """How the server refuses a call; a session without a message is refused before it reads one."""
+    """The error with which the server refuses a call. The server must refuse a session before it
+    reads a message, so `message` may be None for a session.
+    """
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await _answer(channel, method, message)
     return rpc.from_rpc_error(refused.value)
@@ -152,11 +158,14 @@ async def test_doctor_looks_at_the_certificate_of_every_port(mesh: Mesh) -> None
     found = [each for each in json.loads(done.stdout) if each["subject"] == "certificates"]
     assert [each["grade"] for each in found] == ["ok", "ok"], found
     assert "admin/local" in found[0]["text"]
-    assert "7 ports show the right certificates" in found[1]["text"]  # six processes, and NATS
+    # The ports of six processes and of NATS.
+    assert "7 ports show the right certificates" in found[1]["text"]
 
 
 async def test_a_change_is_recorded_with_the_certificate_of_the_operator(mesh: Mesh) -> None:
-    """The name that a caller gives is no proof; `pdmesh up` applied the groups."""
+    """A caller can give any name. So the history also has the name in the certificate, here that of
+    `pdmesh up`, which applied the groups.
+    """
     command = [sys.executable, "-m", "pdmesh.cli.app", "--state-dir", str(mesh.state_dir)]
     done = await asyncio.to_thread(
         subprocess.run,
@@ -169,7 +178,7 @@ async def test_a_change_is_recorded_with_the_certificate_of_the_operator(mesh: M
 
 
 async def test_the_operators_page_works_without_a_certificate(mesh: Mesh) -> None:
-    """Without an admin token it serves this machine."""
+    """Without an admin token, the page serves callers on this machine."""
     url = f"http://{mesh.ops_address('master-scheduler')}/admin"
     async with httpx.AsyncClient(timeout=60) as client:
         found = (await client.post(f"{url}/GetDesired", json={})).json()["desired"]
@@ -194,7 +203,7 @@ async def test_every_inner_port_refuses_strangers_and_wrong_roles_by_name(
     }  # fmt: skip
     node = ours.issue("node-agent", "node-0")
     for record in records.values():
-        # The stranger does not trust the mesh, and the mesh does not trust the stranger.
+        # The two sides have different authorities and refuse each other.
         async with channel_with(stranger, record) as channel:
             error = await refusal(channel)
             assert type(error) is UntrustedPeer
@@ -222,7 +231,9 @@ async def test_every_inner_port_refuses_strangers_and_wrong_roles_by_name(
 
 
 async def _handshake_error(record: InstanceRecord, folder: Path | None) -> str:
-    """How the server ends a handshake in which the caller accepts any server."""
+    """The error with which the server ends the TLS handshake, or an empty text. The caller accepts
+    any server.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -232,7 +243,7 @@ async def _handshake_error(record: InstanceRecord, folder: Path | None) -> str:
     try:
         reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
         try:
-            data = await asyncio.wait_for(reader.read(1), CALL_S)  # HTTP/2 servers speak first
+            data = await asyncio.wait_for(reader.read(1), CALL_S)  # an HTTP/2 server sends first
         finally:
             writer.close()
     except (ssl.SSLError, OSError) as exc:
@@ -307,7 +318,8 @@ async def test_new_certificates_take_effect_while_requests_run_and_none_fails(
             return await _serial(mesh, nats) != before_of_nats
 
         await until(has_nats_read_its_own)
-        # Gateways open new connections with their new certificate, here to a new incarnation.
+        # Gateways must open new connections with their new certificate. Here they connect to a new
+        # incarnation.
         await mesh.restart("decode-0", 120)
         num = len(statuses)
         await until(lambda: len(statuses) >= num + 8)
@@ -317,7 +329,7 @@ async def test_new_certificates_take_effect_while_requests_run_and_none_fails(
 
 
 async def _serial(mesh: Mesh, address: str) -> int:
-    """The serial number of the certificate that the port shows now."""
+    """The serial number of the certificate that the port shows."""
     assert mesh.certificates is not None
     folder = mesh.certificates.path
     context = ssl.create_default_context(cafile=folder / "ca.crt")

@@ -1,4 +1,6 @@
-"""The generator and the worker in C count what was really sent, however TCP cuts the bytes."""
+"""Tests the load generator and the worker that are written in C. They must count exactly what was
+sent, however TCP divides the bytes.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ async def worker(folder: Path, role: str = "regular") -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def serving(pieces: Callable[[], list[bytes]]) -> AsyncIterator[tuple[int, list[int]]]:
-    """A server that writes an answer's pieces one by one; it counts its answers."""
+    """A server that writes the pieces of an answer one by one. Yields its port and a list with the
+    number of its answers.
+    """
     num_answers = [0]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -75,7 +79,7 @@ async def serving(pieces: Callable[[], list[bytes]]) -> AsyncIterator[tuple[int,
                     await writer.drain()
                     await asyncio.sleep(0)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the generator has ended
+            pass  # the generator has closed its connection
         finally:
             writer.close()
 

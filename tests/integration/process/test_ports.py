@@ -1,5 +1,6 @@
-"""Every port that a mesh listens on is in the table of docs/security.md, with its address, and asks
-strangers for what the table says.
+"""Checks every port that a mesh listens on against the table in docs/security.md.
+
+Each port must be in the table with its address. Ports between processes must refuse strangers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.support.waiting import until
 ROOT: Final = Path(__file__).resolve().parents[3]
 HEADING: Final = "### What listens where"
 LOCAL, ALL = "127.0.0.1", "0.0.0.0"
-# Blank instances listen on what their role needs once they have one.
+# A blank instance has no role yet. It opens the ports of its role when it gets one.
 GROUPS: Final = """
 groups:
   assigned: {scenario: assigned, prefill: 1, decode: 1}
@@ -47,7 +48,7 @@ class Port:
 
 
 def named_ports(spec: MeshSpec) -> set[Port]:
-    """The ports that the table names for a mesh of this spec."""
+    """The ports in the table of docs/security.md, with the addresses of this spec."""
     text = (ROOT / "docs/security.md").read_text()
     section = text.partition(HEADING)[2].partition("\n##")[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|[^|]*\|$", section, re.MULTILINE)
@@ -66,7 +67,7 @@ class Found:
 
 
 async def listening(mesh: Mesh) -> list[Found]:
-    """Everything that any process of the mesh listens on, as the kernel says."""
+    """All ports on which a process of the mesh listens, by the kernel's tables."""
     with mesh.as_commands():
         bus = await NatsBus.connect(mesh.nats_url, "test")
     view = await NatsRegistry(bus, 3.0).watch()
@@ -94,13 +95,15 @@ def _number(address: str) -> int:
 
 
 def _other(service: str, listener: Listener) -> str:
-    """UCX chooses its own ports, and only on tcp."""
+    """The kind of a port that is in no record. UCX chooses its own ports, and only for TCP."""
     is_kv = service in {"prefill", "decode", "instance"} and listener.protocol == "tcp"
     return "KV" if is_kv else f"{listener.protocol} {listener.port}"
 
 
 def _host(listener: Listener, spec: MeshSpec | None) -> str:
-    """For 0.0.0.0, gRPC listens on both families, and UCX on the address of each interface."""
+    """The port's address as the table writes it. For 0.0.0.0, gRPC listens on IPv4 and IPv6, and
+    UCX on the address of each interface.
+    """
     if listener.host == "::" or (spec is not None and spec.inner_host == ALL):
         return ALL
     return listener.host
@@ -123,8 +126,8 @@ def mesh_spec(directory: Path, **options: Any) -> MeshSpec:
 
 
 async def check_ports(mesh: Mesh) -> list[Found]:
-    """Wait until blank instances have loaded and listen for KV. Then the ports are exactly those of
-    the table.
+    """Wait until the blank instances have loaded and listen for KV, and then check that the ports
+    are exactly those of the table.
     """
     named = named_ports(mesh.spec)
     found: list[Found] = []
@@ -147,8 +150,8 @@ async def test_a_mesh_listens_where_the_table_says_and_nowhere_else(tmp_path: Pa
 async def test_on_another_address_only_gateways_listen_and_strangers_get_nowhere(
     tmp_path: Path,
 ) -> None:
-    """Found with `pdmesh up --host ADDRESS --keys FILE`: all processes listened there, and an
-    instance served any caller.
+    """`pdmesh up --host ADDRESS --keys FILE` once made all processes listen there, and an instance
+    served any caller.
     """
     keys = api_keys.KeyFile()
     key = api_keys.issue(keys, "acme")
@@ -199,7 +202,7 @@ def image_settings() -> dict[str, str]:
 async def test_with_the_image_s_settings_everything_between_processes_refuses_strangers(
     tmp_path: Path, protection: dict[str, bool], error: type[MeshError]
 ) -> None:
-    """For the token, or already for the lack of a certificate."""
+    """Processes refuse a stranger for a wrong token, or already because he has no certificate."""
     settings = image_settings()
     hosts = {"host": settings["PDMESH_HOST"], "inner_host": settings["PDMESH_INNER_HOST"]}
     spec = mesh_spec(tmp_path, **hosts, **protection, allow_anonymous=True, env={"UCX_TLS": "tcp"})

@@ -1,5 +1,5 @@
-"""An instance watches its own engine: a step of any length counts as work, and standing still does
-not (S33).
+"""Tests how an instance watches its own engine. A step of any length counts as work. But the
+instance must give up an engine that stands still (S33).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HUNG_S = 2.0
 
 
 class EmptyBoard:
-    """A board without any verdict."""
+    """A board without any fault report."""
 
     def watch(self, on_change: object) -> EmptyBoard:
         return self
@@ -52,7 +52,9 @@ def watchdog(instance: SimInstance) -> Watchdog:
 
 
 async def test_an_engine_with_a_step_longer_than_the_bound_is_not_given_up() -> None:
-    """With 200 tokens at 39 tokens/s, no ping is answered for over twice the bound."""
+    """A step for 200 tokens at 39 tokens/s takes more than twice the bound. The engine answers no
+    ping during the step.
+    """
     sampling = Sampling(max_tokens=1)
     async with sim_instance("f", FUSION, MemoryTransport, sim_law="slow-cpu") as f:
         dog = watchdog(f)
@@ -100,9 +102,10 @@ def canary_to(instance: SimInstance, timeout_s: float) -> Canary:
 
 
 async def test_a_canary_that_waits_behind_real_work_does_not_count_against_the_instance() -> None:
-    """The instance was idle when it was chosen.
+    """A canary is a small request that the health-monitor sends to an idle instance. Real work came
+    after the monitor had chosen this instance.
 
-    On a slow engine, eight tokens behind two hundred are late, not lost.
+    On a slow engine, a canary of eight tokens behind two hundred others is late, but not lost.
     """
     async with sim_instance("f", FUSION, MemoryTransport, sim_law="slow-cpu") as f:
         async with TestSession(f) as to_f:

@@ -1,4 +1,6 @@
-"""A service process as an operator meets it: health, metrics, signals, exit codes, log lines."""
+"""Tests a service process from the side of an operator: its health, metrics, signals, exit codes
+and log lines.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,7 @@ def test_log_lines_are_json_with_the_ids_of_the_request(
 
 
 def test_on_a_full_disk_only_log_lines_are_lost(tmp_path: Path, processes: list[Process]) -> None:
-    """Each log line once raised an error in the code that logged it: requests broke off, and
+    """Once, each log line raised an error in the code that logged it. Requests broke off, and
     SIGTERM did not end the process.
     """
     (tmp_path / "log").symlink_to("/dev/full")
@@ -158,9 +160,9 @@ def test_on_a_full_disk_only_log_lines_are_lost(tmp_path: Path, processes: list[
 def test_an_ops_file_that_cannot_be_written_is_written_later(
     tmp_path: Path, processes: list[Process]
 ) -> None:
-    """The disk may be full.
+    """The file cannot be written when the disk is full.
 
-    This once took the service down, and after ten such deaths its launcher gave it up for good.
+    Once, this ended the service, and after ten such deaths the launcher gave the service up.
     """
     (blocked := tmp_path / "run").touch()
     file = blocked / "ops"
@@ -175,7 +177,9 @@ def test_an_ops_file_that_cannot_be_written_is_written_later(
 
 
 def test_every_log_line_is_json_whatever_wrote_it(tmp_path: Path, processes: list[Process]) -> None:
-    """gRPC's library, the warnings module, a thread and a finalizer once wrote plain text."""
+    """Once, some lines from gRPC's library, the warnings module, a thread and a finalizer were
+    plain text.
+    """
     settings = {"PDMESH_KV_CACHE_INDEX_BEHAVIOUR": "chatter"}
     processes.append(process := Process(tmp_path, **settings))
     assert process.process.wait(30) == 0
@@ -285,7 +289,9 @@ def test_a_bad_setting_exits_2_with_one_line(tmp_path: Path, processes: list[Pro
 def test_a_setting_that_names_a_bad_file_exits_2_and_says_so_without_a_traceback(
     tmp_path: Path, processes: list[Process]
 ) -> None:
-    """It exits before it does anything else: there is no NATS that it could wait for."""
+    """The process must exit before it connects to NATS. No NATS runs here, so the process would
+    wait for it.
+    """
     token = tmp_path / "token"
     token.write_text("short\n")
     processes.append(

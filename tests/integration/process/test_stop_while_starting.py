@@ -1,4 +1,4 @@
-"""SIGTERM to a service that does not serve yet: it stops waiting and ends."""
+"""Sends SIGTERM to services that still wait for NATS. They must stop waiting and end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERVICES = ["gateway", "master_scheduler", "health_monitor", "kv_cache_index", "
 def test_a_service_that_waits_for_nats_ends_when_asked(tmp_path: Path, service: str) -> None:
     """This happens with `pdmesh down` after NATS could not start, or in a rollout without NATS."""
     with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and never listens
+        nobody.bind(("127.0.0.1", 0))  # the socket never listens, so its port refuses connections
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
         environment |= {
             "PYTHONPATH": os.pathsep.join(sys.path),

@@ -1,5 +1,5 @@
-"""The supervisor with real processes: a process that dies is restarted, one that is stopped is
-gone.
+"""Tests the supervisor with real processes. It must restart a process that has died, and must not
+restart a process that it has stopped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Supervised:
         self.supervisor = Supervisor(directory / "logs", self.notices.append, policy)
 
     async def until_up(self, name: str, times: int = 1) -> int:
-        """Wait until the program has printed `up` `times` times; returns its pid."""
+        """Wait until the program has printed `up` `times` times, and return its pid."""
         await self.until(lambda: self.supervisor.log_file(name).read_text().count("up") >= times)
         pid = self.supervisor.pid(name)
         assert pid is not None
@@ -68,8 +68,8 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Supervised]:
 
 
 async def test_a_failing_report_does_not_prevent_a_restart(tmp_path: Path) -> None:
-    """Found with a launcher whose terminal was gone: a killed decode stayed dead, and stopping it
-    raised a KeyError.
+    """Once, this happened when the launcher's terminal was gone. A killed decode stayed dead, and
+    the attempt to stop it raised a KeyError.
     """
     problems: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
@@ -100,7 +100,7 @@ async def test_a_program_that_could_not_be_started_can_be_stopped(
     monkeypatch.setattr(child, "start", no_process_left)
     supervised = Supervised(tmp_path)
     supervised.supervisor.start(program("a", OBEDIENT))
-    await supervised.supervisor.stop("a")  # before its end has been reported
+    await supervised.supervisor.stop("a")  # the supervisor has not reported the failed start yet
     assert supervised.supervisor.phase("a") is ProcessPhase.STOPPED
     assert "cannot start: Resource temporarily unavailable" in (
         supervised.supervisor.log_file("a").read_text()
@@ -148,8 +148,8 @@ async def test_a_frozen_process_can_be_stopped(mesh: Supervised) -> None:
 
 
 async def test_children_of_a_dead_process_die_before_it_is_restarted(mesh: Supervised) -> None:
-    """An engine runs in its own processes. The engine of the dead service would keep its memory and
-    its port.
+    """An engine runs in processes of its own. An engine that outlived its service would keep its
+    memory and its port.
     """
     source = (
         "import subprocess; print('child', subprocess.Popen(['sleep', '600']).pid, flush=True)\n"

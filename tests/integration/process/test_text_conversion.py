@@ -1,4 +1,6 @@
-"""Models without a tokenizer.json: an instance converts what they have, and nothing else runs."""
+"""Tests models without a tokenizer.json. An instance converts other tokenizer files of the model,
+but must not run any code of the model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from pdmesh.instance.incarnation.model_text import LoadedText, text_of
 from pdmesh.services.gateway.text.chat_template import Conversation
 from pdmesh.services.gateway.text.tokenizer import Tokenizer
 
-# They come with vLLM.
+# Both packages come with vLLM.
 mistral_common = pytest.importorskip("mistral_common")
 pytest.importorskip("transformers")
 
@@ -53,7 +55,7 @@ async def loaded(text: LoadedText) -> Tokenizer:
 
 
 async def test_a_converted_tekken_file_gives_the_tokens_of_mistrals_library(tmp_path: Path) -> None:
-    """Prompts, conversations and decoded text are the same as in vLLM for such a model."""
+    """The tokens of prompts and conversations and the decoded text must be the same as in vLLM."""
     shutil.copyfile(DATA / "tekken_240911.json", tmp_path / "tekken.json")
     own = MistralTokenizer.from_file(str(tmp_path / "tekken.json"))
     inner = own.instruct_tokenizer.tokenizer
@@ -84,7 +86,7 @@ async def test_a_converted_sentencepiece_file_gives_the_tokens_of_plain_vllm(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 32_000}))
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    own = AutoTokenizer.from_pretrained(str(tmp_path))  # as vLLM loads it
+    own = AutoTokenizer.from_pretrained(str(tmp_path))  # vLLM loads the tokenizer in the same way
     text = await text_of(tmp_path)
     tokenizer = await loaded(text)
     try:

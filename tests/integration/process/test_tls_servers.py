@@ -1,5 +1,7 @@
-"""NATS and Redis over mutual TLS: who is refused on either side, and new certificates without a
-restart of the process that connects.
+"""Connects processes to NATS and Redis over mutual TLS.
+
+Each side must refuse strangers, and new certificates must take effect without a restart of the
+connecting process.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def theirs(tmp_path: Path) -> TestAuthority:
 
 @pytest.fixture
 def gateway(ours: TestAuthority) -> Iterator[CertificateFolder]:
-    """The certificate of this process."""
+    """The certificate folder of gateway `g-0`. This process uses the certificate during the
+    test.
+    """
     folder = ours.folder("gateway", "g-0")
     with using_certificates(folder):
         yield folder
@@ -80,7 +84,7 @@ async def test_a_process_of_the_mesh_reaches_nats(nats: servers.TestServer) -> N
 async def test_nats_refuses_callers_without_a_valid_certificate_of_the_mesh(
     nats: servers.TestServer, ours: TestAuthority, theirs: TestAuthority
 ) -> None:
-    """They have the password: it is in the address."""
+    """These callers have the password, because it is in the address."""
     stranger = theirs.issue("gateway", "g-0")
     expired = ours.issue("gateway", "late", days=-1)
     assert await _reaches(nats.url, ours.issue("gateway", "g-1"))
@@ -143,7 +147,9 @@ async def test_a_process_names_what_is_wrong_with_the_certificate_of_nats(
 
 @pytest.mark.usefixtures("gateway")
 async def test_a_server_without_tls_never_gets_the_password() -> None:
-    """NATS clients usually read a first line in plain text, which says whether TLS is required."""
+    """NATS clients usually read a first line in plain text, in which the server says whether it
+    requires TLS.
+    """
     heard: list[bytearray] = []
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -162,13 +168,15 @@ async def test_a_server_without_tls_never_gets_the_password() -> None:
         connecting.cancel()
         await asyncio.gather(connecting, return_exceptions=True)
     for each in filter(None, heard):
-        assert each[0] == 0x16  # a TLS handshake
+        assert each[0] == 0x16  # this byte begins a TLS handshake
         assert b"secret-password" not in each
         assert b"CONNECT" not in each
 
 
 class LineFirst(NatsServer):
-    """NATS as most clusters run it: its first line is in plain text, and then comes TLS."""
+    """A NATS server as in most clusters. It sends its first line in plain text, and then begins
+    TLS.
+    """
 
     asks_for_certificates = True
 
@@ -206,7 +214,7 @@ async def running(server: NatsServer, directory: Path) -> AsyncIterator[servers.
 async def test_a_server_whose_first_line_comes_before_the_handshake_is_reached(
     tmp_path: Path, ours: TestAuthority, monkeypatch: pytest.MonkeyPatch, has_certificate: bool
 ) -> None:
-    """Without a certificate of its own, a process trusts the system's authorities."""
+    """A process without a certificate of its own trusts the system's authorities."""
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.root / "ca.crt"))
     directory = tmp_path / "nats"
     server = LineFirst(directory, tls_dir=ours.issue("nats", "nats", names=[HOST]))
@@ -253,7 +261,7 @@ async def test_connections_to_nats_use_new_certificates_of_a_new_authority(
         trust(folder, theirs)
     replace(of_nats, theirs.issue("nats", "nats", names=[HOST]))
     replace(gateway.path, theirs.issue("gateway", "g-0"))
-    assert bus.is_connected  # the open connection goes on
+    assert bus.is_connected  # the open connection must stay
     nats.kill()
     await until(lambda: not bus.is_connected)
     await nats.start()
@@ -266,10 +274,12 @@ async def test_connections_to_nats_use_new_certificates_of_a_new_authority(
 async def test_nats_is_not_killed_for_certificates_that_do_not_fit(
     tmp_path: Path, ours: TestAuthority, damage: str
 ) -> None:
-    """Its open connections go on, and a restart would end them and not mend the files."""
+    """The server's open connections still work. A restart would end them and would not repair the
+    files.
+    """
     directory, folder = tmp_path / "nats", ours.issue("nats", "nats", names=[HOST])
     server = NatsServer(directory, tls_dir=folder)
-    supervisor: Any = None  # for services, which have no part in this
+    supervisor: Any = None  # The supervisor is only for services. It has no part in this test.
     health = ProcessHealth(supervisor, {"nats": server}, lambda _: None)
     async with running(server, directory) as nats:
         assert await server.is_ready()
@@ -291,7 +301,9 @@ async def test_nats_is_not_killed_for_certificates_that_do_not_fit(
 
 @contextlib.asynccontextmanager
 async def _listening(folder: Path, serve: Any) -> AsyncIterator[int]:
-    """A server with this certificate, which requires one of the authorities in the folder."""
+    """Listen with the certificate of this folder, and require client certificates of its
+    authorities. Yields the port.
+    """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=folder / "ca.crt")
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
@@ -306,7 +318,9 @@ async def _silent(reader: asyncio.StreamReader) -> None:
 
 @contextlib.asynccontextmanager
 async def tls_redis(valkey: servers.TestServer, folder: Path) -> AsyncIterator[str]:
-    """Valkey behind TLS: the build for tests has none of its own. It cuts its connections."""
+    """Put TLS in front of Valkey, whose test build has none. All connections end when the context
+    ends.
+    """
     running: set[asyncio.Task[Any]] = set()
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

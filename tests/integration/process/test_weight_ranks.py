@@ -1,7 +1,8 @@
-"""Ranks of a node load together: equal weights, each byte read once on the node, no rank waits for
-ever for one that is gone (S84, S85).
+"""Tests how the ranks of a node load a model's weights together.
 
-The ranks are processes that talk over gloo, as vLLM's do. They need torch, but not vLLM.
+All ranks must get equal weights, the node must read each byte only once, and no rank may wait
+forever for one that is gone (S84, S85). The ranks are processes that talk over gloo, like vLLM's
+ranks. They need torch, but not vLLM.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ FILES: Sequence[Shapes] = [
     for file in range(3)
 ]
 WINDOW_BYTES = 400_000
-# Pipes and JSON of the ranks themselves; a rank that read a file would read a megabyte.
+# A rank reads about this much for its own pipes and JSON. A rank that also read a file would read a
+# megabyte.
 OTHER_READS = 200_000
 
 
@@ -44,7 +46,7 @@ def names(folder: Path) -> list[str]:
 
 
 def orders(folder: Path, tmp_path: Path, size: int, **more: Any) -> list[RankOrder]:
-    """The same order for each rank, but `more` as a list has a value for each."""
+    """One order for each rank. Each value in `more` is a list with one item for each rank."""
     return [
         RankOrder(
             rank,
@@ -93,7 +95,7 @@ def test_ranks_get_equal_weights_and_each_byte_is_read_once_on_the_node(
 
 @pytest.mark.req("S85")
 def test_the_same_ranks_load_a_second_model(folder: Path, tmp_path: Path) -> None:
-    """A draft is loaded after its model, by the same group of ranks."""
+    """The same group of ranks loads a draft model after the main model."""
     results = all_of(run_ranks(orders(folder, tmp_path, 2, num_loads=[2, 2])))
     file_bytes = sum((folder / file).stat().st_size for file in names(folder))
     assert [result.error for result in results] == ["", ""]
@@ -151,7 +153,9 @@ def test_a_rank_that_is_killed_ends_the_others_at_once(
 
 @pytest.mark.req("S85")
 def test_a_reader_that_hangs_is_given_up_in_a_bounded_time(folder: Path, tmp_path: Path) -> None:
-    """A frozen process keeps its connections, so that only the time tells."""
+    """A frozen process keeps its connections, so the other rank can only notice the lack of
+    progress.
+    """
 
     def give_up(ranks: list[subprocess.Popen[str]]) -> None:
         ranks[1].wait(120)

@@ -1,4 +1,4 @@
-"""What `pip install pdmesh` puts on a machine."""
+"""Tests which files `pip install pdmesh` puts on a machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_the_wheel_installs_one_package_with_the_services_in_it(tmp_path: Path) 
         archive.extractall(site)
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"pdmesh"}
     assert (site / "pdmesh/services/master_scheduler/admin/page/page.html").is_file()
-    # -P keeps the repository off the path: a forgotten import would find its `services`.
+    # The option -P keeps the repository off the import path. Otherwise a wrong import would find
+    # the repository's `services`.
     names = "gateway master_scheduler prefill decode instance kv_cache_index health_monitor"
     code = "; ".join(f"import pdmesh.services.{name}.__main__ as m" for name in names.split())
     command = [sys.executable, "-P", "-c", f"{code}; print(m.__file__)"]

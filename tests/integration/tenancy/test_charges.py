@@ -1,5 +1,5 @@
-"""For a call that fails, a tenant is charged the tokens that its client got, and nothing if the
-client got only an error.
+"""Tests how many tokens a tenant pays for a call that fails. The tenant pays for the tokens that
+its client got, and pays nothing if the client got only an error.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.req("S44"), pytest.mark.fault("F7")]
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4000}
-NUM_DRAWN = 30  # before the only instance dies
+NUM_DRAWN = 30  # each choice draws more tokens than this before the only instance dies
 
 
 class Ledger(OpenAccess):
-    """An access control that admits every call and records what is charged at its end."""
+    """An access control that admits every call. It records how many tokens each call is charged at
+    its end.
+    """
 
     def __init__(self) -> None:
         self.settled: list[int] = []
@@ -54,8 +56,9 @@ class Ledger(OpenAccess):
 async def one_fusion(
     directory: Path, ledger: Ledger
 ) -> AsyncIterator[tuple[GatewayMesh, FakeInstance]]:
-    """Nothing is retried. After its first chunk, a stream is not written to for a long time, so
-    that the rest is in its last delta.
+    """A mesh with one fusion instance, which does prefill and decode, and without retries. The
+    gateway sends the first chunk of a stream at once. It sends the next chunk only after a long
+    time, so all other tokens come in the last chunk.
     """
     async with gateway_mesh(
         directory, 0, 0, num_fusions=1, access=ledger, max_migrations=0, chunk_interval_ms=600_000.0

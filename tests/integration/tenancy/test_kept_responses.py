@@ -1,4 +1,6 @@
-"""A tenant finds none of another's kept responses: not to show, continue, cancel or delete."""
+"""Tests that a tenant cannot show, continue, cancel or delete the kept responses of another
+tenant.
+"""
 
 from __future__ import annotations
 

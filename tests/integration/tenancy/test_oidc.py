@@ -1,4 +1,6 @@
-"""Tokens of a real OpenID provider, a process of its own, at the gateway's HTTP and gRPC ports."""
+"""Sends tokens of a real OpenID provider to a gateway's HTTP and gRPC ports. The provider runs in a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ ACME: dict[str, Any] = {"tenant": "acme", "limits": {"max_concurrent": 3, "prior
 
 @dataclass
 class Door:
-    """A gateway that takes tokens of the provider, and keys of its file."""
+    """A gateway that accepts tokens of the provider and keys of its key file."""
 
     mesh: GatewayMesh
     client: httpx.AsyncClient
@@ -52,7 +54,9 @@ class Door:
         return await self.client.post("/v1/completions", json=BODY, headers=headers)
 
     async def refusal(self, token: str) -> tuple[int, str, str]:
-        """Status, reason and message over HTTP, which are the same over gRPC."""
+        """The status, reason and message of the refusal over HTTP. Checks that gRPC gives the same
+        status and reason.
+        """
         answer = await self.ask(token)
         error = answer.json()["error"]
         if answer.status_code == 401:
@@ -64,7 +68,6 @@ class Door:
         return answer.status_code, error["code"], error["message"]
 
     async def over_grpc(self, token: str) -> Any:
-        """The error, or None if the call was served."""
         params = pb.GenerationParams(max_tokens=4)
         request = pb.GenerateRequest(model="tiny", text="abc", params=params)
         async with rpc.channel(f"127.0.0.1:{self.mesh.gateway.grpc.port}") as channel:
@@ -141,7 +144,7 @@ async def test_a_token_for_another_service_or_without_a_tenant_is_refused(tmp_pa
 async def test_a_providers_clock_may_be_off_by_the_leeway(
     tmp_path: Path, skew_s: int, code: str
 ) -> None:
-    """Its tokens live for ten seconds."""
+    """The provider's tokens are valid for ten seconds."""
     with oidc_provider(tmp_path, 10, skew_s, ann=ACME) as provider:
         async with door(tmp_path, provider) as at:
             token = await asyncio.to_thread(provider.token, "ann")
@@ -168,7 +171,9 @@ async def test_a_token_expires_although_it_was_accepted_before(tmp_path: Path) -
 async def test_a_new_key_is_fetched_when_a_token_names_it_and_the_old_one_ends(
     tmp_path: Path, names_key: bool
 ) -> None:
-    """Both with and without a key's name in tokens; the next regular fetch is an hour away."""
+    """The provider's tokens may name their key or not. The next regular fetch of keys is an hour
+    away.
+    """
     with oidc_provider(tmp_path, ann=ACME) as provider:
         provider.stop()
         provider.start(names_key=names_key)
@@ -183,7 +188,8 @@ async def test_a_new_key_is_fetched_when_a_token_names_it_and_the_old_one_ends(
             async def is_known() -> bool:
                 return (await at.ask(new)).status_code == 200
 
-            await until(is_known)  # at once, unless the last fetch was less than a second ago
+            # The gateway fetches at once, unless its last fetch was less than a second ago.
+            await until(is_known)
             code = "unknown_key" if names_key else "wrong_signature"
             assert (await at.refusal(old))[:2] == (401, code)
 

@@ -1,5 +1,7 @@
-"""A tenant's limits over several gateways on one NATS: together they never grant more than the
-limit, and no gateway is left without a part forever.
+"""Shares a tenant's limits among several gateways on one NATS.
+
+Each gateway holds a part of each limit. Together the gateways must never grant more than the limit,
+and none may stay without a part forever.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ pytestmark = pytest.mark.req("S97")
 
 @dataclass
 class Fleet:
-    """The access controls of gateways, each with its own loop. `names`: as the registry shows
-    them.
+    """The access controls of several gateways, each with its own task. The keys of both
+    dictionaries are the gateways' names and incarnations, as in the registry.
     """
 
     bus: NatsBus
@@ -49,7 +51,7 @@ class Fleet:
         return access
 
     async def stop(self, name: str) -> None:
-        """Stop a gateway that was asked to end."""
+        """Stop a gateway in the regular way."""
         access = await self.kill(name)
         await access.close()
 
@@ -72,7 +74,9 @@ class Fleet:
             return None
 
     async def entered(self, access: KeyedAccess) -> Permit:
-        """A call's permit, once the access has its part of the limit: asking may take long."""
+        """Wait until the gateway admits a call, and return the call's permit. The gateway may have
+        to ask the others for a part of the limit first, which may take long.
+        """
         permits: list[Permit] = []
 
         async def has_entered() -> bool:
@@ -84,7 +88,7 @@ class Fleet:
         return permits[0]
 
     async def enters(self, access: KeyedAccess) -> bool:
-        """Whether it admits a call; the call ends at once."""
+        """Whether the gateway admits a call. The call ends at once."""
         permit = await self.enter(access)
         if permit is not None:
             permit.leave()
@@ -122,7 +126,7 @@ async def test_three_gateways_together_admit_exactly_four_open_calls(
 ) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=4)) as f:
         accesses = [f.add(f"g{i}/1") for i in range(3)]
-        for access in accesses:  # each gateway has had a call, so each has its part
+        for access in accesses:  # after a call, each gateway has its part of the limit
             await until(lambda access=access: f.enters(access))
         permits = await asyncio.gather(*(f.enter(d) for d in accesses for _ in range(8)))
         let_in = [v for v in permits if v is not None]
@@ -139,7 +143,7 @@ async def test_a_single_gateway_has_the_whole_limit_at_once(tmp_path: Path, bus:
         await f.entered(access)
         assert sum(v is not None for v in [await f.enter(access) for _ in range(5)]) == 3
         await f.kill("g0/1")
-        again = f.add("g0/2")  # its next incarnation need not wait for the earlier one
+        again = f.add("g0/2")  # the next incarnation need not wait for the end of the earlier one
         await f.entered(again)
 
 
@@ -151,7 +155,8 @@ async def test_a_limit_smaller_than_the_number_of_gateways_is_passed_around(
         for _ in range(2):
             for access in accesses:
                 await until(lambda access=access: f.enters(access))
-        # Open calls hold their parts; the gateway whose turn it is gets the other part.
+        # An open call holds one of the two parts. The gateways must get the other part one after
+        # another.
         first = await f.enter(accesses[0])
         while first is None:
             first = await f.enter(accesses[0])
@@ -218,13 +223,13 @@ async def test_without_nats_a_gateway_continues_with_its_part(
 async def test_unused_daily_tokens_of_another_gateway_are_granted_here(
     tmp_path: Path, bus: NatsBus
 ) -> None:
-    """Each gateway once held half of the parts, and refused until midnight when its half was
-    used.
+    """Once, each gateway held half of the parts, and refused until midnight after it had used its
+    half.
     """
     async with fleet(bus, tmp_path, TenantEntry(tokens_per_day=100)) as f:
         first, second = f.add("g0/1"), f.add("g1/1")
         assert await f.grants(first, 5)
-        busy = await f.enter(first)  # so it is never idle
+        busy = await f.enter(first)  # keeps the first gateway from being idle
         assert busy is not None
         await until(lambda: f.grants(second, 5))
         granted = 10

@@ -1,5 +1,5 @@
-"""Through the whole mesh, one tenant can learn nothing about another's prompts, by count or by
-clock (F40).
+"""Tests that one tenant learns nothing about the prompts of another tenant through a whole mesh.
+Neither the number of cached tokens nor the response time may tell (F40).
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
 NUM_PROBES = 200
-NUM_TOKENS = 768  # twelve blocks: 60 ms of the sim's prefill, which a busy machine does not hide
-NUM_CACHED = 704  # the last block is computed, since the first draw needs its last token
+# These are twelve blocks, which take a simulated prefill 60 ms. A busy machine does not hide that
+# much.
+NUM_TOKENS = 768
+NUM_CACHED = 704  # the last block is always computed, because the first draw needs its last token
 NUM_OWN = 50
 MAX_AUC = 0.6
-MIN_AUC = 0.7  # 4 sigma from a guess, with this many probes of each kind
+MIN_AUC = 0.7  # with this many probes, the result of mere guessing is 4 sigma lower
 
 
 def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
-    """How well speed tells hits from misses: 0.5 is a guess, 1.0 is certain (Mann-Whitney)."""
+    """How well response times separate hits from misses, by the Mann-Whitney test. 0.5 is as good
+    as a guess, 1.0 is certain.
+    """
     ranked = sorted([(t, True) for t in hits] + [(t, False) for t in misses])
     rank_sum = sum(rank for rank, (_, is_hit) in enumerate(ranked, start=1) if is_hit)
     u = rank_sum - len(hits) * (len(hits) + 1) / 2
@@ -35,13 +39,11 @@ def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
 
 
 class Asker:
-    """One tenant's client."""
-
     def __init__(self, client: httpx.AsyncClient, key: str) -> None:
         self._client, self._headers = client, {"authorization": f"Bearer {key}"}
 
     async def ask(self, prompt: list[int]) -> tuple[float, int]:
-        """(seconds until the answer of one token, cached_tokens)."""
+        """The seconds until an answer of one token has come, and its `cached_tokens`."""
         body = {"model": "default", "prompt": prompt, "max_tokens": 1, "ignore_eos": True}
         began = time.perf_counter()
         answer = await self._client.post("/v1/completions", json=body, headers=self._headers)
@@ -55,9 +57,10 @@ class Asker:
 async def test_two_hundred_probes_reveal_nothing_about_another_tenants_prompts(
     tmp_path: Path,
 ) -> None:
-    """B guesses A's prompts exactly, and sends the same number of prompts that are new to the mesh.
+    """Tenant mallory sends exactly the prompts that tenant acme has sent, and as many prompts that
+    are new to the mesh.
 
-    The control: when A sends its own prompts again, the hits do show.
+    As a control, acme sends its own prompts again, and these hits must show in the times.
     """
     rng = random.Random(40)
     prompts = [[rng.randrange(40, 120) for _ in range(NUM_TOKENS)] for _ in range(2 * NUM_PROBES)]
@@ -77,7 +80,8 @@ async def test_two_hundred_probes_reveal_nothing_about_another_tenants_prompts(
         acme, mallory = Asker(client, secrets["acme"]), Asker(client, secrets["mallory"])
         for prompt in known:
             assert (await acme.ask(prompt))[1] == 0
-        # The probes are shuffled, so that a machine that is busy for a while slows all kinds alike.
+        # The probes are in random order, so that a time in which the machine is busy slows all
+        # kinds alike.
         probes = [(mallory, prompt, "known") for prompt in known]
         probes += [(mallory, prompt, "unknown") for prompt in unknown]
         probes += [(acme, prompt, "own") for prompt in known[:NUM_OWN]]

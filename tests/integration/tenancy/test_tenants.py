@@ -1,4 +1,4 @@
-"""API keys and tenants' limits over HTTP and gRPC, and what tenants never share."""
+"""Tests API keys and tenants' limits over HTTP and gRPC, and that tenants share no KV."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def test_open_requests_are_bounded_and_a_closed_one_makes_room(tmp_path: P
 async def test_tokens_are_charged_in_advance_and_unused_ones_are_refunded(tmp_path: Path) -> None:
     async with keyed(tmp_path, acme=TenantEntry(tokens_per_min=100, tokens_per_day=120)) as k:
         stop = k.mesh.expected_text("abc", 4)[2]
-        for _ in range(3):  # each pays 83 in advance, and 6 in the end
+        for _ in range(3):  # each call pays 83 tokens in advance, but only 6 in the end
             answer = await k.ask("acme", max_tokens=80, stop=stop)
             assert answer.status_code == 200
         too_many = await k.ask("acme", max_tokens=97)
@@ -216,7 +216,7 @@ async def test_revoking_a_key_ends_it_without_a_restart(tmp_path: Path) -> None:
 
         await until(is_refused)
         k.path.write_text("{ not a key file")
-        await asyncio.sleep(1.5)  # longer than it takes to notice
+        await asyncio.sleep(1.5)  # long enough for the gateway to notice the broken file
         assert (await k.ask("beta")).status_code == 200, "a broken key file locks no client out"
 
 
@@ -250,7 +250,7 @@ async def test_grpc_asks_for_the_same_key_and_keeps_the_same_limits(tmp_path: Pa
         stream = stub.GenerateStream(pb.GenerateStreamRequest(request=request), metadata=metadata)
         assert "".join([p.text async for p in stream]) == answer.text
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            # All at once: one by one, a slow machine would keep within the rate.
+            # All calls come at once. One by one, they might stay within the rate on a slow machine.
             await asyncio.gather(*(stub.Generate(request, metadata=metadata) for _ in range(20)))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         error = rpc.from_rpc_error(caught.value)

@@ -1,5 +1,6 @@
-"""The KV of an answer goes from the decode's host pool to that of the prefill, which reuses it in
-the next turn.
+"""Tests that the KV of an answer moves from the decode's host pool to the prefill's host pool. A
+host pool holds KV blocks in host memory. The prefill then reuses the KV in the next turn of the
+chat.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 async def told(
     client: httpx.AsyncClient, mesh: Mesh, messages: list[Any], **fields: Any
 ) -> tuple[Any, int, int]:
-    """(the answer, tokens of the prompt, those that were cached)."""
+    """The answer's message, the number of tokens in the prompt, and how many of them were
+    cached.
+    """
     body = {"model": "default", "messages": messages, "max_tokens": NUM_ANSWER, "temperature": 0}
     answer = await client.post(f"{mesh.http_url}/v1/chat/completions", json=body | fields)
     assert answer.status_code == 200, answer.text
@@ -46,7 +49,9 @@ async def told(
 
 
 async def test_the_next_turn_computes_no_full_block_of_the_answer_again(mesh: Mesh) -> None:
-    """The sim draws from the bytes in its memory: with wrong bytes, the answer would differ."""
+    """The simulated engine draws from the bytes in its memory. With wrong bytes, the answer would
+    differ.
+    """
     async with httpx.AsyncClient(timeout=60) as client:
         messages: list[Any] = list(ASKED)
         answer, num_prompt, _ = await told(client, mesh, messages)

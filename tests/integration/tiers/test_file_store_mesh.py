@@ -1,5 +1,6 @@
-"""S105 through a whole mesh: stored blocks outlive the SIGKILL of their writer, and its successor
-loads them instead of computing them.
+"""Tests the file store of KV blocks in a whole mesh (S105). Stored blocks must survive when their
+writer is killed with SIGKILL. The writer's next incarnation must load the blocks and not compute
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def spec(store: Path) -> MeshSpec:
         http_port=0,
         grpc_port=0,
         env={
-            # computing takes so long that waiting for a busy disk pays
+            # Computing takes so long that it pays to wait for a busy disk.
             "PDMESH_SIM_LAW": "smollm2-cpu",
             "PDMESH_KV_FILE_STORE_DIR": str(store),
             "PDMESH_KV_TIER_TIMEOUT_S": "20",
@@ -44,7 +45,7 @@ def prompt_of(seed: int) -> list[int]:
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int]) -> tuple[str, int]:
-    """The text, and how many tokens of the prompt were not computed."""
+    """The answer's text, and how many tokens of the prompt were not computed."""
     asked = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
     response = await client.post("/v1/completions", json={"model": "default"} | asked)
     assert response.status_code == 200, response.text
@@ -54,7 +55,7 @@ async def ask(client: httpx.AsyncClient, prompt: list[int]) -> tuple[str, int]:
 
 
 def counted(mesh: Mesh, event: str) -> float:
-    """Blocks of the file tier at the prefill."""
+    """The number of blocks that the file tier of the prefill has counted for this event."""
     labels = {"tier": "file", "event": event}
     return sum(
         value
@@ -84,7 +85,7 @@ async def test_stored_blocks_are_loaded_after_a_kill_and_not_computed_again(
         before = mesh.pid("prefill-0")
         writing = [asyncio.create_task(ask(client, prompt_of(100 + n))) for n in range(8)]
         await until(lambda: len(set(store.rglob("*.kv")) - acknowledged) > 0)
-        mesh.kill("prefill-0", signal.SIGKILL)  # with writes under way
+        mesh.kill("prefill-0", signal.SIGKILL)  # some writes are under way
         for text, _ in await asyncio.gather(*writing):
             assert text, "requests in flight end on another instance, or later"
         await mesh.wait_ready(["prefill-0"], timeout_s=180)
@@ -97,12 +98,12 @@ async def test_stored_blocks_are_loaded_after_a_kill_and_not_computed_again(
             text, num_cached = await ask(client, prompt)
             assert text == reference.text(prompt, MAX_TOKENS)
             num_loaded += num_cached == NUM_BLOCKS * BLOCK_TOKENS
-        # If the machine stalls for longer than computing takes, a prompt is computed. That is
-        # correct, but not what this test is about.
+        # If the machine stalls for longer than computing takes, the prefill computes a prompt. That
+        # is correct, but this test is about loading.
         assert num_loaded >= len(whole) - 2
         await until(lambda: counted(mesh, "served") >= num_loaded * NUM_BLOCKS)
 
-        for path in store.rglob("*.kv"):  # damage files as a machine that dies may do
+        for path in store.rglob("*.kv"):  # cut the files off, as a machine that dies may do
             with path.open("r+b") as file:
                 file.truncate(100)
         assert await ask(client, torn) == (reference.text(torn, MAX_TOKENS), 0)

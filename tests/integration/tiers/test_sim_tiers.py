@@ -1,8 +1,7 @@
-"""The sim engine with a tiny cache over the tiers: evicted blocks are loaded, and answers do not
-change.
+"""Runs the simulated engine with a tiny KV cache over the tiers: host pool, peers' pools and files.
 
-The sim draws tokens from the bytes in its memory, so a wrong byte anywhere on the way changes the
-answer.
+Blocks that the engine evicts must come back from a tier, and answers must stay the same. The engine
+draws tokens from the bytes in its memory, so a wrong byte anywhere on the way changes the answer.
 """
 
 from __future__ import annotations
@@ -46,15 +45,16 @@ from tests.support.waiting import until
 POOL = TierConfig(host_pool_bytes=4 << 20, timeout_s=20.0)
 TINY: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 640, "num_slots": 2}
 SAMPLING = Sampling(max_tokens=20)
-PROMPTS = [prompt_of(400, seed) for seed in range(8)]  # 6 full blocks each: two fit the engine
+# Each prompt has 6 full blocks, and the engine has room for two prompts.
+PROMPTS = [prompt_of(400, seed) for seed in range(8)]
 
 
 @asynccontextmanager
 async def tiered(
     name: str, works: frozenset[Work], make: Any, **changes: Any
 ) -> AsyncIterator[SimInstance]:
-    """An instance for which computing is so expensive that it waits for any tier, however slow this
-    machine is now.
+    """An instance that waits for any tier, even on a slow machine. It expects 10 s of computing for
+    each block.
     """
     async with sim_instance(name, works, make, **TINY, **changes) as instance:
         stack_of(instance).costs.recompute_block_s = 10.0
@@ -72,7 +72,7 @@ def served(instance: SimInstance, tier: Tier) -> int:
 
 
 async def locally(to: TestSession, prompt: list[int]) -> tuple[list[int], int]:
-    """(tokens, cached tokens of the prompt)."""
+    """The tokens of the answer, and how many tokens of the prompt were cached."""
     leg = await to.prefill(prompt, SAMPLING, is_local=True)
     await leg.until("finished", "failed", "lost")
     assert leg.has("finished"), leg.heard[-1]
@@ -106,7 +106,8 @@ async def test_a_new_instance_starts_with_the_blocks_of_the_file_store(tmp_path:
         first = [await locally(to, prompt) for prompt in PROMPTS]
         files = stack_of(i).files
         assert files is not None
-        await until(lambda: not files.num_waiting)  # closing does not wait long for writes
+        # Closing does not wait long for writes, so the test waits here.
+        await until(lambda: not files.num_waiting)
     async with tiered("fusion-1", FUSION, MemoryTransport, tiers=tiers) as i:
         async with TestSession(i) as to:
             second = [await locally(to, prompt) for prompt in PROMPTS]
@@ -133,8 +134,8 @@ async def test_prefill_hands_over_kv_that_came_from_a_tier() -> None:
 
 
 class Directory:
-    """Answers for every chain with what `peer`'s pool holds, or with what a test claims it
-    holds.
+    """A stand-in for the index. It finds the blocks in the pool of `peer`. With `incarnation`, it
+    reports another incarnation of the peer.
     """
 
     def __init__(self) -> None:
@@ -205,7 +206,7 @@ async def test_a_peer_that_restarted_or_left_costs_a_bounded_wait(tmp_path: Path
 @pytest.mark.req("S77")
 @pytest.mark.fault("F34")
 async def test_a_peer_whose_blocks_are_corrupt_three_times_is_ejected() -> None:
-    """Corrupt fetches count like corrupt pulls, and so the source is ejected after three."""
+    """A corrupt fetch counts like a corrupt pull, so the instance ejects the peer after three."""
     directory = Directory()
     async with (
         tiered("fusion-0", FUSION, MemoryTransport, tiers=POOL) as a,
@@ -233,8 +234,8 @@ async def test_a_peer_whose_blocks_are_corrupt_three_times_is_ejected() -> None:
 @pytest.mark.req("S77")
 @pytest.mark.fault("F34")
 async def test_answers_stay_right_although_blocks_in_the_tiers_are_corrupt(tmp_path: Path) -> None:
-    """Every other file and every third block in memory has a flipped bit. These blocks are counted
-    and recomputed, and never used.
+    """Every other file and every third block in memory has a flipped bit. The tiers must count
+    these blocks and never use them, and the engine must compute them again.
     """
     tiers = TierConfig(4 << 20, str(tmp_path), 1 << 30, timeout_s=20.0)
     async with (
@@ -288,7 +289,8 @@ async def test_requests_aborted_while_they_wait_for_a_tier_leave_nothing(tmp_pat
             assert first.token_id == tokens[0]
             await to.release(leg, first.ticket.ticket_id)
         await i.until_idle()
-        await until(lambda: stack_of(i).pool.num_pinned == 0)  # a load under way may go on
+        # A load under way may continue for a while.
+        await until(lambda: stack_of(i).pool.num_pinned == 0)
 
 
 @pytest.mark.req("S68", "S98")

@@ -1,5 +1,6 @@
-"""The file tier on a real disk that is small, then full of other data, then free again, then
-read-only: a tmpfs of 1 MB in its own mount namespace.
+"""Tests the tier that keeps KV blocks in files, on a real disk. The disk is small, then full of
+other data, then free again, and then read-only. It is a tmpfs of 1 MB in a mount namespace of its
+own.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def until_written(r: Rig, names: list[bytes]) -> None:
-    """Wait until the tier takes blocks again, some time after its last failure."""
+    """Wait until the tier accepts blocks again. After a failure, the tier waits for some time
+    before it tries the disk again.
+    """
     r.clock.skipped_s += 60.0
     fill(r.pool, names)
     r.stack.stored(names)
@@ -77,7 +80,7 @@ async def until_written(r: Rig, names: list[bytes]) -> None:
 
 
 async def check_served(r: Rig, names: list[bytes], count: int) -> None:
-    """Assert that `count` of the blocks come back from the files, correct to the last byte."""
+    """Assert that the file tier returns `count` of the blocks, each correct to the last byte."""
     r.pool.clear()
     lease = await r.stack.fetch(names, OWNER, 0, 10.0)
     assert len(lease.blocks) == count
@@ -88,7 +91,7 @@ async def check_served(r: Rig, names: list[bytes], count: int) -> None:
 
 async def scenario(folder: Path) -> None:
     r = rig(folder, num_slots=512)
-    names = names_of(*range(400))  # 2 MB
+    names = names_of(*range(400))  # these blocks have 2 MB
     fill(r.pool, names)
     r.stack.stored(names[:256])
     await until(lambda: not r.files.num_waiting)

@@ -1,5 +1,5 @@
-"""Two prefill processes with host pools, and the kv-cache-index that tells one what the other
-holds.
+"""Runs two prefill processes with host pools, which hold KV blocks in host memory. The
+kv-cache-index tells each prefill which blocks the other one holds.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from tests.support.sim_reference import sim_reference
 from tests.support.sites.instance_site import Process, Site, site
 from tests.support.waiting import until
 
-__all__ = ["site"]  # a fixture
+__all__ = ["site"]  # pytest finds the fixture under this name
 
-NUM_TOKENS, NUM_BLOCKS = 1500, 23  # of 64 tokens, the last one not full
+# The blocks have 64 tokens. The rest of the prompt fills no block.
+NUM_TOKENS, NUM_BLOCKS = 1500, 23
 SAMPLING = Sampling(max_tokens=4)
-# Computing takes as long as on a real engine, so that fetching pays. The sim's blocks are small:
-# 4 MB hold 500 of them.
+# Computing takes as long as on a real engine, so that fetching pays. The blocks of the simulated
+# engine are small, and 4 MB hold 500 of them.
 PREFILL = {"KV_HOST_POOL_BYTES": str(4 << 20), "SIM_LAW": "smollm2-cpu", "KV_TIER_TIMEOUT_S": "10"}
 
 
@@ -38,7 +39,9 @@ def prompt_of(seed: int) -> list[int]:
 
 
 async def prefilled(process: Process, prompt: list[int]) -> pb.FirstToken:
-    """Assert that token 1 is correct, and release the staged KV."""
+    """Compute the prompt at the prefill, assert that token 1 is correct, and release the staged
+    KV.
+    """
     params = SimParams(block_size=process.record.block_size)
     async with TestSession(process) as session:
         leg = await session.prefill(prompt, SAMPLING)
@@ -50,7 +53,7 @@ async def prefilled(process: Process, prompt: list[int]) -> pb.FirstToken:
 
 
 def blocks(process: Process, tier: str, event: str) -> int:
-    """The number of blocks by tier and event, from /metrics."""
+    """The prefill's count of blocks for this tier and event, from /metrics."""
     for line in process.metrics().splitlines():
         if line.startswith("pdmesh_kv_tier_blocks_total") and {
             f'tier="{tier}"',
@@ -61,7 +64,7 @@ def blocks(process: Process, tier: str, event: str) -> int:
 
 
 async def is_indexed(index: KvIndexServiceStub, process: Process, num_blocks: int) -> bool:
-    """Whether the index has `num_blocks` blocks of the process's host pool."""
+    """Whether the index knows `num_blocks` blocks of this prefill's host pool."""
     asked = pb_index.SnapshotRequest(instance_ids=[process.record.instance_id])
     call = index.Snapshot(asked)
     parts = [part async for part in call]  # type: ignore[attr-defined]  # the stub's word is sync
@@ -81,7 +84,9 @@ async def test_a_prefill_is_served_by_the_pool_of_another_until_that_one_is_gone
     seeds = itertools.count(1)
 
     async def is_fetched() -> bool:
-        """Whether the blocks were fetched; the first connection takes some time."""
+        """Whether the second prefill fetches a prompt's blocks from the first. The first connection
+        takes some time.
+        """
         prompt = prompt_of(seed := next(seeds))
         assert (await prefilled(first, prompt)).num_cached_tokens == 0
         async with rpc.channel(index.address) as channel:

@@ -1,4 +1,4 @@
-"""The official anthropic client works unmodified."""
+"""Tests that the official anthropic client works with a gateway without changes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_a_decode_that_dies_in_the_middle_changes_nothing(
 async def test_a_stream_that_cannot_continue_ends_with_an_error_event(
     tmp_path: Path,
 ) -> None:
-    """All text before the error was sent, and nothing comes after it."""
+    """The gateway sends all text that came before the error, and nothing after the error."""
     async with (
         gateway_mesh(tmp_path, max_migrations=0) as mesh,
         httpx.AsyncClient(base_url=mesh.url, timeout=30) as http,
@@ -217,7 +217,9 @@ async def test_errors_have_the_types_that_the_client_knows(
 
 
 def events_of(text: str) -> list[tuple[str, Any]]:
-    """The events of a stream. Each has its name twice, in its field and in its data."""
+    """The names and data of a stream's events. Checks that each event has the same name in its
+    `event` field and in its data.
+    """
     events = []
     for piece in text.split("\n\n")[:-1]:
         name, data = piece.split("\n")

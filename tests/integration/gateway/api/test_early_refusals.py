@@ -1,4 +1,6 @@
-"""Requests that are refused by their head, while their bodies are still on the way."""
+"""Sends requests that the gateway refuses after their head, while their bodies are still on the
+way.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Client:
                 await self.send(part)
 
     async def answer(self) -> tuple[int, bytes, Any]:
-        """Status, headers and the parsed body. The connection stays open."""
+        """Read one answer and return its status, headers and parsed body. The connection stays
+        open.
+        """
         async with asyncio.timeout(60):
             head = await self.reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
@@ -65,7 +69,7 @@ async def connected(mesh: GatewayMesh) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def keyed_mesh(folder: Path, **settings: Any) -> AsyncIterator[tuple[GatewayMesh, bytes]]:
-    """A mesh, and the header that it wants."""
+    """A mesh whose gateway needs an API key, and a header with a valid key."""
     file = KeyFile()
     key = api_keys.issue(file, "acme")
     api_keys.save(folder / "keys.json", file)
@@ -77,13 +81,15 @@ async def keyed_mesh(folder: Path, **settings: Any) -> AsyncIterator[tuple[Gatew
 async def test_a_refusal_waits_for_the_rest_of_its_request_and_keeps_the_connection(
     tmp_path: Path, refused: bytes
 ) -> None:
-    """Envoy resets an HTTP/2 stream whose answer came before the end of its request."""
+    """The gateway answers only after the whole request. Otherwise Envoy would reset an HTTP/2
+    stream whose answer came before the end of its request.
+    """
     body = json.dumps({"model": "tiny", "prompt": "abc", "max_tokens": 8}).encode()
     length = b"content-length: %d\r\n\r\n" % len(body)
     async with keyed_mesh(tmp_path) as (mesh, key), connected(mesh) as client:
         await client.send(HEAD.replace(b"/v1/completions", refused) + length + body[:5])
         await until(lambda: mesh.gateway.http_app.writing)
-        for byte in body[5:-1]:  # slowly: each in its own packet
+        for byte in body[5:-1]:  # send each byte in a packet of its own
             await client.send(bytes([byte]))
             await asyncio.sleep(0)
         assert mesh.gateway.http_app.writing, "it answered before the end of the request"
@@ -110,7 +116,9 @@ async def test_a_client_that_stops_within_its_body_is_answered_and_closed(tmp_pa
 
 @pytest.mark.fault("F29", "F31")
 async def test_a_client_that_sends_without_end_is_answered_and_closed(tmp_path: Path) -> None:
-    """Its first MiB is dropped before the answer, another one after it."""
+    """The gateway drops the first MiB before its answer, and another MiB after it. Then it closes
+    the connection.
+    """
     async with keyed_mesh(tmp_path, receive_timeout_s=600.0) as (mesh, _):
         async with connected(mesh) as client:
             sending = asyncio.create_task(
@@ -121,7 +129,8 @@ async def test_a_client_that_sends_without_end_is_answered_and_closed(tmp_path: 
             assert await client.is_ended()
             async with asyncio.timeout(60):
                 await sending
-            assert client.num_sent < 16 * MIB  # what was read, and the kernel's buffers
+            # `num_sent` can only have the two MiB that the gateway reads, and the kernel's buffers.
+            assert client.num_sent < 16 * MIB
         await until(lambda: not mesh.gateway.http.num_connections)
         assert not mesh.gateway.http_app.body_room.num_bytes
 
@@ -135,7 +144,8 @@ async def test_an_announced_body_that_is_too_long_to_drop_is_refused_at_once(
                 await client.send(HEAD + given + b"content-length: 1000000000\r\n\r\n")
                 status, head, _ = await client.answer()
                 assert (status, b"connection: close" in head) == (expected, True)
-                await client.send(b"x" * MIB)  # is read: the answer is not lost to a reset
+                # The gateway reads this, so no reset of the connection destroys the answer.
+                await client.send(b"x" * MIB)
                 assert await client.is_ended()
 
 

@@ -1,4 +1,6 @@
-"""The rest of the OpenAI API, and the answers for hostile or broken clients."""
+"""Tests the parts of the OpenAI API that have no file of their own, and the answers to hostile or
+broken clients.
+"""
 
 from __future__ import annotations
 
@@ -378,7 +380,9 @@ async def test_a_503_says_when_to_come_back(tmp_path: Path) -> None:
 async def test_a_large_amount_of_text_at_once_arrives_whole_and_in_order(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """Eight choices of 3,000 tokens come in one step, more than one turn of the loop can write."""
+    """Eight choices of 3,000 tokens come in one step. The gateway cannot write so much text within
+    one turn of its event loop.
+    """
     for instance in mesh.instances.values():
         instance.tokens_per_step = 3000
     answer: Any = await client.completions.create(
@@ -394,7 +398,7 @@ async def test_a_large_amount_of_text_at_once_arrives_whole_and_in_order(
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_thousands_of_logprobs_all_arrive(tmp_path: Path, stream: bool) -> None:
-    """This many are turned into text on a thread beside the loop."""
+    """The gateway converts so many tokens to text on a thread beside the event loop."""
     async with (
         gateway_mesh(tmp_path) as mesh,
         openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client,

@@ -1,4 +1,4 @@
-"""The official openai client works unmodified."""
+"""Tests that the official openai client works with a gateway without changes."""
 
 from __future__ import annotations
 

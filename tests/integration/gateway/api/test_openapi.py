@@ -1,4 +1,4 @@
-"""`/openapi.json` is complete and correct: it has every path, and answers match it."""
+"""Tests that `/openapi.json` names every path and that the gateway's answers match it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from tests.support.api.documented_answers import check_answers, check_events, ro
 from tests.support.sites import servers
 
 HELLO = [{"role": "user", "content": "hello"}]
-# Request bodies by operation, or paths. Each must be answered as the document says.
-# A body that can be streamed is sent both ways.
+# Sample requests by operation. Each sample is the body of a request, or the path of a request
+# without a body. Each answer must match the document. The test also sends each body that allows
+# `stream` as a streamed request.
 SAMPLES: dict[str, list[Any]] = {
     "post_v1_chat_completions": [
         {"model": "tiny", "messages": HELLO, "max_tokens": 3},
@@ -74,7 +75,7 @@ SAMPLES: dict[str, list[Any]] = {
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
-    """A prefill and a decode that give log probabilities, a pooling instance, and a store of
+    """A prefill and a decode that return log probabilities, a pooling instance, and a store of
     responses.
     """
     valkey = servers.valkey(tmp_path)
@@ -152,7 +153,7 @@ async def test_the_links_lead_from_an_answer_to_the_resource_that_it_created(
 async def test_every_operation_answers_as_documented(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
-    """Each new path needs a sample here, and so does each new kind of answer."""
+    """Each new path and each new kind of answer needs a sample in this file."""
     routes = routes_of(mesh)
     missing = sorted(routes.keys() - SAMPLES.keys())
     assert not missing, f"no sample requests for {missing}"
@@ -176,7 +177,8 @@ async def test_usage_in_a_stream_is_as_documented(
             check_events(answer, route.operation)
 
 
-# The greatest values also depend on the model, its context, and other fields.
+# The greatest values of these fields also depend on the model, its context length, and other
+# fields.
 _OF_THE_MODEL = {
     "max_tokens", "max_completion_tokens", "min_tokens", "truncate_prompt_tokens",
     "thinking_token_budget", "dimensions", "max_tokens_per_query", "max_tokens_per_doc",
@@ -184,7 +186,7 @@ _OF_THE_MODEL = {
 
 
 def bounds_of(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The fields of a request that are bounded numbers, with their bounds."""
+    """The numeric fields of a request that have a maximum, with their schemas."""
     kinds = {"integer", "number"}
     found: dict[str, dict[str, Any]] = {
         name: next((k for k in of.get("anyOf", [of]) if k.get("type") in kinds), {})

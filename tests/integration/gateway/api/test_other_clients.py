@@ -1,8 +1,8 @@
-"""Other clients work unmodified at pinned versions: langchain-openai, pydantic-ai, instructor,
-litellm, aiperf.
+"""Tests that other clients work with a gateway without changes, at pinned versions:
+langchain-openai, pydantic-ai, instructor, litellm and aiperf.
 
-Each has its own environment, because it needs other versions of the tests' packages. An environment
-is made when it is first needed, in the same way as by `make setup`.
+Each client has an environment of its own, because its packages conflict with those of the tests.
+The first test that needs an environment makes it, in the same way as `make setup`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.tiny_model import EOS, write_tiny_model
 from tests.support.waiting import until
 
-# The first test of a client installs it, which takes minutes on a busy machine.
+# The first test of a client installs the client, which takes minutes on a busy machine.
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[4]
-# A test that ends in time leaves its thread behind, which may still be installing.
+# When a test times out, its thread may go on installing. The lock makes the next test wait for that
+# thread.
 INSTALLING = threading.Lock()
 
 
 def python_with(requirements: str) -> str:
-    """The Python of an environment with these requirements."""
+    """The path of Python in an environment with these requirements. Installs the environment if it
+    is missing.
+    """
     folder = ROOT / ".cache" / "clients" / requirements
     python, done = folder / "bin" / "python", folder / ".done"
     pinned = ROOT / "requirements" / f"{requirements}.txt"
@@ -91,7 +94,9 @@ TEMPLATE = """{% if tools %}<tool_call>{"name": <name>, "arguments": <object>}</
 async def test_instructor_gets_a_pydantic_model_after_a_wrong_answer(
     tmp_path: Path, mode: str
 ) -> None:
-    """A tool's wrong arguments come back as its result, and the model is asked again."""
+    """Instructor asks the model for an object. The model's first answer does not fit the object's
+    schema, so Instructor reports the error to the model and asks again.
+    """
     pytest.importorskip("vllm")
     await asyncio.to_thread(python_with, "instructor")
     written = json.dumps(WEATHER, ensure_ascii=False)
@@ -133,7 +138,8 @@ async def test_aiperf_measures_each_endpoint(mesh: GatewayMesh, tmp_path: Path, 
         *("--request-count", "12", "--concurrency", "3"),
         *("--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8"),
         *("--artifact-dir", str(tmp_path / "artifacts")),
-        # Other tests set HF_HUB_OFFLINE, with which aiperf looks for no tokenizer in a folder.
+        # Other tests set HF_HUB_OFFLINE. With this variable, aiperf would not look for a tokenizer
+        # in a folder.
         env={name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -145,5 +151,6 @@ async def test_aiperf_measures_each_endpoint(mesh: GatewayMesh, tmp_path: Path, 
     assert not found["error_summary"]
     assert found["request_count"]["avg"] == 12
     assert found["time_to_first_token"]["count"] == 12, "each answer was streamed"
-    if door != "responses":  # aiperf does not read the usage of an answer that `max_tokens` ended
+    # In the Responses API, aiperf ignores the usage of an answer that `max_tokens` ended.
+    if door != "responses":
         assert found["total_usage_completion_tokens"]["avg"] == 12 * 8

@@ -1,4 +1,6 @@
-"""Log probabilities of prompts and stop reasons, in vLLM's forms and after a death."""
+"""Tests the log probabilities of prompt tokens, and the field that tells why an answer stopped.
+Both must have vLLM's form, even after a decode dies.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ async def ids_of(mesh: GatewayMesh, text: str) -> list[int]:
 async def test_each_token_of_a_prompt_but_the_first_has_logprobs(
     mesh: GatewayMesh, http: httpx.AsyncClient
 ) -> None:
-    """The prompt's own token comes first, under its id. The likeliest have the ranks from 1 on."""
+    """The prompt's own token comes first in each entry, under its id. The most likely tokens follow
+    with ranks from 1 on.
+    """
     ids = await ids_of(mesh, "abc")
     (choice,) = (await answer(http, prompt="abc", max_tokens=3, prompt_logprobs=2))["choices"]
     first, *others = choice["prompt_logprobs"]
@@ -107,7 +111,9 @@ async def test_a_replaced_prefill_still_gives_the_prompt_logprobs(
 async def test_an_echo_has_the_prompt_logprobs_before_those_of_the_answer(
     mesh: GatewayMesh, http: httpx.AsyncClient, n: int
 ) -> None:
-    """Streamed or whole; offsets count from the beginning of the prompt."""
+    """The test compares the whole and the streamed answer. Offsets count from the beginning of the
+    prompt.
+    """
     asked = {"prompt": "ab\u00e9", "max_tokens": 3, "echo": True, "logprobs": 1, "n": n}
     ids = await ids_of(mesh, "ab\u00e9")
     text = "ab\u00e9" + mesh.expected_text("ab\u00e9", 3)
@@ -162,8 +168,8 @@ async def test_the_refusal_of_prompt_logprobs_that_are_not_available_names_the_f
 async def test_an_answer_says_what_stopped_it(
     mesh: GatewayMesh, http: httpx.AsyncClient, stream: bool
 ) -> None:
-    """`stop_reason` is the stop string or stop token. It is null if the model ended the answer
-    itself, or if the answer reached `max_tokens`.
+    """`stop_reason` is the stop string or stop token. It is null if the model itself ended the
+    answer, or if the answer reached `max_tokens`.
     """
     whole = mesh.expected_text("abc", 40)
     (stop_id,) = await mesh.tokenizer.encode(whole[20], add_special_tokens=False)

@@ -1,4 +1,6 @@
-"""vLLM's sampling parameters: each leg of an answer gets them, and they shape the text."""
+"""Tests vLLM's sampling parameters. The gateway must send them with each leg, which is a request's
+stay on one instance, and they must affect the text.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ SHAPING: dict[str, Any] = {
 
 
 def sent(mesh: GatewayMesh) -> list[dict[str, Any]]:
-    """The logit shaping that each leg got."""
+    """The logit shaping that the gateway sent with each leg."""
     instances = mesh.instances.values()
     told = [leg.sampling for i in instances for leg in i.prefills]
     told += [leg.sampling for i in instances for leg in i.starts]
@@ -105,7 +107,7 @@ async def test_a_request_without_parameters_carries_none(
 async def test_a_stop_token_ends_the_text_before_it_or_after_it(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """It also does if the model's own stop tokens are ignored."""
+    """A requested stop token still works when the client ignores the model's own stop tokens."""
     whole = mesh.expected_text("abc", 60)
     end = whole[20]
     (stop_id,) = await mesh.tokenizer.encode(end, add_special_tokens=False)
@@ -178,7 +180,7 @@ async def test_each_leg_gets_the_token_ids_whose_logprobs_are_wanted(
 async def test_allowed_tokens_are_counted_once_and_over_all_choices(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """Each choice sends its own."""
+    """Equal ids count once. The gateway sends the list for each choice, so all choices count."""
     for instance in mesh.instances.values():
         instance.script, instance.breaks_at = (), None
         instance.prefills.clear()
@@ -201,7 +203,7 @@ def test_the_number_of_allowed_tokens_of_a_call_is_bounded() -> None:
 async def test_tiny_values_do_not_become_zero_on_the_way_to_an_instance(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """An instance gets numbers of 32 bits, and refuses a zero here."""
+    """An instance gets numbers of 32 bits and refuses a zero for these fields."""
     for instance in mesh.instances.values():
         instance.script, instance.breaks_at = (), None
         instance.prefills.clear()
@@ -221,7 +223,7 @@ REPEATED: dict[str, Any] = {
 
 
 def repeats_itself(mesh: GatewayMesh, text: str) -> None:
-    """Make all instances write `text`, and each decode die at its third token."""
+    """Make all instances write `text`, and make each decode die at its third token."""
     script = [*mesh.tokenizer._encode(text, add_special_tokens=False), EOS]
     for instance in mesh.instances.values():
         instance.script = script
@@ -267,7 +269,9 @@ async def test_the_reported_repetition_is_the_one_that_counts(mesh: GatewayMesh)
 async def test_a_repetition_ends_the_work_on_a_whole_answer(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """The instance would draw all of the tokens: it does not look for repetitions."""
+    """The instance itself does not look for repetitions and would draw all tokens. The gateway must
+    abort the leg.
+    """
     for instance in mesh.instances.values():
         instance.script, instance.breaks_at, instance.step_s = (5, 6), None, 0.001
         instance.aborted.clear()
@@ -381,7 +385,9 @@ async def test_unknown_fields_are_named_or_refused(tmp_path: Path, is_strict: bo
 async def test_fields_that_the_engines_setup_excludes_are_refused(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """vLLM's speculation does not support min_p, and the simulator does not support reasoning."""
+    """vLLM's speculation does not support min_p, and the simulated engine does not support
+    reasoning.
+    """
     decode = next(i for i in mesh.instances.values() if i.role == ROLE_DECODE)
     record = decode.record()
     record.unsupported_shaping.extend(["a_later_field", "min_p", "thinking_token_budget"])

@@ -1,7 +1,8 @@
-"""Random requests from `/openapi.json`, both valid and invalid: there is no 5xx, answers match the
-document, and invalid requests are refused.
+"""Sends random requests that Schemathesis makes from `/openapi.json`, both valid and invalid.
 
-Schemathesis reads the document as any client generator does. It runs in a separate process.
+The gateway must not answer with a 5xx, must refuse the invalid requests, and must give answers that
+match the document. Schemathesis reads the document as any client generator does. It runs in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
 def noted(
     look_up: Callable[[str, str], Awaitable[object]], name: str, found: dict[str, bool]
 ) -> Callable[[str, str], Awaitable[object]]:
-    """A `look_up` that also notes in `found` whether it ever found a response."""
+    """Wrap `look_up` so that `found[name]` tells whether a call ever found a response."""
 
     async def looked_up(tenant: str, response_id: str) -> object:
         answer = await look_up(tenant, response_id)
@@ -102,7 +103,7 @@ async def test_no_request_of_the_document_gets_an_undocumented_answer(
 async def test_an_answer_that_contradicts_the_document_is_found(
     mesh: GatewayMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control."""
+    """This is the negative control. Schemathesis must notice an answer that breaks the schema."""
     monkeypatch.setattr("pdmesh.services.gateway.http.app._model_entry", lambda name: {"id": name})
     status, report = await told(
         mesh.url, "--phases", "fuzzing", "-n", "1", "--include-path", "/v1/models"
@@ -118,7 +119,9 @@ async def test_an_answer_that_contradicts_the_document_is_found(
 async def test_links_lead_to_kept_responses(
     mesh: GatewayMesh, num_examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random paths never name a response that exists."""
+    """Random paths never contain the id of an existing response. So Schemathesis follows the
+    document's links here.
+    """
     store = mesh.gateway.http_app._responses._store
     found: dict[str, bool] = {}
     for name in ("load", "forget"):

@@ -1,4 +1,10 @@
-"""The form of an answer: each leg gets it over HTTP and gRPC, and an invalid one takes no slot."""
+"""Tests structured output, in which a client asks for an answer of a certain form, such as a JSON
+schema.
+
+The gateway must send the form as a grammar with each leg, which is a request's stay on one
+instance. This applies to HTTP and gRPC. It must refuse an invalid form before the request takes a
+slot of an instance.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +42,7 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 
 def sent(mesh: GatewayMesh) -> list[str]:
-    """The grammar that each leg got."""
+    """The grammars that the gateway sent, one for each leg."""
     instances = mesh.instances.values()
     told = [leg.sampling for i in instances for leg in i.prefills]
     told += [leg.sampling for i in instances for leg in i.starts]
@@ -104,7 +110,7 @@ async def test_grpc_has_the_same_forms(
 
 
 def _sorted(grammar: str) -> Any:
-    """Without the order of a schema's keys."""
+    """A text that is equal for two grammars with the same keys in different order."""
     try:
         return json.dumps(json.loads(grammar), sort_keys=True)
     except ValueError:
@@ -160,7 +166,9 @@ async def test_an_invalid_form_is_a_400_that_names_the_field_and_takes_no_slot(
 async def test_the_copies_of_a_grammar_for_many_choices_are_bounded(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """Each choice of each prompt sends its own to prefill, to decode, and after each death."""
+    """The gateway sends the grammar for each choice of each prompt to the prefill, to the decode,
+    and again after each death.
+    """
     choices = [f"{number:08d}{'x' * 50}" for number in range(MAX_GRAMMAR_BYTES // 180)]
     body = {"structured_outputs": {"choice": choices}}
     with pytest.raises(openai.BadRequestError, match="64 choices with a grammar for each") as got:
@@ -178,7 +186,7 @@ async def test_the_copies_of_a_grammar_for_many_choices_are_bounded(
 async def test_an_instance_of_another_version_is_not_asked_to_keep_a_form(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """Such an instance would draw any text."""
+    """An instance without support for grammars would draw any text."""
     old = next(iter(mesh.instances.values()))
     old.supports_constraints = False
     mesh.register(old.record())
@@ -191,7 +199,9 @@ async def test_an_instance_of_another_version_is_not_asked_to_keep_a_form(
 async def test_hostile_forms_do_not_delay_clients_without_a_form(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """Requests with a form wait for the compiler's process, and the others do not."""
+    """Requests with a form wait for the process that compiles grammars. Other requests must not
+    wait.
+    """
     explodes = {"type": "array", "items": {"type": "integer"}, "maxItems": 10**9}
     async with httpx.AsyncClient(timeout=120) as http:
         hostile = [
@@ -216,7 +226,7 @@ async def test_hostile_forms_do_not_delay_clients_without_a_form(
 
 
 class HeldChecker:
-    """Compiles nothing before the test allows it."""
+    """A grammar checker that finishes no check until the test sets `is_free`."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -238,7 +248,9 @@ class HeldChecker:
 async def test_when_a_client_leaves_its_waiting_form_is_dropped(
     mesh: GatewayMesh, path: str
 ) -> None:
-    """The form waits for its turn to be compiled, but no request needs the verdict any more."""
+    """The second form waits to be compiled. When its client leaves, no request needs the result any
+    more.
+    """
     checker = HeldChecker()
     mesh.gateway.frontend.shared.grammars = grammars = GrammarChecks(checker)
 

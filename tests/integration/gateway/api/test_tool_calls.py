@@ -1,6 +1,7 @@
-"""Tools and reasoning with the official openai client, on vLLM's own parsers.
+"""Tests tool calls and reasoning with the official openai client and vLLM's own parsers.
 
-Fake instances write a given answer, so that the tests know what the client must find in it.
+Fake instances write a given answer, so that the tests know which calls and which text the client
+must receive. A leg is a request's stay on one instance.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ OTHER_CALL = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GatewayMesh]:
-    """A mesh whose model has a template like Hermes and the type of Qwen 3."""
+    """A mesh whose model has a chat template like that of Hermes, and the model type of Qwen 3."""
     directory = tmp_path_factory.mktemp("tools")
     async with gateway_mesh(
         directory, num_prefills=2, num_decodes=2, template=_TEMPLATE, model_type="qwen3"
@@ -63,7 +64,7 @@ async def client(mesh: GatewayMesh) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 def answers(mesh: GatewayMesh, text: str) -> int:
-    """Have all instances write `text`; returns its number of tokens."""
+    """Make all instances write `text`, and return its number of tokens."""
     script = [*mesh.tokenizer._encode(text, add_special_tokens=False), EOS]
     for instance in mesh.instances.values():
         instance.script, instance.step_s, instance.breaks_at = script, 0.0, None
@@ -72,7 +73,7 @@ def answers(mesh: GatewayMesh, text: str) -> int:
 
 @dataclass
 class Read:
-    """The content of a stream, assembled as clients do."""
+    """The content of a stream, joined in the way in which clients join it."""
 
     content: str = ""
     reasoning: str = ""
@@ -120,7 +121,7 @@ async def all_streamed(client: openai.AsyncOpenAI, n: int = 1, **asked: Any) -> 
     return reads
 
 
-THINK_END = 258  # the tiny model's token
+THINK_END = 258  # the token id of `</think>` in the tiny model
 WEATHER = ("weather", {"town": "Köln", "n": [1, 2]})
 
 
@@ -231,7 +232,7 @@ async def test_each_choice_has_its_own_calls(mesh: GatewayMesh, client: openai.A
 
 
 def grammars(mesh: GatewayMesh) -> set[str]:
-    """The grammars that legs were given since the last call of this function."""
+    """The grammars of all legs since the last call of this function."""
     told = [leg.sampling.constraint for i in mesh.instances.values() for leg in i.prefills]
     told += [leg.sampling.constraint for i in mesh.instances.values() for leg in i.starts]
     found = {(constraint.grammar, tuple(constraint.begins_after)) for constraint in told}
@@ -260,7 +261,9 @@ async def test_calls_with_a_grammar_are_drawn_by_it_after_the_reasoning(
     expected: set[str],
     reason: str,
 ) -> None:
-    """Each leg gets the grammar of the tool calls, in vLLM's form, and where it begins."""
+    """Each leg gets the grammar of the tool calls in vLLM's form, and the token after which the
+    grammar begins.
+    """
     answers(mesh, f"<think>hm</think>{CALL}")
     grammars(mesh)
     read = await streamed(client, **asked)
@@ -296,7 +299,7 @@ async def test_the_refusal_of_a_schema_of_arguments_names_its_tool(
 
 
 def budgets(mesh: GatewayMesh) -> list[tuple[int, list[int], list[int]]]:
-    """The thinking budgets that legs were given since the last call of this function."""
+    """The thinking budgets of all legs since the last call of this function."""
     sampling = [leg.sampling for i in mesh.instances.values() for leg in i.prefills]
     sampling += [leg.sampling for i in mesh.instances.values() for leg in i.starts]
     told = [each.shaping.thinking_token_budget for each in sampling]
@@ -352,7 +355,9 @@ async def test_forms_for_both_the_answer_and_its_tool_calls_are_refused(
 async def test_a_parser_process_that_dies_is_replaced_and_no_delta_is_broken(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """The process dies in the middle of a tool call. Its successor repeats no output."""
+    """The parser process dies in the middle of a tool call. The next parser process must not repeat
+    any output.
+    """
     answers(mesh, f"</think>Well. {CALL}")
     unbroken = await streamed(client)
     parsers = mesh.gateway.frontend.shared.parsers

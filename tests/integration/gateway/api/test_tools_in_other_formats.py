@@ -1,4 +1,6 @@
-"""Tools and reasoning in Responses and Messages: official clients, and vLLM's own parsers."""
+"""Tests tool calls and reasoning in the Responses and Messages APIs, with the official clients and
+vLLM's own parsers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("vllm")  # before test_tool_calls is imported, which needs vLLM, too
+pytest.importorskip("vllm")  # must come before the import of test_tool_calls, which also needs vLLM
 
 from pdmesh.v1.common_pb2 import ROLE_DECODE
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
@@ -178,7 +180,9 @@ async def test_a_response_has_an_item_for_each_thought_text_and_call(
 async def test_a_responses_text_has_the_log_probabilities_of_its_own_tokens(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    """Those of its reasoning and calls are left out, also if all tokens come in one piece."""
+    """The log probabilities must leave out the tokens of the reasoning and of the calls, even if
+    all tokens come at once.
+    """
     for instance in mesh.instances.values():
         instance.supports_logprobs = True
         mesh.register(instance.record())

@@ -1,4 +1,6 @@
-"""A gateway that cannot parse: without vLLM, or with a model whose tokenizer lacks the marks."""
+"""Tests a gateway that cannot parse tool calls or reasoning. Either vLLM is missing, or the model's
+tokenizer lacks the special tokens.
+"""
 
 from __future__ import annotations
 

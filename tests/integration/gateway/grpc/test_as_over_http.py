@@ -1,6 +1,7 @@
-"""A request over HTTP and the same request over gRPC cause equal commands and get equal answers.
+"""Sends the same request over HTTP and over gRPC. Both must cause equal commands to the instances
+and get equal answers.
 
-Tools and reasoning are in `test_grpc_tools`, since they need vLLM's parsers.
+`test_grpc_tools` does the same for tool calls and reasoning, because they need vLLM's parsers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tests.support.api.two_apis import legs, over_grpc, over_http
 USER: list[Any] = [{"role": "user", "content": "hello"}]
 SAID = [pb.ChatMessage(role="user", content="hello")]
 SCHEMA = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}'
-# The fields beside the prompt: over HTTP, in gRPC's params, and in gRPC's request.
+# For each feature, the fields of the HTTP request, the fields of gRPC's params, and the fields of
+# gRPC's request. All omit the prompt.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
     "seed": ({"seed": 7, "temperature": 0.7}, {"seed": 7, "temperature": 0.7}, {}),
@@ -82,7 +84,7 @@ async def test_each_feature_gives_the_same_over_both_apis(
         body, request = {**body, "messages": USER}, pb.ChatRequest(messages=SAID, **given)
     else:
         body, request = {**body, "prompt": "hello"}, pb.GenerateRequest(text="hello", **given)
-        body.setdefault("return_token_ids", True)  # over gRPC they always come
+        body.setdefault("return_token_ids", True)  # an answer over gRPC always has token ids
     expected = await over_http(mesh, {"max_tokens": 12, **body}, is_streamed=is_streamed)
     asked = legs(mesh)
     assert asked
@@ -211,7 +213,7 @@ async def test_a_stream_continues_after_a_death(mesh: GatewayMesh, at: int) -> N
 
 
 async def test_a_failure_comes_after_the_text_so_far(mesh: GatewayMesh) -> None:
-    """As over HTTP: the text so far, then the error."""
+    """As over HTTP, the client gets the text so far, and then the error."""
     for instance in mesh.instances.values():
         instance.step_s = 0.01
     request = pb.ChatRequest(messages=SAID, params=pb.GenerationParams(max_tokens=4000))

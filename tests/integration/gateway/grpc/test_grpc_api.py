@@ -1,4 +1,6 @@
-"""The gRPC API: same answers, typed errors, health and reflection."""
+"""Tests the gateway's gRPC API: its answers, its typed errors, its health service and its
+reflection.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,7 @@ async def test_the_lengths_of_names_are_bounded(channel: grpc.aio.Channel, field
 async def test_no_string_holds_a_nul(channel: grpc.aio.Channel) -> None:
     stub = InferenceServiceStub(channel)
     fine, nul = pb.ChatMessage(role="user", content="x"), "a\0b"
-    # Any: requests of both methods.
+    # The type is Any because the values are requests of two methods.
     wrong: dict[str, Any] = {
         "text": pb.GenerateRequest(text=nul),
         "model": pb.GenerateRequest(text="x", model=nul),
@@ -197,8 +199,8 @@ async def test_too_many_choices_tokens_or_bytes_are_refused(channel: grpc.aio.Ch
 
 @pytest.mark.fault("F28")
 async def test_a_client_that_does_not_read_its_stream_is_cut(tmp_path: Path) -> None:
-    """The client's flow-control window is fixed and small. If gRPC estimated it, it would grow by
-    megabytes, and a slow machine would take long to fill it.
+    """The client's flow-control window must be small and fixed. By itself, gRPC would let the
+    window grow by megabytes, and a slow machine would take long to fill it.
     """
     window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
     async with gateway_mesh(tmp_path, write_timeout_s=0.5, chunk_interval_ms=0) as mesh:
@@ -232,7 +234,9 @@ async def test_a_client_that_does_not_read_its_stream_is_cut(tmp_path: Path) -> 
     ],
 )
 async def test_messages_without_their_end_are_given_up(tmp_path: Path, method: bytes) -> None:
-    """gRPC would wait forever for the rest of a message, and keep all that was sent of it."""
+    """By itself, gRPC would wait forever for the rest of a message and keep the part that has
+    arrived.
+    """
     mib = 1 << 20
     async with gateway_mesh(
         tmp_path, max_body_bytes=mib, max_incoming_bytes=4 * mib, receive_timeout_s=1.0

@@ -1,4 +1,6 @@
-"""grpc.health.v1 needs no key, so its callers must not be able to affect other clients."""
+"""Tests the gateway's health service, grpc.health.v1. Its callers need no key, so they must not be
+able to disturb other clients.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,10 @@ def watch(stream: int) -> bytes:
 
 @asynccontextmanager
 async def stranger(port: int, sent: bytes) -> AsyncIterator[None]:
-    """A caller without a key whose answer has begun, and which lets the server write none of it.
+    """A caller without a key. It waits until the server's answer has begun, but its flow-control
+    window leaves the server no room to write.
 
-    It answers the server's pings, because otherwise it would be disconnected.
+    The caller answers the server's pings, because otherwise the server would cut the connection.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(STRANGER, 0))
     writer.write(HELLO + NO_WINDOW + sent)
@@ -78,8 +81,8 @@ async def next_status(stream: Any) -> int:
 
 @pytest.mark.fault("F28", "F30")
 async def test_a_watcher_that_reads_nothing_delays_no_change_and_no_stop(mesh: GatewayMesh) -> None:
-    """The package's own servicer writes under a lock, so the gateway's health once froze, and its
-    stop never ended.
+    """The servicer of the grpcio package writes while it holds a lock. With that servicer, the
+    gateway's health status once froze, and its stop never ended.
     """
     server = mesh.gateway.grpc
     async with (
@@ -97,7 +100,7 @@ async def test_a_watcher_that_reads_nothing_delays_no_change_and_no_stop(mesh: G
 
 
 class Caller:
-    """The part of a gRPC context that a watch reads."""
+    """The part of a gRPC context that `Watch` needs."""
 
     def __init__(self, address: str) -> None:
         self._address = address

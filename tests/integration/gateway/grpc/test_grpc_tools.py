@@ -1,6 +1,7 @@
-"""Tools and reasoning over gRPC: the same as over HTTP, on vLLM's own parsers.
+"""Tests that tool calls and reasoning work over gRPC as over HTTP, with vLLM's own parsers.
 
-Fake instances write a given answer, so that the tests know what the client must find in it.
+Fake instances write a given answer, so that the tests know which calls and which text the client
+must receive.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("vllm")  # the module of tool calls asks for it, too
+pytest.importorskip("vllm")  # the module test_tool_calls also needs vLLM
 
 from pdmesh.net.grpc import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
@@ -33,7 +34,7 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
-# Any: JSON over HTTP, and what messages are made of.
+# The values are Any because they are JSON over HTTP and parts of messages over gRPC.
 Json = dict[str, Any]
 SCHEMA = '{"type":"object","properties":{"z":{"type":"number","minimum":1},"a":{"maximum":1.0}}}'
 HTTP_TOOLS: list[Json] = [
@@ -51,7 +52,8 @@ HTTP_USER: Json = {"role": "user", "content": "Weather?"}
 THOUGHT = "<think>I look.</think>"
 FORM = '{"type":"object"}'
 
-# The text that the model writes, and the fields beside the tools over HTTP and over gRPC.
+# For each feature, the text that the model writes, and the fields other than the tools, first over
+# HTTP and then over gRPC.
 FEATURES: dict[str, tuple[str, Json, Json]] = {
     "calls": (f"{THOUGHT}Let me see. {CALL}\n{OTHER_CALL}", {}, {}),
     "no call": (f"{THOUGHT}Fine.", {}, {}),

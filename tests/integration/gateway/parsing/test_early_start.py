@@ -1,4 +1,6 @@
-"""The parsers start before the first chat that needs them, and for no other model."""
+"""Tests when the gateway starts the process with vLLM's parsers for tool calls and reasoning. It
+must start before the first chat that needs it, and only if a model needs parsers.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ REASONING = "</think>{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 class Models:
-    """The models that instances serve, and their tokenizers."""
+    """The models that the instances serve, with their tokenizers."""
 
     def __init__(self, folder: Path) -> None:
         self.served: list[tuple[str, str]] = []

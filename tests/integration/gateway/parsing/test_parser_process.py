@@ -1,4 +1,6 @@
-"""The parser process may die, hang or fail to start: each answer continues, or fails alone."""
+"""Lets the process with vLLM's parsers for tool calls and reasoning die, hang or fail to start.
+Each answer must continue, or fail without effect on other answers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ async def parsers() -> AsyncIterator[AnswerParsers]:
 
 
 class Answer:
-    """A call of one choice, as its client reads it."""
+    """The parsed answer of a call with one choice, as its client reads it."""
 
     def __init__(self, parsers: AnswerParsers, tokenizer: Tokenizer) -> None:
         parsing = Parsing(parsers, parsers.model(tokenizer), b"{}")
@@ -72,7 +74,9 @@ async def test_answers_continue_after_a_death_without_repetitions(
 async def test_only_the_answer_that_kills_the_parsers_fails(
     parsers: AnswerParsers, tokenizer: Tokenizer
 ) -> None:
-    """The answers that wait behind it are not to blame, however often the process dies."""
+    """The other answers wait for the same process. They must not fail, even if the process dies
+    several times.
+    """
     answers = [Answer(parsers, tokenizer) for _ in range(8)]
     deadly = Answer(parsers, tokenizer)
     for answer in [*answers, deadly]:
@@ -132,7 +136,9 @@ async def test_parsers_that_hang_over_an_answer_whose_client_left_are_killed(
 
 @pytest.mark.fault("F7")
 async def test_a_long_answer_is_fed_again_in_pieces(tokenizer: Tokenizer) -> None:
-    """All of it takes twice the time after which the process would count as hung."""
+    """The parsers need twice as long for the whole answer as the time after which their process
+    counts as hung.
+    """
     parsers = AnswerParsers("hermes", "none", ParserProcess(CHILD, answer_s=0.6))
     try:
         long = Answer(parsers, tokenizer)
@@ -189,7 +195,7 @@ async def test_a_call_that_is_cancelled_leaves_the_others_replies_in_order(
 async def test_an_answer_whose_client_leaves_while_it_is_opened_is_closed(
     parsers: AnswerParsers, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the process would keep it, with its prompt, for good."""
+    """Otherwise the process would keep the answer and its prompt forever."""
     busy, left = Answer(parsers, tokenizer), Answer(parsers, tokenizer)
     await busy.write("a")
     life = await parsers.life()

@@ -1,4 +1,6 @@
-"""Changes of Envoy's configuration."""
+"""Changes that tests make to the configuration of Envoy. Envoy asks the mesh's endpoint picker
+which gateway takes a request.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def buffered(config: Config) -> None:
 
 
 def duplex_both_ways(config: Config) -> None:
-    """Configure Envoy as gateways of the Gateway API Inference Extension do."""
+    """Configure Envoy in the way of gateways of the Gateway API Inference Extension."""
     mode = ext_proc(config)["processing_mode"]
     mode |= {"response_body_mode": "FULL_DUPLEX_STREAMED", "response_trailer_mode": "SEND"}
 
@@ -28,13 +30,17 @@ def streamed(config: Config) -> None:
 
 
 def failing_open(config: Config) -> None:
-    """Envoy continues without a picker. It must not retry first: a retry gives the body away."""
+    """Envoy continues without a picker if no picker answers. It must not retry first, because after
+    a retry it has no body left for the request.
+    """
     ext_proc(config)["failure_mode_allow"] = True
     del ext_proc(config)["grpc_service"]["retry_policy"]
 
 
 def by_header(config: Config) -> None:
-    """Envoy follows the header instead of the metadata, and does not strip it from requests."""
+    """Envoy takes the endpoint from the header instead of the metadata, and does not remove the
+    header from clients' requests.
+    """
     policy = cluster_of(config, "gateways")["load_balancing_policy"]["policies"][0]
     override = policy["typed_extension_config"]["typed_config"]
     override["override_host_sources"] = [{"header": "x-gateway-destination-endpoint"}]
@@ -42,7 +48,7 @@ def by_header(config: Config) -> None:
 
 
 def only(addresses: list[str]) -> Any:
-    """A change by which the proxy lets the picker choose only from these endpoints."""
+    """A change by which Envoy lets the picker choose only from these endpoints."""
 
     def change(config: Config) -> None:
         kind = "type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config"

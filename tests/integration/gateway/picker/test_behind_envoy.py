@@ -1,4 +1,6 @@
-"""An existing gateway, here Envoy, uses the mesh's placement through the endpoint picker."""
+"""Tests a mesh behind an existing proxy, here Envoy. The proxy asks the endpoint picker of a
+gateway which gateway takes a request. The picker also plans which instances serve the request.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ REGIONS = ("eu", "us")
 
 
 def in_regions(site: PickedSite) -> None:
-    """Number n of gateways, prefills and decodes is in region n."""
+    """Put the n-th gateway, prefill and decode into the n-th region."""
     for number, region in enumerate(REGIONS):
         site.record(number, region=region)
         for role in ("prefill", "decode"):
@@ -43,7 +45,9 @@ async def test_a_request_is_answered_by_its_plan_which_is_asked_for_once(
 
 
 async def test_requests_with_a_shared_prefix_go_where_its_cache_is(tmp_path: Path) -> None:
-    """A request goes to the prefill with the cache, through the gateway in its region."""
+    """A request must go to the prefill that has its prefix in the cache, through the gateway of the
+    same region.
+    """
     async with picked_site(tmp_path) as site:
         in_regions(site)
         for number in range(8):
@@ -79,11 +83,11 @@ async def test_all_turns_of_a_chat_go_to_one_gateway_which_keeps_its_tokens(
             grown = [after - b for after, b in zip(site.num_served(), before, strict=True)]
             assert sorted(grown) == [0, 3]
             homes.add(grown.index(3))
-        assert len(site.master.queries) == 12  # one for each request, from the picker
+        assert len(site.master.queries) == 12  # the pickers asked once for each request
 
 
 async def test_each_token_of_a_stream_passes_through_at_once(tmp_path: Path) -> None:
-    """The proxy sends the response through the picker here."""
+    """In this mode, the proxy sends the response through the picker."""
     async with picked_site(tmp_path, MODES[2]) as site:
         decodes = [i for n, i in site.mesh.instances.items() if n.startswith("decode")]
         for decode in decodes:
@@ -105,7 +109,9 @@ async def test_each_token_of_a_stream_passes_through_at_once(tmp_path: Path) -> 
 
 
 async def test_a_request_counts_at_its_gateway_until_its_answer_ends(tmp_path: Path) -> None:
-    """So chats that begin while others run are spread over both gateways."""
+    """A picker counts a request at its gateway until the answer ends. So chats that begin at the
+    same time are spread over both gateways.
+    """
     async with picked_site(tmp_path) as site:
         for instance in site.mesh.instances.values():
             instance.is_holding = True
@@ -122,8 +128,8 @@ async def test_a_request_counts_at_its_gateway_until_its_answer_ends(tmp_path: P
 
 
 async def test_when_an_endpoint_is_killed_the_next_one_takes_its_requests(tmp_path: Path) -> None:
-    """The next endpoint takes them at once, while the record of the killed one still exists, and
-    uses the plan that was made for the first.
+    """The next endpoint takes the requests at once, although the record of the killed one still
+    exists. It uses the plan that the picker got for the killed endpoint.
     """
     async with picked_site(tmp_path) as site:
         in_regions(site)
@@ -139,7 +145,7 @@ async def test_when_an_endpoint_is_killed_the_next_one_takes_its_requests(tmp_pa
         assert await site.envoy.counter("upstream_rq_retry_success") == 4
         site.mesh.store.remove(f"gateway-{home}", is_lease_end=True)
         assert (await site.ask(SHARED)).status_code == 200
-        # The killed endpoint was not named again, so there was no further retry.
+        # The picker did not name the killed endpoint again, so Envoy made no further retry.
         assert await site.envoy.counter("upstream_rq_retry_success") == 4
 
 
@@ -191,7 +197,7 @@ async def test_without_a_picker_the_proxy_refuses_or_goes_on_as_it_was_told(
     (tmp_path / "open").mkdir()
     async with picked_site(tmp_path / "open", failing_open) as site:
         await stop_pickers(site)
-        # A client cannot choose an endpoint or a plan in place of the picker.
+        # A client may send the picker's headers, but the proxy must not follow them.
         other = httpx.Headers({"x-gateway-destination-endpoint": "127.0.0.1:1"})
         forged = httpx.Headers({"x-pdmesh-plan": "AAAA"})
         for headers in (other, forged):

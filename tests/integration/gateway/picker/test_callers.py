@@ -1,4 +1,6 @@
-"""The callers that the picker's port accepts, and the health that it reports."""
+"""Tests which callers an endpoint picker accepts, and which health status it reports. A picker is
+the port of a gateway at which proxies ask which gateway takes a request.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.support.proxies.picked_site import gateway_record, picked_site
 from tests.support.sites.certificates import TestAuthority
 from tests.support.sites.refused_calls import refusal
 
-NAME = "gateway-0.gateway.pdmesh"  # in the certificate of gateway-0
+NAME = "gateway-0.gateway.pdmesh"  # the name in the certificate of gateway-0
 
 
 @pytest.fixture
@@ -33,7 +35,9 @@ def ours(tmp_path: Path) -> TestAuthority:
 async def secure_mesh(
     folder: Path, authority: TestAuthority, **settings: Any
 ) -> AsyncIterator[GatewayMesh]:
-    """One gateway, whose picker has the mesh's TLS; the rest of this process has none."""
+    """One gateway whose picker serves with the mesh's TLS. The other servers of this process use no
+    TLS.
+    """
     with using_certificates(authority.folder("gateway", "gateway-0")):
         async with gateway_mesh(folder, 0, 0, picker_port=0, **settings) as mesh:
             mesh.register(gateway_record(mesh.gateway, 0))
@@ -117,7 +121,7 @@ async def test_envoy_asks_the_picker_over_mutual_tls(tmp_path: Path, ours: TestA
             "match_typed_subject_alt_names": [san],
         }
         context = {
-            "alpn_protocols": ["h2"],  # health checks do not offer it by themselves
+            "alpn_protocols": ["h2"],  # Envoy's health checks do not offer HTTP/2 by themselves
             "tls_certificates": [files],
             "validation_context": trusted,
         }
@@ -154,7 +158,8 @@ async def test_the_health_of_the_picker_is_told_by_the_names_of_the_protocol(
                 assert await status(name) == "NOT_SERVING"
             assert await status("liveness") == "SERVING"
             watch = stub.Watch(health_pb2.HealthCheckRequest(service="liveness"))
-            watched = [each.status async for each in watch]  # it ends: the picker has closed
+            # The stream ends because the picker has closed it.
+            watched = [each.status async for each in watch]
             assert watched == [health_pb2.HealthCheckResponse.SERVING]
             listed = (await stub.List(health_pb2.HealthListRequest())).statuses
             assert listed.keys() == {*ready, "liveness"}

@@ -1,4 +1,7 @@
-"""A gateway uses a plan in a header if it is a picker's, and otherwise asks the master."""
+"""Tests requests that bring a plan in a header. A plan names the instances that may serve the
+request. The gateway must use the plan only if an endpoint picker of the mesh made it, and must
+otherwise ask the master.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,9 @@ async def site(tmp_path: Path) -> AsyncIterator[PickedSite]:
 
 
 async def plan_of(site: PickedSite, prompt: str, prefill: str = "prefill-1") -> HandedPlan:
-    """A plan for this prompt as a picker would hand it over, with given instances, so that its use
-    shows.
+    """A plan for this prompt, in the form in which a picker hands it to the proxy. The plan names a
+    prefill and a decode that the gateway would not choose, so the test sees whether the gateway
+    used it.
     """
     frontend = site.gateways[0].frontend
     request = CompletionRequest(model="tiny", prompt=prompt, max_tokens=4)

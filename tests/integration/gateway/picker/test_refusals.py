@@ -1,4 +1,7 @@
-"""The picker refuses requests with the same answers as gateways, and holds little meanwhile."""
+"""Tests the refusals of the endpoint picker, which proxies ask which gateway takes a request. Its
+answers must equal those of a gateway. It may hold only a bounded number of bytes of requests that
+are under way.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,8 @@ async def test_while_its_queue_is_full_a_request_gets_a_429(tmp_path: Path, chan
         queue = ScenarioQueue(scenario="default", num_waiting={0: 10})
         full = ScenarioPressure(queue=queue, max_waiting=10, prefills_per_s=2)
         site.master.pressures.append(full)
-        assert (await site.ask()).status_code == 200  # by its plan the picker learns of the queue
+        # The plan for this request tells the picker how long the queue is.
+        assert (await site.ask()).status_code == 200
         answers = [await site.ask() for _ in range(6)]
         refused = [a for a in answers if a.status_code != 200]
         assert refused
@@ -89,7 +93,7 @@ async def test_while_its_queue_is_full_a_request_gets_a_429(tmp_path: Path, chan
             assert error_of(answer) == (429, "queue_full")
             assert answer.json()["error"]["type"] == "rate_limit_error"
             assert int(answer.headers["retry-after"]) >= 1
-        assert len(site.master.queries) <= 2  # at most one from each picker
+        assert len(site.master.queries) <= 2  # each of the two pickers asks at most once
 
 
 MALFORMED: Any = {
@@ -164,7 +168,8 @@ async def test_bodies_that_never_end_take_bounded_memory_and_time(tmp_path: Path
 
         answers = await asyncio.gather(*(send() for _ in range(40)))
         statuses = [int(answer.split()[1]) for answer in answers]
-        assert set(statuses) == {429, 504}  # no room, and not in time
+        # There was no room for the body, or the body did not come in time.
+        assert set(statuses) == {429, 504}
         assert most <= 4 * MAX_BODY
         await until(lambda: num_held(site) == 0 and num_streams(site) == 0)
         assert (await site.ask()).status_code == 200

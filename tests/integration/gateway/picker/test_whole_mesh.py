@@ -1,4 +1,6 @@
-"""A whole mesh behind a real Envoy, which asks the endpoint pickers of two gateway processes."""
+"""Runs a whole mesh behind a real Envoy. Two gateway processes have an endpoint picker each, and
+Envoy asks the pickers which gateway takes a request.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,14 @@ from tests.support.sites import fleet
 from tests.support.waiting import until
 
 GATEWAYS = ("gateway-0", "gateway-1")
-BLOCKS = 1024  # tokens in whole blocks: recomputing fewer may cost less than a queue
+# The number of tokens that the prompts of a kind share. Fewer tokens may be cheaper to recompute
+# than to queue for.
+BLOCKS = 1024
 
 
 @asynccontextmanager
 async def picked_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Envoy]]:
-    """Two prefills, two decodes, and two gateways that share no port."""
+    """A mesh with two prefills, two decodes, and two gateways that share no port."""
     reserved = [PortReservation("127.0.0.1", 0) for _ in range(6)]
     ports = [each.port for each in reserved]
     envs = {
@@ -39,8 +43,8 @@ async def picked_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, Envoy]]:
         }
         for number, name in enumerate(GATEWAYS)
     }
-    # Without a price on uneven work, reuse alone decides. Prompts take so long that reuse gains
-    # more than a busy machine's other work costs.
+    # A price of 0 means that placement ignores how work is spread over prefills. Prompts take long
+    # to compute, so the reuse of their KV gains more than a wait on a busy machine costs.
     envs["master-scheduler"] = {"PDMESH_MASTER_SCHEDULER_BALANCE_PRICE": "0"}
     shape = fleet.two_by_two(envs, PDMESH_SIM_LAW="smollm2-cpu")
     spec = replace(shape, num_gateways=2)
@@ -70,7 +74,7 @@ async def site(tmp_path: Path) -> AsyncIterator[tuple[Mesh, httpx.AsyncClient, E
 
 
 def total(mesh: Mesh, process: str, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that have these labels."""
+    """The sum of the metric's samples that have these labels."""
     return sum(
         value
         for found, given, value in fleet.samples(mesh, process)
@@ -96,7 +100,7 @@ async def test_an_existing_gateway_uses_the_mesh_s_placement(
     site: tuple[Mesh, httpx.AsyncClient, Envoy],
 ) -> None:
     mesh, client, _ = site
-    # All prompts of a kind after its first find the KV of that one, and one gateway gets them all.
+    # All later prompts of a kind find the KV of the first one, and one gateway gets them all.
     for kind in range(4):
         first, *others = prompts(kind, 4)
         before = [total(mesh, g, "pdmesh_requests_accepted") for g in GATEWAYS]
@@ -114,7 +118,7 @@ async def test_an_existing_gateway_uses_the_mesh_s_placement(
         grown = [a - b for a, b in zip(after, before, strict=True)]
         assert 0 in grown
         assert max(grown) >= 5
-    # Each request was planned once, by a picker, and its gateway took the plan over.
+    # A picker planned each request once, and the request's gateway used that plan.
     num_requests = sum(total(mesh, g, "pdmesh_requests_accepted") for g in GATEWAYS)
     for source, expected in (("picker", num_requests), ("fallback", 0)):
         plans = [total(mesh, g, "pdmesh_gateway_plans", source=source) for g in GATEWAYS]
@@ -125,7 +129,7 @@ async def test_an_existing_gateway_uses_the_mesh_s_placement(
 
 
 async def is_gone(pid: int) -> bool:
-    """Whether all threads of the process have ended, and so its sockets are closed. The first
+    """Whether all threads of the process have ended, so that its sockets are closed. The first
     thread may end before the others.
     """
     for task in Path(f"/proc/{pid}/task").glob("*/stat"):
@@ -138,9 +142,9 @@ async def is_gone(pid: int) -> bool:
 async def test_killed_processes_cost_no_request_that_comes_afterwards(
     site: tuple[Mesh, httpx.AsyncClient, Envoy],
 ) -> None:
-    """A gateway is an endpoint and a picker, and both are gone at once.
+    """A killed gateway process takes an endpoint and a picker with it.
 
-    Until Envoy's health check has found a dead picker, Envoy may answer 500 (docs).
+    Envoy may answer 500 until its health check has found a dead picker (see docs).
     """
 
     mesh, client, envoy = site
@@ -149,7 +153,7 @@ async def test_killed_processes_cost_no_request_that_comes_afterwards(
         return await envoy.counter("cluster.picker.health_check.failure")
 
     async def is_known(victim: str, pid: int, failed_before: int) -> bool:
-        """Whether Envoy has found the victim dead, or the victim is already back."""
+        """Whether Envoy has noticed the dead picker, or the killed process is already back."""
         if await failed_checks() > failed_before:
             return True
         return mesh.supervisor.pid(victim) not in (None, pid) and not await mesh.health.missing(

@@ -1,4 +1,6 @@
-"""A gateway with a pair for answers and two pooling instances on the sim."""
+"""A fixture with one gateway, one prefill, one decode and two simulated pooling instances, which
+turn texts into vectors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""/v1/embeddings: the official client, what is refused and why, and that nothing is left behind."""
+"""Tests /v1/embeddings with the official client. Tests the vectors, the refusals, and that no call
+stays at an instance.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def tokens_of(mesh: GatewayMesh, text: str) -> list[int]:
 async def test_the_official_client_gets_the_vectors_of_its_texts_in_order(
     mesh: GatewayMesh, sites: list[PoolingSite]
 ) -> None:
-    """The client asks for base64 unless told otherwise; both forms say the same."""
+    """By default the client asks for base64. Both formats must give the same vectors."""
     texts = ["hello world", "bye", "hello world"]
     async with openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as own:
         packed = await own.embeddings.create(model="vectors", input=texts)
@@ -179,7 +181,7 @@ async def test_a_call_is_reported_once(mesh: GatewayMesh, http: httpx.AsyncClien
 async def test_many_concurrent_calls_each_get_their_own_answer(
     mesh: GatewayMesh, http: httpx.AsyncClient, sites: list[PoolingSite]
 ) -> None:
-    """There are more calls than slots, so some calls wait."""
+    """Some calls must wait, because there are more calls than slots."""
 
     async def one(i: int) -> bool:
         tokens = [1 + i % 90, 1 + i // 90, 3]

@@ -1,4 +1,6 @@
-"""Pooling instances die, freeze, refuse and vanish: no answer is lost, and nothing stays behind."""
+"""Lets pooling instances, which turn texts into vectors, die, freeze, refuse calls and vanish.
+Every call must get its answer, and none may stay at an instance.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ async def test_a_gateway_that_drains_ends_the_call_with_an_error(tmp_path: Path)
 async def test_a_drained_instance_gets_no_new_calls(
     mesh: GatewayMesh, http: httpx.AsyncClient, sites: list[PoolingSite]
 ) -> None:
-    """Its record may be late: it refuses, and the other takes the call."""
+    """The gateway may not have the instance's new record yet. Then the instance refuses, and the
+    other one takes the call.
+    """
     sites[0].host.drain(True)
     for _ in range(6):
         answer = await http.post("/v1/embeddings", json={"model": "vectors", "input": [1]})

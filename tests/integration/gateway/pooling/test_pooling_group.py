@@ -1,5 +1,6 @@
-"""A group of pooling instances in a mesh of processes on the sim: it is formed, loses an instance
-under load, and is whole again; no answer is lost.
+"""Runs a group of simulated pooling instances, which turn texts into vectors, as processes of a
+mesh. The group forms, loses an instance under load and becomes whole again, and no answer may be
+lost.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ async def test_a_pooling_group_outlives_the_death_of_an_instance_under_load(
         view = await NatsRegistry(bus, 3.0).watch()
 
         def members() -> dict[str, int]:
-            """The incarnations of those that take requests."""
+            """The pooling instances that take requests, with their incarnations."""
             return {
                 r.instance_id: r.incarnation
                 for r in view.records.values()

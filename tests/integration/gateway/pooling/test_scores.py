@@ -1,4 +1,6 @@
-"""/score and /rerank: by vectors and by a cross-encoder, on each of their paths."""
+"""Tests /score and /rerank on each of their paths, with a model that makes vectors and with a
+cross-encoder.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def near(mesh: GatewayMesh, one: str, other: str) -> float:
 
 @pytest.fixture
 async def cross(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """A gateway in front of a cross-encoder."""
+    """A client of a gateway with a cross-encoder."""
     async with (
         pooling_instance("pooling-0", "ranker", scores_pairs=True) as site,
         gateway_mesh(tmp_path, 0, 0) as mesh,
@@ -122,7 +124,9 @@ async def test_texts_are_cut_where_the_limits_say(cross: httpx.AsyncClient) -> N
 async def test_a_long_query_is_read_once_and_cut_with_each_document(
     cross: httpx.AsyncClient,
 ) -> None:
-    """The query is a tenth of the largest body. The gateway has no room for a copy per document."""
+    """The query fills a tenth of the largest body. The gateway has no room for one copy of it per
+    document.
+    """
     body: dict[str, Any] = {
         "model": "ranker",
         "query": "a b " * 200_000,

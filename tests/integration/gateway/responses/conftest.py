@@ -1,4 +1,4 @@
-"""A gateway with a real Valkey."""
+"""Fixtures with a gateway that keeps responses in a real Valkey."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.sites import servers
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow more time, because a busy machine must not look like an outage of Redis."""
+    """Allow the store more time, so that a busy machine does not look like an outage of Redis."""
     monkeypatch.setattr(store, "TIMEOUT_S", 60.0)
 
 

@@ -1,4 +1,6 @@
-"""Responses in the background: made while no client waits, found and cancelled at any gateway."""
+"""Tests responses that a gateway makes in the background while no client waits. A client can find
+and cancel them at any gateway.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.support.waiting import until
 async def elsewhere(
     tmp_path: Path, valkey: servers.TestServer
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    """A client of another gateway with the same store."""
+    """A client of another gateway that uses the same store."""
     async with (
         gateway_mesh(tmp_path / "other", redis_url=valkey.url) as other,
         openai.AsyncOpenAI(base_url=f"{other.url}/v1", api_key="none", max_retries=0) as client,
@@ -124,15 +126,15 @@ async def begun_slowly(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> str:
 async def test_a_response_whose_gateway_is_gone_has_failed(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, redis: Any
 ) -> None:
-    """No gateway marks this response as being made.
+    """A gateway marks the responses that it is making. This response has no mark any more.
 
-    It is like any failed response: a conversation can continue from it, and it can be deleted.
+    Like any failed response, the response can be continued by another one and can be deleted.
     """
     response_id = await begun_slowly(mesh, client)
     telling = mesh.gateway.http_app._responses.background._telling
     assert telling is not None
     await end([telling])
-    await redis.ping()  # what was on its way to Redis has arrived
+    await redis.ping()  # the marks that were on their way have now arrived at Redis
     await redis.delete(keys.kept_mark("default", response_id, "made"))
     response = await elsewhere.responses.retrieve(response_id)
     assert response.status == "failed"
@@ -152,7 +154,7 @@ async def test_a_response_whose_gateway_is_gone_has_failed(
 async def test_a_response_whose_mark_is_late_continues(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, redis: Any
 ) -> None:
-    """Marks expire during an outage of Redis. Each gateway renews its marks after the outage."""
+    """Marks expire during an outage of Redis. Afterwards, each gateway renews its own marks."""
     response_id = await begun_slowly(mesh, client)
     await redis.delete(keys.kept_mark("default", response_id, "made"))
     assert (await elsewhere.responses.retrieve(response_id)).status == "in_progress"
@@ -215,7 +217,7 @@ async def test_a_response_that_cannot_be_kept_in_time_has_failed(
 async def test_a_response_that_is_too_large_to_be_kept_has_failed(
     tmp_path: Path, valkey: servers.TestServer
 ) -> None:
-    """The request is within the bound, but the output is not."""
+    """The request fits into the limit, but the output does not."""
     async with (
         gateway_mesh(tmp_path, redis_url=valkey.url, responses_max_bytes=65536) as mesh,
         openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client,

@@ -1,4 +1,4 @@
-"""The official openai client's `responses` work unmodified."""
+"""Tests that `responses` of the official openai client works with a gateway without changes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_stream_has_the_documented_events_in_order(
 async def test_a_conversation_continues_from_the_previous_response(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    """Instructions are those of each request."""
+    """The instructions of an earlier request do not apply to the next one."""
     first = await client.responses.create(
         model="tiny", input="one", max_output_tokens=6, instructions="first"
     )

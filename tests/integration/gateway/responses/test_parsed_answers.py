@@ -1,4 +1,6 @@
-"""`parse()` of the official client: the form goes to each leg, and the text becomes an object."""
+"""Tests `parse()` of the official client. The gateway sends the form of the requested object to
+each instance that serves the request, and the client makes an object from the text.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ ADA = Person(name="Ada", age=36)
 
 
 def answers(mesh: GatewayMesh, text: str) -> None:
-    """Have all instances write `text`. They get the grammar, but do not draw by it."""
+    """Make all instances write `text`. They receive the grammar, but ignore it."""
     for instance in mesh.instances.values():
         instance.script = [*mesh.tokenizer._encode(text, add_special_tokens=False), EOS]
 
 
 def told(mesh: GatewayMesh) -> list[str]:
-    """The names of the fields in the grammar that each leg got."""
+    """The field names in the grammars that the gateway sent, for each instance that served a
+    request.
+    """
     instances = mesh.instances.values()
     legs = [leg.sampling for i in instances for leg in i.prefills]
     legs += [leg.sampling for i in instances for leg in i.starts]

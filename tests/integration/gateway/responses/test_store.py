@@ -1,4 +1,6 @@
-"""Kept responses in a real Valkey: bounds, tenants, and outages of the server."""
+"""Tests how gateways keep responses in a real Valkey: limits, separate tenants, and outages of the
+server.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,7 @@ async def test_a_server_that_refuses_one_tenants_command_is_not_away_for_others(
 
 
 async def books(redis: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """The recorded sizes, and the correct ones."""
+    """The sizes that the store has recorded, and the true sizes."""
     said = {
         name.decode(): int(size) for name, size in (await redis.hgetall(keys.KEPT_SIZES)).items()
     }
@@ -173,7 +175,7 @@ async def books(redis: Any) -> tuple[dict[str, int], dict[str, int]]:
 
 
 async def test_the_oldest_of_all_tenants_make_room_for_any(make: Make, redis: Any) -> None:
-    """Each tenant is far from its own bound, but together they fill the shared bound."""
+    """Each tenant is far below its own limit, but together they fill the shared limit."""
     store = make(max_count=100, max_bytes=4000, max_total=4 * (1000 + 512))
     for number, tenant in enumerate("abcdef"):
         assert await store.keep(tenant, f"p{number}", b"x" * 1000) is KEPT
@@ -195,7 +197,9 @@ async def test_the_oldest_of_all_tenants_make_room_for_any(make: Make, redis: An
 async def test_many_small_responses_make_room_for_a_large_one_in_steps(
     make: Make, redis: Any
 ) -> None:
-    """So no single call blocks Redis for long."""
+    """The store removes the small responses in several calls, so that no call blocks Redis for
+    long.
+    """
     store = make(max_count=10_000, max_bytes=1 << 20, max_total=1200 * (1 + 512))
     for number in range(1200):
         assert await store.keep("a", f"p{number}", b"x") is KEPT
@@ -229,7 +233,9 @@ async def test_the_sizes_are_exact_after_each_kind_of_removal(make: Make, redis:
 
 
 async def test_a_full_server_keeps_nothing_new_and_loses_nothing(make: Make, redis: Any) -> None:
-    """Not even a script that first deletes something may write: other data need the memory."""
+    """Redis refuses even a script that deletes data before it writes, because other data need the
+    memory.
+    """
     store = make(max_count=2)
     for name in "pq":
         assert await store.keep("a", name, b"x") is KEPT
@@ -248,7 +254,9 @@ async def test_a_full_server_keeps_nothing_new_and_loses_nothing(make: Make, red
 
 
 async def test_the_counted_bytes_match_the_servers_memory(make: Make, redis: Any) -> None:
-    """The smallest responses are the worst case, because their records take more than they do."""
+    """The smallest responses are the worst case, because the store's records of them take more
+    memory than the responses.
+    """
     store = make(max_count=10_000, max_bytes=1 << 24, max_total=1 << 24)
     await store.keep("a", "resp_" + "0" * 24, b"x")
     before = (await redis.info("memory"))["used_memory"]

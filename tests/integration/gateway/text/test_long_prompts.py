@@ -1,4 +1,4 @@
-"""A long prompt shares the gateway's loop with others."""
+"""Tests that a gateway serves other requests while it computes the block names of a long prompt."""
 
 from __future__ import annotations
 
