@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import os
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -154,9 +154,8 @@ class Host:
         if output.leg in self.legs:
             self.legs[output.leg].put_nowait(output)
 
-    async def until(self, is_so: object, timeout_s: float = 30.0) -> None:
-        """Wait until the callable `is_so` returns true. Raises TimeoutError."""
-        assert callable(is_so)
+    async def until(self, is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        """Wait until `is_so` returns true. Raises TimeoutError."""
         async with self.changed:
             await asyncio.wait_for(self.changed.wait_for(is_so), timeout_s)
 

@@ -12,6 +12,7 @@ import random
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -283,8 +284,12 @@ async def test_a_removed_adapter_leaves_its_slot(adapted: Pair, wanted: Wanted) 
         await replace(adapted, adapter=adapter, salt="slots").generate((5, 6, 7), Sampling(3))
     for host in (adapted.prefill, adapted.decode):
         host.engine.keep_adapters([two.digest])
-        await host.until(lambda host=host: host.adapters == (two.digest,))
+        await host.until(partial(_has_only, host, two.digest))
         host.engine.keep_adapters([a.digest for a in wanted.adapters.values()])
     case, tokens = wanted.cases[0], wanted.tokens[0]
     again = replace(adapted, adapter=one, salt="again")
     assert await again.generate(case.prompt, case.sampling()) == tokens
+
+
+def _has_only(host: Host, digest: str) -> bool:
+    return host.adapters == (digest,)

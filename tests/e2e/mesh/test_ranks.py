@@ -26,6 +26,7 @@ from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import ASYNC_SCHEDULING, Plain, plain_vllm
 from tests.e2e.pair import Pair, running
 from tests.fakes.tiny_llama import write_tiny_llama
+from tests.support.sites.processes import is_alive
 from tests.support.waiting import until, wait_until
 
 pytestmark = [
@@ -209,10 +210,3 @@ def descendants(pid: int) -> list[int]:
         for child in map(int, children.read_text().split()):
             found += [child, *descendants(child)]
     return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

@@ -19,9 +19,10 @@ import pytest_asyncio
 
 from pdmesh.launcher.mesh import Mesh
 from tests.e2e.mesh import test_faults_and_load as load
-from tests.e2e.mesh.test_ranks import descendants, is_alive
+from tests.e2e.mesh.test_ranks import descendants
 from tests.e2e.mesh.test_structured_output import RESTART_S, num_admitted
 from tests.support.sites import fleet
+from tests.support.sites.processes import is_alive
 from tests.support.waiting import until
 
 pytestmark = [

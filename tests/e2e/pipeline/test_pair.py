@@ -30,9 +30,10 @@ from tests.e2e.aborts import aborts_beside
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import Plain, plain_vllm
 from tests.e2e.mesh import test_ranks as ranks
-from tests.e2e.mesh.test_ranks import BLOCK_SIZE, is_alive
+from tests.e2e.mesh.test_ranks import BLOCK_SIZE
 from tests.e2e.pair import Host, LegFailed, Pair, locally, running
 from tests.fakes.tiny_llama import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, write_tiny_llama
+from tests.support.sites.processes import is_alive
 from tests.support.waiting import until
 
 pytestmark = [

@@ -95,7 +95,7 @@ async def test_two_hundred_probes_reveal_nothing_about_another_tenants_prompts(
             times[kind].append(took)
         again = [await mallory.ask(prompt) for prompt in known[:NUM_OWN]]
     assert [num_cached for _, num_cached in again] == [NUM_CACHED] * NUM_OWN, (
-        "A finds its own prompts"
+        "mallory finds the prompts that mallory asked before"
     )
     assert auc(times["own"], times["unknown"]) > MIN_AUC, "the clock can show a shared prefix"
     assert 1.0 - MAX_AUC < auc(times["known"], times["unknown"]) < MAX_AUC
