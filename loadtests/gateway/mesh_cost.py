@@ -84,7 +84,7 @@ def in_turn(
 
 
 def table(names: tuple[str, str, str], old: Sides, new: Sides) -> str:
-    """A Markdown table. `names` has the names of the first mesh, of the second, and of their ratio."""
+    """A Markdown table. `names` has a name for the first mesh, the second mesh, and their ratio."""
     lines = [
         f"| case | CPU of | {names[0]}, ms | {names[1]}, ms | {names[2]} |",
         "|---|---|---|---|---|",
