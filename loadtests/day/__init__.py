@@ -1,1 +1,3 @@
-"""Plays a compressed day on a mesh of real processes, with changing traffic, an upgrade and faults."""
+"""Plays a compressed day on a mesh of real processes, with changing traffic, an upgrade and
+faults.
+"""

@@ -1,4 +1,6 @@
-"""Collects the reports of a mesh during a day: its events, and the state of its groups each second."""
+"""Collects the reports of a mesh during a day: its events, and the state of its groups each
+second.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,9 @@ _LEASE_S: Final = 3.0  # the lease of our view of the registry; this process reg
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One report. `instance_id` is the instance that it is about, and `level` the level of a fault."""
+    """One report. `instance_id` is the instance that it is about, and `level` the level of a
+    fault.
+    """
 
     at: float
     kind: str  # one of: health, fault, device, signal, record, step, served
@@ -55,7 +57,7 @@ class EventLog:
         self._incarnations: dict[str, int] = {}
 
     def timeline(self, began: float, victim: str) -> dict[str, float]:
-        """Seconds from the fault to each step that has happened. No other repair may be going on."""
+        """Seconds from the fault to each step so far. No other repair may be going on."""
         found: dict[str, Entry | None] = {
             "noticed": self._first(began, lambda e: e.instance_id == victim and _is_word(e)),
             "judged": self._first(began, lambda e: e.instance_id == victim and _is_verdict(e)),

@@ -1,4 +1,6 @@
-"""Checks that the GPU's checksum equals the host's, and is as fast as the GPU reads memory (S50)."""
+"""Checks that the GPU's checksum equals the host's, and is as fast as the GPU reads memory
+(S50).
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ ORDERS = (
 
 
 def layouts(rng: np.random.Generator) -> list[HeadBlocks]:
-    """Layouts of one layer's cache: opaque blocks, and all memory orders with odd and even sizes."""
+    """Layouts of one layer's cache: opaque blocks, and all memory orders with odd and even
+    sizes.
+    """
     found = [opaque_blocks(NUM_BLOCKS, size) for size in (7, 20, 4096, 20_000, 131_072)]
     for axes, order in ORDERS:
         for item in (1, 2, 4):

@@ -85,7 +85,9 @@ def transport_of(memory: KvMemory) -> UcxTransport:
 
 
 async def send(kind: KvMemory) -> None:
-    """For each line `blocks ticket` on stdin, gather and stage the blocks, and print the seconds."""
+    """For each line `blocks ticket` on stdin, gather and stage the blocks, and print the
+    seconds.
+    """
     num_bytes = layout_of(max(CASES)).total_bytes
     memory = AgentMemory(arena_of(kind, num_bytes), HostArena(0))
     caches = paged(caches_of("sender"))

@@ -2,7 +2,8 @@
 
 A request is a line of JSON on stdin. Its answer is a line of JSON with the tokens and their times.
 
-    PYTHONPATH=<folder with nixl> python -m loadtests.handover.nixl_engine         MODEL_DIR SIDE_CHANNEL_PORT OUT_FD
+    PYTHONPATH=<folder with nixl> python -m loadtests.handover.nixl_engine \
+        MODEL_DIR SIDE_CHANNEL_PORT OUT_FD
 
 A request has "prompt" (token ids), "max_tokens" and "params" (kv_transfer_params or null). An
 answer has "tokens", "times" (when each token came, in seconds on the machine's monotonic clock),

@@ -76,7 +76,9 @@ def table(points: Sequence[Point]) -> str:
 
 
 def bars(points: Sequence[Point]) -> str:
-    """A line for each bar (S62, S45): the result with the most users, and whether it meets the bar."""
+    """A line for each bar (S62, S45): the result with the most users, and whether it meets the
+    bar.
+    """
     most = max(p.num_users for p in points)
     at_most = {p.variant: p for p in points if p.num_users == most}
     ours, queues = at_most[ON_DEMAND.name], at_most[QUEUES.name]
