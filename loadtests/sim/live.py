@@ -67,8 +67,8 @@ class _Sums:
 class Totals:
     """The numbers of requests over the whole run.
 
-    `num_failed` requests were refused. `num_late` were answered after their SLO. `num_migrated`
-    were answered although an instance that worked on them died.
+    `num_failed` requests were refused or broke off. `num_late` were answered after their SLO.
+    `num_migrated` were answered although an instance that worked on them died.
     """
 
     num: int = 0
