@@ -2,11 +2,12 @@
 
     python -m loadtests.gateway.chats --out loadtests/results/chats-2026-11-24
 
-The report compares roles (prefill and decode apart, and one instance for both) and variants of host
-pools: without them, and with the KV of answers sent to the prefill or not (ADR 0041). Conversations
-run turn by turn through the OpenAI endpoint of a mesh of sim instances, as users' conversations do.
-Most of each prompt repeats earlier turns. Reused tokens are those that the API reports as cached.
-Their number does not change on a busy machine, but the times to first token do.
+The report compares prefill and decode apart with one instance for both. It also compares meshes
+without host pools (which keep KV in host memory), with host pools, and with host pools to which a
+decode also sends the KV of its answers (ADR 0041). Conversations run turn by turn through the
+OpenAI endpoint of a mesh of sim instances, as users' conversations do. Most of each prompt repeats
+earlier turns. Reused tokens are those that the API reports as cached. A busy machine does not
+change their number, but it changes the times to first token.
 """
 
 from __future__ import annotations

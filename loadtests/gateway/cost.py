@@ -1,6 +1,6 @@
 """The gateway's CPU per request and per token, in this tree and in another revision.
 
-Each tree has a mesh of sim instances that runs all the time. Each round measures both, in
+Each tree has a mesh of sim instances that runs all the time. Each round measures both meshes, in
 alternating order, so that other load on the machine affects both alike. The cost of a request is
 measured with answers of one token. The cost of a token is the extra cost of a longer, streamed
 answer, divided by the number of its tokens after the first.

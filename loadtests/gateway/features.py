@@ -91,8 +91,8 @@ class ServerUnderTest:
             raise RuntimeError(f"{self.url}: {dict(load.errors)}")
         cpu_s = {name: s for name, s in measured.cpu_s.items() if name != "generator"}
         front_end_s = self.front_end(cpu_s)
-        # The CPU of vLLM's "server" already includes its engine, which `cpu_s` also has by its own
-        # name.
+        # The CPU of "server" (vLLM's) already includes its engine, although `cpu_s` has the engine
+        # as well.
         all_s = cpu_s.get("server", sum(cpu_s.values()))
         per_request = 1e3 / load.num_requests
         return FeatureCost(
@@ -293,7 +293,8 @@ async def run(options: argparse.Namespace) -> None:
         async with mesh_under_test(options.model_dir, folder / "mesh") as ours:
             with vllm_under_test(options.model_dir, folder) as theirs:
                 servers = {_OURS: ours, _THEIRS: theirs}
-                # In a thread, so that the launcher's loop can continue to supervise its processes.
+                # In a thread, so that the launcher's event loop can go on supervising its
+                # processes.
                 costs = await asyncio.to_thread(
                     measure_all, servers, options.rounds, options.requests
                 )

@@ -4,8 +4,9 @@ revision.
 Each tree's gateway runs under Valgrind's callgrind, which counts every instruction outside the
 kernel. (`cost` measures CPU time instead, which also depends on other load, caches and clock
 rates.) The gateway's instances are scripted (`lone_gateway.py`). Requests are sent one at a time,
-and so are tokens. Otherwise a late gateway would gather several tokens into one message, and the
-count would depend on other load. Without gathering, a request and a token cost the most.
+and tokens come one at a time. Otherwise a late gateway would gather several tokens into one
+message, and the count would depend on other load. Requests and tokens cost the most if none are
+gathered, so the counts are upper limits.
 
 Valgrind is a package of every distribution (apt install valgrind). It slows the gateway down by a
 factor of about 100.

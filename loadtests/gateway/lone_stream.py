@@ -3,9 +3,9 @@
     make bench NAME=lone-stream [ARGS="--rounds 3 --requests 3000"]
 
 One client requests short streams one after the other, from our mesh and from an aiohttp passthrough
-in turn. A second generator makes one of three loads: nothing; streams at Poisson times, at a third
-of the rate that our mesh carries; or prompts of 60,000 tokens without a pause. Turns of both
-servers alternate in the same minutes, with the same load beside them.
+in turn. A second generator makes one of three loads: none, streams at Poisson times (a third of the
+rate that our mesh carries), or prompts of 60,000 tokens without a pause. Turns of both servers
+alternate in the same minutes, with the same load beside them.
 
 Our engine computes in no time, and the gateway writes to a stream at most every 2 ms. The server
 behind the passthrough also pauses 2 ms between two tokens, so that gaps can be compared.
@@ -103,7 +103,11 @@ class Stack:
         )
 
     def metrics(self) -> dict[str, str]:
-        """The metrics page of each process. Reading a page resets its longest hold of the loop."""
+        """The metrics page of each process.
+
+        A process reports the longest time for which it kept its loop busy since its page was last
+        read.
+        """
         return {name: _page(ops) for name, ops in self.ops.items()}
 
 
@@ -132,8 +136,10 @@ class Loads:
 
 
 def find_loads(stack: Stack, prompts: Sequence[str]) -> Loads:
-    """Measure the rates on this stack: a third of the streams that it carries, and the long prompts
-    that one client can send.
+    """Measure the rates of the loads on this stack.
+
+    The steady load is a third of the short streams that the stack carries. The greedy load is as
+    many long prompts as one client can send.
     """
     short = tuple(chat_body(p, _LOAD_TOKENS, is_stream=True) for p in prompts)
     texts = Texts()

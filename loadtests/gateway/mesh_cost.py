@@ -1,9 +1,10 @@
 """The CPU of every process of a mesh per request, in this tree and in another revision.
 
-Both meshes run all the time, with two gateways, a prefill and a decode on sim. Each round sends the
-cases of `make bench-peers` to both, in alternating order, so that other load on the machine affects
-both alike. Other load changes CPU time less than throughput, but still a lot. A busy neighbour on
-the same core halves the speed of both meshes. So only ratios within a round are compared.
+Both meshes run all the time. Each has two gateways, a prefill and a decode on sim. Each round sends
+the cases of `make bench-peers` to both meshes, in alternating order, so that other load on the
+machine affects both alike. Other load changes CPU time less than throughput, but still a lot. A
+busy neighbour on the same core halves the speed of both meshes. So only ratios within a round are
+compared.
 """
 
 from __future__ import annotations

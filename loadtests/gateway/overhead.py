@@ -5,7 +5,7 @@
     python -m loadtests.gateway.overhead --memory 100000
 
 Each round measures the bare engine, the simplest possible gateway, and every scenario through the
-mesh. They are measured in the same minutes, so that other load on the machine affects them alike.
+mesh. All are measured in the same minutes, so that other load on the machine affects them alike.
 The tables give the median of the rounds and their spread.
 """
 

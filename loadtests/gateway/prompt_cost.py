@@ -2,14 +2,15 @@
 
     make bench NAME=prompt-cost [ARGS="--rounds 5 --prompts 24 --cores 8"]
 
-The sim instances of the mesh compute in no time. Prompts come one after the other: new ones of
-60,000 and of 100,000 tokens, and the turns of a chat of 100,000 tokens. Each turn adds 1,000 tokens
-to the chat, and the tokens of earlier turns are kept. Then several new prompts of 60,000 tokens
-come at once.
+The sim instances of the mesh compute in no time. Prompts come one after the other: first new ones
+of 60,000 and of 100,000 tokens, then the turns of a chat of 100,000 tokens. Each turn adds 1,000
+tokens to the chat, and the tokens of earlier turns are kept. At the end, several new prompts of
+60,000 tokens come at once.
 
-One thread runs the event loop. So the time that a prompt takes there limits a gateway on any number
-of cores, and so does the time for which other threads hold the interpreter's lock. The kernel
-counts the CPU time of threads in ticks of 10 ms. For this reason, a sample has many prompts.
+One thread runs the event loop. So the time that a prompt takes on this thread limits a gateway on
+any number of cores. The time for which other threads hold the interpreter's lock limits it as well.
+The kernel counts the CPU time of threads in ticks of 10 ms. For this reason, a sample has many
+prompts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The CPU that TLS between all processes costs: a mesh with TLS is compared with one without it.
 
-Both meshes run the same code all the time, with two gateways, a prefill and a decode on sim. The
-second mesh has `--tls`. Its gRPC and NATS connections are encrypted, both ends show certificates,
-and NATS and Redis tell roles apart. Clients reach both meshes in plain text, since the generator
-has no TLS. Neither mesh encrypts KV, which UCX moves, or Redis, whose build in the wheel has no TLS
-(docs/security.md). Connections stay open, so no request includes a handshake.
+Both meshes run the same code all the time. Each has two gateways, a prefill and a decode on sim.
+The second mesh has `--tls`: its gRPC and NATS connections are encrypted, both ends show
+certificates, and NATS and Redis give each role its own rights. Clients reach both meshes in plain
+text, since the generator has no TLS. Neither mesh encrypts KV, which UCX moves, or Redis, whose
+build in the wheel has no TLS (docs/security.md). Connections stay open, so no request includes a
+handshake.
 """
 
 from __future__ import annotations

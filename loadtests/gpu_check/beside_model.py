@@ -57,7 +57,7 @@ def check() -> list[Finding]:
 def _sees_whole_steps(model: Model, copies: DeviceCopies, arena: np.ndarray) -> Finding:
     """Check that each copy sees complete steps only.
 
-    The host does not wait between steps. The GPU keeps the order by the events of its streams.
+    The host does not wait between steps. CUDA events alone keep the copies and the steps in order.
     """
     layers, heads = (0, NUM_LAYERS), (0, SHAPE[3])
     torn, early = 0, 0

@@ -102,7 +102,7 @@ class NixlPair:
         prefill, decode = self._engines
         asked = time.monotonic()
         first = prefill.ask(prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
-        # Without this, the decode would add the prefill's cached tokens to its own cached tokens.
+        # Otherwise, the decode would report tokens from the prefill's cache as cached by itself.
         first["params"].pop("remote_prefill_cached_tokens", None)
         rest = decode.ask(prompt, max_tokens, first["params"])
         if rest["num_cached"] < len(prompt) - 1:

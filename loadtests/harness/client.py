@@ -33,14 +33,18 @@ _CONTENT_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECAS
 _CHUNKED: Final = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
 _FIRST_TEXT: Final = re.compile(rb'"(?:content|text)": ?"[^"]')
 _COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens": ?(\d+)')
-_TAIL_BYTES: Final = 2048  # the end of an answer that is kept; the usage chunk and [DONE] fit in it
+# how many bytes of an answer's end are kept; the usage chunk and [DONE] fit
+_TAIL_BYTES: Final = 2048
 _STUCK_S: Final = 5.0  # an answer still open this long after the run's end counts as stuck
 _RECONNECT_S: Final = 0.05  # pause after a refused or broken connection, so that errors do not spin
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """The load that one generator process sends. Its requests have the `bodies` in turn."""
+    """The load that one generator process sends.
+
+    The `bodies` are sent in turn, one per request.
+    """
 
     host: str
     port: int

@@ -1,7 +1,7 @@
 """Waits for a quiet machine before a measurement, and repeats a disturbed measurement.
 
-Both have a time limit. Load from other processes makes every number worse. So the result of a
-disturbed window is dropped and only counted.
+There is a time limit for all of the waiting and repeating. Load from other processes makes every
+number worse. So the result of a disturbed window is dropped and only counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import psutil
 
 from loadtests.harness.results import Cell
 
-_QUIET_PERCENT = 25.0  # a window opens when less of all cores is used; an idle mesh uses little
+_QUIET_PERCENT = 25.0  # a window opens below this use of all cores; an idle mesh uses little
 _QUIET_CORES = 0.25  # the most cores that other processes may use in a valid window
 _LOOK_S = 0.5
 

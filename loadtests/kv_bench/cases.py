@@ -122,7 +122,7 @@ class PagedCache:
         pool = np.empty((paging.num_layers, self._num_blocks, paging.block_bytes), np.uint8)
         words = pool.view(np.uint64)
         words[:] = self._random.integers(0, 1 << 62, words.shape[1:], np.uint64)
-        # With this, layers have different bytes.
+        # Add the number of each layer, so that layers have different bytes.
         words += np.arange(paging.num_layers, dtype=np.uint64)[:, None, None]
         self._layers: list[ByteMatrix] = list(pool)
         self.all_layers = HostBlocks(self._layers)

@@ -74,8 +74,8 @@ class SharedRate:
     """A limit on the bytes per second that all processes with the same `times` read.
 
     With 0, there is no limit. `times` has two values: when the bytes so far would have come at this
-    rate, and when the last call returned. If a sleep took too long, later reads are faster. Time
-    without a read is not made up for.
+    rate, and when the last call returned. If a sleep took too long, later calls wait less. Time
+    without a call is not made up for.
     """
 
     bytes_per_s: float

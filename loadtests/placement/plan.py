@@ -179,7 +179,7 @@ def _serve(num_workers: int, pipe: Connection, prefill_share: float, scores_all:
 def master(
     num_workers: int, prefill_share: float = 0.5, *, scores_all: bool = False
 ) -> Iterator[tuple[int, ProcessSet]]:
-    """A master's gRPC service in its own process. Yields its port and its cost.
+    """A master's gRPC service in its own process. Yields its port and its set of processes.
 
     The instances of its fleet send no reports, so bookings expire.
     """

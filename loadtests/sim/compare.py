@@ -152,7 +152,8 @@ class Outcome:
     num_refused: int
     num_rejections: int
     prediction_error_percent: float  # MAPE of predicted prefill times, without the first 20
-    load_max_over_mean: float  # computed prompt tokens per instance that prefills
+    # max of computed prompt tokens over their mean, among prefilling instances
+    load_max_over_mean: float
     num_idle: int
     run_s: float
 
@@ -216,7 +217,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def _price(
     by_policy: Mapping[str, Sequence[Outcome]], measure: Measure[Outcome], rival: str
 ) -> str:
-    """The other measure of a rival that is better by `measure`, compared with ours."""
+    """A sentence on a policy that is better than ours by `measure`.
+
+    It says whether this rival is worse or better by the other of the two main measures.
+    """
     reuse, mean, *_ = _JUDGED
     other = mean if measure is reuse else reuse
     ours, theirs = (other.of(by_policy[policy]).median for policy in (OURS, rival))

@@ -1,9 +1,10 @@
 """The control plane on the virtual clock, over a simulated mesh that serves.
 
-Its ratio loop, plans, schedules and upgrades are the master's own cores. Direct calls join them,
-since a shell would only add I/O. Only the change of a group is different: here the simulated mesh
-makes the change itself, while the master uses `core/groups/controller`. `log` has every decision
-and action in order. `samples` has one row per window. Figures are drawn from these two.
+Its ratio loop, plans, schedules and upgrades are the master's own cores. These cores call each
+other directly, without the code that does I/O in a real master. Only the change of a group is
+different: here the simulated mesh makes the change itself, while the master uses
+`core/groups/controller`. `log` has every decision and action in order. `samples` has one row per
+window. Figures are drawn from these two.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class Control:
     def _is_disturbed(self, scenario: str) -> bool:
         """Whether the ratio loop must ignore this window, because of an upgrade or a lost instance.
 
-        Moves under way are no reason, since the loop judges each of its plans itself.
+        Moves of the loop's own plans are no reason, since the loop judges each plan itself.
         """
         is_upgrading = scenario in self.upgrades and bool(self.upgrades[scenario].current)
         is_short = any(group.scenario == scenario for group, _, _ in self._lost)

@@ -48,7 +48,8 @@ class HostPools:
     num_blocks: int
     recompute_block_s: float
     is_shared: bool = True  # whether workers fetch from the pools of others
-    hold_s: float = 120.0  # how long the blocks of a paused session are kept
+    # for this time, other blocks are evicted before those of a paused session
+    hold_s: float = 120.0
     costs: CostBook = field(default_factory=CostBook)
     num_loaded: dict[Tier, int] = field(default_factory=lambda: {Tier.HOST: 0, Tier.PEER: 0})
     _pools: dict[str, _Pool] = field(default_factory=dict)

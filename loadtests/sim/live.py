@@ -1,9 +1,9 @@
 """A simulated mesh whose groups can change while it serves: instances join, drain, change role and
 die.
 
-Instances take as long as real ones for what matters here. A drain lasts until the last slot is
-free, and a set-up lasts `load_s`. When an instance is killed, the legs of its requests break at
-once. (A leg is a request's stay on one instance.) The request core then acts as in a gateway.
+Changes take time, as in a real mesh. A drain lasts until the last slot is free, and a set-up lasts
+`load_s`. When an instance is killed, the legs of its requests break at once. (A leg is a request's
+stay on one instance.) The request core then acts as in a gateway.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LiveMesh(VirtualMesh):
         self.until: float = 0.0
         self._slo = e2e_slo_s or {}
         self._sums: dict[str, _Sums] = {}
-        # seconds of a prefill's compute, or of a decode times its fullness
+        # seconds that a prefill computed; for a decode, seconds times the used share
         self._busy_s: dict[str, float] = {}
         # The same for the last window, with the window's length.
         self._busy_before: tuple[dict[str, float], float] = ({}, 0.0)

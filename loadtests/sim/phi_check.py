@@ -4,10 +4,10 @@ the mesh carries on the virtual clock.
     python -m loadtests.sim.phi_check --out loadtests/results/phi-2026-11-21
 
 Each workload arrives at 1.5 times the predicted rate, so that the mesh is full. The measured rate
-is that of the requests that are completed in the last two thirds of the arrivals' time. The profile
-is computed in advance from the engine's law, and from the share of prompt tokens that the run found
-in caches (r_pre). The table also has the error (MAPE) of the prefill times that the master
-predicted, without the first 20.
+counts the requests that are completed in the last two thirds of the arrivals' time. The profile is
+computed in advance from the engine's law, and from the share of prompt tokens that the run found in
+caches (r_pre). The table also has the error (MAPE) of the prefill times that the master predicted,
+without the first 20.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Checked:
     def is_right(self) -> bool:
         """Whether the plan names the kind that needs fewer GPUs on the mesh.
 
-        It is also True if the plan names no kind.
+        It is also True if the plan names no kind, or if one kind cannot meet the goals.
         """
         if self.pair is None or self.fusion is None:
             return True

@@ -5,9 +5,10 @@ SLO (S65).
 
 The six scenarios of two services run on one mesh. Each has its own group (one prefill, one decode),
 so scenarios do not affect each other (S4). All scenarios get more users at the same time, level by
-level. A level lasts --duration-s. If all requests of a scenario met their SLO, it gets 1.5 times as
-many users. If one failed, it stays at its last good number. The report compares the last good rate
-with the rate that formula (1) promises for the scenario's profile.
+level. A level lasts --duration-s. A scenario whose requests all met their SLO gets 1.5 times as
+many users. After a request has missed its SLO, the scenario stays at its last good number. The
+report compares the last good rate with the rate that formula (1) promises for the scenario's
+profile.
 """
 
 from __future__ import annotations

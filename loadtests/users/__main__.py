@@ -7,10 +7,10 @@ A is 24 unless `--users` gives another number.
 
 With on-demand forwarding, a prefill accepts or refuses each prompt, and the gateway keeps refused
 prompts in a waiting room. In the baseline, each prefill has a long queue, and the gateway chooses
-the shortest queue from reports that are 100 ms old. These reports have the tokens that are left to
-compute. The reports of the P/D-Serve paper did not. Prompts and SLO are the same for both
-(`plan.py`). The record also has two simulations of the run with the most users, on a virtual clock:
-the same run, and a run whose queues are reported at once.
+the shortest queue from reports that are 100 ms old. A report says how many tokens of the queued
+prompts are left to compute, which the reports in P/D-Serve's paper do not say. Prompts and SLO are
+the same for both (`plan.py`). The record also has two simulations of the run with the most users,
+on a virtual clock: the same run, and a run whose queues are reported at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from loadtests.users.report import (
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
-_WARM_S: Final = 6.0  # with the most users; afterwards every prefill holds every prefix
+_WARM_S: Final = 6.0  # seconds with the most users; afterwards, every prefill holds every prefix
 _PAUSE_S: Final = 1.0  # pause between two points, so that requests that were cut off can end
 
 

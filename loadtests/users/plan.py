@@ -4,8 +4,8 @@ S62).
 The plan follows P/D-Serve's example of why queues fail (section 2.2.2). The prompts of one scenario
 have equal lengths. But a prefill computes more or less of a prompt, depending on the prefix that it
 holds. And the lengths of queues are reported only every 100 ms. In both variants, an answer
-succeeds if its first token comes within 0.5 s. This is three times what a prompt takes on an idle
-prefill (S9: an SLO for each scenario).
+succeeds if its first token comes within 0.5 s (S9: an SLO for each scenario). An idle prefill takes
+a third of this time for a prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pdmesh.engine.step_time_laws import SMOLLM2_CPU
 LAW: Final = SMOLLM2_CPU
 NUM_PREFILL: Final = 12
 NUM_DECODE: Final = 2
-PREFILL_SLOTS: Final = 2  # b_p; an engine computes a prompt while a decode pulls the last one's KV
+# b_p; while a decode pulls a prompt's KV, the prefill computes the next one
+PREFILL_SLOTS: Final = 2
 QUEUE: Final = 64
 DECODE_SLOTS: Final = 64
 BLOCK_SIZE: Final = 64

@@ -27,7 +27,7 @@ def found_by_ruff(ruff: Path, root: Path) -> Iterator[str]:
 
 
 def silent_exceptions(root: Path) -> Iterator[str]:
-    """Lines that except themselves from an S rule and do not say why."""
+    """Findings for lines that have an exception from an S rule without a reason."""
     for folder in _FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             for number, line in enumerate(path.read_text().splitlines(), 1):

@@ -70,8 +70,9 @@ def _one(values: list[str] | None) -> str:
 def _ask_pip(pins: Iterable[Pin], folder: Path) -> dict[_Key, Metadata]:
     """The metadata that pip resolves; empty if one of the packages is not available.
 
-    pip gets no hashes. It would download each wheel to compare them, and the wheels for CUDA have
-    gigabytes. pip installs nothing and reads only wheels, so no code of a package runs.
+    pip gets no hashes. With hashes, pip would download each wheel to compare them, and the wheels
+    for CUDA have gigabytes. pip installs nothing and reads only wheels, so no code of a package
+    runs.
     """
     wanted, report = folder / "wanted.txt", folder / "report.json"
     wanted.write_text("".join(f"{pin.name}=={pin.version}\n" for pin in pins))

@@ -1,7 +1,7 @@
 """Starts other transfer libraries, each in its own processes.
 
-A library needs an interpreter that has it. Otherwise, our interpreter loads the library from a
-given folder.
+A library runs in an interpreter in which it is installed, or in our interpreter with a folder that
+has the library.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Sender:
     ) -> Times:
         """Announce each layer when it is gathered.
 
-        In the mode with computation, the receiver pulls before any layer is ready. So does a decode
+        In the mode with computation, the receiver pulls before any layer is ready, like a decode
         that is chosen when the prefill accepts the request.
         """
         ticket_id = f"t{command.serial}"

@@ -91,7 +91,8 @@ class Figures:
         """Our payload's rate as a share of perftest's. perftest polls or sleeps, as `wait` says.
 
         perftest never writes the memory that it sends. So it reads a single page of zeros from the
-        processor's cache. Our payload in mode WIRE_EMPTY is such memory as well.
+        processor's cache. Mode WIRE_EMPTY sends the same kind of memory, so its rate is compared
+        here.
         """
         slower = self.ratio(transport, num_bytes, cases.WIRE_EMPTY, (f"perftest_{wait}",))
         return slower and Spread(1 / slower.median, 1 / slower.high, 1 / slower.low)

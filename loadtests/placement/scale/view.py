@@ -1,9 +1,9 @@
 """What a gateway would pay to hold the master's view of the mesh.
 
-It would have to decode and apply every event of the mesh. The events come from a mesh of 750
-prefills and 500 decodes on the virtual clock, as its instances would publish them at
-`REQUESTS_PER_S`. They are replayed into an empty view. The bus costs as much again or more. Its
-cost is left out.
+The gateway would have to decode and apply every event of the mesh. The events come from a mesh of
+750 prefills and 500 decodes on the virtual clock, as its instances would publish them at
+`REQUESTS_PER_S`. They are replayed into an empty view. The bus costs as much again or more, which
+is not counted.
 """
 
 from __future__ import annotations

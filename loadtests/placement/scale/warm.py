@@ -3,16 +3,16 @@ bench NAME=shortlist`).
 
     python -m loadtests.placement.scale.warm --seeds 3 --out loadtests/results/shortlist-2026-11-28
 
-The simulation on the virtual clock has one group of 320 prefills and 120 decodes. So a shortlist
-has less than a third of the prefills. The prompts take 32 times as long as on the mocker. So a run
-of thousands of requests lasts about as long as placement remembers recent work. The first three
-eighths of the requests warm up the caches and are not counted. Each run begins with empty caches.
-So it also shows how a shortlist changes the content of the caches.
+The simulation runs on the virtual clock with one group of 320 prefills and 120 decodes, so a
+shortlist has less than a third of the prefills. Prompts take 32 times as long as on the mocker.
+With these times, a run of thousands of requests lasts about as long as placement remembers recent
+work. The first three eighths of the requests warm up the caches and are not counted. Each run
+begins with empty caches, so a shortlist also affects what the caches hold.
 
 In the report, `busy` is the share of prefills that have a prompt, at forty times while the counted
 requests arrive. "Against its own mean" compares an instance with the mean of the shortlist, as the
-product did before this measurement. With --chance, another run scores all with other random draws.
-It shows how much of a difference is chance.
+product did before this measurement. With --chance, another run scores all instances with other
+random draws. Its difference from the first run is chance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdmesh.core.placement.policies import MOST_SCORED, Known, Policy, Query, We
 from pdmesh.engine.step_time_laws import MOCKER
 
 _PREFILLS: Final = 320
-# number of meshes of four instances, for which the families are made
+# how many meshes of four instances; the families are made for one such mesh
 _MESHES: Final = _PREFILLS // 4
 _SLOWER: Final = 32.0
 # blocks of a prompt; the few longer prompts are left out, since they are heavy
