@@ -6,13 +6,17 @@ of long streams at one decode, with and without KV that comes in at the same tim
     python -m loadtests.kv.retrieval --out loadtests/results/retrieval-DATE
 
 One prefill and one decode run on the sim engine. Steps take 20 ms (the demo law), and KV is as
-large as a small model's (8 layers of 2 KiB per token). Streams draw tokens all the time, in three
-kinds of round. In the first kind, there are only the streams. In the second, clients ask for one
-token after long prompts, which the prefill answers by itself. In the third, the same clients ask
-for two tokens. So the decode retrieves each prompt's KV and does little else for it. The last two
-kinds compute nearly the same and differ in the hand-over. The bar compares the third kind with the
-first, so it includes the effect of the prefill on the same cores. Kinds of round alternate, so that
-all see the same machine.
+large as a small model's (8 layers of 2 KiB per token). Streams draw tokens all the time. There are
+three kinds of round:
+
+- only the streams;
+- also clients that ask for one token after long prompts, which the prefill answers by itself;
+- the same clients, but they ask for two tokens. So the decode retrieves each prompt's KV and does
+  little else for it.
+
+The last two kinds compute nearly the same and differ in the hand-over. The bar compares the third
+kind with the first, so it includes the effect of the prefill on the same cores. The kinds
+alternate, so that all see the same machine.
 """
 
 from __future__ import annotations

@@ -3,15 +3,17 @@
     PYTHON peer_nixl.py LARGEST BLOCK_BYTES          # starts its source as a second process
 
 Each line `kind bytes` on stdin is one transfer. The program answers each line with milliseconds.
-Kind `contiguous` is one descriptor. Kind `blocks` is random blocks of a cache that is 1.5 times the
-largest prompt, on both sides, as in our own measurement. The caches are registered and all their
-blocks prepared beforehand. The time to make a transfer's request counts.
+The caches are registered and all their blocks prepared beforehand. The time to make a transfer's
+request counts. The kinds are:
 
-With these two kinds, the target knows by itself when it may read. With `told`, the source tells the
-target with the library's own notification. The time then begins when the source has the blocks.
-Kind `checked` adds the checksums of our product. The notification of each part of 4 MiB has the
-part's xxh3_128, and the target compares it. The target reads one part while it checks the part
-before.
+- `contiguous`: one descriptor.
+- `blocks`: random blocks of a cache, on both sides. The cache is 1.5 times the largest prompt, as in
+  our own measurement. With this kind and `contiguous`, the target knows by itself when it may read.
+- `told`: the same blocks, but the source tells the target when it may read, with the library's own
+  notification. The time begins when the source has the blocks.
+- `checked`: like `told`, with the checksums of our product. The notification of each part of 4 MiB
+  has the part's xxh3_128, and the target compares it. The target reads one part while it checks the
+  part before.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ python -m loadtests.placement.scale --rounds 3 --out loadtests/results/scale-202
 In every round, each measurement takes turns with its baseline. A decision is compared with the same
 core without its shortlist. A decision through gRPC is compared with the same core in one process. A
 snapshot in steps is compared with the same snapshot at once. Events are compared with the index
-without messages. "Again" in the report means that a decision is repeated with the same random
-draws. The processor's caches then hold its instances.
+without messages. "Again" means that a decision is repeated with the same random draws. The
+processor's caches then hold its instances.
 """
 
 from __future__ import annotations

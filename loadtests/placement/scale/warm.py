@@ -7,12 +7,11 @@ The simulation runs on the virtual clock with one group of 320 prefills and 120 
 shortlist has less than a third of the prefills. Prompts take 32 times as long as on the mocker.
 With these times, a run of thousands of requests lasts about as long as placement remembers recent
 work. The first three eighths of the requests warm up the caches and are not counted. Each run
-begins with empty caches, so a shortlist also affects what the caches hold.
-
-In the report, `busy` is the share of prefills that have a prompt, at forty times while the counted
-requests arrive. "Against its own mean" compares an instance with the mean of the shortlist, as the
-product did before this measurement. With --chance, another run scores all instances with other
-random draws. Its difference from the first run is chance.
+begins with empty caches, so a shortlist also affects what the caches hold. `busy` is the share of
+prefills that have a prompt, at forty times while the counted requests arrive. "Against its own
+mean" compares an instance with the mean of the shortlist, as the product did before this
+measurement. With --chance, another run scores all instances with other random draws. Its difference
+from the first run is chance.
 """
 
 from __future__ import annotations
