@@ -3,8 +3,8 @@
 `python -m tools.coverage_doc` renders the page from docs/coverage-results.json. If a folder of
 JUnit files is given, the program first adds their results to this file, and writes a list of all
 tests into the folder. There are several levels of tests. A number is proved at a level if some of
-its tests at this level passed on a day and none failed. A test that was skipped or never ran proves
-nothing. An earlier result stays until the tests run again.
+its tests at this level passed and none failed. The page names the day on which they passed. A test
+that was skipped or never ran proves nothing. An earlier result stays until the tests run again.
 """
 
 from __future__ import annotations

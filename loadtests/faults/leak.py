@@ -157,7 +157,7 @@ def bodies(rng: random.Random, count: int = 1000) -> list[bytes]:
 
 
 class Clients:
-    """Clients that send `count` requests, at most `concurrency` at a time.
+    """Clients of the mesh. `run` sends `count` requests, at most `concurrency` at a time.
 
     Each request has a new connection, or a connection that was kept open.
     """

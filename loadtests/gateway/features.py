@@ -218,7 +218,8 @@ def _format(number: int) -> dict[str, Any]:
     }
 
 
-# The fields that each feature adds to a plain request. The number of a request makes them unique.
+# The fields that each feature adds to a plain request. The argument is the request's number in the
+# run.
 FEATURES: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
     "plain": lambda _: {},
     "two tools, auto": lambda _: {"tools": _tools(0), "tool_choice": "auto"},

@@ -21,7 +21,7 @@ _LOOK_S = 0.5
 
 @dataclass(slots=True)
 class Patience:
-    """Repeats measurements for up to `left_s` more seconds. With 0, it measures once."""
+    """Repeats disturbed measurements for up to `left_s` more seconds. With 0, it measures once."""
 
     left_s: float
     num_dropped: int = 0

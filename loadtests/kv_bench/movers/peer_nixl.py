@@ -7,8 +7,9 @@ The caches are registered and all their blocks prepared beforehand. The time to 
 request counts. The kinds are:
 
 - `contiguous`: one descriptor.
-- `blocks`: random blocks of a cache, on both sides. The cache is 1.5 times the largest prompt, as in
-  our own measurement. With this kind and `contiguous`, the target knows by itself when it may read.
+- `blocks`: random blocks of a cache, on both sides. The cache is 1.5 times the largest prompt, as
+  in our own measurement. With this kind and with `contiguous`, the target knows by itself when it
+  may read.
 - `told`: the same blocks, but the source tells the target when it may read, with the library's own
   notification. The time begins when the source has the blocks.
 - `checked`: like `told`, with the checksums of our product. The notification of each part of 4 MiB
