@@ -2,10 +2,10 @@
  *
  *     generator PORT PATH BODIES CONNECTIONS SECONDS
  *
- * Each line of the file BODIES is the body of a request. All connections together send the bodies in
- * turn. A connection sends its next request when an answer has ended. After SECONDS, the program
- * waits for open answers, and then prints one line of JSON. Only streamed answers have a time to first
- * token. An event of a stream begins with "data: {".
+ * Each line of the file BODIES is the body of a request. All connections together send the bodies
+ * in turn. A connection sends its next request when an answer has ended. After SECONDS, the program
+ * waits for open answers, and then prints one line of JSON. Only streamed answers have a time to
+ * first token. An event of a stream begins with "data: {".
  */
 #define _GNU_SOURCE
 #include <errno.h>

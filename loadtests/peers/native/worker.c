@@ -2,8 +2,8 @@
  *
  *     worker PORT ROLE        ROLE: regular, prefill or decode
  *
- * It answers the requests that sglang-router and a passthrough send to a worker: health, facts about
- * the server, and completions. A completion is plain, or a stream with one event for each of
+ * It answers the requests that sglang-router and a passthrough send to a worker: health, facts
+ * about the server, and completions. A completion is plain, or a stream with one event for each of
  * `max_tokens` tokens. A prefill draws one token.
  */
 #define _GNU_SOURCE
