@@ -1,7 +1,7 @@
 """The measurements, by name: `python -m loadtests` lists them, `python -m loadtests NAME ...` runs
 one (make bench NAME=...).
 
-Arguments after the name go to the measurement itself; `--help` shows which it takes.
+Arguments after the name go to the measurement. `--help` shows which arguments it takes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ RESULTS = "loadtests/results"
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """`record`: whether it writes a record to loadtests/results by default. `traces`: whether it
-    plays public request traces, if the variable TRACES names their folder.
+    """A measurement.
+
+    `record` says whether it writes a record to loadtests/results by default. `traces` says whether
+    it plays public request traces if the variable TRACES names their folder.
     """
 
     module: str
@@ -187,7 +189,7 @@ _RECORDS = {"simulate-day": "day-simulated", "placement-generalises": "placement
 
 
 def arguments(name: str, given: Sequence[str], traces: str, today: date) -> list[str]:
-    """The measurement's arguments: where it writes, which traces it plays, then those given."""
+    """The arguments for a measurement: default traces and record file, then the `given` ones."""
     bench, own = BENCHES[name], list[str]()
     if bench.traces and traces:
         own += ["--traces", traces]

@@ -1,1 +1,4 @@
-"""Generators of committed files, most of which `make docs` runs, and checks of the repository."""
+"""Programs that generate committed files, and programs that check the repository.
+
+`make docs` runs most of the generators.
+"""

@@ -1,8 +1,8 @@
-"""Writes the settings of each service into the Helm chart's values.schema.json, from the Settings
-classes themselves.
+"""Writes the settings of each service into the Helm chart's values.schema.json.
 
-The rest of the file is written by hand. A value that is not a setting, or has the wrong type, is
-refused by Helm with its name, before anything is installed.
+The settings come from the Settings classes themselves. The rest of the file is written by hand.
+Helm refuses a value that is not a setting or has the wrong type, and names it, before anything is
+installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pydantic.fields import FieldInfo
 from pdmesh.config import ServiceSettings, is_shared
 from tools.configuration_doc import SERVICES, settings_of
 
-# Settings that the chart sets from other values, the pod or its Secret, and those only for tests.
+# Settings that the chart sets from other values, from the pod or from its Secret, and settings that
+# only tests use.
 NOT_IN_VALUES: Final = frozenset({
     "ADMIN_TOKEN", "ADMIN_TOKEN_FILE", "ADVERTISE_HOST", "ALLOW_ANONYMOUS", "DEVICE_DIR",
     "DRAIN_S", "FAILPOINT", "GRPC_PORT", "HASH_SECRET", "HOST", "HTTP_PORT", "INNER_HOST",
@@ -28,7 +29,7 @@ NOT_IN_VALUES: Final = frozenset({
     "NODE_ID", "NODE_STATUS_FILE", "OIDC_AUDIENCE", "OIDC_CA_FILE", "OIDC_ISSUER", "OPS_FILE",
     "OPS_PORT", "PICKER_PORT", "REDIS_URL", "REUSE_PORT", "ROLE", "STATE_DIR", "TLS_DIR",
 })  # fmt: skip
-# Pools of the roles pooling, encoder and blank run the service `instance`.
+# The instance services. Pools of the roles pooling, encoder and blank run the service `instance`.
 INSTANCES: Final = ("prefill", "decode", "instance")
 _KEPT: Final = (
     "type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
@@ -38,7 +39,10 @@ Schema = dict[str, Any]
 
 
 def definitions() -> dict[str, Schema]:
-    """The settings of each service by its name in the values, and those of `all` services."""
+    """The settings of each service, by the service's name in the values.
+
+    Settings that all services share are under `all`.
+    """
     shared: Schema = {}
     found: dict[str, Schema] = {}
     for service in SERVICES:
@@ -97,7 +101,7 @@ def _plain(value: object) -> object:
 
 
 def document(text: str) -> str:
-    """The schema's text with the settings as the code has them."""
+    """The text of the schema, with its settings replaced by those of the code."""
     schema = json.loads(text)
     schema["definitions"]["settings"] = definitions()
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"

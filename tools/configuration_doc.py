@@ -1,6 +1,4 @@
-"""Writes docs/configuration.md: every setting of every service, from the Settings classes
-themselves.
-"""
+"""Writes docs/configuration.md from the Settings classes: every setting of every service."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ warning reports it.
 
 
 def settings_of(service: str) -> type[ServiceSettings]:
-    if service == "node_agent":  # pdmesh-health-monitor --node
+    if service == "node_agent":  # the command pdmesh-health-monitor --node
         return NodeSettings
     found: type[ServiceSettings] = import_module(f"pdmesh.services.{service}.settings").Settings
     assert issubclass(found, ServiceSettings)
@@ -64,7 +62,7 @@ def document() -> str:
 
 
 def _alike(lines: Mapping[str, list[SettingLine]]) -> set[_Fact]:
-    """The settings that all kinds of instances have, with the same meaning and default."""
+    """The settings that all instance services have, with the same meaning and default."""
     facts = (_facts(lines[service], _prefix(service)) for service in INSTANCES)
     return set.intersection(*facts)
 

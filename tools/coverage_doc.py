@@ -1,9 +1,10 @@
 """Writes docs/coverage.md: the strongest proof of each requirement (S) and fault (F) by tests.
 
-`python -m tools.coverage_doc` renders the page from docs/coverage-results.json. With a folder of
-JUnit files, it first takes over their results, and writes a list of all tests into the folder. A
-number is proved at a level on the day when some of its tests there passed and none failed. A test
-that was skipped or never ran proves nothing. An earlier result stands until the tests run again.
+`python -m tools.coverage_doc` renders the page from docs/coverage-results.json. If a folder of
+JUnit files is given, the program first adds their results to this file, and writes a list of all
+tests into the folder. There are several levels of tests. A number is proved at a level if some of
+its tests at this level passed and none failed. The page names the day on which they passed. A test
+that was skipped or never ran proves nothing. An earlier result stays until the tests run again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tools import docs_check, not_proved
 
 PAGE: Final = "docs/coverage.md"
 RESULTS: Final = "docs/coverage-results.json"
-# The levels of proof, the strongest first, each with its folders of tests.
+# The levels of proof with their folders of tests, the strongest level first.
 LEVELS: Final[Mapping[str, Sequence[str]]] = {
     "vLLM": ("e2e",),
     "mesh": ("integration", "chaos", "compose"),
@@ -32,7 +33,7 @@ LEVELS: Final[Mapping[str, Sequence[str]]] = {
 _LEVEL_OF: Final = {folder: level for level, folders in LEVELS.items() for folder in folders}
 _MARK: Final = re.compile(r"mark\.(?:req|fault)\(([^)]*)\)")
 
-# By number and level: the day on which it "passed" or "failed", and how many tests were "skipped".
+# By number and level: the day on which tests "passed" or "failed", and how many were "skipped".
 Results = dict[str, dict[str, dict[str, str | int]]]
 
 _INTRO: Final = """\
@@ -62,17 +63,20 @@ _OTHERS: Final = "\n## Not proved by a test\n\n| | why |\n| --- | --- |\n"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one test did when it last ran."""
+    """The result of one test when it last ran."""
 
     test: str
     level: str
     numbers: tuple[str, ...]
-    result: str  # passed, failed, skipped
+    result: str  # passed, failed or skipped
     day: str
 
 
 def outcomes(folder: Path) -> list[Outcome]:
-    """Each test's last outcome; a test that ran in one suite and was skipped in another has run."""
+    """The last outcome of each test.
+
+    If a test ran in one suite and was skipped in another, the skip does not count.
+    """
     files = (ElementTree.parse(path) for path in folder.glob("*.xml"))
     suites = [suite for file in files for suite in file.iter("testsuite")]
     found: dict[str, Outcome] = {}
@@ -100,7 +104,7 @@ def _outcome(case: ElementTree.Element, day: str) -> Outcome:
 
 
 def taken_over(results: Results, found: Iterable[Outcome]) -> Results:
-    """The results with the new outcomes. Numbers and levels that did not run keep theirs."""
+    """The results with the new outcomes. Numbers and levels that did not run keep their results."""
     tests: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in found:
         for number in outcome.numbers:
@@ -125,7 +129,7 @@ def _summary(of: Sequence[Outcome], before: Mapping[str, str | int]) -> dict[str
 
 
 def marked(root: Path) -> dict[str, set[str]]:
-    """For each number, the levels of the tests that are marked with it."""
+    """For each number, the levels of the tests that have a mark for it."""
     found: dict[str, set[str]] = defaultdict(set)
     for folder, level in _LEVEL_OF.items():
         for path in (root / "tests" / folder).rglob("test_*.py"):
@@ -141,7 +145,10 @@ def page(
     results: Results,
     reasons: Mapping[str, str],
 ) -> str:
-    """Raises ValueError if no test is marked with a number and no reason is given."""
+    """The page as Markdown.
+
+    Raises ValueError if a number has neither a marked test nor a reason.
+    """
     explained = not_proved.by_number(reasons)
     if unclear := [n for n in numbers if n not in marks and n not in explained]:
         raise ValueError(f"no test marks them, tools/not_proved.py says nothing: {unclear}")
@@ -190,7 +197,7 @@ def _not_passed(levels: Mapping[str, Mapping[str, str | int]]) -> Iterator[str]:
 
 
 def _list(found: Sequence[Outcome]) -> str:
-    """Every test, so that a reader can find the ones behind a number."""
+    """A list of every test, so that a reader can find the tests for a number."""
     rows = [f"| {o.test} | {o.result} | {o.day} | {' '.join(o.numbers)} |" for o in found]
     return "\n".join(["| test | | | proves |", "| --- | --- | --- | --- |", *rows, ""])
 

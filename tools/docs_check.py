@@ -1,9 +1,7 @@
-"""Checks hand-written pages: `python -m tools.docs_check`.
+"""Checks hand-written pages: `python -m tools.docs_check`, which `make check` runs.
 
-Each cited number has one line in the requirements, the files that pages name exist, and the site's
-menu has every page.
-
-`make check` runs it.
+Each cited number must have one line in the requirements. The files that pages name must exist. The
+site's menu must list every page.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ SUFFIXES: Final = frozenset({".py", ".proto", ".html", ".js"})
 REQUIREMENTS: Final = "docs/requirements.md"
 SITE: Final = "mkdocs.yml"
 PAGES: Final = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/adr/*.md")
-# The folders below which a path that a page names in `code` may lie.
+# A path that a page names in `code` may begin below one of these folders.
 ROOTS: Final = ("", "libs/pdmesh")
 
 _CITED: Final = re.compile(r"\b(?:S(?:\d{1,2}|1[0-4]\d|150)|F(?:[1-9]|[1-3]\d|4[0-2])|I[1-9])\b")
@@ -30,7 +28,7 @@ _CODE_PATH: Final = re.compile(r"`((?:core|engine|instance|kv|net|services|tests
 
 
 def cited(root: Path) -> dict[str, Path]:
-    """Each number that source or tests cite, with the first file that does."""
+    """Each number that source or tests cite, with the first file that cites it."""
     found: dict[str, Path] = {}
     for folder in CITING:
         for path in sorted((root / folder).rglob("*")):
@@ -46,7 +44,7 @@ def numbers(root: Path) -> list[str]:
 
 
 def unexplained(root: Path) -> Iterator[str]:
-    """Cited numbers without a line in the requirements, and numbers with more than one."""
+    """Cited numbers without a line in the requirements, and numbers with more than one line."""
     lines = numbers(root)
     for number, path in cited(root).items():
         if number not in lines:
@@ -56,7 +54,7 @@ def unexplained(root: Path) -> Iterator[str]:
 
 
 def lost(root: Path) -> Iterator[str]:
-    """Files that a page links, or names in `code`, but that do not exist."""
+    """Files that do not exist, although a page links them or names them in `code`."""
     for page in sorted(p for pattern in PAGES for p in root.glob(pattern)):
         text = page.read_text()
         name = page.relative_to(root)
@@ -70,7 +68,7 @@ def lost(root: Path) -> Iterator[str]:
 
 
 def unlisted(root: Path) -> Iterator[str]:
-    """Pages that the site's menu lacks, and entries of it without a page."""
+    """Pages that are missing in the site's menu, and entries of the menu without a page."""
     pages = {str(page.relative_to(root / "docs")) for page in (root / "docs").rglob("*.md")}
     listed = set(_MENU.findall((root / SITE).read_text()))
     yield from (f"{SITE} does not list docs/{page}" for page in sorted(pages - listed))

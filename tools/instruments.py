@@ -1,5 +1,5 @@
-"""All instruments of the code, read from the source: the kind of each, what it measures, and its
-name in Prometheus.
+"""Finds all instruments (metrics) in the source code: their kind, meaning, and name in
+Prometheus.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pdmesh.telemetry import names
 from pdmesh.telemetry.labels import labels_of
 
 ROOTS: Final = ("libs/pdmesh", "services")
-# The modules with the names and labels of instruments. They make no instruments.
+# The modules with the names and labels of instruments. They create no instruments.
 _TABLES: Final = (Path("libs/pdmesh/telemetry/names.py"), Path("libs/pdmesh/telemetry/labels.py"))
-# The functions that make instruments. A tuple is a row in a list of gauges.
+# The functions that create instruments. A tuple is a row in a list of gauges.
 _KINDS: Final = {
     "counter": "counter",
     "total": "counter",
@@ -36,7 +36,11 @@ _DEFAULT_UNITS: Final = {"histogram": "s"}
 
 @dataclass(frozen=True, slots=True)
 class Instrument:
-    """`constant`: its name in `names.py`. `unit`: OpenTelemetry's, such as s or By."""
+    """An instrument.
+
+    `constant` is the name of its constant in `names.py`. `unit` is an OpenTelemetry unit, such as s
+    or By.
+    """
 
     constant: str
     kind: str
@@ -49,7 +53,7 @@ class Instrument:
 
     @property
     def family(self) -> str:
-        """The name on a page of /metrics: with its unit, and without the suffixes of its series."""
+        """Its name on a page of /metrics, with the unit, but without the suffixes of its series."""
         name, unit = sanitize_full_name(self.name), map_unit(self.unit)
         return name if not unit or name.endswith(f"_{unit}") else f"{name}_{unit}"
 
@@ -64,7 +68,7 @@ class Instrument:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels, spelled as in Prometheus."""
+        """The labels in Prometheus' spelling."""
         return tuple(map(sanitize_attribute, labels_of(self.name)))
 
 
@@ -78,8 +82,11 @@ def sources(root: Path = Path()) -> Mapping[Path, str]:
 
 
 def instruments(source: str) -> Iterator[Instrument]:
-    """The instruments that a module makes: by `counter(names.X, "help", ...)`, or as a tuple of
-    these arguments in a list of gauges."""
+    """The instruments that a module creates.
+
+    A module calls `counter(names.X, "help", ...)`, or has a tuple of these arguments in a list of
+    gauges.
+    """
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(
@@ -113,7 +120,10 @@ def _unit(kind: str, arguments: list[ast.expr]) -> str:
 
 
 def all_instruments(root: Path = Path()) -> dict[str, Instrument]:
-    """All instruments by name. Raises ValueError if one name has two kinds or units."""
+    """All instruments by name.
+
+    Raises ValueError if one name has two kinds or two units.
+    """
     found: dict[str, Instrument] = {}
     for text in sources(root).values():
         for each in instruments(text):

@@ -1,7 +1,7 @@
-"""Writes docs/kill-matrix.md from results: of the kill matrix, of the kill matrix across hosts, of
-the KV faults, or of several of these.
+"""Writes docs/kill-matrix.md from test results.
 
-A table without results stays as it is.
+The results may be those of the kill matrix, of the kill matrix across hosts, of the KV faults, or
+several of these. A table without results stays as it is.
 
 Usage: python -m tools.kill_matrix_doc RESULTS_DIR docs/kill-matrix.md
 """
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def page(before: str, results: Path) -> str:
-    """The page, with new tables where there are results."""
+    """The page with a new table for each kind of results."""
     processes, hosts, kv = _read(results), _read(results / "hosts"), _read(results / "kv")
     if not (processes or hosts or kv):
         sys.exit(f"no results in {results}")
@@ -107,7 +107,9 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 def _worst(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each row of the table, the run in which the fault added most time, ordered by fault."""
+    """For each row of the table, the run in which the fault added most time. Rows are ordered by
+    fault.
+    """
     worst: dict[tuple[int, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda r: float(r["took_s"]) - float(r["peace_s"])):
         worst[int(row["fault"][1:]), str(row["what"])] = row

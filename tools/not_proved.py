@@ -1,7 +1,7 @@
 """Requirements that no test in this repository proves completely, each with the reason.
 
-Either a measurement proves the requirement, or it is the engine's own work, or it is not
-implemented or not met.
+The reason is one of these: a measurement proves the requirement, it is the engine's own work, or it
+is not implemented or not met.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 _NEEDS_GPUS: Final = "not reproduced: it needs GPUs and a model of that size"
 
-# By number, or by the first and last number of a range.
+# Keys are a number, or the first and the last number of a range.
 REASONS: Final[Mapping[str, str]] = {
     "S50": (
         "how little the operators disturb a decode's steps, which needs a GPU; the operators are "

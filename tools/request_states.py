@@ -1,7 +1,7 @@
 """Writes docs/request-states.md from the transition table of a request.
 
-`python -m tools.request_states PAGE`; with `--check`, as in `make check`, it fails if the page
-differs from the table.
+The command is `python -m tools.request_states PAGE`. With `--check`, the program fails if the page
+differs from the table. `make check` runs it in this way.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Checks the rules that keep the tree readable: `python -m tools.rooms`.
+"""Checks the rules that keep the tree readable: `python -m tools.rooms`, which `make check` runs.
 
-A folder has at most 15 files and says what it is for. A class name is defined once. The tests of a
-module that decides are in the file of the same name. Constructors have few parameters.
-
-`make check` runs it. import-linter finds circular imports between folders (pyproject.toml).
+A folder has at most 15 files, and each module has a docstring. A class name is defined once. The
+tests of a module that decides are in the file with the same name. Constructors have few parameters.
+import-linter finds circular imports between folders (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILES = 15
-MAX_PARAMETERS = 6  # of a constructor, without `self`
+MAX_PARAMETERS = 6  # parameters of a constructor, without `self`
 CODE = ("libs", "services", "tools", "loadtests")
 TESTS = ("tests",)
 CORE, CORE_TESTS = "libs/pdmesh/core", "tests/unit/core"
 SERVICES = ("libs/pdmesh", "services")
 # Folders of generated code.
 GENERATED = ("libs/pdmesh/v1", "libs/pdmesh/events/v1", "libs/pdmesh/envoy/v3")
-# Class name -> why it is defined more than once.
+# Class name -> why it may be defined more than once.
 SHARED_NAMES = {
     "Settings": "each service reads its own; tools find them by this name",
 }
@@ -46,14 +45,14 @@ def crowded(root: Path) -> Iterator[str]:
 
 
 def silent(root: Path) -> Iterator[str]:
-    """Modules and packages that do not say what is in them."""
+    """Modules and packages without a docstring."""
     for path in modules(root, *CODE):
         if ast.get_docstring(ast.parse(path.read_text())) is None:
             yield f"{path.relative_to(root)}: no docstring says what is decided or done there"
 
 
 def namesakes(root: Path) -> Iterator[str]:
-    """Public classes with the same name: a reader who searches for one finds the other."""
+    """Public classes with the same name. A reader who searches for one would find the other."""
     homes: dict[str, list[str]] = defaultdict(list)
     for path in modules(root, *SERVICES):
         for node in ast.parse(path.read_text()).body:
@@ -65,8 +64,10 @@ def namesakes(root: Path) -> Iterator[str]:
 
 
 def untested(root: Path) -> Iterator[str]:
-    """Modules of the core that have a function but no test file of their own: `core/a/b.py` is
-    tested by `tests/unit/core/a/test_b.py`. A module without a function decides nothing.
+    """Modules of the core that have a function but no test file of their own.
+
+    `core/a/b.py` is tested by `tests/unit/core/a/test_b.py`. A module without a function decides
+    nothing.
     """
     for path in modules(root, CORE):
         nodes = ast.walk(ast.parse(path.read_text()))

@@ -1,8 +1,8 @@
-"""A hook of the docs site: changes links to files that are not part of the site.
+"""A hook of the docs site, which changes links to files outside of the site.
 
 Pages link source files by their path in the repository. `PDMESH_REPOSITORY_URL` is the repository's
 address on the web, for example https://example.org/pdmesh/blob/main. Without this variable, such a
-link becomes text.
+link is replaced by its text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ _REFERENCE: Final = re.compile(r"^\[([^\]]+)\]: (\S+)\n?", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """MkDocs calls this with each page. Any: a page of MkDocs."""
+    """Change the links of one page. MkDocs calls this function.
+
+    The type of `page` is Any because MkDocs has no types.
+    """
     return linked(markdown, page.file.src_uri, os.environ.get(REPOSITORY, "").rstrip("/"))
 
 
 def linked(markdown: str, source: str, repository: str) -> str:
-    """`source`: the page's path in docs. `repository`: a URL, or empty."""
+    """The page with its links changed.
+
+    `source` is the page's path in docs. `repository` is a URL, or empty.
+    """
     outside = {
         label: place
         for label, target in _REFERENCE.findall(markdown)
@@ -46,7 +52,7 @@ def linked(markdown: str, source: str, repository: str) -> str:
 
 
 def _outside(target: str, source: str) -> str | None:
-    """The path in the repository of a target outside docs; None for any other target."""
+    """The repository path of a link target outside of docs; None for any other target."""
     if "://" in target or target.startswith(("/", "#", "mailto:")):
         return None
     parts: list[str] = ["docs", *PurePosixPath(source).parent.parts]

@@ -1,6 +1,4 @@
-"""Writes docs/telemetry.md: every name in pdmesh/telemetry/names.py, what it means, and what uses
-it.
-"""
+"""Writes docs/telemetry.md: every name in pdmesh/telemetry/names.py, its meaning, and its users."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tools import instruments
 from tools.instruments import Instrument
 
 _NAMES: Final = Path("libs/pdmesh/telemetry/names.py")
-_VALUES: Final = ("PROVIDER",)  # constants that are values of attributes, not names
+_VALUES: Final = ("PROVIDER",)  # constants that are attribute values, not names
 
 _INTRO: Final = """\
 # Telemetry
@@ -52,7 +50,7 @@ class Constant:
 
 
 def sections(source: str) -> Iterator[tuple[str, list[Constant]]]:
-    """The comment that begins each block of constants, with the constants.
+    """Each block of constants, with the comment at its beginning.
 
     A comment within a block is about the constant below it.
     """
@@ -97,9 +95,9 @@ def users(constant: str, sources: Mapping[Path, str]) -> list[str]:
 
 
 def meaning_of(constant: Constant, helps: Collection[str]) -> str:
-    """The help of its instruments, or the comment beside it.
+    """The help text of the name's instruments, or the comment beside the name.
 
-    Raises ValueError if it has two texts.
+    Raises ValueError if there are two texts.
     """
     texts = [*helps, *([constant.comment] if constant.comment else [])]
     if len(texts) > 1:
@@ -134,7 +132,7 @@ def document() -> str:
 
 
 def _spelling(instrument: Instrument | None) -> str:
-    """The name with its labels as in a query; empty for an attribute or a span."""
+    """The name with its labels, as in a query; empty if the name is not an instrument's."""
     if instrument is None:
         return ""
     name = instrument.family + ("_total" if instrument.kind == "counter" else "")

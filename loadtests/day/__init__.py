@@ -1,3 +1,3 @@
-"""A compressed day on a mesh of real processes, with tides, an upgrade and faults: its plan, the
-mesh's reports, and its figure.
+"""Plays a compressed day on a mesh of real processes, with changing traffic, an upgrade and
+faults.
 """

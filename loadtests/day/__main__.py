@@ -1,14 +1,15 @@
 """A day of a scenario in five minutes, on a mesh of real processes (S64).
 
-The load has tides and two changes of content, and there are an upgrade and three faults.
+Traffic rises and falls, its content changes twice, and there are an upgrade and three faults.
 
     python -m loadtests.day --out loadtests/results/day-DATE
 
-Blank sim instances become three groups of 1P:2D, whose engines take the time that SmolLM2 takes on
-a CPU. One group is lent to training at night. Longer prompts, and later longer answers, must change
-the ratio. All groups get a new release. A prefill and a decode are killed, and a device fails.
-Clients send at their own times, whatever happens to their requests. The record names each expected
-event that did not happen; if there is one, the exit code is 1. `loadtests.sim.day` plays a longer
+At first, blank sim instances (instances without a role) become three groups of one prefill and two
+decodes. Their engines take the time that SmolLM2 takes on a CPU. One group is lent to training at
+night. Later, prompts become longer, then answers. Each change must move the ratio of prefills to
+decodes. All groups get a new release. A prefill and a decode are killed, and a device fails.
+Clients send at times that do not depend on the answers. The record names each expected event that
+did not happen. If there is such an event, the exit code is 1. `loadtests.sim.day` plays a longer
 day on a virtual clock.
 """
 
@@ -46,12 +47,12 @@ from tests.support.sites.operator import Operator
 
 _LOOK_S: Final = 1.0
 _SETUP_S: Final = 120.0
-_END_S: Final = 45.0  # how long the run waits after the last request until all work has ended
-_MAX_LAG_S: Final = 0.25  # a request that leaves later than this gets a remark in the record
+_END_S: Final = 45.0  # how long the run waits at its end until all work is done
+_MAX_LAG_S: Final = 0.25  # the record has a remark if a request was sent later than this
 
 
 class DayOnMesh:
-    """`start`: when the day begins, in unix seconds."""
+    """The run of one day. The day begins at `start`, in unix seconds."""
 
     def __init__(
         self, mesh: Mesh, operator: Operator, watch: Watch, start: float, arrivals: list[Arrival]
@@ -112,7 +113,7 @@ class DayOnMesh:
         await self._operator.apply(day_plan.groups(self._start, "2"))
 
     async def _look(self) -> None:
-        """Look at the groups every second, and add a point at the end of each window."""
+        """Read the groups' state every second, and add a point at the end of each window."""
         for number in itertools.count(1):
             await asyncio.sleep(max(0.0, self._watch.began + number * _LOOK_S - time.monotonic()))
             states = await self._operator.groups()
@@ -123,7 +124,7 @@ class DayOnMesh:
                 self._watch.close_window(states, num_asked)
 
     async def _until_quiet(self) -> None:
-        """Wait until no upgrade is under way and every group that is not lent serves."""
+        """Wait until no upgrade is under way and all groups serve, except lent groups."""
         deadline = time.monotonic() + _END_S
         while time.monotonic() < deadline:
             states = await self._operator.groups()

@@ -1,8 +1,8 @@
-"""One day of a mesh as a document and as a page like P/D-Serve's figures 12c and 13b: traffic,
-instances, T_p share, E2E, actions (S64).
+"""Describes one day of a mesh as a document, and draws it as a page (S64).
 
-Each run of a day, simulated or on a mesh, writes this document; the page and its table are drawn
-only from it.
+The page is like P/D-Serve's figures 12c and 13b: traffic, instances, the share of T_p, E2E, and
+actions. Each run of a day, simulated or on a mesh, writes this document. The page and its table are
+drawn from the document alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COLOURS: Final = {
 class Action:
     """One line of the event log.
 
-    `at_s`: seconds of the day; `kind`: a key of the figure's colours.
+    `at_s` is in seconds of the day. `kind` is a key of the figure's colours.
     """
 
     at_s: float
@@ -42,8 +42,8 @@ class Action:
 class Point:
     """A scenario in one window.
 
-    `groups`: by group its prefills, its decodes and the pool that borrowed it. A value of None: no
-    request ended in the window.
+    For each group, `groups` has the number of prefills, the number of decodes, and the pool that
+    borrowed the group. A value of None means that no request ended in the window.
     """
 
     at_s: float
@@ -58,9 +58,10 @@ class Point:
 
 @dataclass(slots=True)
 class Day:
-    """`source`: "simulated", or the mesh it ran on.
+    """The document of one day.
 
-    `speed`: seconds of the day in one second of the run.
+    `source` is "simulated", or the mesh on which the day ran. `speed` is the number of seconds of
+    the day that pass in one second of the run.
     """
 
     source: str
@@ -70,12 +71,11 @@ class Day:
     num_failed: int = 0
     num_late: int = 0
     num_migrated: int = 0
-    missed: list[str] = field(default_factory=list)  # what the day should have shown but did not
+    missed: list[str] = field(default_factory=list)  # expected events that did not happen
     points: list[Point] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
 
     def write(self, out: Path) -> None:
-        """Write OUT.json, OUT.md and OUT.png."""
         out.with_suffix(".json").write_text(json.dumps(asdict(self), indent=1) + "\n")
         out.with_suffix(".md").write_text(markdown(self))
         draw(self, out.with_suffix(".png"))

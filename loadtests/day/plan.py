@@ -1,8 +1,7 @@
-"""What happens in the compressed day on a mesh, and when: traffic, changes of content, tides,
-faults, an upgrade.
+"""The plan of the compressed day on a mesh: traffic, changes of content, loans, faults, an upgrade.
 
-The day is as long as the mesh needs for all of this: the mesh's own times (leases, windows, soak,
-cron's minutes) do not shrink with the day.
+The mesh's own times (leases, windows, soak, the minutes of its cron schedule) do not shrink with
+the day. So the run is as long as they need.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ SCENARIO: Final = "chat"
 WINDOW_S: Final = 5.0
 E2E_SLO_S: Final = 10.0
 
-# Seconds of the run, as all times below. The schedule's minutes fall on LEND_AT and RECLAIM_AT.
+# All times below are in seconds of the run. The desired state's schedule has minutes, which fall on
+# LEND_AT and RECLAIM_AT.
 LEND_AT: Final = 30.0
 RECLAIM_AT: Final = 90.0
 LEND_AGAIN_AT: Final = 270.0
@@ -34,7 +34,7 @@ NEW_OUTPUTS_AT: Final = 190.0
 DEVICE_FAULT_AT: Final = 220.0
 UPGRADE_AT: Final = 240.0
 
-_LEAD_S: Final = 300  # a reclaim begins this long before the time in its schedule
+_LEAD_S: Final = 300  # the mesh begins to reclaim a group this long before the scheduled time
 _PEAK_PER_S: Final = 7.0
 NUM_INSTANCES: Final = 13  # nine in three groups, and four blank ones
 
@@ -58,12 +58,12 @@ schedules:
 
 
 def next_start(now: float) -> float:
-    """When the run must begin (unix seconds), so that its tides fall on whole minutes."""
+    """When the run must begin (unix seconds), so that LEND_AT and RECLAIM_AT are whole minutes."""
     return math.ceil((now + LEND_AT) / 60) * 60 - LEND_AT
 
 
 def groups(start: float, release: str) -> str:
-    """The desired state of a run that begins at `start` (unix seconds)."""
+    """The desired state, as YAML, of a run that begins at `start` (unix seconds)."""
 
     def cron(at_s: float) -> str:
         return time.strftime("%M %H * * *", time.gmtime(start + at_s))
@@ -77,7 +77,10 @@ def groups(start: float, release: str) -> str:
 
 
 def rate(at_s: float) -> float:
-    """Low at night, peaks before noon and in the afternoon (P/D-Serve, figure 2a)."""
+    """Requests per second: few at night, peaks before noon and in the afternoon.
+
+    The shape is that of P/D-Serve's figure 2a.
+    """
     hour = 24 * at_s / LENGTH_S
 
     def hump(at: float, width: float) -> float:
@@ -87,8 +90,10 @@ def rate(at_s: float) -> float:
 
 
 def lengths(at_s: float) -> Lengths:
-    """First prompts become three times as long. Later they have their old length again, and answers
-    become 3.5 times as long.
+    """The lengths of prompts and answers.
+
+    At NEW_PROMPTS_AT, prompts become three times as long. At NEW_OUTPUTS_AT, they become short
+    again, and answers become 3.5 times as long.
     """
     if at_s < NEW_PROMPTS_AT:
         return Lengths(300, 20)

@@ -1,4 +1,4 @@
-"""What a mesh reports about itself during a day: its events, and the state of its groups each
+"""Collects the reports of a mesh during a day: its events, and the state of its groups each
 second.
 """
 
@@ -30,17 +30,18 @@ class _Window:
 
 @dataclass(slots=True)
 class Watch:
-    """`began`: when the run began, on the monotonic clock.
+    """The reports so far. `began` is the start of the run on the monotonic clock.
 
-    Earlier reports count as if they came at the beginning.
+    Reports from before the start count as if they came at the start.
     """
 
     actions: list[Action] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
-    replaced: set[str] = field(default_factory=set)  # instances that were replaced by another
+    replaced: set[str] = field(default_factory=set)  # ids of instances that were replaced by others
     ejected: set[str] = field(default_factory=set)
-    upgraded: list[str] = field(default_factory=list)  # steps
-    moves: list[tuple[int, int]] = field(default_factory=list)  # change of prefills and decodes
+    upgraded: list[str] = field(default_factory=list)  # steps of the upgrade
+    # by how many prefills and decodes each move changed a group
+    moves: list[tuple[int, int]] = field(default_factory=list)
     num_lent: int = 0
     num_back: int = 0
     num_migrated: int = 0
@@ -55,7 +56,7 @@ class Watch:
         await bus.subscribe(subjects.upgrade_step(), self._on_upgrade)
 
     def begin(self) -> None:
-        """Forget what was reported so far: the set-up of the groups is not part of the day."""
+        """Drop all reports so far, since the set-up of the groups is not part of the day."""
         self.began = time.monotonic()
         self.actions.clear()
         self.replaced.clear()
@@ -66,9 +67,9 @@ class Watch:
         self.actions.append(Action(at_s, kind, SCENARIO, text))
 
     def close_window(self, states: pb.ListGroupStatesResponse, num_asked: int) -> None:
-        """Add a point of the day, with the present state of the groups.
+        """End the window, and add its point with the present state of the groups.
 
-        `num_asked`: how many requests were sent in the window.
+        `num_asked` is how many requests were sent in the window.
         """
         window, self._window = self._window, _Window()
         num = window.num
@@ -87,7 +88,7 @@ class Watch:
         )
 
     def look(self, states: pb.ListGroupStatesResponse) -> None:
-        """Note what plans have changed since the last look, and which instances are out of service
+        """Record changes since the last call: groups moved or lent, and instances out of service
         for faults.
         """
         for entry in states.out_of_service:
@@ -129,7 +130,7 @@ class Watch:
         self._window.num += 1
         self._window.t_p_s += (
             event.ttft_ms / 1e3
-        )  # including the wait for a prefill, as the ratio counts it
+        )  # includes the wait for a prefill, as in the ratio's own T_p
         self._window.e2e_s += event.e2e_ms / 1e3
 
     async def _on_step(self, message: Message) -> None:

@@ -1,1 +1,1 @@
-"""What an engine does with its time, without a mesh."""
+"""Measures how an engine spends its time."""

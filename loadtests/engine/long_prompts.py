@@ -2,13 +2,14 @@
 
     python -m loadtests.engine.long_prompts      needs vLLM and the prepared model (make model)
 
-Two kinds of mesh, one after the other: a prefill and a decode, and one instance that does both.
-Streams draw all the time, alone or beside a client that sends long prompts without a pause, each
-with an answer of one token. In the pair the prompts are computed in another process; in one engine
-they share each step with the streams, cut into chunks.
+Two kinds of mesh run one after the other: "pair" is a prefill and a decode, and "one engine" is an
+instance that does both phases. Streams draw tokens all the time, alone or beside a client that
+sends long prompts without a pause. Each long prompt has an answer of one token. In the pair,
+another process computes the long prompts. In one engine, the long prompts are cut into chunks, and
+each step computes a chunk together with the streams' tokens.
 
-Two processes on one machine also share its caches and memory bandwidth. A third turn measures this
-effect: the streams run at one pair while another pair computes the same prompts.
+Two processes on one machine also share its caches and memory bandwidth. To measure this effect
+alone, in a third turn the streams run at one pair while another pair computes the long prompts.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from pdmesh.launcher.spec import MeshSpec
 
 MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 KINDS: Final = {"pair": (1, 1, 0), "one engine": (0, 0, 1)}  # prefills, decodes, fusions
-# Whether long prompts are computed at the same time, and where.
+# Whether long prompts are computed at the same time, and whether at another mesh.
 ALONE, BESIDE, ELSEWHERE = "alone", "beside", "beside, elsewhere"
 TURNS: Final = {"pair": (ALONE, BESIDE, ELSEWHERE), "one engine": (ALONE, BESIDE)}
 NUM_STREAMS, NUM_LONG = 4, 1
 STREAM_TOKENS, LONG_TOKENS = 400, 1900
 LEAST_LONG: Final = 3  # a turn lasts at least as long as this many long prompts take alone
-MOST_S: Final = 120.0  # for a lone long prompt
+MOST_S: Final = 120.0  # the longest time for a lone long prompt
 QUANTILES: Final = {"p50": 0.5, "p99": 0.99}
 BAR: Final = 1.2  # S82: p99 of the time per token, beside a long prompt relative to alone
 ENV: Final = {
     "PDMESH_MAX_MODEL_LEN": "2048",
-    "PDMESH_PREFILL_NUM_SLOTS": "8",  # a fusion instance reads it, too
+    "PDMESH_PREFILL_NUM_SLOTS": "8",  # also the slots of a fusion instance
     "PDMESH_DECODE_NUM_SLOTS": "8",
     "PDMESH_GATEWAY_TTFT_S": "300",
     "PDMESH_ENGINE_HUNG_S": "300",
@@ -80,7 +81,7 @@ async def turn(
 ) -> dict[str, Any]:
     streams = [body(rng, 20, STREAM_TOKENS) for _ in range(NUM_STREAMS)]
     works = [run_load(load(mesh, streams, NUM_STREAMS, duration_s))]
-    if prompts_to:  # so many that a prompt is no longer cached when it comes again
+    if prompts_to:  # so many prompts that each has left the cache when it comes again
         long = [body(rng, LONG_TOKENS, 1) for _ in range(100)]
         works.append(run_load(load(prompts_to, long, NUM_LONG, duration_s)))
     drawn, *others = await asyncio.gather(*works)
@@ -109,7 +110,10 @@ def mesh_of(kind: str, directory: Path) -> Mesh:
 
 
 async def measured(kind: str, rounds: int, duration_s: float) -> list[dict[str, Any]]:
-    """`duration_s` of a turn is extended on a machine that would compute few long prompts in it."""
+    """Measure all turns on one kind of mesh.
+
+    On a slow machine, turns last longer than `duration_s`, so that each has several long prompts.
+    """
     rng = random.Random(7)
     found = []
     async with AsyncExitStack() as stack:
@@ -134,7 +138,7 @@ def turns_of(found: Sequence[dict[str, Any]], kind: str, where: str) -> list[dic
 def pairs_of(
     found: Sequence[dict[str, Any]], kind: str, where: str, over: str
 ) -> list[tuple[Any, Any]]:
-    """Each round's turn beside long prompts, and the turn of the same round to compare it with."""
+    """Pairs of turns of the same round: the turn `where`, and the turn `over` as its baseline."""
     return list(zip(turns_of(found, kind, where), turns_of(found, kind, over), strict=True))
 
 

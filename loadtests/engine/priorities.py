@@ -1,12 +1,14 @@
-"""What vLLM's order by priority costs if all requests have one priority, and what urgent requests
-gain by it beside a batch's prompts (S83).
+"""What vLLM's order by priority costs and gains (S83).
+
+The cost is measured if all requests have one priority. The gain is how much sooner urgent requests
+are served beside a batch's prompts.
 
     python -m loadtests.engine.priorities        needs vLLM and the prepared model (make model)
 
-Two engines answer the same prompts in turn, one by priority and one by arrival (fcfs). The engine
-that waits is idle. For the cost, all requests have one priority: the time to schedule a step and
-the tokens per second are measured. For the gain, urgent prompts come after those of a batch: the
-time until their first token is compared with the same prompts alone.
+Two engines answer the same prompts in turn. One orders requests by priority, and the other by
+arrival (fcfs). The engine that waits for its turn is idle. For the cost, the benchmark measures the
+time to schedule a step, and tokens per second. For the gain, urgent prompts come after the prompts
+of a batch. The time until their first token is compared with the time for the same prompts alone.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ POLICIES: Final = (SchedulingPolicy.FCFS, SchedulingPolicy.PRIORITY)
 BATCHES: Final = (8, 32)
 URGENT, BATCH = 0, 3
 NUM_URGENT, NUM_BATCH = 4, 8
-EQUAL_TOKENS, EQUAL_ANSWER = (16, 300), (48, 12)  # the requests alternate between these two lengths
+EQUAL_TOKENS, EQUAL_ANSWER = (16, 300), (48, 12)  # requests alternate between these two lengths
 URGENT_TOKENS, BATCH_TOKENS = 64, 800
 
 
@@ -40,12 +42,15 @@ class Cost:
     policy: str
     batch: int
     tokens_per_s: float
-    schedule_ms: float  # of a step
+    schedule_ms: float  # per step
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Median seconds until the first token. `alone`: without the batch's prompts."""
+    """Median seconds until the first token, by kind of prompt.
+
+    `alone_s` is for urgent prompts without a batch.
+    """
 
     policy: str
     urgent_s: float
@@ -63,7 +68,7 @@ async def cost(driver: Driver, policy: str, batch: int, seed: int) -> Cost:
     before, began = driver.counts(), time.perf_counter()
     times = await driver.answer(prompts)
     wall_s = time.perf_counter() - began
-    await asyncio.sleep(0.3)  # the engine reports a step's counts after its tokens
+    await asyncio.sleep(0.3)  # the engine reports a step's counts later than its tokens
     after = driver.counts()
     num_steps, schedule_s = (after[name] - before[name] for name in ("num_steps", "schedule_s"))
     return Cost(
@@ -99,7 +104,7 @@ async def run(rounds: int) -> tuple[list[Cost], list[Gain]]:
             for policy in POLICIES
         }
         for policy, driver in drivers.items():
-            await cost(driver, policy, max(BATCHES), seed=0)  # warms up
+            await cost(driver, policy, max(BATCHES), seed=0)  # warm-up
         for number in range(1, rounds + 1):
             order = list(drivers) if number % 2 else list(drivers)[::-1]
             for batch in BATCHES:

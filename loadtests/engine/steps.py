@@ -1,12 +1,13 @@
-"""What asynchronous scheduling is worth on vLLM: the gap between steps, tokens/s and TPOT (S139,
-S140, S146, S147).
+"""How much asynchronous scheduling gains on vLLM: gap between steps, tokens/s, TPOT (S139, S140,
+S146, S147).
 
     python -m loadtests.engine.steps             needs vLLM and the prepared model (make model)
 
-Two engines of a role, one of which schedules ahead, answer the same prompts in turn. The engine
-that waits is idle. A gap is the time before a step in which its rank computed nothing, although the
-step continues the requests of the step before. Decode: short prompts, long answers. Prefill: long
-prompts, one token. Fusion: both at once.
+For each role, two engines answer the same prompts in turn. One of them schedules asynchronously, so
+it schedules a step while it computes the one before. The engine that waits for its turn is idle. A
+gap is the time before a step in which the engine's rank computed nothing, although the step
+continues the requests of the step before. The decodes get short prompts with long answers. The
+prefills get long prompts with one token. The fusion instances get both at once.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ ROLES: Final[Mapping[str, tuple[Work, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One engine's turn: the prompts of one batch."""
+    """The result of one turn, in which one engine answers the prompts of one batch."""
 
     role: str
     mode: str
     batch: int
     wall_s: float
     num_tokens: int
-    tpot_s: Sequence[float]  # of each answer of several tokens
+    tpot_s: Sequence[float]  # of each answer that has several tokens
     steps: Mapping[str, float]
 
     @property
@@ -92,7 +93,7 @@ PARTS: Final = ("schedule", "compute", "process")
 
 
 class Driver:
-    """One engine and its requests."""
+    """Sends requests to one engine, and measures the answers."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -123,7 +124,7 @@ class Driver:
     async def answer(
         self, prompts: Sequence[tuple[Sequence[int], int]], priorities: Sequence[int] = ()
     ) -> list[list[float]]:
-        """The times of each answer's tokens. All requests begin at once, in this order."""
+        """Send all requests at once, in this order; returns the times of each answer's tokens."""
         self._ended.clear()
         legs = range(self._num_legs + 1, self._num_legs + 1 + len(prompts))
         self._num_legs += len(prompts)
@@ -187,7 +188,7 @@ async def turn(driver: Driver, role: str, mode: str, batch: int, seed: int) -> M
     before, began = driver.counts(), time.perf_counter()
     times = await driver.answer(prompts)
     wall_s = time.perf_counter() - began
-    await asyncio.sleep(0.3)  # the engine reports a step's counts after its tokens
+    await asyncio.sleep(0.3)  # the engine reports a step's counts later than its tokens
     after = driver.counts()
     is_answer = role != "prefill"
     return Measure(
@@ -195,7 +196,7 @@ async def turn(driver: Driver, role: str, mode: str, batch: int, seed: int) -> M
         mode,
         batch,
         wall_s,
-        # of answers; a prefill's work is its prompts
+        # The tokens of the answers. For a prefill, they are the tokens of the prompts.
         sum(map(len, times)) if is_answer else sum(len(prompt) for prompt, _ in prompts),
         [(each[-1] - each[0]) / (len(each) - 1) for each in times if len(each) > 1],
         {name: after[name] - before[name] for name in COUNTED},
@@ -211,7 +212,7 @@ async def run(roles: Sequence[str], batches: Sequence[int], rounds: int) -> list
                 for mode in MODES
             }
             for mode, driver in drivers.items():
-                await turn(driver, role, mode, max(batches), seed=0)  # warms up
+                await turn(driver, role, mode, max(batches), seed=0)  # warm-up
             for number in range(rounds):
                 for batch in batches:
                     order = list(drivers) if number % 2 else list(drivers)[::-1]
@@ -227,7 +228,7 @@ async def run(roles: Sequence[str], batches: Sequence[int], rounds: int) -> list
 
 
 def rows(measures: Sequence[Measure], role: str) -> list[list[str]]:
-    """One row per batch: sync beside async, and the ratio of each round's pair."""
+    """Table rows, one per batch: sync, async, and the ratios of the pairs in each round."""
     made = []
     for batch in sorted({m.batch for m in measures if m.role == role}):
         mine = [m for m in measures if (m.role, m.batch) == (role, batch)]

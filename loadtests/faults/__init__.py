@@ -1,3 +1,1 @@
-"""What faults cost, and whether anything is left behind: recovery step by step, and
-the leak test.
-"""
+"""Measures how a mesh recovers from faults, and checks that it leaves nothing behind."""

@@ -1,13 +1,14 @@
-"""Leak test: after many requests with random disconnects and killed instances, everything must be
-back to zero (I4).
+"""Leak test: after many requests with random disconnects and killed instances, nothing may be left
+(I4).
 
     python -m loadtests.faults.leak --requests 100000 --out loadtests/results/leak-DATE
 
-Two gateways (one hands KV on whole, one per layer), two prefills, two decodes on the sim engine, as
-real processes, with host pools and a file store too small for the prompts. Some of the clients
-leave at random moments by FIN or RST. prefill-1 and decode-1 are killed again and again, while
-prefill-0 and decode-0 run from beginning to end. A leak accumulates in these two, in the gateways,
-or outside of the processes: in shared memory, keys in Redis, consumers at NATS.
+The mesh consists of real processes: two gateways (one hands KV on whole, one per layer), two
+prefills and two decodes on the sim engine. Its host pools and file store are too small for the
+prompts. Some of the clients leave at random moments by FIN or RST. prefill-1 and decode-1 are
+killed again and again, while prefill-0 and decode-0 run from beginning to end. A leak would add up
+in these two, in the gateways, or outside of the processes: in shared memory, keys in Redis, or
+consumers at NATS.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ from pdmesh.launcher.spec import MeshSpec
 T = TypeVar("T")
 
 _RST: Final = struct.pack("ii", 1, 0)
-_LOOK_S: Final = 0.02  # between two looks at the number of requests so far
+_LOOK_S: Final = 0.02  # how often to check the number of requests so far
 _GIVE_UP_SHARE: Final = 0.4
 _CLIENT_TIMEOUT_S: Final = 60.0
-# Covers a ticket lease (10 s), a registry lease (3 s) and the detection of a killed peer.
+# Longer than a ticket lease (10 s), a registry lease (3 s), and the time to detect a killed peer.
 _QUIESCE_S: Final = 20.0
 _SURVIVORS: Final = ("prefill-0", "decode-0", "gateway-0", "gateway-1")
 _PROCESSES: Final = (*_SURVIVORS, "prefill-1", "decode-1")
 _INSTANCES: Final = ("prefill-0", "decode-0", "prefill-1", "decode-1")
 _TIERS: Final = {
-    "PDMESH_KV_HOST_POOL_BYTES": str(8 << 20),  # 1,000 blocks; the prompts have 2,000
+    "PDMESH_KV_HOST_POOL_BYTES": str(8 << 20),  # 1,000 blocks; the prompts fill 2,000
     "PDMESH_KV_FILE_STORE_BYTES": str(12 << 20),
 }
-_FILE_SLACK: Final = 8  # open files that may remain: connections to replaced processes
+_FILE_SLACK: Final = 8  # how many more files may be open, for connections to replaced processes
 _RESERVED: Final = "pdmesh_kv_blocks_free"  # a gauge: blocks that are not reserved for a request
 _HELD: Final = "pdmesh_kv_engine_blocks_free"  # a gauge: blocks that no request holds
-# Gauges of a process that are zero when it holds nothing for any request.
+# Gauges that are zero while a process holds nothing for any request.
 _ZERO: Final = (
     "pdmesh_slots_used",
     "pdmesh_kv_tickets",
@@ -84,13 +85,17 @@ class Report:
     duration_s: float = 0.0
     outcomes: dict[str, int] = field(default_factory=dict)
     seconds_until_idle: float = 0.0
-    held: dict[str, dict[str, float]] = field(default_factory=dict)  # what is left, by process
-    blocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # free before, after
-    engine_blocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # in the engine
+    # what processes still hold for requests
+    held: dict[str, dict[str, float]] = field(default_factory=dict)
+    # free blocks before and after
+    blocks: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # the same in the engine
+    engine_blocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     rss_mib: dict[str, tuple[float, float]] = field(default_factory=dict)
     outside: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `_outside`
-    tiers: dict[str, int] = field(default_factory=dict)  # blocks that a survivor's tiers moved
+    # blocks that the surviving prefill's tiers moved
+    tiers: dict[str, int] = field(default_factory=dict)
 
     @property
     def leaks(self) -> list[str]:
@@ -120,7 +125,7 @@ async def leak_mesh(directory: Path) -> AsyncIterator[Mesh]:
             "PDMESH_PREFILL_NUM_SLOTS": "32",
             "PDMESH_DECODE_NUM_SLOTS": "32",
             "PDMESH_LOG_LEVEL": "warning",
-            "PDMESH_PREFILL_NUM_KV_BLOCKS": "640",  # a third of what the prompts fill
+            "PDMESH_PREFILL_NUM_KV_BLOCKS": "640",  # a third of the blocks that the prompts fill
             "PDMESH_KV_FILE_STORE_DIR": str(directory / "blocks"),
             **_TIERS,
         },
@@ -131,7 +136,9 @@ async def leak_mesh(directory: Path) -> AsyncIterator[Mesh]:
 
 
 def bodies(rng: random.Random, count: int = 1000) -> list[bytes]:
-    """Prompts of one token to many blocks; a third repeat the beginning of another."""
+    """Requests whose prompts have one token to many blocks. A third of them repeat the beginning of
+    another prompt.
+    """
     shared = [rng.randrange(40, 120) for _ in range(700)]
     made: list[bytes] = []
     for _ in range(count):
@@ -150,9 +157,9 @@ def bodies(rng: random.Random, count: int = 1000) -> list[bytes]:
 
 
 class Clients:
-    """`run` sends `count` requests over `concurrency` connections at a time.
+    """Clients of the mesh. `run` sends `count` requests, at most `concurrency` at a time.
 
-    Each request has a new connection, or a kept one.
+    Each request has a new connection, or a connection that was kept open.
     """
 
     def __init__(self, url: str, report: Report, seed: int) -> None:
@@ -209,7 +216,7 @@ class Clients:
         return "done" if b"[DONE]" in body else "error"
 
     async def _give_up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Leave after a random time, or after some bytes of the answer, by FIN or RST."""
+        """Disconnect after a random time, or after some bytes of the answer, by FIN or RST."""
         self._report.num_given_up += 1
         if self._rng.random() < 0.5:
             await asyncio.sleep(self._rng.expovariate(1 / 0.01))
@@ -231,7 +238,7 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 async def _kill_often(mesh: Mesh, every: int, report: Report, mapped: set[str]) -> None:
     """Kill two instances in turns, each time after `every` further requests.
 
-    `mapped` gets the shared memory that they had.
+    Before each kill, the shared memory that the instance maps is added to `mapped`.
     """
     for name in _alternate("prefill-1", "decode-1"):
         kill_at = report.num_requests + every
@@ -250,7 +257,7 @@ def _alternate(*names: str) -> Any:
 
 
 def gauges(mesh: Mesh, process: str) -> dict[str, float]:
-    """The sum of each metric's samples at /metrics."""
+    """The values at /metrics, summed over the labels of each metric."""
     url = f"http://{mesh.ops_address(process)}/metrics"
     found: dict[str, float] = {}
     with urllib.request.urlopen(url, timeout=5) as response:
@@ -263,9 +270,9 @@ def gauges(mesh: Mesh, process: str) -> dict[str, float]:
 
 
 def _is_zero_at_rest(metric: str) -> bool:
-    """Whether it is a metric of `_ZERO`, to whose name the exporter may have added a unit.
+    """Whether the metric is one of `_ZERO`. The exporter may have added a unit to its name.
 
-    A counter whose name only begins like one of these does not count.
+    Other metrics may begin with such a name, for example counters. They do not match.
     """
     return any(metric == zero or metric.startswith(f"{zero}_bytes") for zero in _ZERO) or (
         metric.removesuffix("_ratio") in _ZERO
@@ -273,7 +280,7 @@ def _is_zero_at_rest(metric: str) -> bool:
 
 
 def held(mesh: Mesh, processes: Sequence[str] = _PROCESSES) -> dict[str, dict[str, float]]:
-    """What these processes still hold for requests: empty when all is given back."""
+    """What these processes still hold for requests. The result is empty if they hold nothing."""
     rest: dict[str, dict[str, float]] = {}
     for process in processes:
         left = {n: v for n, v in gauges(mesh, process).items() if _is_zero_at_rest(n) and v}
@@ -283,7 +290,10 @@ def held(mesh: Mesh, processes: Sequence[str] = _PROCESSES) -> dict[str, dict[st
 
 
 async def _outside(mesh: Mesh, mapped: Iterable[str]) -> dict[str, int]:
-    """What the mesh has outside of its processes; `mapped` is shared memory of dead processes."""
+    """The mesh's resources outside of its processes.
+
+    `mapped` is the shared memory that killed processes mapped.
+    """
     of_living = {name: shared_memory(mesh.pid(name)) for name in _PROCESSES}
     kept = still_there(set(mapped).difference(*of_living.values()))
     return {
@@ -295,7 +305,7 @@ async def _outside(mesh: Mesh, mapped: Iterable[str]) -> dict[str, int]:
 
 
 def _moved_by_tiers(mesh: Mesh) -> dict[str, int]:
-    """The blocks that the surviving prefill's tiers moved, by tier and event."""
+    """The blocks that prefill-0's tiers moved, by tier and event."""
     url = f"http://{mesh.ops_address('prefill-0')}/metrics"
     moved: dict[str, int] = {}
     with urllib.request.urlopen(url, timeout=5) as response:
@@ -362,10 +372,9 @@ def _beside(before: Mapping[str, T], after: Mapping[str, T]) -> dict[str, tuple[
 async def _until_as_before(
     mesh: Mesh, mapped: set[str], before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Wait until the mesh has no more outside of its processes than before the run; returns what it
-    has there.
+    """Wait until the mesh has no more resources outside of its processes than before the run.
 
-    NATS drops the consumer of a killed process after 5 s.
+    Returns the resources that it has. NATS drops the consumer of a killed process after 5 s.
     """
     end = time.monotonic() + _QUIESCE_S
     while True:
@@ -376,7 +385,7 @@ async def _until_as_before(
 
 
 async def _until_nothing_held(mesh: Mesh) -> float:
-    """Wait until nothing is held, for at most `_QUIESCE_S`; returns the seconds."""
+    """Wait until processes hold nothing, for at most `_QUIESCE_S`; returns the seconds it took."""
     began = time.monotonic()
     while held(mesh) and time.monotonic() < began + _QUIESCE_S:
         await asyncio.sleep(0.1)

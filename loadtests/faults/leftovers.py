@@ -1,7 +1,8 @@
-"""What processes may leave behind outside of themselves: shared memory, keys that never expire,
-consumers of streams.
+"""Finds what processes leave behind outside of themselves.
 
-Only what this mesh's own processes map, write or open counts: other programs run here, too.
+These are shared memory, keys in Redis that never expire, and consumers of NATS streams. Other
+programs run on the machine as well. So only what this mesh's own processes map, write or open is
+counted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SCAN: Final = 1000
 
 
 def shared_memory(pid: int) -> set[str]:
-    """The shared memory that the process maps: files in /dev/shm by path, SysV as `sysv:<id>`."""
+    """The shared memory that the process maps: the path of a file in /dev/shm, or `sysv:<id>`."""
     found: set[str] = set()
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         _, _, _, _, inode, *path = line.split(maxsplit=5)
@@ -34,7 +35,7 @@ def shared_memory(pid: int) -> set[str]:
 
 
 def still_there(names: Iterable[str]) -> set[str]:
-    """Which names of `shared_memory` still exist, mapped or not."""
+    """The names from `shared_memory` that still exist, whether a process maps them or not."""
     segments = {line.split()[1] for line in _SYSV_TABLE.read_text().splitlines()[1:]}
     return {
         name
@@ -44,11 +45,14 @@ def still_there(names: Iterable[str]) -> set[str]:
 
 
 async def lasting_keys(redis_url: str, instance_ids: Iterable[str]) -> int:
-    """How many Redis keys have no expiry and are not the index's for these instances."""
+    """How many Redis keys never expire.
+
+    Keys of the prefix index for these instances are not counted.
+    """
     known = {keys.INSTANCES, keys.EPOCH}
     for name in instance_ids:
         known |= {keys.instance_version(name), *(keys.instance_blocks(name, t) for t in Tier)}
-    redis: Any = Redis.from_url(redis_url)  # any: redis-py's generic client
+    redis: Any = Redis.from_url(redis_url)  # the type is Any because redis-py's client is generic
     num = 0
     try:
         async for key in redis.scan_iter(count=_SCAN):
@@ -59,7 +63,7 @@ async def lasting_keys(redis_url: str, instance_ids: Iterable[str]) -> int:
 
 
 async def num_consumers(nats_url: str) -> int:
-    """The consumers of all streams together; a watch of a bucket is one consumer."""
+    """The number of consumers of all streams. Each watch of a bucket is a consumer."""
     client = await nats.connect(nats_url)
     try:
         return sum(s.state.consumer_count for s in await client.jetstream().streams_info())

@@ -3,11 +3,12 @@ level (S33-S36).
 
     python -m loadtests.faults.recovery --out loadtests/results/recovery-DATE
 
-Clients stream all the time from a real mesh of blank sim instances with a desired state of 2P:2D.
-Then a fault hits one prefill or decode. The mesh's own events tell the steps: noticed, judged,
-taken out, a blank instance assigned, loaded, connected, serving, the first request done. What
-clients saw meanwhile is compared with one sim model's answers. The next fault waits until the mesh
-is complete again.
+The mesh has real processes. Blank sim instances become two prefills and two decodes, as its desired
+state says, and clients stream all the time. Then a fault hits one prefill or decode. The times of
+the steps come from the mesh's own events: the fault is noticed and judged, the instance is taken
+out, a blank instance is assigned, has loaded, is connected, serves, and has done its first request.
+The texts that clients get during the repair are compared with the answers of a single sim model.
+The next fault waits until the mesh is complete again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _GROUPS: Final = "groups:\n  chat: {prefill: 2, decode: 2}\n"
 _NUM_BLANK: Final = 8
 _MIN_SPARE: Final = 2
 _REPAIR_S: Final = 40.0
-_QUIET_S: Final = 3.0  # how long to check that a fault without an action leads to none
+_QUIET_S: Final = 3.0  # how long to wait for steps after a fault that should cause none
 _POLL_S: Final = 0.05
 ABOUT: Final = """\
 Sim engine, 2P:2D of eight instances that began blank, on one machine; six clients stream all the
@@ -69,7 +70,9 @@ process is noticed by its lease."""
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`level` of a device fault; 0: the process itself is hit by `fault`."""
+    """A fault to cause. With `level` 0, `fault` hits the process; otherwise a device has a fault of
+    this level.
+    """
 
     fault: str
     role: str
@@ -90,7 +93,7 @@ class Case:
 class Repair:
     """One fault, and the seconds from it to each step of its repair.
 
-    `gap_s`: the longest silence that a client saw meanwhile.
+    `gap_s` is the longest silence that a client saw during the repair.
     """
 
     fault: str
@@ -132,7 +135,7 @@ class Bench:
         return self._judge(Repair(case.name, case.role, steps), began)
 
     def _hit(self, case: Case, victim: str) -> int:
-        """Cause the fault; returns the pid of a process that is left frozen."""
+        """Cause the fault. Returns the pid of a process that is left frozen, or 0."""
         if case.level:
             self._device(victim).parent.mkdir(exist_ok=True)
             write_atomically(
@@ -144,7 +147,7 @@ class Bench:
         return pid if case.fault == "SIGSTOP" else 0
 
     async def _follow(self, case: Case, began: float, victim: str) -> dict[str, float]:
-        """Wait until the substitute has served, or nothing more can be expected."""
+        """Wait until the substitute has served, or until no further step is expected."""
         last = STEPS[-1] if case.is_repaired else "judged"
         while last not in (steps := self._log.timeline(began, victim)):
             if time.monotonic() - began > _REPAIR_S:
@@ -156,7 +159,7 @@ class Bench:
 
     async def _mend(self, case: Case, victim: str, frozen: int) -> None:
         if frozen:
-            with suppress(ProcessLookupError):  # the launcher has ended it already
+            with suppress(ProcessLookupError):  # the launcher may have ended the process already
                 os.kill(frozen, signal.SIGKILL)
         if not case.level:
             return
@@ -168,8 +171,8 @@ class Bench:
         return self._mesh.state_dir / "devices" / f"{instance_id}.json"
 
     async def until_whole(self) -> None:
-        """Wait until the group is complete, no instance leaves or is out of service, and enough
-        instances are blank for the next fault.
+        """Wait until the group is complete, no instance leaves or is out of service, and there are
+        enough blank instances for the next fault.
         """
         deadline = time.monotonic() + _REPAIR_S
         while not await self._is_whole():
@@ -179,7 +182,8 @@ class Bench:
 
     async def _is_whole(self) -> bool:
         states = await self._operator.groups()
-        # Repeat the order: the last one may have come before the mesh saw that the device is well.
+        # Repeat the order. The last one may have come before the mesh saw that the device is well
+        # again.
         for entry in states.out_of_service:
             with suppress(InvalidRequest):
                 await self._operator.uncordon(entry.instance_id)
@@ -210,7 +214,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench() -> AsyncIterator[Bench]:
-    """A mesh that serves, and its clients."""
+    """A mesh that serves, with clients that stream."""
     async with AsyncExitStack() as stack:
         directory = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="pdmesh-recovery-"))
@@ -268,7 +272,8 @@ def table(repairs: Sequence[Repair]) -> str:
 
 
 def _cell(values: Sequence[float]) -> str:
-    made = [value for value in values if value == value]  # NaN: the step did not happen
+    # a step that did not happen is NaN, and NaN != NaN
+    made = [value for value in values if value == value]
     return results.Spread.of(made).text(".2f") if made else "-"
 
 

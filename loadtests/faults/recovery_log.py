@@ -1,8 +1,7 @@
-"""Everything that a mesh reports about its faults and repairs, in the order of arrival, and the
-timeline of one repair.
+"""Collects a mesh's reports about its faults and repairs, and makes the timeline of one repair.
 
-Times are read from this process's monotonic clock when an event arrives, some milliseconds after it
-happened. So no clock is compared with another.
+The time of an event is read from this process's monotonic clock when the event arrives, which is
+some milliseconds after it happened. So all times come from one clock.
 """
 
 from __future__ import annotations
@@ -34,29 +33,31 @@ STEPS: Final = (
     "first request",
 )  # fmt: skip
 _TAKEN_OUT: Final = frozenset({"lost", "taken_out", "failed", "draining"})
-_LEASE_S: Final = 3.0  # of our registry view, which registers nothing
+_LEASE_S: Final = 3.0  # the lease of our view of the registry; this process registers nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`instance_id`: the instance that the entry is about; `level`: the level of a fault."""
+    """One report. `instance_id` is the instance that it is about, and `level` the level of a
+    fault.
+    """
 
     at: float
-    kind: str  # health, fault, device, signal, record, step, served
+    kind: str  # one of: health, fault, device, signal, record, step, served
     instance_id: str
     what: str = ""
     level: int = 0
 
 
 class EventLog:
-    """The reports so far. `watching` adds them."""
+    """The reports so far. `watching` adds new reports."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._incarnations: dict[str, int] = {}
 
     def timeline(self, began: float, victim: str) -> dict[str, float]:
-        """Seconds from the fault to each step so far, if nothing else is being repaired."""
+        """Seconds from the fault to each step so far. No other repair may be going on."""
         found: dict[str, Entry | None] = {
             "noticed": self._first(began, lambda e: e.instance_id == victim and _is_word(e)),
             "judged": self._first(began, lambda e: e.instance_id == victim and _is_verdict(e)),
@@ -81,10 +82,10 @@ class EventLog:
     def _note(self, kind: str, instance_id: str, what: str = "", level: int = 0) -> None:
         self._entries.append(Entry(time.monotonic(), kind, instance_id, what, level))
 
-    # --- what is heard ---------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def on_record(self, change: RecordChanged) -> None:
-        """Only the end of an incarnation counts."""
+        """Add an entry if an incarnation of the instance has ended."""
         now = change.record.incarnation if change.record is not None else 0
         if self._incarnations.get(change.instance_id, 0) not in (now, 0):
             self._note("record", change.instance_id, "replaced" if now else "gone")
@@ -119,7 +120,7 @@ class EventLog:
 
 
 def _is_word(entry: Entry) -> bool:
-    """Whether the entry is a sign of a fault."""
+    """Whether the entry reports a sign of a fault."""
     is_told = entry.kind in {"device", "signal"} and entry.level > 0
     return is_told or (entry.kind == "health" and entry.what != "healthy") or _is_verdict(entry)
 

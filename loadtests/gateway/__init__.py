@@ -1,3 +1,4 @@
-"""What the mesh adds to its engine in time and memory, and how much it carries, compared with the
-bare engine and other gateways.
+"""Measures the time and memory that the mesh adds to its engine, and how much load it carries.
+
+The results are compared with the bare engine and with other gateways.
 """

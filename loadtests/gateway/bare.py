@@ -1,8 +1,8 @@
-"""The engine without the mesh: the same object that an instance hosts, called directly, one request
-at a time.
+"""Measures the engine without the mesh, as a baseline.
 
-It runs in its own process, as it does in an instance. The time that the bare engine takes is no
-cost of the mesh.
+The program calls the same engine object that an instance hosts, with one request at a time. The
+engine runs in its own process, as in an instance. The times of this baseline are subtracted from
+those of the mesh.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class BareSpec:
 
 
 def measure_bare(spec: BareSpec) -> Bare:
-    """Measure the bare engine in a child process. Raises CalledProcessError if that fails."""
+    """Measure the bare engine in a child process.
+
+    Raises CalledProcessError if the process fails.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "loadtests.gateway.bare", json.dumps(asdict(spec))],
         cwd=ROOT,
@@ -70,7 +73,7 @@ class _Seen:
 
 
 async def drive(engine: Engine, spec: BareSpec) -> _Seen:
-    """Send one request after the other until the time is over; the first few do not count."""
+    """Send one request after the other until the time is over. The first few do not count."""
     seen = _Seen(Histogram(), Histogram())
     outputs = engine.outputs()
     prompts = _prompts(spec.num_prompt_tokens)
@@ -89,7 +92,7 @@ async def drive(engine: Engine, spec: BareSpec) -> _Seen:
 
 
 async def _wait_for_end(outputs: AsyncIterator[list[Output]]) -> tuple[float, int]:
-    """When the first token came, and how many tokens came in all."""
+    """When the first token came, and how many tokens came."""
     first_at, num_tokens = 0.0, 0
     async for batch in outputs:
         for output in batch:

@@ -1,11 +1,13 @@
-"""How many tokens of its earlier turns a conversation reuses, with prefill and decode apart and
-together, and what it gains if the KV of answers goes to the prefill (ADR 0041).
+"""How many tokens of its earlier turns a conversation reuses.
 
     python -m loadtests.gateway.chats --out loadtests/results/chats-2026-11-24
 
-Conversations run turn by turn through the OpenAI endpoint of a mesh of sim instances, as those of
-users do: most of each prompt repeats earlier turns. Reused tokens are those that the API reports as
-cached. These counts do not change on a busy machine; the times to first token do.
+The report compares prefill and decode apart with one instance for both. It also compares meshes
+without host pools (which keep KV in host memory), with host pools, and with host pools to which a
+decode also sends the KV of its answers (ADR 0041). Conversations run turn by turn through the
+OpenAI endpoint of a mesh of sim instances, as users' conversations do. Most of each prompt repeats
+earlier turns. Reused tokens are those that the API reports as cached. A busy machine does not
+change their number, but it changes the times to first token.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ _ANSWER_TOKENS: Final = 48
 class Variant:
     name: str
     num_prefill: int
-    pools: str = ""  # empty: no host pools; else whether answers' KV goes to prefill
+    pools: str = ""  # empty: no host pools; else whether answers' KV goes to the prefill
 
 
 VARIANTS: Final = (
@@ -67,8 +69,9 @@ VARIANTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens are means over the turns after the first; the time to first token is their median.
-    `index_bytes`: of the block names in the index at the end.
+    """A result. Tokens are means over the turns after the first; the TTFT is their median.
+
+    `num_names` is the number of block names in the master's index at the end.
     """
 
     roles: str
@@ -78,7 +81,7 @@ class Row:
     computed_tokens: float
     ttft_ms: float
     num_names: int
-    index_bytes: int  # of block names, 16 bytes each
+    index_bytes: int  # of the block names in the index, 16 bytes each
 
 
 def _spec(variant: Variant) -> MeshSpec:
@@ -95,7 +98,7 @@ def _spec(variant: Variant) -> MeshSpec:
         http_port=0,
         grpc_port=0,
         env={
-            "PDMESH_SIM_LAW": "smollm2-cpu",  # computing must take time, or no pool would be used
+            "PDMESH_SIM_LAW": "smollm2-cpu",  # if computing took no time, no pool would be used
             "PDMESH_SIM_EOS_PERIOD": "0",
         }
         | (pools if variant.pools else {}),
@@ -150,7 +153,7 @@ async def _converse(
 
 
 async def _num_names(client: httpx.AsyncClient, mesh: Mesh) -> int:
-    """How many names the master's index holds once it is up to date."""
+    """How many block names the master's index has. It waits until the index is up to date."""
     await asyncio.sleep(0.5)
     answer = await client.get(f"http://{mesh.ops_address('master-scheduler')}/metrics")
     lines = [line for line in answer.text.splitlines() if line.startswith("pdmesh_index_blocks")]

@@ -1,8 +1,8 @@
-"""The gateway's CPU per request and per token, of this tree and of another revision, in turn.
+"""The gateway's CPU per request and per token, in this tree and in another revision.
 
-Both trees have a mesh of sim instances that runs all the time. Each round measures both, in
+Each tree has a mesh of sim instances that runs all the time. Each round measures both meshes, in
 alternating order, so that other load on the machine affects both alike. The cost of a request is
-that of one with an answer of one token. The cost of a token is the extra cost of a longer, streamed
+measured with answers of one token. The cost of a token is the extra cost of a longer, streamed
 answer, divided by the number of its tokens after the first.
 """
 
@@ -30,7 +30,7 @@ from loadtests.harness.results import Spread
 _NUM_TOKENS: Final = 128
 _CONCURRENCY: Final = 8
 _WARMUP_S: Final = 1.0
-# A program that runs with the tree's own code.
+# A program that starts the mesh with the tree's own code.
 _MESH: Final = """
 import asyncio, json, sys, tempfile
 from pathlib import Path
@@ -55,7 +55,7 @@ asyncio.run(main())
 
 @dataclass(frozen=True, slots=True)
 class GatewayCost:
-    """CPU in microseconds, or thousands of instructions."""
+    """The CPU in microseconds, or the instructions in thousands."""
 
     per_request: float
     per_token: float
@@ -63,7 +63,7 @@ class GatewayCost:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A running mesh. `pids`: those of its gateways, by name; `all_pids`: of all processes."""
+    """A running mesh. `pids` has its gateways by name, and `all_pids` has all its processes."""
 
     url: str
     pids: Mapping[str, int]
@@ -113,7 +113,7 @@ def request_body(number: int, max_tokens: int, is_streamed: bool) -> str:
 
 @contextlib.contextmanager
 def checked_out(revision: str) -> Iterator[Path]:
-    """A folder with the tree of `revision`, removed at the end."""
+    """A folder with the tree of `revision`. It is removed at the end."""
     with tempfile.TemporaryDirectory(prefix="pdmesh-tree-") as directory:
         tree = Path(directory) / "tree"
         tree.mkdir()
@@ -136,9 +136,10 @@ def running(
     prefill_slots: int | None = None,
     **spec: object,
 ) -> Iterator[Tree]:
-    """A mesh of the tree, until the block ends. Its processes import from `first_path` first.
+    """A mesh of the tree, until the `with` block ends.
 
-    `spec`: further fields of its MeshSpec.
+    Its processes look for modules in `first_path` first. `spec` has further fields of the mesh's
+    MeshSpec.
     """
     paths = [first_path, str(tree / "libs"), str(tree)]
     environment = {
@@ -182,7 +183,7 @@ def running(
 
 
 def ratios(old: list[float], new: list[float]) -> Spread:
-    """The ratios of single rounds, so that a disturbance spoils only one value."""
+    """The ratio of each round, so that a disturbance spoils only one value."""
     return Spread.of([after / before for before, after in zip(old, new, strict=True)])
 
 

@@ -4,9 +4,9 @@
 
 A mesh (one gateway, one fusion instance) and a server of vLLM run all the time, with the same model
 and the same parser of tool calls. Each round sends the same bodies to both, in alternating order.
-The front end is what speaks HTTP: the gateway with its parser process, or vLLM's API server. The
-rest is the engine, and in the mesh also the services beside it. Answers are greedy, so both servers
-compute the same tokens. Both engines compute in fp32, on as many threads.
+"Front end" in the report is the process that speaks HTTP: the gateway with its parser process, or
+vLLM's API server. "Rest" is the engine and, in the mesh, the other services. Answers are greedy, so
+both servers compute the same tokens. Both engines compute in fp32, on the same number of threads.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ class FeatureCost:
 class ServerUnderTest:
     url: str
     pids: dict[str, int]
-    front_end: Callable[[dict[str, float]], float]  # its CPU, from the CPU of all `pids`
+    # the front end's CPU, computed from the CPU of all `pids`
+    front_end: Callable[[dict[str, float]], float]
 
     def cost(self, bodies: Sequence[str]) -> FeatureCost:
-        """Send each body once. Raises RuntimeError if one is not answered."""
+        """Send each body once. Raises RuntimeError if a request is not answered."""
         url = urlsplit(self.url)
         assert url.hostname is not None
         assert url.port is not None
@@ -90,7 +91,8 @@ class ServerUnderTest:
             raise RuntimeError(f"{self.url}: {dict(load.errors)}")
         cpu_s = {name: s for name, s in measured.cpu_s.items() if name != "generator"}
         front_end_s = self.front_end(cpu_s)
-        # The CPU of vLLM's server includes its engine, which is also in `cpu_s` under its own name.
+        # The CPU of "server" (vLLM's) already includes its engine, although `cpu_s` has the engine
+        # as well.
         all_s = cpu_s.get("server", sum(cpu_s.values()))
         per_request = 1e3 / load.num_requests
         return FeatureCost(
@@ -132,7 +134,7 @@ def vllm_under_test(model_dir: Path, folder: Path) -> Iterator[ServerUnderTest]:
         *("--model", str(model_dir), "--served-model-name", "default", "--enforce-eager"),
         *("--block-size", str(_BLOCK_SIZE), "--max-model-len", "2048", "--max-num-seqs", "16"),
         *("--kv-cache-memory-bytes", str(512 << 20), "--gpu-memory-utilization", "0.3"),
-        *("--dtype", "float32"),  # what an engine of the mesh computes with on a CPU
+        *("--dtype", "float32"),  # the type that a mesh's engine uses on a CPU
         *("--enable-auto-tool-choice", "--tool-call-parser", _PARSER, "--port", str(port)),
     ]
     environment = {
@@ -180,7 +182,7 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log_file: Pa
 
 
 def _schema(number: int) -> dict[str, Any]:
-    """A schema whose answers are longer than `_NUM_TOKENS`, so that all are cut at that length."""
+    """A schema whose answers are longer than `_NUM_TOKENS`, so all answers have that length."""
     return {
         "type": "object",
         "properties": {
@@ -216,7 +218,8 @@ def _format(number: int) -> dict[str, Any]:
     }
 
 
-# What a request adds to the plain one, by the number of the request in the whole run.
+# The fields that each feature adds to a plain request. The argument is the request's number in the
+# run.
 FEATURES: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
     "plain": lambda _: {},
     "two tools, auto": lambda _: {"tools": _tools(0), "tool_choice": "auto"},
@@ -227,7 +230,7 @@ FEATURES: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
 
 
 def bodies(feature: str, first: int, count: int) -> list[str]:
-    """The requests `first` to `first + count - 1` of a run."""
+    """The bodies of requests `first` to `first + count - 1` of a run."""
     return [
         json.dumps(
             {
@@ -242,7 +245,7 @@ def bodies(feature: str, first: int, count: int) -> list[str]:
     ]
 
 
-Costs = dict[str, dict[str, list[FeatureCost]]]  # by server and feature, one for each round
+Costs = dict[str, dict[str, list[FeatureCost]]]  # by server and by feature: one cost per round
 
 
 def measure_all(servers: dict[str, ServerUnderTest], rounds: int, count: int) -> Costs:
@@ -254,14 +257,14 @@ def measure_all(servers: dict[str, ServerUnderTest], rounds: int, count: int) ->
             sent = bodies(feature, 1 + (number * len(FEATURES) + index) * count, count)
             for name in sorted(servers, reverse=bool(number % 2)):
                 cost = servers[name].cost(sent)
-                if number:  # the first round starts parsers and fills caches of schemas
+                if number:  # the first round starts parsers and fills the caches of schemas
                     costs[name][feature].append(cost)
     progress.close()
     return costs
 
 
 def report(costs: Costs) -> str:
-    """Each cell has the median of the rounds, with the lowest and the highest."""
+    """A table whose cells have the median of the rounds, with the lowest and the highest."""
     head = (
         "| request | server | tokens | front end, CPU ms | rest, CPU ms | latency p50, ms "
         "| front end: more than plain, ms |"
@@ -291,7 +294,8 @@ async def run(options: argparse.Namespace) -> None:
         async with mesh_under_test(options.model_dir, folder / "mesh") as ours:
             with vllm_under_test(options.model_dir, folder) as theirs:
                 servers = {_OURS: ours, _THEIRS: theirs}
-                # In a thread, so that the launcher's loop can continue to supervise its processes.
+                # In a thread, so that the launcher's event loop can go on supervising its
+                # processes.
                 costs = await asyncio.to_thread(
                     measure_all, servers, options.rounds, options.requests
                 )

@@ -1,12 +1,12 @@
 """How many instructions the gateway executes per request and per token, here and in another
 revision.
 
-Each tree has a gateway that runs under Valgrind's callgrind, which counts every instruction outside
-the kernel. `cost` measures CPU time instead, which also depends on other load, caches and clock
-rates. Around the gateway are scripted instances (`lone_gateway.py`). Requests are sent one at a
-time, and tokens come one at a time: a gateway that is late gathers several into one message, so a
-count would depend on the machine's other work. Without such gathering, a request and a token cost
-the most.
+Each tree's gateway runs under Valgrind's callgrind, which counts every instruction outside the
+kernel. (`cost` measures CPU time instead, which also depends on other load, caches and clock
+rates.) The gateway's instances are scripted (`lone_gateway.py`). Requests are sent one at a time,
+and tokens come one at a time. Otherwise a late gateway would gather several tokens into one
+message, and the count would depend on other load. Requests and tokens cost the most if none are
+gathered, so the counts are upper limits.
 
 Valgrind is a package of every distribution (apt install valgrind). It slows the gateway down by a
 factor of about 100.
@@ -42,7 +42,7 @@ _DUMP_S: Final = 60.0
 _WARMUP: Final = 64
 _TOTALS: Final = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 _CONTENT: Final = "what is there to see in Lisbon in spring? " * 12
-# By kind of request: its path, and the fields of its body.
+# The path and the body's own fields of each kind of request.
 KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "chat": (
         "/v1/chat/completions",
@@ -54,7 +54,7 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 @dataclass(slots=True)
 class CountedGateway:
-    """The gateway of a tree. Its counts are in folder `out`, a file for each dump."""
+    """The gateway of a tree. Valgrind writes its counts to the folder `out`, one file per dump."""
 
     url: str
     pid: int
@@ -68,7 +68,9 @@ class CountedGateway:
             self._send(kind, 2, _NUM_TOKENS)
 
     def cost(self, kind: str, num_requests: int, idle_s: float) -> GatewayCost:
-        """The cost in thousands of instructions, without those that an idle gateway executes."""
+        """The cost in thousands of instructions. The instructions of an idle gateway are
+        subtracted.
+        """
         num_streams = max(1, num_requests // 16)
         background = self._counted(kind, 0, 1, idle_s) / idle_s
         per_request = self._net(kind, num_requests, 1, background)
@@ -181,7 +183,7 @@ def table(
 
 @contextlib.contextmanager
 def counted(tree: Path, kinds: Sequence[str]) -> Iterator[CountedGateway]:
-    """A gateway of the tree, until the block ends. Callgrind already counts."""
+    """A gateway of the tree, until the `with` block ends. Callgrind already counts."""
     with tempfile.TemporaryDirectory(prefix="pdmesh-callgrind-") as directory:
         valgrind = [
             "valgrind", "--tool=callgrind", "--instr-atstart=no", "--quiet",
@@ -200,12 +202,13 @@ def counted(tree: Path, kinds: Sequence[str]) -> Iterator[CountedGateway]:
 def started(
     tree: Path, arguments: Sequence[str], wrapper: Sequence[str] = ()
 ) -> Iterator[tuple[str, int]]:
-    """The first line that the program prints, and its process id."""
+    """Start a program of the tree; yields the first line that it prints, and its process id."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{tree / 'libs'}:{tree}",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONHASHSEED": "0",  # sets and dicts have one order, so every run executes the same code
+        # sets have the same order in each run, so each run executes the same code
+        "PYTHONHASHSEED": "0",
         "PYTHONSAFEPATH": "1",
     }
     process = subprocess.Popen(

@@ -1,9 +1,9 @@
 """A gateway by itself, with scripted instances and a scripted master around it.
 
-`instructions` runs this file with the code of a tree, once in each role: as the mesh, which prints
-its records, and as the gateway, which gets them as arguments and prints its address. There is no
-NATS, so the gateway does hardly anything without requests. Everything between its HTTP port and its
-sessions is the product's own.
+`instructions` runs this file twice with the code of a tree. As the mesh, the program prints the
+records of its instances. As the gateway, it gets these records as arguments and prints its address.
+There is no NATS, so a gateway without requests does hardly anything. All code between the gateway's
+HTTP port and its sessions is the product's own.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from pdmesh.v1.scheduler_service_pb2_grpc import (
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import gateway_mesh
 
-# Time of a decode's step: long enough for a gateway that is 100 times slower to handle its token.
+# Time of a decode's step. A gateway that is 100 times slower still handles each token in time.
 _STEP_S: Final = 0.02
 _PATIENCE_S: Final = 300.0  # long, because Valgrind translates the code during the first request
 
 
 class Master(SchedulerServiceServicer):
-    """Every plan names the same prefill and decode."""
+    """A master whose plans all name the same prefill and decode."""
 
     def __init__(self, prefill: str, decode: str) -> None:
         self._result = pb.PlanResult(

@@ -2,10 +2,10 @@
 
     make bench NAME=lone-stream [ARGS="--rounds 3 --requests 3000"]
 
-One client requests short streams one after the other, from our mesh and from an aiohttp
-passthrough. Beside it, a second generator requests nothing; or streams at Poisson times, at a third
-of the rate that our mesh carries; or prompts of 60,000 tokens without a pause. Turns of both stacks
-alternate in the same minutes, and both get the same load beside them.
+One client requests short streams one after the other, from our mesh and from an aiohttp passthrough
+in turn. A second generator makes one of three loads: none, streams at Poisson times (a third of the
+rate that our mesh carries), or prompts of 60,000 tokens without a pause. Turns of both servers
+alternate in the same minutes, with the same load beside them.
 
 Our engine computes in no time, and the gateway writes to a stream at most every 2 ms. The server
 behind the passthrough also pauses 2 ms between two tokens, so that gaps can be compared.
@@ -43,10 +43,10 @@ _NUM_TOKENS: Final = 4
 _LOAD_TOKENS: Final = 32
 _LOAD_CONNECTIONS: Final = 64
 _GREEDY_TOKENS: Final = 60_000
-_NUM_GREEDY: Final = 64  # different prompts, so that caches hold few of them
+_NUM_GREEDY: Final = 64  # so many different prompts that caches hold few of them
 _THINK_S: Final = 0.001
-_TOKEN_PAUSE_S: Final = 0.002  # the gateway's own interval between writes to a stream
-_LOOK_S: Final = 3.0  # to measure the rate of short streams; twice as long for prompts
+_TOKEN_PAUSE_S: Final = 0.002  # the gateway's own shortest interval between writes to a stream
+_LOOK_S: Final = 3.0  # how long to measure the rate of short streams; twice as long for prompts
 _WARMUP_S: Final = 0.5
 _WATCH_S: Final = 0.02  # how often processes measure the lag of their loops
 _GATEWAY: Final = "gateway-0"
@@ -65,8 +65,11 @@ ABOUT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One stack in one situation in one round. Our stack also has the longest time for which each
-    process held its loop, and the gateway's garbage collections with their seconds, by generation.
+    """The results of one stack (our mesh or the passthrough) in one situation in one round.
+
+    For our mesh, `held_ms` has the longest time for which each process kept its event loop busy.
+    `collections` has the number and the seconds of the gateway's garbage collections, by Python's
+    generations.
     """
 
     situation: str
@@ -78,7 +81,7 @@ class Turn:
 
     @property
     def values(self) -> dict[str, list[float]]:
-        """In ms: p50, p99, p99.9 and the longest, of first tokens and of gaps."""
+        """p50, p99, p99.9 and the longest of first tokens and of gaps, in ms."""
         return {"TTFT": _quantiles(self.lone.ttft), "gap": _quantiles(self.lone.gaps)}
 
 
@@ -88,7 +91,7 @@ def _quantiles(of: Histogram) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """`ops`: host:port of the metrics of its processes."""
+    """A server under test. `ops` has host:port of the metrics of each of its processes."""
 
     name: str
     port: int
@@ -100,7 +103,11 @@ class Stack:
         )
 
     def metrics(self) -> dict[str, str]:
-        """The pages of metrics, by process. Reading resets the longest hold of a loop."""
+        """The metrics page of each process.
+
+        A process reports the longest time for which it kept its loop busy since its page was last
+        read.
+        """
         return {name: _page(ops) for name, ops in self.ops.items()}
 
 
@@ -111,7 +118,7 @@ def _page(ops: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The requests beside the lone stream, and their rates."""
+    """The requests to send beside the lone stream, and their rates."""
 
     short: tuple[str, ...]
     short_per_s: float
@@ -129,7 +136,11 @@ class Loads:
 
 
 def find_loads(stack: Stack, prompts: Sequence[str]) -> Loads:
-    """A third of the streams that the stack carries, and the long prompts of one client."""
+    """Measure the rates of the loads on this stack.
+
+    The steady load is a third of the short streams that the stack carries. The greedy load is as
+    many long prompts as one client can send.
+    """
     short = tuple(chat_body(p, _LOAD_TOKENS, is_stream=True) for p in prompts)
     texts = Texts()
     long = tuple(
@@ -167,7 +178,7 @@ def _beside(load: LoadSpec | None) -> Iterator[list[LoadResult]]:
 
 
 def _collections(before: str, after: str) -> dict[str, tuple[float, float]]:
-    """The number of garbage collections and their seconds in all, by generation."""
+    """The number of garbage collections and their seconds, by Python's generations."""
     sides = [{(kind, of): float(v) for kind, of, v in _PAUSE.findall(t)} for t in (before, after)]
     grown = {key: value - sides[0].get(key, 0.0) for key, value in sides[1].items()}
     return {of: (grown["count", of], grown["sum", of]) for kind, of in grown if kind == "count"}
@@ -239,7 +250,7 @@ def _cells(turns: Sequence[Turn], what: str, form: str) -> list[str]:
 
 
 def _ratios(some: Sequence[Turn], others: Sequence[Turn], what: str) -> list[str]:
-    """The ratios of `some` to `others`, each within one round."""
+    """The ratios of `some` to `others`, with their spread. Each ratio is within one round."""
     rounds = [
         [a / b for a, b in zip(one.values[what], other.values[what], strict=True)]
         for one, other in zip(some, others, strict=True)

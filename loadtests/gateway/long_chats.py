@@ -2,10 +2,10 @@
 
     python -m loadtests long-chats [--tokens 100000] [--grows 1000] [--turns 8]
 
-Two meshes on sim, whose instances compute in no time, serve the same chat in turn, one token for
-each turn. Only one of them keeps the tokens of earlier turns. Both serve the chat once before the
-first measured turn. After each turn, the mesh gets a new chat of the same length and, until that is
-answered, short prompts one after the other.
+Two meshes, whose sim instances compute in no time, serve the same chat in turn, with one answer
+token in each turn. Only one of the meshes keeps the tokens of earlier turns. Both serve the chat
+once before the first measured turn. After each turn, the mesh gets a new chat of the same length.
+Short prompts follow one after the other until the new chat is answered.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
 _MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
-_KINDS: Final = {"kept": str(64 << 20), "not kept": "0"}  # SECTION_CACHE_BYTES
-_CHARS_PER_TOKEN: Final = 3.1  # of this text, by SmolLM2's tokenizer
+_KINDS: Final = {"kept": str(64 << 20), "not kept": "0"}  # values of SECTION_CACHE_BYTES
+_CHARS_PER_TOKEN: Final = 3.1  # characters per token of this text with SmolLM2's tokenizer
 _SHORT: Final = [{"role": "user", "content": "What is the capital of France?"}]
 ABOUT: Final = (
     "CPU of the gateway's process for one turn, and the time of short requests before it and beside"
@@ -45,8 +45,10 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Milliseconds. `alone_ms`: the slowest short request before the turn; `beside_ms`: the slowest
-    one while a new chat of the same length was served.
+    """The result of one turn, in milliseconds.
+
+    `alone_ms` is the slowest short request before the turn. `beside_ms` is the slowest one while a
+    new chat of the same length was served.
     """
 
     kind: str
@@ -58,7 +60,7 @@ class Turn:
 
 
 class Chat:
-    """A chat of words that the tokenizer has seen, in an order that is new."""
+    """A chat of words that the tokenizer has seen, in a new order."""
 
     def __init__(self, num_tokens: int, num_grown: int) -> None:
         text = (ROOT / "README.md").read_text() + (ROOT / "docs/architecture.md").read_text()
@@ -69,7 +71,7 @@ class Chat:
             self.grow()
 
     def grow(self) -> None:
-        """One more turn, of which half is the answer."""
+        """Add one turn. Half of it is the answer."""
         half = int(self._grown * _CHARS_PER_TOKEN / 2)
         for role in ("assistant", "user"):
             self.messages.append({"role": role, "content": self._text(half)})
@@ -100,7 +102,9 @@ async def _mesh(max_bytes: str, max_model_len: int) -> AsyncIterator[Mesh]:
 
 
 async def _ask(client: httpx.AsyncClient, mesh: Mesh, messages: Messages) -> tuple[int, float]:
-    """The number of prompt tokens, and the milliseconds until the one-token answer is there."""
+    """Send the messages; returns the number of prompt tokens, and the milliseconds until the
+    one-token answer came.
+    """
     began = time.monotonic()
     body = {"model": "default", "messages": messages, "max_tokens": 1, "temperature": 0}
     answer = await client.post(f"{mesh.http_url}/v1/chat/completions", json=body)
@@ -119,7 +123,7 @@ async def _taken(client: httpx.AsyncClient, mesh: Mesh, kind: str, messages: Mes
 
 
 async def _beside(client: httpx.AsyncClient, mesh: Mesh, messages: Messages) -> float:
-    """The slowest short request beside a chat of the same length that no mesh has seen."""
+    """Milliseconds of the slowest short request beside a long chat that no mesh has seen."""
     other = [{**messages[0], "content": f"{time.monotonic()} {messages[0]['content']}"}]
     long = asyncio.create_task(_ask(client, mesh, [*other, *messages[1:]]))
     slowest = 0.0

@@ -1,10 +1,8 @@
-"""Whether each process's memory stays flat while many requests pass.
+"""Checks that each process's memory stays flat while many requests pass.
 
-A leak shows as a slope after warm-up.
-
-Plain and streamed answers alternate in slices. Resident memory is read between slices, when nothing
-runs. Allocators keep pages, so a process grows at first; the slope is fitted to the slices after
-warm-up.
+Plain and streamed answers alternate in slices. Resident memory is read between slices, when no
+request runs. Allocators keep pages, so a process grows at first. So a line is fitted to the slices
+after warm-up. A leak shows as the slope of this line.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ _NUM_SLICES: Final = 20
 _WARMUP_SHARE: Final = 0.4
 _SLICE_LIMIT_S: Final = 300.0
 _CONCURRENCY: Final = 32
-FLAT_BYTES_PER_REQUEST: Final = 64.0  # fewer bytes than any object that a request could leak
+FLAT_BYTES_PER_REQUEST: Final = 64.0  # less than any object that a request could leak
 
 
 @dataclass(slots=True)
 class MemoryRun:
-    """The resident bytes of each process, by the number of requests so far."""
+    """The resident bytes of each process after each slice, beside the number of requests so far."""
 
     mesh: str
     num_requests: list[int] = field(default_factory=list)

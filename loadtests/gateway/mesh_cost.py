@@ -1,9 +1,10 @@
-"""The CPU of every process of a mesh per request, of this tree and of another revision, in turn.
+"""The CPU of every process of a mesh per request, in this tree and in another revision.
 
-Both meshes run all the time, as two gateways, a prefill and a decode on sim. Each round sends the
-cases of `make bench-peers` to both, in alternating order, so that other load on the machine affects
-both alike. Other load changes CPU time less than throughput, but still much: a busy neighbour on
-the same core halves the speed of both. Only ratios within a round are compared.
+Both meshes run all the time. Each has two gateways, a prefill and a decode on sim. Each round sends
+the cases of `make bench-peers` to both meshes, in alternating order, so that other load on the
+machine affects both alike. Other load changes CPU time less than throughput, but still a lot. A
+busy neighbour on the same core halves the speed of both meshes. So only ratios within a round are
+compared.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ ABOUT: Final = (
     "Milliseconds of CPU per request, medians over the rounds; the last column is new / old of "
     "each round, with median (lowest..highest). Ratios are of meshes that run side by side."
 )
-# The kinds of a mesh's processes.
+# The kinds of processes of a mesh.
 KINDS: Final = ("gateway", "prefill", "decode", "master", "nats", "rest")
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One case at one mesh. `cpu_ms` is per request, by kind of process."""
+    """The result of one case on one mesh. `cpu_ms` is the CPU per request, by kind of process."""
 
     requests_per_s: float
     cpu_ms: Mapping[str, float]
@@ -52,7 +53,7 @@ def kind_of(process: str) -> str:
 
 
 def window(tree: Tree, case: Case, seconds: float) -> Window:
-    """Raises Unavailable if the mesh does not answer."""
+    """Send one case to a mesh. Raises Unavailable if the mesh does not answer."""
     port = urlsplit(tree.url).port
     assert port is not None
     processes = ProcessSet(tree.all_pids)
@@ -64,13 +65,13 @@ def window(tree: Tree, case: Case, seconds: float) -> Window:
     return Window(load.requests_per_s, cpu_ms, load.ttft_p50_ms)
 
 
-Sides = dict[str, list[Window]]  # by case
+Sides = dict[str, list[Window]]  # windows by case
 
 
 def in_turn(
     meshes: tuple[Tree, Tree], cases: Sequence[Case], rounds: int, seconds: float
 ) -> tuple[Sides, Sides]:
-    """The windows of two meshes that run side by side, by case and round."""
+    """The windows of two meshes that run at the same time, by case and round."""
     found: tuple[Sides, Sides] = ({c.name: [] for c in cases}, {c.name: [] for c in cases})
     for mesh in meshes:
         window(mesh, WARM_UP, _WARM_UP_S)
@@ -84,7 +85,7 @@ def in_turn(
 
 
 def table(names: tuple[str, str, str], old: Sides, new: Sides) -> str:
-    """A Markdown table. `names`: the names of the first mesh, the second, and their ratio."""
+    """A Markdown table. `names` has a name for the first mesh, the second mesh, and their ratio."""
     lines = [
         f"| case | CPU of | {names[0]}, ms | {names[1]}, ms | {names[2]} |",
         "|---|---|---|---|---|",
@@ -114,7 +115,9 @@ def _row(case: str, kind: str, before: Sequence[float], after: Sequence[float]) 
 def both(
     revision: str, python: str, old_slots: int | None, slots: int | None, env: Mapping[str, str]
 ) -> Iterator[tuple[Tree, Tree]]:
-    """A mesh of the revision, run by `python`, and one of this tree with the settings of `env`."""
+    """A mesh of the revision, run by the interpreter `python`, and a mesh of this tree with the
+    settings in `env`.
+    """
     with (
         checked_out(revision) as tree,
         running(tree, num_gateways=NUM_GATEWAYS, python=python, prefill_slots=old_slots) as before,

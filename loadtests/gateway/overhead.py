@@ -92,7 +92,7 @@ async def run(options: argparse.Namespace) -> int:
     async with running_mesh(_mesh_options(options)) as mesh:
         num_prompt_tokens = await asyncio.to_thread(ask_once, mesh, prompts[0])
         await asyncio.to_thread(warm_up, mesh, prompts)
-        # In a thread, so that the launcher's loop can continue to supervise its processes.
+        # In a thread, so that the launcher's event loop can go on supervising its processes.
         if options.memory:
             memory = await asyncio.to_thread(measure_memory, mesh, prompts, options.memory)
             text, name, document = memory_markdown(memory), "memory", memory.to_json()
@@ -146,7 +146,7 @@ def _measure_all(
 
 
 def ask_once(mesh: RunningMesh, prompt: str) -> int:
-    """Send one request before all others; returns how many tokens its prompt has.
+    """Send one request before all others; returns the number of its prompt tokens.
 
     Raises if the request is not answered.
     """
@@ -158,7 +158,7 @@ def ask_once(mesh: RunningMesh, prompt: str) -> int:
 
 
 def warm_up(mesh: RunningMesh, prompts: tuple[str, ...]) -> None:
-    """Send each prompt, so that prefill's cache knows it and no round pays for filling it."""
+    """Send each prompt, so that it is in the prefill's cache before the first round."""
     scenario = Scenario(Kind.HANDOVER, _WARMUP_CONNECTIONS)
     spec = scenario.spec(
         mesh.host, mesh.port, prompts, warmup_s=0, duration_s=60, max_requests=2 * len(prompts)
@@ -182,7 +182,7 @@ def _measure_one(
 def _measure_baselines(
     run: Run, options: argparse.Namespace, prompts: tuple[str, ...], progress: Progress
 ) -> None:
-    """Measure canned answers, directly and through a gateway that only passes them on."""
+    """Measure the server of canned answers, directly and through the simplest gateway."""
 
     def cell(scenario: Scenario, port: int) -> Cell:
         spec = scenario.spec(

@@ -2,13 +2,15 @@
 
     make bench NAME=prompt-cost [ARGS="--rounds 5 --prompts 24 --cores 8"]
 
-A mesh on sim, whose instances compute in no time, gets prompts one after the other: new ones of
-60,000 and of 100,000 tokens, and a chat of 100,000 tokens that grows by 1,000 a turn, whose earlier
-turns' tokens are kept. Then several new prompts of 60,000 tokens come at once.
+The sim instances of the mesh compute in no time. Prompts come one after the other: first new ones
+of 60,000 and of 100,000 tokens, then the turns of a chat of 100,000 tokens. Each turn adds 1,000
+tokens to the chat, and the tokens of earlier turns are kept. At the end, several new prompts of
+60,000 tokens come at once.
 
-One thread runs the event loop, so a prompt's time there limits a gateway on any number of cores. So
-does the time for which other threads hold the interpreter's lock. The kernel counts the
-CPU time of threads in ticks of 10 ms, so a sample has many prompts.
+One thread runs the event loop. So the time that a prompt takes on this thread limits a gateway on
+any number of cores. The time for which other threads hold the interpreter's lock limits it as well.
+The kernel counts the CPU time of threads in ticks of 10 ms. For this reason, a sample has many
+prompts.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ from pdmesh.launcher.spec import MeshSpec
 from pdmesh.services.gateway.text.encoding_threads import long_threads
 
 MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
-_CHARS_PER_TOKEN: Final = 3.1  # of this text, by SmolLM2's tokenizer
+_CHARS_PER_TOKEN: Final = 3.1  # characters per token of this text with SmolLM2's tokenizer
 ROOM: Final = 1 << 18  # tokens
 _AT_ONCE: Final = 4
 _NUM_ENCODED: Final = 4
-_PER_S_BAR: Final = 60.0  # of prompts of 60,000 tokens
-_CORES_BAR: Final = 0.1  # for one prompt of 100,000 tokens per second
+_PER_S_BAR: Final = 60.0  # prompts of 60,000 tokens per second
+_CORES_BAR: Final = 0.1  # cores for one prompt of 100,000 tokens per second
 ABOUT: Final = (
     "CPU of the gateway's process for one prompt, in ms. Each cell: the median over the rounds "
     "(lowest..highest). Nothing here is an absolute claim about a quiet machine: a busy neighbour "
@@ -59,15 +61,15 @@ ABOUT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Many prompts of one case in one round. Times are per prompt."""
+    """The results of many prompts of one case in one round. Times are per prompt."""
 
     case: str
     num_tokens: float
-    loop_ms: float  # of the gateway's first thread, which runs the loop
-    others_ms: float  # of its other threads
-    mesh_ms: float  # of all processes of the mesh, and of this one
+    loop_ms: float  # CPU of the gateway's first thread, which runs the loop
+    others_ms: float  # CPU of the gateway's other threads
+    mesh_ms: float  # CPU of all processes of the mesh, and of this one
     per_s: float
-    free_cores: float  # cores that no other process used meanwhile
+    free_cores: float  # cores that no process outside of the mesh used
 
     @property
     def gateway_ms(self) -> float:
@@ -75,15 +77,15 @@ class Sample:
 
     @property
     def expected_per_s(self) -> float:
-        """The rate that the CPU of all processes allows on the cores that were free."""
+        """The rate that the free cores allow, given the CPU that all processes use per prompt."""
         return 1e3 * self.free_cores / self.mesh_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The prompts per second that one gateway process can take on `num_cores`, for each limit.
+    """The prompts per second that one gateway process can take on `num_cores`, by each limit.
 
-    `lock_ms`: how long other threads hold the interpreter's lock for a prompt.
+    `lock_ms` is how long other threads hold the interpreter's lock for a prompt.
     """
 
     num_cores: int
@@ -96,7 +98,7 @@ class Bounds:
 
     @property
     def of_tokenizer(self) -> float:
-        """The limit by the number of long texts that a gateway tokenizes at once."""
+        """The limit set by the number of long texts that a gateway tokenizes at once."""
         return 1e3 * long_threads(self.num_cores) / max(1.0, self.sample.others_ms)
 
     @property
@@ -109,7 +111,7 @@ class Bounds:
 
 
 class Texts:
-    """Texts of words that the tokenizer has seen, in an order that is new."""
+    """Makes texts of words that the tokenizer has seen, in a new order."""
 
     def __init__(self) -> None:
         text = (ROOT / "README.md").read_text() + (ROOT / "docs/architecture.md").read_text()
@@ -124,7 +126,7 @@ class Texts:
 
 
 class Prober:
-    """Sends prompts to the mesh, and reads what they cost."""
+    """Sends prompts to the mesh, and measures their cost."""
 
     def __init__(self, mesh: Mesh, client: httpx.AsyncClient) -> None:
         self._url, self._client = f"{mesh.http_url}{CHAT_PATH}", client
@@ -167,17 +169,17 @@ class Prober:
 def _spent(
     before: Mapping[int, float], after: Mapping[int, float], first: int
 ) -> tuple[float, float]:
-    """The CPU seconds of the first thread and of all others; a new thread began at 0."""
+    """The CPU seconds of the first thread, and those of all other threads together."""
     spent = {thread: cpu_s - before.get(thread, 0.0) for thread, cpu_s in after.items()}
     return spent.pop(first), sum(spent.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """CPU of the tokenizer's library alone, in this process, for one text.
+    """The CPU that the tokenizer's library alone takes for one text, in this process.
 
-    It encodes without the interpreter's lock. Then it makes Python numbers of the tokens and frees
-    them, for which it holds the lock for `lock_ms`.
+    The library encodes without the interpreter's lock. Then it converts the tokens to Python
+    numbers and frees them. For this, it holds the lock for `lock_ms`.
     """
 
     ms: float
@@ -199,7 +201,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """`libraries`: for texts of 60,000 and of 100,000 tokens."""
+    """The results of one round. `libraries` is for texts of 60,000 and of 100,000 tokens."""
 
     samples: Sequence[Sample]
     libraries: Sequence[Library]
@@ -228,7 +230,10 @@ def _cold(texts: Texts, num_tokens: int, count: int) -> list[str]:
 
 
 def _turns(texts: Texts, num_tokens: int, num_grown: int, count: int) -> list[str]:
-    """A chat of `num_tokens`, then `count` times one turn more; half of a turn is an answer."""
+    """The bodies of a chat: first one of `num_tokens`, then `count` with one more turn each.
+
+    Half of each turn is an answer.
+    """
     messages: list[dict[str, str]] = []
     bodies = []
     for number in range(num_tokens // num_grown + count):
@@ -303,7 +308,7 @@ def _costs(cases: Cases) -> str:
 
 
 def _beside_library(rounds: Sequence[Round], cases: Cases) -> str:
-    """The gateway's CPU over that of the library alone, in each round."""
+    """The gateway's CPU divided by the CPU of the library alone, in each round."""
     short, long = (
         _spread(
             [s.gateway_ms / r.libraries[at].ms for s, r in zip(cases[at], rounds, strict=True)],

@@ -1,5 +1,7 @@
-"""A run of overhead.py as Markdown: the bars, then the simplest gateway to compare them with, then
-the measurements.
+"""Writes a run of overhead.py as Markdown.
+
+The page begins with the bars (promised limits and whether they are met). Next comes the simplest
+gateway as a comparison, then the measurements.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ _BEST_CONCURRENCIES: Final = (64, 256)
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A promise, and what each round measured about it.
+    """A promised limit, and the value of each round.
 
-    It is met if the median of the rounds is within `limit`.
+    The bar is met if the median of the rounds is within `limit`.
     """
 
     name: str
     wanted: str
-    form: str  # the format of a number
+    form: str  # the format of the value
     limit: float
     rounds: Sequence[float]
-    is_least: bool = True  # the limit is a minimum, not a maximum
+    is_least: bool = True  # whether `limit` is a minimum; otherwise it is a maximum
 
     @property
     def measured(self) -> str:
@@ -65,9 +67,9 @@ def low_load(run: Run) -> Scenario:
 
 
 def added_ttft_ms(run: Run, scenario: Scenario, quantile: int = 0) -> list[float]:
-    """Mesh minus bare engine in each round: p50, p90 or p99 (0, 1, 2).
+    """The TTFT of the mesh minus that of the bare engine in each round.
 
-    Empty if it was not measured.
+    `quantile` 0, 1 or 2 selects p50, p90 or p99. The list is empty if the run did not measure it.
     """
     alone = run.cells(scenario.name)
     if len(alone) != len(run.bare):
@@ -79,7 +81,7 @@ def added_ttft_ms(run: Run, scenario: Scenario, quantile: int = 0) -> list[float
 
 
 def added_per_token_us(run: Run) -> Spread | None:
-    """How much longer a token of a single stream takes than at the bare engine."""
+    """How much longer a token of a single stream takes in the mesh than in the bare engine."""
     alone = run.cells(low_load(run).name)
     if not alone or len(alone) != len(run.bare):
         return None
@@ -93,7 +95,7 @@ def added_per_token_us(run: Run) -> Spread | None:
 
 
 def bars(run: Run) -> list[Bar]:
-    """The bars of the 2-core machine that this run measured."""
+    """The bars that this run measured. Their limits are for a machine with 2 cores."""
     low, most = low_load(run), f"<= {_TTFT_BAR_MS:g} ms"
     tokens = [cell.tokens_per_s for cell in run.cells(Scenario(Kind.STREAM, 64).name)]
     found = [
@@ -108,7 +110,7 @@ def bars(run: Run) -> list[Bar]:
         ),
         Bar("streamed tokens/s, 64 x 128", f">= {_TOKENS_BAR:,.0f}", ",.0f", _TOKENS_BAR, tokens),
     ]  # fmt: skip
-    if run.engine == "sim":  # a real model's own steps may take 40 ms
+    if run.engine == "sim":  # a real model's steps may themselves take 40 ms
         stalls = [cell.stall_share for cell in run.cells(low.name)]
         name = "share of stalls of 35-60 ms, low load"
         found.append(Bar(name, "none", ".3%", _STALL_BAR, stalls, is_least=False))
@@ -116,7 +118,7 @@ def bars(run: Run) -> list[Bar]:
 
 
 def _best(run: Run, kind: Kind) -> list[float]:
-    """Requests/s at the high concurrency with the best median over all rounds."""
+    """Requests/s in each round, at the high concurrency with the best median."""
     rates = [
         [cell.requests_per_s for cell in cells]
         for c in _BEST_CONCURRENCIES
@@ -163,8 +165,10 @@ def _how(run: Run) -> str:
 
 
 def _beside_passthrough(run: Run) -> list[str]:
-    """When the machine is slow, it slows the mesh and the passthrough alike. So their ratio can be
-    compared with the ratio of a run on another day.
+    """Compare the mesh with the simplest gateway.
+
+    A slow machine slows both alike. So their ratio can be compared with the ratio of a run on
+    another day.
     """
     compared: tuple[tuple[str, Scenario, Callable[[Cell], float], str], ...] = (
         ("requests/s, 1 token x 64", Scenario(Kind.ONE_TOKEN, 64), lambda c: c.requests_per_s,
@@ -242,8 +246,9 @@ def _throughput_row(cells: list[Cell]) -> tuple[str, ...]:
 
 
 def _tokens_per_event(cells: list[Cell]) -> str:
-    """The mean number of tokens in an event of a stream; each stream also has four events without
-    tokens.
+    """The mean number of tokens in an event of a stream.
+
+    Each stream also has four events without tokens, which do not count.
     """
     events = sum(cell.num_events - 4 * cell.num_requests for cell in cells)
     tokens = sum(round(cell.tokens_per_s * cell.window_s) for cell in cells)
@@ -251,7 +256,7 @@ def _tokens_per_event(cells: list[Cell]) -> str:
 
 
 def _by_process(run: Run) -> str:
-    """The CPU of each process, in percent of one core over the window."""
+    """The CPU of each process in each scenario, in cores."""
     names = list(dict.fromkeys(name for cells in run.rounds for c in cells for name in c.cpu_s))
     rows = []
     for scenario in run.scenarios():
@@ -264,7 +269,10 @@ def _by_process(run: Run) -> str:
 
 
 def _ceiling(run: Run) -> list[str]:
-    """The ceiling also shows how fast the machine was: other load on the host slows it unseen."""
+    """The generator's ceiling: how much it can send to a server of canned answers.
+
+    The ceiling also shows how fast the machine was, since other load on the host lowers it.
+    """
     rows = []
     for scenario in dict.fromkeys(cell.scenario for cell in run.ceiling):
         cells = [cell for cell in run.ceiling if cell.scenario == scenario and cell.num_requests]

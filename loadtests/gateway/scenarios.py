@@ -1,4 +1,4 @@
-"""What overhead.py measures: which load, at which concurrency, and the prompts it sends."""
+"""The scenarios of overhead.py: their kind of request, their concurrency, and their prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _WORDS: Final = (
 
 
 class Kind(Enum):
-    """`ONE_TOKEN` ends at prefill; `HANDOVER` and `STREAM` move KV to a decode (unless fusion)."""
+    """The kind of request. The prefill answers `ONE_TOKEN` alone. The others move KV to a decode,
+    except on a fusion instance.
+    """
 
     ONE_TOKEN = "1 token, plain"
     HANDOVER = f"{HANDOVER_TOKENS} tokens, plain"
@@ -79,13 +81,14 @@ class Scenario:
         )
 
 
-# Low load: the work after an answer (events, logs, freed KV) is done before the next request comes.
+# Low load. The mesh finishes its work after an answer (events, logs, freed KV) before the next
+# request comes.
 LOW_LOAD: Final = Scenario(Kind.STREAM, 1, think_s=0.01)
-# A real model on a laptop takes seconds for 128 tokens, so answers are short: a run must have many
-# first tokens.
+# A real model on a laptop takes seconds for 128 tokens. Answers are short, since a run must have
+# many first tokens.
 LOW_LOAD_REAL: Final = Scenario(Kind.SHORT_STREAM, 1, think_s=0.01)
-# For comparisons with other servers: each request follows the previous one at once, and finds the
-# processor's caches as that one left them.
+# For comparisons with other servers. Each request follows at once, so the processor's caches are
+# still warm from the one before.
 ONE_STREAM: Final = Scenario(Kind.STREAM, 1)
 SCENARIOS_REAL: Final = (
     LOW_LOAD_REAL,
@@ -103,7 +106,7 @@ SCENARIOS: Final = (
 
 
 def make_prompts(num_prompts: int, num_words: int, seed: int = 1) -> tuple[str, ...]:
-    """Prompts that differ from the first word on, with about one token per word."""
+    """Prompts with about one token per word. They differ from the first word on."""
     rng, words = random.Random(seed), _WORDS.split()
     return tuple(
         f"{number} {' '.join(rng.choices(words, k=num_words))}" for number in range(num_prompts)

@@ -1,10 +1,11 @@
-"""What TLS between all processes costs: the CPU of a mesh without it and of one with it, in turn.
+"""The CPU that TLS between all processes costs: a mesh with TLS is compared with one without it.
 
-Both run the same code all the time, as two gateways, a prefill and a decode on sim. The second has
-`--tls`: gRPC and NATS are encrypted, both ends show certificates, and NATS and Redis tell roles
-apart. Clients reach both meshes in plain text, since the generator has no TLS. Neither mesh
-encrypts KV, which UCX moves, or Redis, whose build in the wheel has no TLS (docs/security.md).
-Connections stay open, so no handshake is part of a request.
+Both meshes run the same code all the time. Each has two gateways, a prefill and a decode on sim.
+The second mesh has `--tls`: its gRPC and NATS connections are encrypted, both ends show
+certificates, and NATS and Redis give each role its own rights. Clients reach both meshes in plain
+text, since the generator has no TLS. Neither mesh encrypts KV, which UCX moves, or Redis, whose
+build in the wheel has no TLS (docs/security.md). Connections stay open, so no request includes a
+handshake.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ ABOUT: Final = (
 
 
 def per_token_us(sides: Sides, kind: str = "") -> list[float]:
-    """The CPU per further token of a stream in each round, for a kind of process or for all."""
+    """The CPU per further token of a stream in each round.
+
+    It is the CPU of one kind of process, or of all processes if `kind` is empty.
+    """
 
     def cost(window: Window) -> float:
         return window.cpu_ms[kind] if kind else window.total_ms

@@ -1,8 +1,8 @@
 """Run every section on this machine's GPU: `make gpu-check`, or `python -m loadtests.gpu_check`.
 
-It needs a GPU, torch, Triton and UCX. The last section also needs vLLM; without it, the record says
-so. It takes a few minutes. The record goes to `--out FILE`. The exit code is 2 without a GPU, and 1
-if a section failed.
+The checks need a GPU, torch, Triton and UCX. The last section also needs vLLM. Without vLLM, the
+record says that this section did not run. All sections take a few minutes. The record goes to
+`--out FILE`. The exit code is 2 without a GPU, and 1 if a section failed.
 """
 
 from __future__ import annotations

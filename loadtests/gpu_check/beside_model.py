@@ -1,4 +1,7 @@
-"""Copies beside a model that computes: they see only complete steps and hardly slow it (S50)."""
+"""Checks copies of KV that run beside a computing model.
+
+The copies must see only complete steps, and must hardly slow the model (S50).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pdmesh.core.kv.layout.head_blocks import head_blocks
 from pdmesh.kv.device.copies import DeviceCopies, lock_pages
 from pdmesh.kv.device.operators import DeviceBlocks
 
-SHAPE: Final = (2, 512, 16, 8, 128)  # K and V, blocks, tokens, heads, numbers: 4 GiB in 64 layers
+SHAPE: Final = (2, 512, 16, 8, 128)  # K and V, blocks, tokens, heads, numbers; 4 GiB in 64 layers
 NUM_LAYERS: Final = 16
 NUM_STEPS: Final = 200
 IDS: Final = list(range(3, 480, 7))
@@ -22,7 +25,7 @@ _MATRIX: Final = 4096
 
 
 class Model:
-    """A stand-in for a model: each step multiplies matrices and writes to every block."""
+    """A stand-in for a model. Each step multiplies matrices and writes to every block."""
 
     def __init__(self) -> None:
         self.caches = [
@@ -52,8 +55,9 @@ def check() -> list[Finding]:
 
 
 def _sees_whole_steps(model: Model, copies: DeviceCopies, arena: np.ndarray) -> Finding:
-    """Check what copies see. The host does not wait between steps: the streams' events order the
-    work.
+    """Check that each copy sees complete steps only.
+
+    The host does not wait between steps. CUDA events alone keep the copies and the steps in order.
     """
     layers, heads = (0, NUM_LAYERS), (0, SHAPE[3])
     torn, early = 0, 0
@@ -63,14 +67,14 @@ def _sees_whole_steps(model: Model, copies: DeviceCopies, arena: np.ndarray) -> 
         ended = threading.Event()
         model.step()
         copies.gather(IDS, arena, layers, ended.set)
-        model.step()  # must not be seen by the gather
+        model.step()  # the gather must not see this step
         ended.wait()
         seen = arena.view(np.int16)
         torn += not bool((seen == np.int16(2 * step - 1)).all())
         landed.view(np.int16)[:] = -step
         scattered = threading.Event()
         copies.scatter(landed, IDS, heads, scattered.set)
-        # The model reads right behind the scatter, without waiting on the host.
+        # The model reads right after the scatter, without waiting on the host.
         read = [cache[:, IDS].clone() for cache in model.caches]
         scattered.wait()
         early += not all(bool((blocks == -step).all()) for blocks in read)
@@ -85,7 +89,10 @@ def _sees_whole_steps(model: Model, copies: DeviceCopies, arena: np.ndarray) -> 
 
 
 def _is_barely_felt(model: Model, copies: DeviceCopies, arena: np.ndarray) -> Finding:
-    """Time steps alone and beside continuous copies, in turn. Bar: 1.25 times the time alone."""
+    """Time steps alone and beside continuous copies, in turn.
+
+    The bar is 1.25 times the time alone.
+    """
     layers = (0, NUM_LAYERS)
     alone, beside = list[float](), list[float]()
     copied = 0

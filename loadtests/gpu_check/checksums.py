@@ -1,4 +1,6 @@
-"""The GPU's checksum equals the host's, and is computed as fast as memory is read (S50)."""
+"""Checks that the GPU's checksum equals the host's, and is as fast as the GPU reads memory
+(S50).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ from pdmesh.kv.device.arena import DeviceArena
 from pdmesh.kv.device.digest import digest
 
 SIZES = (1, 7, 8, 4096, 1 << 20, (1 << 22) + 3, 64 << 20, 512 << 20)
-_COMPARED = 64 << 20  # compared on the host, which would take a second for more
+_COMPARED = 64 << 20  # compare only these bytes, since the host would take a second for more
 ROUNDS = 7
 
 
 def check(device: str = "cuda", sizes: tuple[int, ...] = SIZES) -> Finding:
-    """`device` is "cpu" without a GPU: then only the comparison counts, not the speed."""
+    """Compare checksums and measure speed.
+
+    Without a GPU, `device` may be "cpu". Then the speed means nothing, and only the comparison
+    counts.
+    """
     rng = np.random.default_rng(5)
     wrong, rows = list[int](), list[Row]()
     for size in sizes:

@@ -1,11 +1,12 @@
-"""Gather and RecvScatter compared with the copy bandwidth of their device:
-`python -m loadtests.gpu_check.device_ops [--host]`.
+"""Gather and RecvScatter compared with the copy bandwidth of their device: `python -m
+loadtests.gpu_check.device_ops [--host]`.
 
-On a GPU, it compares one launch over all layers with a copy within the device. Then it compares the
-whole way into a page-locked arena with a plain copy of the same size, and reports how long the
-calling thread was held. With --host, it compares numpy on one thread with memcpy. The best of
-several rounds counts. The output is one line of CSV per case. Without a GPU and without --host, it
-says so and ends with code 2.
+Gather copies KV from an engine's blocks to one contiguous buffer, and RecvScatter copies it back.
+On a GPU, the program first compares one launch over all layers with a copy within the device. Then
+it compares the whole way into a page-locked arena with a plain copy of the same size. It also
+reports how long the calling thread was held. With --host, it compares numpy on one thread with
+memcpy. The best of several rounds counts. The output is one line of CSV per case. Without a GPU and
+without --host, the program says so and ends with code 2.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HEADER = "where,bytes,layers,block_bytes,ids,operation,ms,GB_per_s,share_of_copy
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model's cache on one rank: `num_heads` of 128 numbers in 2 bytes."""
+    """A model's cache on one rank. Each of `num_heads` heads has 128 numbers of 2 bytes."""
 
     num_layers: int
     num_heads: int
@@ -79,7 +80,7 @@ def main() -> int:
 
 
 def check() -> Finding:
-    """The rows as a section of the whole check. There is no bar: the numbers are the result."""
+    """The rows as a section of the whole check. The section has no bar and cannot fail."""
     heads = HEADER.split(",")
     rows = [
         dict(zip(heads, row.split(","), strict=True)) for case in CASES for row in on_device(case)
@@ -138,7 +139,7 @@ def best(work: Callable[[], object]) -> float:
 
 
 def on_device(case: Case) -> Iterator[str]:
-    """The rows of CSV of one case on the GPU. Any: torch's tensors and streams."""
+    """The rows of CSV for one case on the GPU."""
     import torch
 
     from pdmesh.kv.device.copies import DeviceCopies, lock_pages
@@ -184,7 +185,7 @@ def on_device(case: Case) -> Iterator[str]:
 
 
 def best_on_stream(work: Callable[[], Any]) -> float:
-    """Seconds on the device, by its own clock."""
+    """The seconds that the work takes in the fastest round, by the device's clock."""
     import torch
 
     times: list[float] = []
@@ -199,7 +200,7 @@ def best_on_stream(work: Callable[[], Any]) -> float:
 
 
 def best_called_back(ask: Callable[[Callable[[], None]], None]) -> tuple[float, float]:
-    """(until the bytes are in place, until the call returned) in seconds, in the fastest round."""
+    """Seconds until the bytes are in place, and until the call returned, in the fastest round."""
     times = []
     for _ in range(ROUNDS):
         ended = threading.Event()

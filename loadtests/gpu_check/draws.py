@@ -1,4 +1,6 @@
-"""A seeded draw on a GPU depends on the seed and the position, not on earlier draws (S37)."""
+"""Checks that a seeded draw on a GPU depends on the seed and the position, not on earlier draws
+(S37).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""vLLM on this GPU with prefill and decode apart: the end-to-end tests of equality, of asynchronous
-scheduling, and of latent attention (MLA), whose kernels for GPUs differ from those for CPUs.
+"""Runs end-to-end tests of vLLM on this GPU, with prefill and decode apart.
+
+The tests check equal answers, asynchronous scheduling, and latent attention (MLA). For MLA, vLLM
+has other kernels on GPUs than on CPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operators move exactly the bytes that were asked for, in every memory order (S50)."""
+"""Checks that gather and scatter move exactly the requested bytes, in every memory order (S50)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ ORDERS = (
 
 
 def layouts(rng: np.random.Generator) -> list[HeadBlocks]:
-    """Caches of one layer: opaque ones, and all orders with odd and even sizes."""
+    """Layouts of one layer's cache: opaque blocks, and all memory orders with odd and even
+    sizes.
+    """
     found = [opaque_blocks(NUM_BLOCKS, size) for size in (7, 20, 4096, 20_000, 131_072)]
     for axes, order in ORDERS:
         for item in (1, 2, 4):
@@ -39,7 +41,7 @@ def layouts(rng: np.random.Generator) -> list[HeadBlocks]:
 
 
 def check(device: str = "cuda", num_rounds: int = 3) -> Finding:
-    """`device` may be "cpu" if Triton runs in its interpreter."""
+    """Run all layouts. `device` may be "cpu" if Triton runs in its interpreter."""
     rng = np.random.default_rng(1)
     cases = layouts(rng) * num_rounds
     wrong = [where for where in cases if not _is_exact(where, rng, device)]
@@ -92,7 +94,7 @@ def _by_runs(
     layers: tuple[int, int],
     heads: tuple[int, int],
 ) -> np.ndarray:
-    """The bytes in the buffer's order, by the definition of a head's block."""
+    """The bytes that a gather must write, computed from the definition of a head's block."""
     return np.concatenate(
         [
             memory[layer][start : start + where.run_bytes]

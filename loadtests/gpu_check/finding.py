@@ -1,4 +1,4 @@
-"""What one section of the check found."""
+"""The result of one section of the GPU check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`is_right` is None if the section did not run; then `claim` says why."""
+    """A section's result. `is_right` is None if the section did not run; `claim` then says why."""
 
     section: str
     claim: str

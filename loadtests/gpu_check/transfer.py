@@ -1,8 +1,8 @@
-"""KV from the cache of one process into the cache of another, both on a GPU, over UCX.
+"""Moves KV over UCX from the cache of one process to the cache of another, both on a GPU.
 
-The steps are those of a mesh: gather into the arena, stage, pull, verify, scatter. They run once
-with arenas in page-locked host memory, and once with arenas in the GPU's memory. Plain copies of
-the same size, to the host and back, are measured for comparison.
+The steps are those of a mesh: gather into the arena (registered memory), stage, pull, verify,
+scatter. They run once with arenas in page-locked host memory, and once with arenas in the GPU's
+memory. Plain copies of the same size to the host and back are measured for comparison.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from pdmesh.kv.transport.ucx import UcxTransport
 
 MODEL: Final = "gpu-check"
 NUM_LAYERS: Final = 32
-SHAPE: Final = (2, 1024, 16, 8, 128)  # 64 KiB a block of 16 tokens, as an 8B model has
-CASES: Final = (16, 64, 256, 512)  # blocks of a prompt
+SHAPE: Final = (2, 1024, 16, 8, 128)  # 64 KiB per block of 16 tokens, as in an 8B model
+CASES: Final = (16, 64, 256, 512)  # prompt lengths in blocks
 ROUNDS: Final = 7
 MEMORIES: Final = (KvMemory.HOST, KvMemory.DEVICE)
 _SEED: Final = {"sender": 1, "receiver": 2}
 
 
 def caches_of(role: str) -> list[torch.Tensor]:
-    """The layers' caches of this role. Each process can make the caches of both roles, since a
-    seed gives the same numbers in both.
+    """The caches of all layers for this role.
+
+    The numbers come from a seed. So each process can make the caches of both roles.
     """
     generator = torch.Generator(device="cuda")
     generator.manual_seed(_SEED[role])
@@ -84,7 +85,9 @@ def transport_of(memory: KvMemory) -> UcxTransport:
 
 
 async def send(kind: KvMemory) -> None:
-    """For each line `blocks ticket` on stdin, gather and stage, then answer with the seconds."""
+    """For each line `blocks ticket` on stdin, gather and stage the blocks, and print the
+    seconds.
+    """
     num_bytes = layout_of(max(CASES)).total_bytes
     memory = AgentMemory(arena_of(kind, num_bytes), HostArena(0))
     caches = paged(caches_of("sender"))

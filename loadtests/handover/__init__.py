@@ -1,3 +1,1 @@
-"""What the hand-over of a prompt's KV costs a client on vLLM, compared with one engine that keeps
-its KV and with vLLM's own NixlConnector.
-"""
+"""Measures what the hand-over of a prompt's KV from prefill to decode costs a client on vLLM."""

@@ -3,10 +3,11 @@
     python -m loadtests.handover [--rounds 5] [--nixl FOLDER] [--out FILE]
     python -m loadtests.handover --again FILE.json    # write the page again from the numbers
 
-The references are one engine that keeps its KV, and vLLM's NixlConnector. One request runs at a
-time, greedy, with a new prompt. Each round uses each variant once at each length, in random order,
-so that all see the same machine; ratios compare two answers of the same round. FOLDER holds nixl,
-made by `pip install --no-deps --target FOLDER nixl==1.5.1 nixl-cu13==1.5.1 nvidia-cuda-runtime`.
+Our hand-over is compared with one engine that keeps its KV, and with vLLM's NixlConnector. One
+greedy request with a new prompt runs at a time. Each round uses each variant once at each length,
+in random order, so that all variants see the same machine. A ratio compares two answers of the same
+round. FOLDER holds nixl, made by `pip install --no-deps --target FOLDER nixl==1.5.1
+nixl-cu13==1.5.1 nvidia-cuda-runtime`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from loadtests.harness.progress import Progress
 
 _LENGTHS: Final = (128, 512, 1024, 2000)
 _NUM_TOKENS: Final = 8
-_WORDS: Final = (1000, 40_000)  # ids of ordinary tokens of the model
+_WORDS: Final = (1000, 40_000)  # the ids of the model's ordinary tokens
 _MODEL_DIR: Final = Path(".cache/models/SmolLM2-135M-Instruct")
 
 Ask = Callable[[Sequence[int], int], Timing]
@@ -44,18 +45,18 @@ def measure(ways: dict[str, Ask], lengths: Sequence[int], rounds: int) -> list[S
         for length in lengths:
             progress.step(f"round {number}, {length} tokens")
             for name in rng.sample(sorted(ways), len(ways)):
-                # Each variant gets its own prompt, since an engine that knows the prompt would not
-                # compute it. All prompts have the same length.
+                # Each variant gets a prompt of its own, since an engine would not compute a prompt
+                # that it holds. All prompts have the same length.
                 prompt = [rng.randrange(*_WORDS) for _ in range(length)]
                 timing = ways[name](prompt, _NUM_TOKENS)
-                if number:  # the first round opens connections and warms memory
+                if number:  # the first round opens connections and warms up memory
                     samples.append(Sample(number, length, name, timing))
     progress.close()
     return samples
 
 
 def check_equal(ways: dict[str, Ask], lengths: Sequence[int]) -> dict[int, bool]:
-    """Whether all variants draw the same tokens for the same prompt, by length."""
+    """Whether all variants draw the same tokens for the same prompt, for each length."""
     rng = random.Random(5)
     prompts = {length: [rng.randrange(*_WORDS) for _ in range(length)] for length in lengths}
     return {
@@ -71,7 +72,7 @@ async def run(options: argparse.Namespace) -> int:
             ways: dict[str, Ask] = {name: way.ask for name, way in found.items()}
             if nixl:
                 ways["nixl"] = nixl.ask
-            # In a thread, so that the launcher's loop can continue to supervise its processes.
+            # In a thread, so that the launcher's event loop can go on supervising its processes.
             samples = await asyncio.to_thread(measure, ways, options.lengths, options.rounds)
             equal = await asyncio.to_thread(check_equal, ways, options.lengths)
     command = shlex.join(["python", "-m", "loadtests.handover", *sys.argv[1:]])

@@ -1,8 +1,8 @@
-"""One mesh for all of our variants: a prefill and a decode that hand over whole or per layer, and
-one fusion instance that keeps its KV.
+"""Starts one mesh that has all of our variants.
 
-A request selects the variant by its gateway (whole or per layer) and its scenario (`local` for the
-fusion instance).
+The mesh has a prefill and a decode, which hand over KV whole or per layer, and one fusion instance
+that keeps its KV. A request selects its variant by its gateway (whole or per layer) and by its
+scenario (`local` for the fusion instance).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ASK_S: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way through the mesh."""
+    """One variant: the gateway's address and the scenario that select it."""
 
     address: str
     scenario: str = ""
@@ -63,7 +63,7 @@ class Way:
 
 @contextlib.asynccontextmanager
 async def running_ways(engine: str, model_dir: Path) -> AsyncIterator[dict[str, Way]]:
-    """The variants by name: local, whole, per_layer."""
+    """The variants of a running mesh by name: local, whole, per_layer."""
     with PortReservation(_HOST, 0) as whole, PortReservation(_HOST, 0) as layers:
         spec = MeshSpec(
             engine="sim" if engine == "sim" else "vllm",

@@ -1,13 +1,14 @@
-"""One vLLM engine with vLLM's own NixlConnector, as a process. A request is a line of JSON, and its
-answer is a line with its tokens and their times.
+"""Runs one vLLM engine with vLLM's own NixlConnector in a process.
+
+A request is a line of JSON on stdin. Its answer is a line of JSON with the tokens and their times.
 
     PYTHONPATH=<folder with nixl> python -m loadtests.handover.nixl_engine \
         MODEL_DIR SIDE_CHANNEL_PORT OUT_FD
 
 A request has "prompt" (token ids), "max_tokens" and "params" (kv_transfer_params or null). An
-answer has "tokens", "times" (of the tokens, in seconds on the machine's monotonic clock), "params"
-(what the other engine needs) and "num_cached" (prompt tokens that the engine did not compute). The
-engine has the settings of our own (`pdmesh.engine.vllm.config`).
+answer has "tokens", "times" (when each token came, in seconds on the machine's monotonic clock),
+"params" (for the other engine's request) and "num_cached" (prompt tokens that the engine did not
+compute). The engine has the same settings as our own engine (`pdmesh.engine.vllm.config`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Two engines with vLLM's NixlConnector, used as vLLM's proxies use them: the prefill draws one
-token, then the decode draws the rest.
+"""Two engines with vLLM's NixlConnector.
+
+They are used as vLLM's proxies use them: the prefill draws one token, and the decode draws the
+answer.
 """
 
 from __future__ import annotations
@@ -63,18 +65,19 @@ class _Engine:
     def close(self) -> None:
         self.signal(signal.SIGKILL)
         self._answers.close()
-        with self._process:  # the block's end closes its pipes and waits for it
+        with self._process:  # this closes the pipes and waits for the process
             pass
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process and to its child, vLLM's engine."""
+        """Send a signal to the process and to its child process, vLLM's engine."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
 
 class NixlPair:
-    """Two engines, which are paused (SIGSTOP) while others are measured: nixl's progress threads
-    poll all the time and would take a core.
+    """Two engines, which are paused (SIGSTOP) while other variants are measured.
+
+    Otherwise nixl's progress threads would poll all the time and take a core.
     """
 
     def __init__(self, model_dir: Path, nixl_dir: Path) -> None:
@@ -84,8 +87,10 @@ class NixlPair:
         self._signal(signal.SIGSTOP)
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Timing:
-        """The client's token 1 is the decode's; the prefill's is discarded, as by vLLM's
-        proxies.
+        """Send a prompt through both engines.
+
+        The client's token 1 is the one that the decode draws. The prefill's token is discarded, as
+        vLLM's proxies do.
         """
         self._signal(signal.SIGCONT)
         try:
@@ -97,7 +102,7 @@ class NixlPair:
         prefill, decode = self._engines
         asked = time.monotonic()
         first = prefill.ask(prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
-        # Otherwise the decode reports tokens that the prefill had cached as cached by itself.
+        # Otherwise, the decode would report tokens from the prefill's cache as cached by itself.
         first["params"].pop("remote_prefill_cached_tokens", None)
         rest = decode.ask(prompt, max_tokens, first["params"])
         if rest["num_cached"] < len(prompt) - 1:

@@ -1,5 +1,7 @@
-"""The page of a hand-over run: medians over rounds, with the lowest and highest in brackets, and
-where ours is slower than vLLM's own connector.
+"""Writes the page of a hand-over run.
+
+The page has medians over the rounds, with the lowest and highest value in brackets. It also says
+where our hand-over is slower than vLLM's own connector.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _COLUMNS: Final[dict[str, Callable[[Timing], float]]] = {
     "until token 2": lambda t: t.second_ms,
     "a later token": lambda t: t.later_ms,
 }
-_SHARED: Final = ("token 1", "token 1 to 2", "until token 2")  # the hand-over may lengthen these
+# the columns that the hand-over may make longer
+_SHARED: Final = ("token 1", "token 1 to 2", "until token 2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`equal`: by prompt length, whether all variants drew the same tokens."""
+    """The samples of one run. `equal` says for each prompt length whether all variants drew the
+    same tokens.
+    """
 
-    about: str  # when, by which command, on what
+    about: str  # when and where the run was, and its command
     equal: dict[int, bool]
     samples: Sequence[Sample]
 
@@ -70,12 +75,12 @@ class Run:
         return [way for way in _LABELS if any(s.way == way for s in self.samples)]
 
     def values(self, column: str, way: str, length: int) -> list[float]:
-        """The values of one variant, by round."""
+        """The values of one variant at one prompt length, by round."""
         found = [s for s in self.samples if (s.way, s.num_prompt_tokens) == (way, length)]
         return [_COLUMNS[column](s.timing) for s in sorted(found, key=lambda s: s.round)]
 
     def pairs(self, column: str, way: str, other: str, length: int) -> list[tuple[float, float]]:
-        """Pairs of answers of the same round."""
+        """The values of two variants, paired by round."""
         both = self.values(column, way, length), self.values(column, other, length)
         return list(zip(*both, strict=True))
 
@@ -126,7 +131,7 @@ def _times(run: Run) -> Iterator[str]:
 
 
 def _costs(run: Run) -> Iterator[str]:
-    """Each variant's time minus the time of the engine that keeps its KV."""
+    """A table of each variant's time minus the time of the engine that keeps its KV."""
     yield (
         "What the hand-over costs: a variant's milliseconds minus those of one engine, and this "
         "difference as a share of the variant's milliseconds."
@@ -177,7 +182,7 @@ def _row(first: str, cells: Sequence[str]) -> str:
 
 def _cost(pairs: Sequence[tuple[float, float]]) -> str:
     more = f"{statistics.median(a - b for a, b in pairs):.1f}"
-    if not all(a for a, _ in pairs):  # a time is 0: two tokens came in one piece
+    if not all(a for a, _ in pairs):  # a time is 0 if two tokens came in one piece
         return more
     return f"{more}, {_spread([100 * (a - b) / a for a, b in pairs], 1)} %"
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times in milliseconds, of an answer of at least three tokens."""
+    """The times of an answer with at least three tokens, in milliseconds."""
 
     ttft_ms: float
-    gap_ms: float  # between tokens 1 and 2: includes the hand-over, unless token 1 waited for that
-    later_ms: float  # mean gap between later tokens: a decode step
+    gap_ms: float  # from token 1 to 2; has the hand-over, unless token 1 waited for it
+    later_ms: float  # mean gap between later tokens, which is a decode step
     tokens: tuple[int, ...]
 
     @property
     def second_ms(self) -> float:
-        """The time until token 2, which includes all of the hand-over."""
+        """The time until token 2, which always includes the whole hand-over."""
         return self.ttft_ms + self.gap_ms
 
     @classmethod

@@ -1,3 +1,1 @@
-"""What measurements share: load generators, servers to compare with, processes and their cost,
-results as pages, and verdicts in words.
-"""
+"""Parts that all measurements share."""

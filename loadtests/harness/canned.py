@@ -1,8 +1,9 @@
-"""A server that only answers. It shows the generator's ceiling and the least cost of HTTP here.
+"""A server that sends canned answers and computes nothing.
 
-It gives every request the same answer: a plain JSON document, or a stream of one event per token.
-Each event is written separately, as a streaming server does, with or without a pause after it.
-The number of tokens comes from the request.
+It shows how many requests the load generator can send at most, and the least that HTTP costs on
+this machine. Every request gets the same answer: a plain JSON document, or a stream of one event
+per token. Each event is written separately, as a streaming server does, with or without a pause
+after it. The request says how many tokens the answer has.
 
     python -m loadtests.harness.canned [PAUSE_S]
 """
@@ -40,7 +41,8 @@ class _Canned(asyncio.Protocol):
         self._received = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # TCP has no other kind of transport
+        # a TCP connection always has a Transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._received += data

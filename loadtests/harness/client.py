@@ -1,10 +1,10 @@
-"""A load generator for the OpenAI endpoints that costs less than what it measures.
+"""A load generator for the OpenAI endpoints that uses less CPU than the server it measures.
 
-Each connection is an `asyncio.Protocol` on a kept-alive TCP_NODELAY socket that sends its next
-request the moment an answer ends, or, with a rate, at Poisson times. Answers are not parsed but
-searched: HTTP framing shows the end, events are counted, and tokens come from the `usage` that the
-server reports. The same run measures the generator's own ceiling, against
-`loadtests.harness.canned`.
+Each connection is an `asyncio.Protocol` on a kept-alive TCP_NODELAY socket. It sends its next
+request as soon as an answer ends, or at Poisson times if a rate is given. To save CPU, the
+generator does not parse answers as JSON. It finds the end by the HTTP framing, counts the events,
+and takes the number of tokens from the `usage` that the server reports. A run against
+`loadtests.harness.canned` shows how much the generator itself can send.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ _CONTENT_LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECAS
 _CHUNKED: Final = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
 _FIRST_TEXT: Final = re.compile(rb'"(?:content|text)": ?"[^"]')
 _COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens": ?(\d+)')
-_TAIL_BYTES: Final = 2048  # the kept end of an answer, in which the usage chunk and [DONE] fit
+# how many bytes of an answer's end are kept; the usage chunk and [DONE] fit
+_TAIL_BYTES: Final = 2048
 _STUCK_S: Final = 5.0  # an answer still open this long after the run's end counts as stuck
 _RECONNECT_S: Final = 0.05  # pause after a refused or broken connection, so that errors do not spin
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """What one generator process does. `bodies` are sent in turn, each as one request."""
+    """The load that one generator process sends.
+
+    The `bodies` are sent in turn, one per request.
+    """
 
     host: str
     port: int
@@ -50,13 +54,14 @@ class LoadSpec:
     warmup_s: float
     duration_s: float
     max_requests: int | None = None  # the window ends early after this many answers
-    # Mean pause of a connection between an answer and its next request. Single pauses are random,
-    # from half to one and a half of the mean: with equal pauses, requests could fall into step with
-    # the timers of the measured server.
+    # Mean pause of a connection between an answer and its next request. Each pause is random, from
+    # half to one and a half of the mean. With equal pauses, requests could fall into step with the
+    # timers of the measured server.
     think_s: float = 0.0
-    # Requests per second of all connections together, at Poisson times on each (an open loop); 0:
-    # as fast as they are answered. A request whose time comes while its connection still gets an
-    # answer is sent when that answer ends, so at most `concurrency` requests are open.
+    # Requests per second of all connections together, at Poisson times (an open loop). With 0, a
+    # connection sends its next request after each answer. With a rate, a request may become due
+    # while its connection still waits for an answer. It is then sent when that answer ends, so at
+    # most `concurrency` requests are open.
     rate_per_s: float = 0.0
 
     @classmethod
@@ -70,7 +75,10 @@ class LoadSpec:
         warmup_s: float,
         duration_s: float,
     ) -> LoadSpec:
-        """Load on the gateway at `http_url`, http://host:port. Raises ValueError without a port."""
+        """The load for the gateway at `http_url`.
+
+        Raises ValueError if the URL does not have the form http://host:port.
+        """
         parts = urlsplit(http_url)
         if parts.hostname is None or parts.port is None:
             raise ValueError(f"{http_url!r} has no host and port")
@@ -89,7 +97,7 @@ class LoadSpec:
 
 @dataclass(slots=True)
 class LoadResult:
-    """What was seen in the measuring window; `ttft` of a plain answer is its whole latency."""
+    """The answers in the measuring window. `ttft` of a plain answer is its whole latency."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -139,7 +147,7 @@ _HISTOGRAMS: Final = ("ttft", "latency", "gaps")
 
 
 class _Run:
-    """One run's shared state: what to send next, and what came back while the window was open."""
+    """The state that the connections of one run share."""
 
     def __init__(self, spec: LoadSpec) -> None:
         self.spec = spec
@@ -179,9 +187,9 @@ def http_request(host: str, port: int, path: str, body: bytes) -> bytes:
 
 
 class _Connection(asyncio.Protocol):
-    """One socket: it sends a request, reads the answer, and sends the next request.
+    """One socket, which sends a request, reads the answer, and sends the next request.
 
-    `closed` is set when the socket is gone.
+    `closed` is set when the socket is closed.
     """
 
     def __init__(self, run: _Run) -> None:
@@ -190,20 +198,21 @@ class _Connection(asyncio.Protocol):
         self.sent_at = 0.0
         self.is_waiting = False
         self._transport: asyncio.Transport | None = None
-        self._due_at = time.perf_counter()  # the time for the next request, if there is a rate
+        self._due_at = time.perf_counter()  # when the next request is due, if there is a rate
         self._reset()
 
     def _reset(self) -> None:
         self._head = b""
         self._is_ok = False
-        self._body_left: int | None = None  # of a plain answer; None while chunked or in the head
+        self._body_left: int | None = None  # bytes to come; None: chunked, or head not read yet
         self._is_in_body = False
         self._first_text_at = 0.0
         self._last_data_at = 0.0
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # TCP has no other kind of transport
+        # a TCP connection always has a Transport
+        self._transport = cast(asyncio.Transport, transport)
         sock = self._transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send_in(self._pause_s())
@@ -237,7 +246,7 @@ class _Connection(asyncio.Protocol):
             self._read_events(data, now)
 
     def _read_head(self, data: bytes) -> bytes:
-        """Take the head off `data`, which is all that came so far; returns what follows it."""
+        """Add `data` to the head. Returns the bytes that follow the head, if `data` has its end."""
         self._head += data
         end = self._head.find(_HEADER_END)
         if end < 0:
@@ -254,7 +263,7 @@ class _Connection(asyncio.Protocol):
             self._run.failed("no framing")
             self._close()
         else:
-            self._tail = b"\r\n"  # so that an empty body ends like any other
+            self._tail = b"\r\n"  # so that a chunked body without chunks ends like any other
         return rest
 
     def _read_plain(self, data: bytes, now: float) -> None:
@@ -289,7 +298,6 @@ class _Connection(asyncio.Protocol):
             asyncio.get_running_loop().call_later(_RECONNECT_S, self._close)
 
     def _pause_s(self) -> float:
-        """How long to wait before the next request."""
         spec = self._run.spec
         if not spec.rate_per_s:
             return spec.think_s * random.uniform(0.5, 1.5)
@@ -333,7 +341,7 @@ async def run_load(
         asyncio.create_task(_keep_connected(run, connections, slot))
         for slot in range(spec.concurrency)
     ]
-    # The parent process may end the window early.
+    # The parent process ends the window early by this signal.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, run.enough.set)
     await asyncio.sleep(spec.warmup_s)
     on_window(True)
@@ -377,10 +385,11 @@ def chat_body(
     is_stream: bool,
     model: str = "default",
 ) -> str:
-    """A chat request that runs to `max_tokens` and reports usage. `chat`: its messages, or the text
-    of its only message.
+    """A chat request that runs to `max_tokens` and reports usage.
+
+    `chat` is the list of messages, or the text of the only message.
     """
-    body: dict[str, Any] = {  # Any: a JSON document
+    body: dict[str, Any] = {  # the type is Any because it is a JSON document
         "model": model,
         "messages": [{"role": "user", "content": chat}] if isinstance(chat, str) else chat,
         "max_tokens": max_tokens,
@@ -393,7 +402,7 @@ def chat_body(
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed: it halves what the generator costs."""
+    """uvloop if it is installed. It halves the CPU that the generator uses."""
     try:
         import uvloop
     except ImportError:
@@ -402,7 +411,11 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def main(lines: Sequence[str]) -> None:
-    """A generator process: a LoadSpec on stdin, "open" and "close" and the result on stdout."""
+    """Run a generator process.
+
+    It reads a LoadSpec from stdin. It prints "open" and "close" when the window opens and closes,
+    and then the result.
+    """
 
     def report(is_open: bool) -> None:
         print("open" if is_open else "close", flush=True)

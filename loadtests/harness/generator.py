@@ -1,4 +1,4 @@
-"""One measurement: generator processes send load to a server, and the CPU of all is measured."""
+"""Runs one measurement: generator processes send load, and the CPU of all processes is measured."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A window's load, with the CPU seconds of each process, `generator` included, and of all other
-    processes.
+    """The load of one window, and the CPU that it took.
+
+    `cpu_s` has the CPU seconds of each measured process, and of the generators as `generator`.
+    `others_cpu_s` is the CPU of all other processes on the machine.
     """
 
     load: LoadResult
@@ -41,7 +43,7 @@ class Measured:
 
 
 def measure(spec: LoadSpec, watched: ProcessSet, num_generators: int = 1) -> Measured:
-    """Run `spec`, its concurrency split over `num_generators` processes.
+    """Run `spec` with its connections divided among `num_generators` processes.
 
     Raises RuntimeError if a process fails.
     """
@@ -87,7 +89,7 @@ def _start(spec: LoadSpec) -> subprocess.Popen[str]:
     assert process.stdin is not None
     process.stdin.write(spec.to_json())
     process.stdin.close()
-    process.stdin = None  # otherwise communicate() would flush it, although it is closed
+    process.stdin = None  # otherwise communicate() would flush the closed stdin
     return process
 
 
@@ -101,9 +103,10 @@ def _expect(processes: list[subprocess.Popen[str]], word: str) -> None:
 
 @contextmanager
 def beside(spec: LoadSpec) -> Iterator[list[LoadResult]]:
-    """Load during a block, which begins after the warm-up. The result is in the list at the end.
+    """Send load during a `with` block, which begins after the warm-up.
 
-    `spec.duration_s` must be longer than the block. Raises RuntimeError if the generator fails.
+    The result is in the list when the block has ended. `spec.duration_s` must be longer than the
+    block. Raises RuntimeError if the generator fails.
     """
     process, found = _start(spec), list[LoadResult]()
     try:
@@ -120,9 +123,9 @@ def beside(spec: LoadSpec) -> Iterator[list[LoadResult]]:
 
 @contextmanager
 def canned_server(pause_s: float = 0.0) -> Iterator[int]:
-    """The canned-answer server in its own process; yields its port.
+    """The server of canned answers in its own process; yields its port.
 
-    `pause_s`: between two events of a stream.
+    The server pauses for `pause_s` between two events of a stream.
     """
     with _serving("loadtests.harness.canned", str(pause_s)) as port:
         yield port
@@ -132,7 +135,7 @@ def canned_server(pause_s: float = 0.0) -> Iterator[int]:
 def passthrough(upstream: int) -> Iterator[int]:
     """The simplest gateway in its own process, in front of the server at port `upstream`.
 
-    Yields its port.
+    Yields the gateway's port.
     """
     with _serving("loadtests.harness.passthrough", str(upstream)) as port:
         yield port
@@ -140,7 +143,7 @@ def passthrough(upstream: int) -> Iterator[int]:
 
 @contextmanager
 def _serving(module: str, *arguments: str) -> Iterator[int]:
-    """Run a module that prints its port and then serves until its input ends."""
+    """Run a module that prints its port and then serves until its stdin is closed."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,

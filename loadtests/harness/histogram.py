@@ -1,7 +1,8 @@
-"""A mergeable histogram of durations: buckets are 1 % wide, so a quantile is off by at most 0.5 %.
+"""A mergeable histogram of durations.
 
-Its size depends on the range of the values, not on their number. So a run of a million gaps takes
-as much memory as one of a hundred, and the results of several processes can be added.
+Its buckets are 1 % wide, so a quantile is off by at most 0.5 %. The size of a histogram depends on
+the range of the values, not on their number. So a run of a million gaps takes as much memory as a
+run of a hundred. Histograms of several processes can be added.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _WIDTH: Final = math.log(1.01)
-_FLOOR_S: Final = 1e-7  # anything shorter counts as this
+_FLOOR_S: Final = 1e-7  # all shorter durations are recorded as this one
 
 
 @dataclass(slots=True)
@@ -36,12 +37,12 @@ class Histogram:
         self.longest_s = max(self.longest_s, other.longest_s)
 
     def mean(self) -> float:
-        """NaN when there are none."""
+        """The mean; NaN if the histogram is empty."""
         total = sum(n * math.exp(bucket * _WIDTH) for bucket, n in self.buckets.items())
         return total / self.count if self.count else math.nan
 
     def quantile(self, q: float) -> float:
-        """The duration that a share `q` of all does not exceed; NaN when there are none."""
+        """The duration that a share `q` of all durations does not exceed; NaN if there are none."""
         wanted = q * self.count
         seen = 0
         for bucket in sorted(self.buckets):
@@ -51,7 +52,7 @@ class Histogram:
         return math.nan
 
     def share_between(self, low_s: float, high_s: float) -> float:
-        """The share of durations in [low_s, high_s]; 0 when there are none."""
+        """The share of durations in [low_s, high_s]; 0 if there are none."""
         inside = sum(n for b, n in self.buckets.items() if low_s <= math.exp(b * _WIDTH) <= high_s)
         return inside / self.count if self.count else 0.0
 

@@ -1,4 +1,4 @@
-"""The mesh under test: started by pdmesh's own launcher on free ports, in a private directory."""
+"""Starts the mesh under test with pdmesh's own launcher, on free ports, in a private directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loadtests.harness.processes import ProcessSet
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import EngineKind, MeshSpec
 
-# Enough for the most requests that a scenario sends at once, so that none is refused.
+# No scenario has more requests open at once than this, so none is refused.
 _NUM_SLOTS: Final = 256
 _SIM_SETTINGS: Final = {
     "SIM_LAW": "zero",
@@ -32,7 +32,7 @@ class MeshOptions:
     is_fusion: bool = False
     model_dir: str = ""  # empty: the launcher's default
     max_model_len: int | None = None  # None: the engine's default
-    env: Mapping[str, str] = field(default_factory=dict)  # of all services
+    env: Mapping[str, str] = field(default_factory=dict)  # environment of all services
 
     @property
     def description(self) -> str:
@@ -47,12 +47,12 @@ class RunningMesh:
     port: int
     processes: ProcessSet
     description: str
-    ops: Mapping[str, str]  # host:port of the metrics of each service, by its name
+    ops: Mapping[str, str]  # host:port of each service's metrics
 
 
 @asynccontextmanager
 async def running_mesh(options: MeshOptions) -> AsyncIterator[RunningMesh]:
-    """A mesh that is up and ready. At the end it is stopped and its directory is removed."""
+    """A mesh that is ready for requests. At the end, it is stopped and its directory is removed."""
     with tempfile.TemporaryDirectory(prefix="pdmesh-load-") as directory:
         async with Mesh(_spec(options), Path(directory), report=_report) as mesh:
             url = urlsplit(mesh.http_url)

@@ -2,7 +2,8 @@
 
     python -m loadtests.harness.passthrough UPSTREAM_PORT
 
-Its rate and its TTFT, measured in the same minutes as ours, show how fast this machine was then.
+Measurements compare our gateway with this one, measured in the same minutes. Its rate and its TTFT
+show how fast the machine is at that time.
 """
 
 from __future__ import annotations

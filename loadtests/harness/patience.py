@@ -1,8 +1,7 @@
-"""Waits for a quiet machine before a measurement, and repeats a disturbed measurement, for a
-bounded time.
+"""Waits for a quiet machine before a measurement, and repeats a disturbed measurement.
 
-Other load makes every number worse, so a disturbed window is dropped and counted,
-not averaged in.
+There is a time limit for all of the waiting and repeating. Load from other processes makes every
+number worse. So the result of a disturbed window is dropped and only counted.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import psutil
 from loadtests.harness.results import Cell
 
 _QUIET_PERCENT = 25.0  # a window opens below this use of all cores; an idle mesh uses little
-_QUIET_CORES = 0.25  # the most that other processes may use in a window that counts
+_QUIET_CORES = 0.25  # the most cores that other processes may use in a valid window
 _LOOK_S = 0.5
 
 
 @dataclass(slots=True)
 class Patience:
-    """`left_s`: how long it may still wait and repeat. With 0, it measures once."""
+    """Repeats disturbed measurements for up to `left_s` more seconds. With 0, it measures once."""
 
     left_s: float
     num_dropped: int = 0

@@ -1,4 +1,4 @@
-"""What each process of a run costs: CPU seconds and resident memory by name, through psutil."""
+"""Measures each process of a run through psutil: CPU seconds and resident memory, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Cost:
 
 
 class ProcessSet:
-    """Named processes, each with the children that it has by now (an engine's workers)."""
+    """Named processes, each with the child processes (an engine's workers) that it has by now."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._families: dict[str, list[psutil.Process]] = {}
@@ -25,7 +25,10 @@ class ProcessSet:
             self._families[name] = [process, *process.children(recursive=True)]
 
     def costs(self) -> dict[str, Cost]:
-        """The cost since each process began. A family with a dead member is left out."""
+        """The cost of each family (a process and its children) since it began.
+
+        A family with a dead member is left out.
+        """
         costs: dict[str, Cost] = {}
         for name, family in self._families.items():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -40,22 +43,19 @@ def _cost(family: list[psutil.Process]) -> Cost:
 
 
 def thread_cpu_s(pid: int) -> dict[int, float]:
-    """CPU seconds of each thread of a process, by its id. The first thread's id is that of the
-    process.
+    """CPU seconds of each thread of a process, by thread id.
 
-    The kernel counts in ticks, usually of 10 ms.
+    The first thread has the id of the process. The kernel counts in ticks, usually of 10 ms.
     """
     return {t.id: t.user_time + t.system_time for t in psutil.Process(pid).threads()}
 
 
 def machine_busy_s() -> float:
-    """CPU seconds that all cores together have spent since boot, including time that the host took
-    away.
-    """
+    """CPU seconds of all cores together since boot, including time that the host took away."""
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 
 
 def cpu_between(before: Mapping[str, Cost], after: Mapping[str, Cost]) -> dict[str, float]:
-    """CPU seconds that each process used between two samples; a process that died is left out."""
+    """CPU seconds that each process used between two samples. Processes that died are left out."""
     return {name: after[name].cpu_s - before[name].cpu_s for name in before if name in after}

@@ -15,7 +15,7 @@ class Progress:
         self._began = time.monotonic()
 
     def step(self, what: str) -> None:
-        """Show what begins now; call it once before each step."""
+        """Show the step that begins now. Call this once before each step."""
         if self._out.isatty():
             filled = _WIDTH * self._done // self._num_steps
             bar = "█" * filled + "·" * (_WIDTH - filled)

@@ -1,5 +1,7 @@
-"""What measurements found, written as JSON and Markdown: the machine, medians with their spread,
-and the rounds of overhead.py.
+"""Writes the results of measurements as JSON and Markdown.
+
+Every report has the machine, the versions, and medians with their spread. The classes for the
+rounds of `loadtests.gateway.overhead` are here as well.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from loadtests.harness.generator import ROOT, Measured
 T = TypeVar("T")
 
 STALL_S: Final = (0.035, 0.060)  # a delayed ACK takes a little more than 40 ms
-# When this program began, before it was busy itself.
+# When this program began. The load average is read before the program itself is busy.
 _BEGAN: Final = datetime.now(UTC).isoformat(timespec="minutes")
 _LOAD_BEFORE: Final = os.getloadavg()[0]
 _PACKAGES: Final = ("grpcio", "protobuf", "uvicorn", "uvloop", "tokenizers", "ucxx-cu13", "nats-py")
@@ -33,19 +35,19 @@ _PACKAGES: Final = ("grpcio", "protobuf", "uvicorn", "uvloop", "tokenizers", "uc
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One scenario in one round. Times in milliseconds."""
+    """One scenario in one round. Times are in milliseconds."""
 
     scenario: str
     requests_per_s: float
     tokens_per_s: float
     ttft_ms: tuple[float, float, float]  # p50, p90, p99
     latency_ms: tuple[float, float, float]
-    stall_share: float  # of TTFTs and gaps between reads: those of 35 to 60 ms
+    stall_share: float  # share of TTFTs and of gaps between reads that took 35 to 60 ms
     longest_gap_ms: float
     mesh_cpu_s_per_1k_requests: float
     mesh_cpu_s_per_1m_tokens: float
     cpu_s: Mapping[str, float]
-    others_cores: float  # CPU that other processes on the machine used, which is noise
+    others_cores: float  # CPU that other processes used, in cores; this is noise
     num_events: int
     window_s: float
     num_requests: int
@@ -87,7 +89,7 @@ def _per(amount: float, count: int, unit: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """The engine driven directly, without the mesh: one request at a time."""
+    """The engine called directly, without the mesh, one request at a time."""
 
     ttft_ms: tuple[float, float, float]
     per_token_us: float
@@ -116,14 +118,15 @@ def describe_versions() -> dict[str, str]:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """The value that a share `q` of the values does not exceed; there is at least one value."""
+    """The value that a share `q` of the values does not exceed. There must be a value."""
     return ordered[int(q * (len(ordered) - 1))]
 
 
 def write(out: Path, module: str, title: str, about: str, text: str, **found: object) -> None:
-    """Write OUT.json: what was `found`, with the command, machine, versions and conditions.
+    """Write OUT.json and OUT.md.
 
-    Write OUT.md: `text` under its title and `about`.
+    OUT.json has the values in `found`, with the command, machine, versions and conditions. OUT.md
+    has `text` below `title` and `about`.
     """
     command, machine = shlex.join(["python", "-m", module, *sys.argv[1:]]), describe_machine()
     versions = describe_versions()
@@ -145,7 +148,7 @@ def write(out: Path, module: str, title: str, about: str, text: str, **found: ob
 
 @dataclass(slots=True)
 class Run:
-    """Everything that one run measured, and what is needed to repeat it."""
+    """The measurements of one run, and how to repeat it."""
 
     engine: str
     mesh: str
@@ -155,7 +158,7 @@ class Run:
     bare: list[Bare] = field(default_factory=list)
     ceiling: list[Cell] = field(default_factory=list)
     passthrough: list[Cell] = field(default_factory=list)
-    num_dropped: int = 0  # windows that do not count because other load disturbed them
+    num_dropped: int = 0  # windows that were dropped because other load disturbed them
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     command: str = field(
         default_factory=lambda: shlex.join(
@@ -200,9 +203,10 @@ def spread_table(
     columns: Sequence[tuple[str, Callable[[T], float], str]],
     rows: Iterable[tuple[Sequence[object], Sequence[T]]],
 ) -> str:
-    """A Markdown table: the cells of `first`, then each column (name, value, format).
+    """A Markdown table. A row has its `first` cells, then a cell for each column.
 
-    A column shows the median (lowest..highest) over a row's runs.
+    A column is (name, value, format). Its cell shows the median (lowest..highest) over the row's
+    runs.
     """
     names = [*first, *(name for name, _, _ in columns)]
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]

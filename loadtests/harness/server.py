@@ -1,4 +1,7 @@
-"""An embedded server for the duration of a measurement or test; a mesh has its own."""
+"""Runs an embedded server (such as NATS or Valkey) during a measurement or a test.
+
+A mesh starts such servers itself.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _STOP_S: Final = 5.0
 
 @contextlib.asynccontextmanager
 async def running(server: Server, log_file: Path, timeout_s: float = 10.0) -> AsyncIterator[str]:
-    """Run the server as long as the block runs; yields its URL."""
+    """Run the server until the `with` block ends; yields the server's URL."""
     process = child.start(server.command(), os.environ, log_file)
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""Which policy is best by which measure, in words, for reports that compare our placement."""
+"""Compares our placement policy with others, and says in words which is best by each measure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Measure(Generic[R]):
-    """A number of a run that should be high, or low; `form` is a format for `format()`."""
+    """A number of a run, which should be high or low. `form` is a format for `format()`."""
 
     name: str
     read: Callable[[R], float]
@@ -35,7 +35,7 @@ def verdicts(
 ) -> str:
     """A line for each measure: our policy and the best other one, by medians over the seeds.
 
-    `remark` may add to the line where ours is not best.
+    `remark` may add a text to the line if our policy is not best.
     """
     if OURS not in by_policy or len(by_policy) < 2:
         return ""

@@ -1,3 +1,3 @@
-"""What moving and keeping KV costs: single pulls, device copies, tiers, and the effect on running
+"""Measures the cost of moving and keeping KV: single pulls, tiers, and the effect on running
 decodes.
 """

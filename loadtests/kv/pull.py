@@ -4,9 +4,9 @@ UCX.
     python -m loadtests.kv.pull            # 4 KiB to 64 MiB, one and 32 at a time
     python -m loadtests.kv.pull together   # 2 and 4 of 16 MiB, at once and in turn (S52)
 
-The sender stages the same bytes under one ticket per pull, so its CPU includes the checksum of
-staging, but not gather and scatter. A single memcpy of the same size in the same minute
-shows how fast the machine is.
+The sender stages the same bytes once per pull, each time under a new ticket. So its CPU includes
+the checksum of staging, but not gather and scatter. A single memcpy of the same size in the same
+minute shows how fast the machine is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pdmesh.kv.transport.ucx import UcxTransport
 
 FINGERPRINT = "bench"
 NUM_LAYERS = 4
-_TOGETHER = (2, 4)  # pulls
+_TOGETHER = (2, 4)  # how many pulls
 _TOGETHER_BYTES = 16 << 20
 _TOGETHER_ROUNDS = 20
 CASES = ((4 << 10, 2000), (64 << 10, 1000), (1 << 20, 300), (16 << 20, 40), (64 << 20, 12))
@@ -45,7 +45,7 @@ def layout_of(size: int) -> KvLayout:
 
 
 async def sender() -> None:
-    """For each line `size count` on stdin, stage `count` tickets and answer with the CPU."""
+    """For each line `size count` on stdin, stage `count` tickets and print the CPU that it took."""
     largest = max(size for size, _ in CASES)
     agent = KvAgent(
         UcxTransport(),
@@ -69,7 +69,7 @@ async def sender() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pulls:
-    """Each pull's own time, and the time from the common start until it was done."""
+    """The time that each pull took, and when it ended after the common start."""
 
     took_s: list[float]
     ends_s: list[float]
@@ -156,7 +156,9 @@ async def main() -> None:
 
 
 async def together(transport: str) -> None:
-    """Compare the mean time until a pull is done: all pulls at once, or one after the other."""
+    """Compare all pulls at once with one pull after the other, by the mean time until a pull is
+    done.
+    """
     size = _TOGETHER_BYTES
     ways = [(count, width) for count in _TOGETHER for width in (1, count)]
     ends_ms: dict[tuple[int, int], list[list[float]]] = {way: [] for way in ways}
@@ -165,7 +167,7 @@ async def together(transport: str) -> None:
             for count, width in ways if number % 2 else reversed(ways):
                 await bench.stage(size, count)
                 pulls = await bench.run(size, count, width)
-                if number:  # the first round warms pages and the connection
+                if number:  # the first round warms up pages and the connection
                     ends_ms[count, width].append([end * 1e3 for end in pulls.ends_s])
     for count, width in ways:
         means = [statistics.fmean(ends) for ends in ends_ms[count, width]]
@@ -186,7 +188,7 @@ def _median(values: Sequence[float], digits: int) -> str:
 
 
 def compare_together() -> None:
-    """Run a process for each transport, since UCX reads its settings once."""
+    """Run a child process for each transport, since UCX reads its settings only once."""
     print(
         f"{_TOGETHER_BYTES >> 20} MiB each, {_TOGETHER_ROUNDS} rounds, median [lowest-highest] in "
         "ms"
@@ -203,7 +205,7 @@ def compare_together() -> None:
 
 async def show(bench: Bench, size: int, count: int, width: int) -> None:
     await bench.stage(size, width)
-    await bench.run(size, width, width)  # warms pages and the connection
+    await bench.run(size, width, width)  # warm-up of pages and connection
     before = await bench.stage(size, count)
     here = time.process_time()
     pulls = await bench.run(size, count, width)

@@ -1,17 +1,22 @@
 """Whether retrievals slow running decodes.
 
-It measures the time between tokens of long streams at one decode, with and without KV that comes in
-at the same time (S52).
+A retrieval is a decode's transfer of a prompt's KV. The benchmark measures the time between tokens
+of long streams at one decode, with and without KV that comes in at the same time (S52).
 
     python -m loadtests.kv.retrieval --out loadtests/results/retrieval-DATE
 
-There are one prefill and one decode on the sim engine, with steps of 20 ms (the demo law) and KV as
-large as a small model's (8 layers of 2 KiB per token). The streams draw all the time. There are
-three kinds of round: only the streams; also clients that ask for one token after long prompts,
-which the prefill answers by itself; or the same clients asking for two tokens, so that the decode
-retrieves each prompt's KV and does little else for it. The last two kinds compute nearly the same
-and differ in the hand-over. The bar compares the third kind with the first, so the prefill's use of
-the same cores counts, too. Rounds alternate, so that all see the same machine.
+One prefill and one decode run on the sim engine. Steps take 20 ms (the demo law), and KV is as
+large as a small model's (8 layers of 2 KiB per token). Streams draw tokens all the time. There are
+three kinds of round:
+
+- only the streams;
+- also clients that ask for one token after long prompts, which the prefill answers by itself;
+- the same clients, but they ask for two tokens. So the decode retrieves each prompt's KV and does
+  little else for it.
+
+The last two kinds compute nearly the same and differ in the hand-over. The bar compares the third
+kind with the first, so it includes the effect of the prefill on the same cores. The kinds
+alternate, so that all see the same machine.
 """
 
 from __future__ import annotations
@@ -36,8 +41,9 @@ from pdmesh.launcher.spec import MeshSpec
 _NUM_STREAMS, _NUM_OTHERS = 8, 6
 _QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _SHOWN: Final = ("mean", *_QUANTILES)
-_BAR: Final = 1.05  # S52: mean time per token with pulls, relative to that with only the streams
-# Kinds of round, and how many tokens the other clients ask for; 0: there are no other clients.
+_BAR: Final = 1.05  # S52: mean time per token with pulls, divided by that with only streams
+# The kinds of round, and how many tokens the other clients ask for. With 0, there are no such
+# clients.
 _ALONE, _PREFILLED, _PULLED = "alone", "prefilled", "pulled"
 _KINDS: Final = {_ALONE: 0, _PREFILLED: 1, _PULLED: 2}
 _LABELS: Final = {
@@ -46,7 +52,7 @@ _LABELS: Final = {
     _PULLED: "prompts beside them, each pulled",
 }
 _PROMPT_TOKENS: Final = 1000
-_NUM_PROMPTS: Final = 500  # so many that a prompt is no longer cached when it comes again
+_NUM_PROMPTS: Final = 500  # so many prompts that each has left the cache when it comes again
 _ENV: Final = {
     "PDMESH_SIM_LAW": "demo",
     "PDMESH_SIM_EOS_PERIOD": "0",
@@ -142,7 +148,7 @@ async def _main(arguments: argparse.Namespace) -> int:
 
 
 def as_markdown(rounds: Sequence[dict[str, Any]]) -> str:
-    """Times of each kind of round, and how much slower the streams are in it."""
+    """A table of the times of each kind of round, and how much slower its streams are."""
     by_kind = {kind: [r for r in rounds if r["kind"] == kind] for kind in _KINDS}
     times = spread_table(
         ["ms between tokens"],

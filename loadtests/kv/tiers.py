@@ -1,12 +1,13 @@
-"""What a KV tier is worth: time to first token with a prompt's blocks in each tier, compared with
-computing them; and memory speed.
+"""How much time each KV tier saves: time to first token with a prompt's blocks in the tier, or
+computed; and copy speed.
 
     python -m loadtests.kv.tiers                  needs vLLM and the prepared model (make model)
 
-vLLM engines run one after the other in child processes, and prompts one at a time. A round computes
-three prompts, asks again while the engine holds them, pushes them out with other prompts, and asks
-once more. Files are read from the page cache, except in rows marked cold: there, the kernel
-dropped the files first.
+A tier is a place for KV below the engine: the host pool, or files. vLLM engines run one after the
+other in child processes, with one prompt at a time. A round computes three prompts and asks again
+while the engine holds their blocks. Then it pushes the blocks out with other prompts, and asks once
+more. Files are read from the page cache, except in rows marked cold. For these rows, the kernel
+drops the files from the cache first.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from pdmesh.kv.transport.base import ByteArray
 MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 LENGTHS: Final = (128, 512, 2000)
 BLOCK_SIZE: Final = 64
-_KV_BYTES: Final = 150 << 20  # room for three prompts, but not also for those that push them out
+_KV_BYTES: Final = 150 << 20  # room for three prompts, but not for those that push them out as well
 _FILLERS: Final = (1900, 1900)
 _OWNER: Final = bytes(8)
 
 
 @dataclass(slots=True)
 class Results:
-    """Milliseconds by the blocks' place and the prompt's length; GiB/s by operation."""
+    """The results: TTFT in ms by place of the blocks and prompt length, GiB/s by operation."""
 
     ttft_ms: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class Results:
 
 
 class Driver:
-    """One engine, one prompt at a time."""
+    """Sends one prompt at a time to one engine."""
 
     def __init__(self, engine: VllmEngine, fingerprint: str) -> None:
         self._engine = engine
@@ -109,7 +110,7 @@ class Driver:
 async def run_engine(
     results: Results, label: str, tiers: TierConfig, rounds: int, *, is_cold: bool = False
 ) -> None:
-    """`label` names the tier that a pushed-out prompt must come from."""
+    """Measure one engine. `label` names the tier from which pushed-out prompts must come."""
     config = VllmConfig(
         f"bench-{label.replace(' ', '-')}",
         1,
@@ -127,7 +128,7 @@ async def run_engine(
     following = asyncio.create_task(driver.follow())
     rng = random.Random(17)
     try:
-        await driver.ttft(_prompt(rng, 256))  # the very first prompt warms up
+        await driver.ttft(_prompt(rng, 256))  # warm-up
         for _ in range(rounds):
             prompts = [_prompt(rng, length) for length in LENGTHS]
             for prompt in prompts:
@@ -141,7 +142,7 @@ async def run_engine(
                 _drop_from_page_cache(Path(tiers.file_store_dir))
             for prompt in prompts:
                 results.add(label, len(prompt), await driver.ttft(prompt))
-        await asyncio.sleep(0.2)  # until the last report has come
+        await asyncio.sleep(0.2)  # until the engine has sent its last report
         for tier, count in driver.served.items():
             results.served[f"{label}: {tier}"] = count
     finally:
@@ -161,8 +162,9 @@ def _drop_from_page_cache(folder: Path) -> None:
 
 
 def measure_memory(results: Results, folder: Path, rounds: int = 5) -> None:
-    """Measure the copies of the pool and the store with blocks of SmolLM2's size (30 layers of 96
-    KiB), and a plain memcpy.
+    """Measure the speed of the pool's and the store's copies, and of a plain memcpy.
+
+    Blocks have the size of SmolLM2's (30 layers of 96 KiB).
     """
     num_layers, layer_bytes, count = 30, 98304, 24
     block_bytes = num_layers * layer_bytes
@@ -271,7 +273,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "loadtests/results")
     args = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # nothing else runs here
+    # this program may use all cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     with tempfile.TemporaryDirectory() as folder:
         results = asyncio.run(run(args.rounds, Path(folder)))
     stem = args.out / f"kv-tiers-{results.taken_at[:10]}"

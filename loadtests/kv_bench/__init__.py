@@ -1,6 +1,7 @@
-"""What moving a prompt's KV costs: block by block, block-free and per layer, compared with UCX's
-own test and other libraries.
+"""Measures the cost of moving a prompt's KV from a sender to a receiver, over tcp and shared
+memory.
 
-Two processes, a sender and a receiver, exchange the KV over tcp and over shared memory.
-`python -m loadtests.kv_bench --help`.
+The product's ways (block-free and per layer) are compared with a transfer block by block, with
+UCX's own test, and with other libraries. The sender and the receiver are two processes. `python -m
+loadtests.kv_bench --help` shows the options.
 """

@@ -1,5 +1,7 @@
-"""The measurement of blocks.py: each round has every transport, prompt and mode once, on one pair
-of processes per transport.
+"""Runs the measurement of blocks.py.
+
+Each round has every transport, prompt and mode once. Each transport has one pair of processes for
+all rounds.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ SMOLLM2: Final = Prompt(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One transfer; for the wire, one of several payloads in a row."""
+    """The result of one transfer. For the wire, it is one of several payloads in a row."""
 
     round: int
     transport: str
@@ -62,7 +64,10 @@ class Row:
 def measure(
     transports: Sequence[str], rounds: int, within_s: float, say: Callable[[str], None]
 ) -> list[Row]:
-    """The rows of all rounds but round 0, which checks bytes and warms memory and connections."""
+    """The rows of all rounds except round 0.
+
+    Round 0 checks the bytes, and warms up memory and connections.
+    """
     rows: list[Row] = []
     ends = time.monotonic() + within_s
     prompts = (*SWEEP, SMOLLM2)

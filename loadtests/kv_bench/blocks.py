@@ -1,11 +1,11 @@
 """What a transfer block by block costs, by the size of a block; writes
 `loadtests/results/kv-blocks-<date>.{csv,md}` (S59, S60).
 
-The same bytes are moved in blocks of each size on one pair of processes: one by one, each after the
-ack of the previous block; with 32 blocks in flight; and block-free, as in `python -m
-loadtests.kv_bench`. The KV of SmolLM2 is moved, too, in vLLM's blocks of 16 tokens with K and V of
-a layer together. The wire's rate is that of a single payload on one connection; utilisation is the
-share of this rate that a transfer reaches.
+The same bytes are moved in blocks of each size on one pair of processes. There are three ways: one
+block at a time, each after the ack of the block before; with 32 blocks in flight; and block-free,
+as in `python -m loadtests.kv_bench`. The KV of SmolLM2 is moved as well, in vLLM's blocks of 16
+tokens with K and V of a layer together. The wire's rate is measured with a single payload on one
+connection. Utilisation is the share of this rate that a transfer reaches.
 """
 
 from __future__ import annotations

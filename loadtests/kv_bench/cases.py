@@ -1,10 +1,10 @@
-"""The KV that is moved: that of a prompt, in randomly scattered blocks of every layer, as in a
-paged cache.
+"""The KV that is moved: a prompt's KV, in randomly scattered blocks of every layer, as in a paged
+cache.
 
-By default, the shape is that of an 8B model with grouped-query attention in 16-bit: K
-or V of 16 tokens in one layer is a block of 32 KiB, and a token has 128 KiB. The law of computation
-is that model's prefill on one device: a rate in tokens per second, and at least the time that it
-takes to read the weights.
+By default, the shape is that of an 8B model with grouped-query attention in 16-bit. A block is K or
+V of 16 tokens in one layer, with 32 KiB. A token has 128 KiB. Some modes also imitate this model's
+prefill on one device. It computes a fixed number of tokens per second, but a prompt takes at least
+as long as reading the weights.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NUM_LAYERS: Final = SHAPE.num_layers
 BLOCK_BYTES: Final = 16 * SHAPE.token_layer_bytes // 2
 TOKEN_BYTES: Final = SHAPE.token_bytes
 TOKENS_PER_S: Final = 8000.0
-WEIGHTS_S: Final = 0.008  # the time to read the weights once, however short the prompt
+WEIGHTS_S: Final = 0.008  # the time to read the weights once, even for a short prompt
 FINGERPRINT: Final = "kv-bench"
 
-# In each round, all modes run in this order for each size; ratios are taken within a round.
+# In each round, all modes run in this order for each size. Ratios compare two modes of a round.
 BLOCKS_ACKED: Final = "blocks_acked"
 BLOCKS_PIPELINED: Final = "blocks_pipelined"
 WHOLE: Final = "whole"
@@ -64,10 +64,10 @@ LABELS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """How a paged cache cuts a prompt's KV."""
+    """How a paged cache divides a prompt's KV into blocks."""
 
     num_layers: int = NUM_LAYERS
-    block_bytes: int = BLOCK_BYTES  # in one layer
+    block_bytes: int = BLOCK_BYTES  # bytes of a block in one layer
 
 
 DEFAULT_PAGING: Final = Paging()
@@ -75,7 +75,9 @@ DEFAULT_PAGING: Final = Paging()
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One task of a pair of processes. `chunk_bytes` 0: the product's own size."""
+    """One task for a pair of processes. With `chunk_bytes` 0, chunks have the product's own
+    size.
+    """
 
     mode: str
     num_bytes: int
@@ -91,7 +93,10 @@ class Command:
 
 
 def layout_of(num_bytes: int, paging: Paging = DEFAULT_PAGING) -> KvLayout:
-    """Raises ValueError unless whole blocks of all layers have exactly `num_bytes`."""
+    """The layout of `num_bytes` of KV.
+
+    Raises ValueError unless whole blocks of all layers have exactly `num_bytes`.
+    """
     num_blocks, rest = divmod(num_bytes, paging.num_layers * paging.block_bytes)
     if rest:
         raise ValueError(f"{num_bytes} bytes are not whole blocks of {paging.num_layers} layers")
@@ -99,14 +104,14 @@ def layout_of(num_bytes: int, paging: Paging = DEFAULT_PAGING) -> KvLayout:
 
 
 def layer_compute_s(num_bytes: int) -> float:
-    """How long the model computes one layer of a prompt with `num_bytes` of KV."""
+    """How long the model takes to compute one layer of a prompt with `num_bytes` of KV."""
     return max(num_bytes / TOKEN_BYTES / TOKENS_PER_S, WEIGHTS_S) / NUM_LAYERS
 
 
 class PagedCache:
-    """One side's blocks.
+    """The paged cache of one side.
 
-    Its size is 1.5 times the largest prompt; each prompt takes random blocks of it.
+    The cache is 1.5 times as large as the largest prompt. Each prompt takes random blocks of it.
     """
 
     def __init__(self, largest: int, seed: int, paging: Paging = DEFAULT_PAGING) -> None:
@@ -117,19 +122,19 @@ class PagedCache:
         pool = np.empty((paging.num_layers, self._num_blocks, paging.block_bytes), np.uint8)
         words = pool.view(np.uint64)
         words[:] = self._random.integers(0, 1 << 62, words.shape[1:], np.uint64)
-        # Make the bytes of the layers differ.
+        # Add the number of each layer, so that layers have different bytes.
         words += np.arange(paging.num_layers, dtype=np.uint64)[:, None, None]
         self._layers: list[ByteMatrix] = list(pool)
         self.all_layers = HostBlocks(self._layers)
         self.by_layer = [HostBlocks([layer]) for layer in self._layers]
 
     def take(self, num_bytes: int) -> npt.NDArray[np.intp]:
-        """The block table of a prompt."""
+        """The block ids of a new prompt, drawn at random."""
         count = layout_of(num_bytes, self.paging).num_blocks
         return self._random.permutation(self._num_blocks)[:count]
 
     def blocks(self, ids: npt.NDArray[np.intp]) -> list[ByteArray]:
-        """Each block of each layer, layer-major, for a transfer block by block."""
+        """Each block of each layer, layer by layer, for a transfer block by block."""
         return [layer[i] for layer in self._layers for i in ids]
 
     def digest(self, ids: npt.NDArray[np.intp]) -> str:

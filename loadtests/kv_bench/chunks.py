@@ -1,7 +1,7 @@
 """How large a part of a pull should be: `python -m loadtests.kv_bench.chunks [ROUNDS]` prints
 medians (lowest) in ms.
 
-`core.kv.transfer.pull_parts` has the sizes that were chosen after this measurement.
+`core.kv.transfer.pull_parts` has the sizes that were chosen by this measurement.
 """
 
 from __future__ import annotations

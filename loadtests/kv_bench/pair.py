@@ -1,4 +1,6 @@
-"""Two worker processes over one UCX transport, and the time that a command to both of them took."""
+"""Two worker processes over one UCX transport, and the times of the commands that both carry
+out.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ TRANSPORTS: Final[Mapping[str, Mapping[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One transfer, or the mean of a command's repeats.
+    """The times of one transfer, or the mean of a command's repeats.
 
-    `visible_ms` counts from the end of the computation.
+    `visible_ms` begins at the end of the computation.
     """
 
     total_ms: float
@@ -36,7 +38,7 @@ class Sample:
     scatter_ms: float
     cpu_sender_ms: float
     cpu_receiver_ms: float
-    # The time of one block, where each waits for the previous block's ack: median, 99th percentile,
+    # The time of one block if each waits for the ack of the block before: median, 99th percentile,
     # standard deviation.
     block_ms: float | None = None
     block_p99_ms: float | None = None
@@ -56,7 +58,7 @@ class Pair:
         addresses = self._hear(0)["addresses"]
         self._hear(1)
         self._say({"addresses": addresses})
-        self._hear(1)  # it is connected
+        self._hear(1)  # its answer says that it is connected
         self._say({}, only=0)
         self._hear(0)
         self._num_commands = 0
@@ -71,7 +73,10 @@ class Pair:
         is_verified: bool = False,
         paging: Paging = DEFAULT_PAGING,
     ) -> Sample:
-        """Raises AssertionError if the bytes that arrived are not the bytes that were sent."""
+        """Let both processes carry out one transfer.
+
+        Raises AssertionError if the bytes that arrived are not the bytes that were sent.
+        """
         self._num_commands += 1
         command = Command(
             mode, num_bytes, self._num_commands, repeats, chunk_bytes, is_verified, paging
@@ -128,7 +133,7 @@ class Pair:
 
     def _say(self, what: dict[str, Any], only: int | None = None) -> None:
         told = self._processes if only is None else [self._processes[only]]
-        for process in reversed(told):  # the receiver first
+        for process in reversed(told):  # end the receiver first
             assert process.stdin is not None
             process.stdin.write(json.dumps(what) + "\n")
             process.stdin.flush()

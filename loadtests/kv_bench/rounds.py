@@ -1,5 +1,7 @@
-"""The measurement: each round has every mode, size, transport, yardstick and peer once, so that
-ratios compare the same minute.
+"""Runs the measurement of KV transfers.
+
+Each round has every mode, size, transport, yardstick and peer once. So ratios compare measurements
+of the same minute.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from loadtests.kv_bench import cases, yardsticks
 from loadtests.kv_bench.movers import peers
 from loadtests.kv_bench.pair import Pair, pair
 
-_WIRE_BYTES: Final = 512 << 20  # moved per wire measurement, in up to _WIRE_REPEATS messages
+_WIRE_BYTES: Final = 512 << 20  # bytes per wire measurement, in at most _WIRE_REPEATS messages
 _WIRE_REPEATS: Final = 32
-_QUICK_REPEATS: Final = 3  # of transfers below 16 MiB, because the noise hides a single one
+# repeats of transfers below 16 MiB, because a single one has too much noise
+_QUICK_REPEATS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement. Fields of `Sample` that a mode does not have are empty."""
+    """The result of one measurement. A field is None if the mode does not have it."""
 
     round: int
     transport: str
@@ -46,7 +49,7 @@ class Plan:
     sizes: Sequence[int]
     rounds: int
     within_s: float  # no round begins after this time
-    peers: Mapping[str, Path]  # library -> interpreter that has it
+    peers: Mapping[str, Path]  # the interpreter that has each library
     has_perftest: bool = True
 
 
@@ -55,7 +58,10 @@ def repeats_of(num_bytes: int) -> int:
 
 
 def measure(plan: Plan, say: Callable[[str], None]) -> list[Row]:
-    """The rows of all rounds but round 0, which checks bytes and warms memory and connections."""
+    """The rows of all rounds except round 0.
+
+    Round 0 checks the bytes, and warms up memory and connections.
+    """
     rows: list[Row] = []
     ends = time.monotonic() + plan.within_s
     largest = max(plan.sizes)
@@ -84,7 +90,7 @@ def _repeats(num_bytes: int, number: int) -> int:
 def _ours(both: Pair, num_bytes: int, number: int, transport: str) -> Iterator[Row]:
     for mode in cases.MODES:
         if mode in (cases.WIRE, cases.WIRE_EMPTY):
-            both.run(mode, num_bytes)  # perftest warms up, too
+            both.run(mode, num_bytes)  # warm-up of perftest
             sample = both.run(mode, num_bytes, repeats=repeats_of(num_bytes))
             yield Row(number, transport, num_bytes, mode, **asdict(sample))
             continue

@@ -1,9 +1,9 @@
-"""What the machine and the library can do without us: raw memcpy, and UCX's own `ucx_perftest`.
+"""What the machine and UCX can do without our code: raw memcpy, and UCX's own `ucx_perftest`.
 
 `ucx_perftest` comes with the libucx that we load. It has the same UCX_* settings and error
-handling, and sends one message after the other without an agent. It runs twice: polling (its
-default), and sleeping until there is work, as we do. It never writes the memory that it sends, so
-its source is the kernel's page of zeros (1.4 MiB resident with a buffer of 256 MiB).
+handling, and sends one message after the other. It runs twice: polling (its default), and sleeping
+until there is work, as our agents do. It never writes the memory that it sends, so it sends the
+kernel's page of zeros (1.4 MiB resident with a buffer of 256 MiB).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAITS: Final = ("poll", "sleep")
 
 
 def memcpy_ms(num_bytes: int) -> float:
-    """Median of three copies between warm arrays."""
+    """Milliseconds of a copy between warm arrays, as the median of three copies."""
     source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
     took = []
     for _ in range(3):
@@ -42,7 +42,7 @@ def memcpy_ms(num_bytes: int) -> float:
 
 
 def perftest_binary() -> Path | None:
-    """The ucx_perftest beside the library that we load."""
+    """The ucx_perftest that comes with our libucx; None if there is none."""
     spec = find_spec("libucx")
     for folder in spec.submodule_search_locations or () if spec else ():
         binary = Path(folder, "bin", "ucx_perftest")
@@ -52,11 +52,11 @@ def perftest_binary() -> Path | None:
 
 
 def perftest_ms(transport: str, num_bytes: int, repeats: int, wait: str) -> float | None:
-    """Milliseconds per message of tag_bw, or None where there is no ucx_perftest."""
+    """Milliseconds per message of tag_bw; None if there is no ucx_perftest."""
     binary = perftest_binary()
     if binary is None:
         return None
-    load_library()  # puts our UCX_* settings into the environment
+    load_library()  # this puts our UCX_* settings into the environment
     environment = dict(TRANSPORTS[transport]) | os.environ
     environment |= {"LD_LIBRARY_PATH": str(binary.parent.parent / "lib")}
     with socket.socket() as probe:

@@ -1,4 +1,5 @@
-"""What reading weights once per node gains over a reader in each rank (S86, S87, S135).
+"""Compares reading a model's weights once per node with a reader in each rank (S86, S87, S135).
 
-`python -m loadtests.loading --help`. The ranks are processes over gloo, without vLLM.
+The ranks are processes that communicate over gloo, without vLLM. `python -m loadtests.loading
+--help` shows the options.
 """

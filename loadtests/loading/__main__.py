@@ -1,8 +1,8 @@
 """What reading weights once per node gains: `make bench NAME=loading`.
 
-Two or four ranks load a model of about 230 MB in turn in several ways, within each round. All ranks
-of the node share a fixed rate of the disk, as with mounted network storage. No read is served from
-a cache, and the order of reads costs nothing.
+Two or four ranks load a model of about 230 MB. Within each round, they load it in several ways, one
+after the other. All ranks of the node share a fixed rate of the disk, as with mounted network
+storage. No read is served from a cache, and the order of reads costs nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIN_OVERLAP: Final = 1.25  # S87: a fifth less time
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two ways to load, in the same rounds. `title` names the storage."""
+    """Two ways to load that are compared round by round. `title` names the storage."""
 
     title: str
     baseline: str
@@ -55,13 +55,13 @@ class Found:
 
     @property
     def ratios(self) -> list[float]:
-        """The baseline's time over ours, round by round."""
+        """The baseline's time divided by ours, round by round."""
         pairs = zip(self.of(self.comparison.baseline), self.of(self.comparison.ours), strict=True)
         return [baseline.seconds / ours.seconds for baseline, ours in pairs]
 
     @property
     def bar(self) -> str:
-        """The bar for the median, and whether it is met."""
+        """The limit for the median ratio, and whether it is met. Empty if there is no limit."""
         ratio = statistics.median(self.ratios)
         if self.comparison is SLOW:
             return _met(ratio >= MIN_SPEEDUP, f">= {MIN_SPEEDUP} (S135)")
@@ -102,7 +102,10 @@ def rows(found: Sequence[Found]) -> list[list[str]]:
 
 
 def _share(loads: Sequence[Load], found: Found) -> str:
-    """The bytes that the node's ranks read, over those of the model; `mapped` if they read none."""
+    """The bytes that the node's ranks read, divided by the model's bytes.
+
+    The text is `mapped` if the ranks map the files instead of reading them.
+    """
     share = max(load.disk_bytes for load in loads) / found.model_bytes
     return f"{share:.2f}" if share else "mapped"
 

@@ -1,4 +1,4 @@
-"""What one buffer for all files saves over a buffer for each file, at page-cache speed (S86)."""
+"""Compares one buffer for all files with a buffer for each file, at page-cache speed (S86)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pdmesh.engine.vllm.loading.window_reader import open_file
 
 @dataclass(frozen=True, slots=True)
 class BufferRound:
-    """Seconds to read all files."""
+    """The seconds that reading all files took, with one buffer and with a buffer for each."""
 
     one_s: float
     each_s: float
 
 
 def measure(files: Sequence[Path], rounds: int) -> list[BufferRound]:
-    """Both ways in turn, after a round that warms the page cache."""
+    """Measure both ways in turn, after a round that warms up the page cache."""
     found = list[BufferRound]()
     for turn in range(rounds + 1):
         times = [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""The ranks of one node, which load the same model in several ways, in turn."""
+"""The ranks of one node, which load the same model in several ways, one after the other."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ WAIT_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What the ranks do. `link_bytes_per_s`: the rate at which weights reach a device.
+    """The work of the ranks.
 
-    0: at once. Each round runs `ways` one after the other, every second round in reverse order.
+    Each round runs all `ways`, every second round in reverse order. `link_bytes_per_s` is the rate
+    at which weights are copied to a device. With 0, the copy takes no time.
     """
 
     folder: str
@@ -38,7 +39,7 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One way to load in one round. `disk_bytes`: read by all ranks together."""
+    """The result of one way to load in one round. All ranks together read `disk_bytes`."""
 
     way: str
     seconds: float
@@ -48,7 +49,7 @@ class Load:
 
 @dataclass(slots=True)
 class Rank:
-    """One process. `weights`: its part of the model's, as an engine has it."""
+    """One rank's process. `weights` is its share of the model's weights, as an engine has it."""
 
     loads: Loads
     number: int
@@ -58,19 +59,19 @@ class Rank:
     weights: dict[str, Any]
 
     def copy(self, name: str, tensor: Any) -> None:
-        """Copy this rank's rows of a matrix, or a whole vector."""
+        """Copy a tensor to `weights`: this rank's rows of a matrix, or a whole vector."""
         own = self.weights[name]
         part = tensor if tensor.dim() == 1 else tensor.narrow(0, self.number * len(own), len(own))
         own.copy_(part)
         self.link.take(tensor.numel() * tensor.element_size())
 
     def load(self, way: str) -> int:
-        """Load the model in this way; returns the number of buffers."""
+        """Load the model by the named way; returns the number of buffers that were allocated."""
         return WAYS[way](self)
 
 
 def each_rank_reads(rank: Rank) -> int:
-    """Each rank reads the tensors in the model's order, one by one."""
+    """Each rank reads its tensors in the model's order, one by one."""
     import torch
 
     folder, files = Path(rank.loads.folder), sorted(set(rank.loads.index.values()))
@@ -129,7 +130,7 @@ WAYS: Final[Mapping[str, Callable[[Rank], int]]] = {
 
 
 def run(loads: Loads, store: Path) -> list[Load]:
-    """All rounds with `num_ranks` ranks, as the first rank timed them."""
+    """Run all rounds with `num_ranks` ranks; returns the times that the first rank measured."""
     context = multiprocessing.get_context("spawn")
     times = shared_times()
     results: Any = context.Queue()
@@ -167,7 +168,7 @@ def _rank(loads: Loads, number: int, store: str, times: Any, results: Any) -> No
         _weights(loads),
     )
     found = list[Load]()
-    for turn in range(loads.rounds + 1):  # the first one warms up
+    for turn in range(loads.rounds + 1):  # the first round is a warm-up
         for way in loads.ways if turn % 2 else list(loads.ways)[::-1]:
             load = _timed(rank, way, dist)
             if turn:

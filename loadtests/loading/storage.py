@@ -1,5 +1,6 @@
-"""A model's folder, and storage of a limited rate that all ranks of a node share, like a FUSE
-mount.
+"""Writes a model's folder, and imitates storage with a limited rate.
+
+All ranks of a node share the rate, as with a FUSE mount.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def write_model(folder: Path, num_layers: int) -> Mapping[str, str]:
-    """Random bf16 weights in four files, named as Hugging Face does; tensor -> file."""
+    """Write random bf16 weights to four files, named as on Hugging Face.
+
+    Returns the file of each tensor.
+    """
     layers = {
         f"model.layers.{n}.{name}": shape
         for n in range(num_layers)
@@ -67,10 +71,11 @@ def _write(path: Path, shapes: Shapes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SharedRate:
-    """A limit on the bytes per second of all processes that share `times`; 0: no limit.
+    """A limit on the bytes per second that all processes with the same `times` read.
 
-    `times`: when the bytes so far would have come, and when the last call returned. Later reads
-    make up for a sleep that took too long, but not for time without a read.
+    With 0, there is no limit. `times` has two values: when the bytes so far would have come at this
+    rate, and when the last call returned. If a sleep took too long, later calls wait less. Time
+    without a call is not made up for.
     """
 
     bytes_per_s: float
@@ -91,13 +96,13 @@ class SharedRate:
 
 
 def shared_times() -> Any:
-    """For `SharedRate`, to be passed to spawned processes."""
+    """The `times` of a `SharedRate`, which can be passed to spawned processes."""
     return multiprocessing.get_context("spawn").Array("d", [time.monotonic()] * 2)
 
 
 @dataclass(slots=True)
 class SlowDisk:
-    """Files whose reads take as long as the rate says. `num_bytes`: read by this process."""
+    """A disk whose reads take as long as the rate says. This process has read `num_bytes`."""
 
     rate: SharedRate
     num_bytes: int = 0

@@ -1,3 +1,3 @@
-"""Other serving stacks beside ours, in one run on one machine: which carries more, and which
-answers first.
+"""Compares other serving stacks with ours on one machine: which carries more, and which answers
+first.
 """

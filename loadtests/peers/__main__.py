@@ -3,9 +3,9 @@
     make bench-peers                            installs the peers first, into .cache/peers
     python -m loadtests.peers [--rounds 5] [--seconds 4] [--only NAME ...] [--out FILE]
 
-A round starts each stack, asks it each case and stops it; the next round takes them in the opposite
-order. A ratio is that of two stacks in one round. The record names a stack that
-cannot be installed or that ends, and the others are still measured.
+A round starts each stack, sends each case to it and stops it. The next round takes the stacks in
+the opposite order. A ratio compares two stacks of one round. If a stack cannot be installed or
+ends, the record names it, and the others are still measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loadtests.peers.report import ABOUT, as_markdown
 from loadtests.peers.stacks import STACKS, Serving, Stack
 
 _WARM_UP_S: Final = 1.0
-_GRACE_S: Final = 60.0  # a generator that takes this long beyond its window hangs
+_GRACE_S: Final = 60.0  # a generator that takes so much longer than its window hangs
 
 
 def order_of(stacks: Sequence[Stack], round_number: int) -> Sequence[Stack]:
@@ -37,7 +37,7 @@ def order_of(stacks: Sequence[Stack], round_number: int) -> Sequence[Stack]:
 
 
 def ask(port: int, case: Case, seconds: float) -> Load:
-    """One window of the generator. Raises Unavailable if it ends with an error."""
+    """Send one window of load. Raises Unavailable if the generator ends with an error."""
     with tempfile.NamedTemporaryFile("w", prefix="pdmesh-body-") as bodies:
         bodies.write(case.body + "\n")
         bodies.flush()
@@ -58,7 +58,7 @@ def ask(port: int, case: Case, seconds: float) -> Load:
 
 
 def measured(stack: Stack, serving: Serving, seconds: float) -> list[Turn]:
-    """Each case after a warm-up. Raises Unavailable if nothing is answered."""
+    """Send each case after a warm-up. Raises Unavailable if the stack does not answer."""
     ask(serving.port, WARM_UP, _WARM_UP_S)
     turns = []
     for case in CASES:
@@ -75,7 +75,7 @@ def measured(stack: Stack, serving: Serving, seconds: float) -> list[Turn]:
 async def run(
     stacks: Sequence[Stack], rounds: int, seconds: float
 ) -> tuple[list[list[Turn]], dict[str, str]]:
-    """The turns of each round, and the reason for each missing stack."""
+    """The turns of each round, and for each missing stack the reason."""
     found: list[list[Turn]] = []
     missing: dict[str, str] = {}
     progress = Progress(rounds * len(stacks))

@@ -1,4 +1,4 @@
-"""The requests to each stack, and the numbers that are read from its answers."""
+"""The requests that each stack gets, and the numbers that are read from its answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _ASKED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the generator saw of one case. Times are in ms; `num_events` counts events of streams.
-    An event may have several tokens.
+    """The result of one window, as the generator measured it.
+
+    Times are in ms. `num_events` counts events of streams. An event may have several tokens.
     """
 
     num_ok: int
@@ -35,7 +36,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One case at one stack in one round. `cpu_s` is of all of the stack's processes."""
+    """One case at one stack in one round. `cpu_s` is the CPU of all the stack's processes."""
 
     stack: str
     case: str
@@ -49,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`connections` clients, each with one request at a time."""
+    """One kind of load: `connections` clients, each with one request at a time."""
 
     name: str
     max_tokens: int
@@ -71,13 +72,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A row of the table: a number of a case's turn, and the bar for ours over Dynamo's."""
+    """A row of the table: a number of a case's turn.
+
+    `bar` is the bar for the ratio of ours to Dynamo's.
+    """
 
     name: str
     case: Case
     read: Callable[[Turn], float]
     form: str
-    bar: float | None = None  # of the ratio ours / Dynamo
+    bar: float | None = None  # for the ratio ours / Dynamo
     is_more_better: bool = True
 
 

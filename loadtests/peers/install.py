@@ -1,7 +1,7 @@
-"""Installs peers, each into an environment of its own, and compiles the programs in C.
+"""Installs other stacks (peers), each into its own environment, and compiles the programs in C.
 
-A peer's packages need other versions of grpcio and protobuf than ours. The environments are
-made once, in `.cache/peers`.
+The peers' packages need other versions of grpcio and protobuf than ours. The environments are made
+once, in `.cache/peers`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ _SAID_CHARS: Final = 300
 
 
 class Unavailable(Exception):
-    """A peer cannot be measured here. The message says why, in one line."""
+    """A peer cannot be measured on this machine. The message says why, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packages:
-    """If there are `required` packages, `pinned` are installed without their own dependencies.
+    """The packages of a peer.
 
-    Dynamo depends on a package whose installation downloads from an index that is not public.
+    If there are `required` packages, `pinned` are installed without their own dependencies. Dynamo
+    needs this. It depends on a package whose installation downloads from an index that is not
+    public.
     """
 
     pinned: tuple[str, ...]
@@ -64,9 +66,10 @@ SGLANG_ROUTER: Final = Packages(("sglang-router==0.3.2",))
 
 
 def python_of(name: str, packages: Packages, folder: Path = PEERS_DIR) -> Path:
-    """The interpreter of the peer's environment, which is made if it is missing or incomplete.
+    """The interpreter of the peer's environment. The environment is made if it is missing or
+    incomplete.
 
-    Raises Unavailable.
+    Raises Unavailable if the installation fails.
     """
     home = folder / name
     python, done = home / "bin/python", home / "installed"
@@ -86,7 +89,10 @@ def python_of(name: str, packages: Packages, folder: Path = PEERS_DIR) -> Path:
 
 
 def compiled(program: str, folder: Path = PEERS_DIR) -> Path:
-    """The program of `native/PROGRAM.c`, compiled if its source is newer. Raises Unavailable."""
+    """The program of `native/PROGRAM.c`, compiled if its source is newer.
+
+    Raises Unavailable if it cannot be compiled.
+    """
     source, built = NATIVE_DIR / f"{program}.c", folder / "bin" / program
     if built.exists() and built.stat().st_mtime >= source.stat().st_mtime:
         return built

@@ -1,4 +1,6 @@
-"""The record: each stack's numbers, ratios of ours to theirs, and whether the bars are met."""
+"""Writes the record: each stack's numbers, ratios of ours to theirs, and whether the bars are
+met.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ ABOUT: Final = (
 
 
 def values(rounds: Rounds, stack: str, measure: Measure) -> list[float]:
-    """One number for each round that the stack took part in."""
+    """One number for each round in which the stack took part."""
     return [
         measure.read(turn)
         for turns in rounds
@@ -35,7 +37,7 @@ def values(rounds: Rounds, stack: str, measure: Measure) -> list[float]:
 
 
 def ratios(rounds: Rounds, ours: str, theirs: str, measure: Measure) -> list[float]:
-    """Ours over theirs, for each round that has both."""
+    """Our number divided by theirs, for each round that has both."""
     found = []
     for turns in rounds:
         pair = [values([turns], stack, measure) for stack in (ours, theirs)]
@@ -45,7 +47,7 @@ def ratios(rounds: Rounds, ours: str, theirs: str, measure: Measure) -> list[flo
 
 
 def stacks_of(rounds: Rounds) -> list[str]:
-    """In the order of the first round."""
+    """The stacks, in the order of the first round."""
     return list(dict.fromkeys(turn.stack for turns in rounds for turn in turns))
 
 
@@ -73,7 +75,10 @@ def _table(
     stacks: Sequence[str],
     cell: Callable[[str, Measure], tuple[Sequence[float], str]],
 ) -> str:
-    """A row for each measure. `cell` gives a stack's numbers and their format."""
+    """A table with a row for each measure.
+
+    `cell` returns a stack's numbers and their format.
+    """
     if not stacks:
         return ""
     lines = [

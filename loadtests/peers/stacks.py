@@ -1,7 +1,8 @@
-"""The stacks: ours, Dynamo and sglang-router with prefill and decode apart, and a passthrough.
+"""Starts the stacks: ours, Dynamo, sglang-router, and a passthrough as the simplest gateway.
 
-Each serves on the loopback interface, with engines that compute nothing. Our engines still move the
-bytes of the KV; the others' do not.
+Dynamo and sglang-router run with prefill and decode apart, as ours does. Each stack serves on the
+loopback interface, with engines that compute nothing. Our engines still move the bytes of the KV.
+The engines of the others do not.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _STOP_S: Final = 5.0
 _LOG_CHARS: Final = 400
 _FIRST_PORT: Final = 21000
 _MAX_TRIES: Final = 1000
-_PORTS: Final = itertools.cycle(range(_FIRST_PORT, 1 << 15))  # no port is used twice in a run
+_PORTS: Final = itertools.cycle(range(_FIRST_PORT, 1 << 15))  # a run uses each port only once
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,10 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """`serve` raises Unavailable if the stack cannot be installed or does not answer."""
+    """A stack that can be started.
+
+    `serve` raises Unavailable if the stack cannot be installed or does not answer.
+    """
 
     name: str
     serve: Callable[[], AbstractAsyncContextManager[Serving]]
@@ -58,7 +62,7 @@ class Stack:
 
 @dataclass(slots=True)
 class Family:
-    """Processes that end together; what they print goes to files in `folder`."""
+    """Processes that end together. Their output is written to files in `folder`."""
 
     folder: Path
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -90,7 +94,7 @@ class Family:
         return {name: process.pid for name, process in self.processes.items()}
 
     def died(self) -> str:
-        """The last output of a process that has ended; empty if all are alive."""
+        """The last output of a process that has ended; empty if no process has ended."""
         for name, process in self.processes.items():
             if process.poll() is not None:
                 said = " ".join((self.folder / f"{name}.log").read_text(errors="replace").split())
@@ -109,7 +113,7 @@ def _family() -> Iterator[Family]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free ports below 2^15, because Dynamo reads some as signed 16-bit integers."""
+    """Free ports below 2^15, because Dynamo reads some ports as signed 16-bit integers."""
     with contextlib.ExitStack() as stack:
         found: list[int] = []
         for port in itertools.islice(_PORTS, _MAX_TRIES):
@@ -122,7 +126,10 @@ def _free_ports(count: int) -> list[int]:
 
 
 async def _until_it_answers(stack: str, port: int, died: Callable[[], str]) -> None:
-    """Raises Unavailable if a process of the stack ends, or none answers in time."""
+    """Wait until the stack answers.
+
+    Raises Unavailable if a process of the stack ends, or if there is no answer in time.
+    """
     url, last = f"http://127.0.0.1:{port}{PATH}", "no answer"
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_START_S), httpx.AsyncClient(trust_env=False) as client:
@@ -163,7 +170,7 @@ async def _pdmesh(name: str, settings: Mapping[str, str]) -> AsyncIterator[Servi
 
 @asynccontextmanager
 async def _dynamo() -> AsyncIterator[Serving]:
-    """Its frontend with the KV router, and a mocker for prefill and one for decode."""
+    """Dynamo's frontend with the KV router, and two mockers: one for prefill, one for decode."""
     python = python_of("dynamo", DYNAMO)
     port, *system = _free_ports(3)
     plane = ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]
@@ -188,7 +195,7 @@ async def _dynamo() -> AsyncIterator[Serving]:
 
 @asynccontextmanager
 async def _sglang() -> AsyncIterator[Serving]:
-    """Its router with two prefills and two decodes in C, which answer at once."""
+    """sglang's router with two prefills and two decodes in C, which answer at once."""
     python, worker = python_of("sglang-router", SGLANG_ROUTER), compiled("worker")
     port, metrics, *others = _free_ports(6)
     with _family() as family:

@@ -1,3 +1,3 @@
-"""Placement and its cost: plans, the index, the age of the master's knowledge, and a comparison of
-policies.
+"""Measures placement (the choice of instances for a request): its cost, and its quality beside
+other policies.
 """

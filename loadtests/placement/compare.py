@@ -6,13 +6,14 @@ one table with spread.
         --cases "Mooncake, bursts" --policies default,kv_router --seeds 1
     python -m loadtests.placement.compare --out FILE --max-runs 0    # write the report again
 
-Runs follow each other, each on its own mesh, seed by seed, so that all policies see the same
-minutes of the machine. Each run becomes a line in OUT.jsonl as soon as it is over, and is not
-repeated: an interrupted comparison continues where it stopped.
+Each run has its own mesh. For each seed, all policies run one after the other, so that all see the
+same minutes of the machine. When a run is over, it becomes a line in OUT.jsonl. It is not repeated,
+so an interrupted comparison continues where it stopped.
 
-Beside each policy stands its twin: the same arrivals, policy and shape on the virtual clock, where
-nothing costs CPU. The mesh is slower, because of its own work and other work on the machine. If it
-is slower by more than the policies differ, the table says nothing about the policies.
+Each policy also has a twin: a simulation of the same arrivals, policy and shape on the virtual
+clock, where nothing costs CPU. The real mesh is slower, because of its own work and other work on
+the machine. If the mesh is slower by more than the policies differ, the table says nothing about
+the policies.
 """
 
 from __future__ import annotations
@@ -45,17 +46,18 @@ from pdmesh.engine.sim.config import CHUNK_TOKENS
 from pdmesh.engine.step_time_laws import LAWS
 from pdmesh.launcher.mesh import MeshFailed
 
-_MANY_BLOCKS: Final = 16_384  # of a decode, whose cache is not measured
+_MANY_BLOCKS: Final = 16_384  # blocks of a decode, whose cache is not measured
 
 _MESH: Final = "--prefill 8 --decode 2 --ttft-slo-s 0.5 --tpot-slo-s 0.5"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`arguments` go to loadtests.traffic.replay. If `policies` is not empty, only these play it.
+    """A load, and the policies that play it.
 
-    `least_reuse`: the required factor on the reuse length in one of RTP-LLM's workloads (S131); 0
-    for other workloads.
+    `arguments` are those of loadtests.traffic.replay. With empty `policies`, all policies play the
+    load. `least_reuse` is for RTP-LLM's workloads (S131): our reuse length must be at least this
+    many times theirs. It is 0 for other workloads.
     """
 
     arguments: str
@@ -63,12 +65,12 @@ class Case:
     least_reuse: float = 0.0
 
 
-# Eight prefills run at half to three quarters of their capacity, with caches that the prompts
-# overflow. With less load, every policy would meet any SLO; with more load, none would.
-# Mooncake's prompts have 280 tokens here on average, which take 120 ms by the law, plus some CPU.
-# Its answers have 2 to 20 tokens, so their time per token is mostly the hand-over and a step of 40
-# ms; the SLO on it only catches answers that hang. The first two cases are RTP-LLM's workloads
-# (S131), compared with RTP-LLM's scheduling switched off.
+# Eight prefills run at half to three quarters of their capacity, and the prompts do not fit into
+# their caches. With less load, every policy would meet any SLO. With more load, none would. Here,
+# Mooncake's prompts have 280 tokens on average, which take 120 ms by the law, and some CPU. Its
+# answers have 2 to 20 tokens. So their time per token is mostly the hand-over and a step of 40 ms.
+# The SLO on this time only catches answers that hang. The first two cases are RTP-LLM's workloads
+# (S131). They are compared with RTP-LLM's scheduling switched off.
 CASES: Final = {
     "short chats": Case(
         f"--workload short-chats --first 720 --rate 40 --prefill-blocks 52 {_MESH}",
@@ -128,7 +130,7 @@ def play(case: str, policy: str, seed: int, arguments: str, traces: Path | None)
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """The same run on the virtual clock."""
+    """The results of the same run on the virtual clock."""
 
     ttft_ms_mean: float
     ttft_ms_p95: float
@@ -137,7 +139,10 @@ class Twin:
 
 
 def twin_of(options: argparse.Namespace) -> Twin:
-    """What `replay` would see with these options if Python and the network took no time."""
+    """Simulate the run that `replay` would do with these options.
+
+    In the simulation, Python and the network take no time.
+    """
     shape = MeshShape(
         LAWS[options.law],
         num_prefill=options.prefill,
@@ -210,7 +215,7 @@ def main() -> None:
         _say(f"[{number}/{len(jobs)}, {spent_min:.1f} min] {case}, {policy}, seed {seed}")
         try:
             runs.append(play(case, policy, seed, cases[case].arguments, options.traces))
-        except MeshFailed as exc:  # the next call plays it again
+        except MeshFailed as exc:  # the next call plays this run again
             _say(f"this run is left out: {exc}")
             continue
         if kept:

@@ -1,5 +1,7 @@
-"""What `loadtests.placement.compare` measured, as a page: a table for each case, which policy is
-best by which measure, and RTP-LLM's two ratios (S131).
+"""Writes the page of `loadtests.placement.compare`.
+
+The page has a table for each case, says which policy is best by each measure, and has RTP-LLM's two
+ratios (S131).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from loadtests.harness.verdicts import OURS, Measure, verdicts
 
 OFF: Final = "mixed_pool"
 EVEN_OFF: Final = "round_robin"
-_MOST_P95: Final = 0.70  # our P95 relative to the P95 with scheduling off
+_MOST_P95: Final = 0.70  # the bar for our P95 divided by the P95 with scheduling off
 
 ABOUT_OFF: Final = (
     "Scheduling off: RTP-LLM (8.1) describes its baseline only as a mesh without its scheduling, "
@@ -26,11 +28,12 @@ ABOUT_OFF: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One policy under one seed.
+    """The results of one policy under one seed.
 
-    `load_max_over_mean`: how many times the mean number of prompts the busiest prefill admitted;
-    `mesh_cores`: the CPU of all processes of the mesh; `reused_tokens`: the mean over answered
-    prompts; `twin`: the same run on the virtual clock.
+    `load_max_over_mean` is the number of prompts that the busiest prefill admitted, divided by the
+    mean over all prefills. `mesh_cores` is the CPU of all processes of the mesh. `reused_tokens` is
+    the mean over answered prompts. Fields that begin with `twin` are from the same run on the
+    virtual clock.
     """
 
     case: str
@@ -73,7 +76,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Run], float], str], ...]] = (
     ("twin hit %", lambda r: r.twin_hit_percent, ".1f"),
 )
 
-# Measures on the mesh, and the same measures of the twin.
+# Measures on the mesh, each with the same measure of the twin.
 _JUDGED: Final[tuple[tuple[Measure[Run], Measure[Run]], ...]] = (
     (
         Measure("goodput/s", lambda r: r.goodput_per_s, ".2f", is_more_better=True),
@@ -95,10 +98,10 @@ _JUDGED: Final[tuple[tuple[Measure[Run], Measure[Run]], ...]] = (
 
 
 def page(runs: Sequence[Run], least_reuse: Mapping[str, float]) -> str:
-    """Markdown: median (lowest..highest) over the seeds, case by case.
+    """The page as Markdown: medians (lowest..highest) over the seeds, case by case.
 
-    `least_reuse`: the cases that are RTP-LLM's workloads, with the required factor on the reuse
-    length.
+    `least_reuse` has the cases that are RTP-LLM's workloads, each with the least ratio of reuse
+    lengths.
     """
     parts = []
     if any(run.case in least_reuse for run in runs):
@@ -168,7 +171,7 @@ def _against_off(by_policy: Mapping[str, Sequence[Run]], least_reuse: float) -> 
 
 
 def _by_seed(by_policy: Mapping[str, Sequence[Run]], off: str) -> list[tuple[Run, Run]]:
-    """(ours, theirs) under the same seed."""
+    """Pairs of our run and their run with the same seed."""
     theirs = {run.seed: run for run in by_policy.get(off, ())}
     return [(run, theirs[run.seed]) for run in by_policy.get(OURS, ()) if run.seed in theirs]
 

@@ -1,9 +1,9 @@
-"""Families of requests by which placement is judged: as in traces, and kinds that traces lack.
+"""Families of requests by which placement is judged: requests as in public traces, and other kinds.
 
-All names are of blocks of `BLOCK` tokens, the size in which Mooncake's traces name prefixes. Two
-families imitate traces that are not on this machine: their lengths, rate and share of prefixes
-follow what Mooncake's authors publish of their tool & agent trace (8,596 tokens in, 182 out, 59 %
-of blocks seen before) and of their synthetic trace (15,325 in, 149 out, 66 %).
+All block names stand for `BLOCK` tokens, as in Mooncake's traces. Two families imitate traces that
+are not on this machine. Their lengths, rate and share of prefixes follow the numbers that
+Mooncake's authors publish. The tool & agent trace has 8,596 tokens in, 182 out, and 59 % of blocks
+seen before. The synthetic trace has 15,325 in, 149 out, and 66 %.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _TICK_S: Final = 3.0
 def toolagent(
     seed: int, count: int, rate_per_s: float = 6.7, num_recent: int = 60
 ) -> list[Arrival]:
-    """Tool calls behind long definitions of tools that many share, and some long sessions.
+    """Tool calls, whose prompts begin with long definitions of tools that many share, and some long
+    sessions.
 
-    `num_recent`: how many of the latest sessions may continue.
+    Only the `num_recent` latest sessions may continue.
     """
     rng = random.Random(seed)
     heads = [2 + int(rng.triangular(0, 22, 10)) for _ in range(40)]
@@ -60,7 +61,7 @@ def toolagent(
 
 
 def documents(seed: int, count: int, rate_per_s: float = 1.5) -> list[Arrival]:
-    """Questions about long documents and multi-turn chats, like Mooncake's synthetic trace."""
+    """Questions about long documents and multi-turn chats, as in Mooncake's synthetic trace."""
     rng = random.Random(seed)
     lengths = [min(240, 3 + int(rng.lognormvariate(2.7, 0.9))) for _ in range(count // 4)]
     arrivals, now = [], 0.0
@@ -77,7 +78,9 @@ def documents(seed: int, count: int, rate_per_s: float = 1.5) -> list[Arrival]:
 def hot_prefixes(
     seed: int, count: int, rate_per_s: float = 12.0, num_heads: int = 60
 ) -> list[Arrival]:
-    """Prefixes by Zipf's law, more than the caches hold; Poisson arrivals."""
+    """Prompts with prefixes by Zipf's law, at Poisson times. The prefixes do not fit into the
+    caches.
+    """
     rng = random.Random(seed)
     popular = list(itertools.accumulate(1 / (rank + 1) ** 0.8 for rank in range(num_heads)))
     arrivals, now = [], 0.0
@@ -91,7 +94,10 @@ def hot_prefixes(
 
 
 def bursts(seed: int, count: int) -> list[Arrival]:
-    """Silences and bursts of 10 to 49 requests in half a second, most of which share a prefix."""
+    """Bursts of 10 to 49 requests in half a second, with silences between them.
+
+    Most requests of a burst share a prefix.
+    """
     rng = random.Random(seed)
     arrivals, now, number = [], 0.0, 0
     while number < count:
@@ -108,7 +114,7 @@ def bursts(seed: int, count: int) -> list[Arrival]:
 
 
 def long_tail(seed: int, count: int, rate_per_s: float = 14.0) -> list[Arrival]:
-    """Most prompts are short; one in fifty has 30,000 tokens or more, up to about 120,000.
+    """Most prompts are short. One in fifty has 30,000 to about 120,000 tokens.
 
     Three in ten begin with one of eight prefixes.
     """
@@ -127,10 +133,11 @@ def long_tail(seed: int, count: int, rate_per_s: float = 14.0) -> list[Arrival]:
 def agents(
     seed: int, num_sessions: int, num_turns: int = 8, apart_s: float = 2.0, head: int = 12
 ) -> list[Arrival]:
-    """Agents that begin `apart_s` apart with one system prompt of `head` blocks.
+    """Agents that begin `apart_s` apart, with the same system prompt of `head` blocks.
 
-    Between two turns a tool runs; a turn adds a tool's result. The pace leaves instances idle at
-    almost every pick, so a policy that looks only at prefixes may send all to one instance (S108).
+    Between two turns, a tool runs. Each turn adds the tool's result to the prompt. At this pace,
+    some instances are idle at almost every decision. So a policy that only looks at prefixes may
+    send all requests to one instance (S108).
     """
     rng = random.Random(seed)
     arrivals = []
@@ -151,8 +158,10 @@ def agents(
 def agents_beside_documents(
     seed: int, num_sessions: int, documents_per_s: float = 2.0
 ) -> list[Arrival]:
-    """Agents beside prompts that never come again. An agent's tool takes 4 to 20 s, and in one of
-    five turns a minute or two. Each agent's client says when it pauses and when it is done.
+    """Agents beside prompts that never come again.
+
+    An agent's tool takes 4 to 20 s, and in one of five turns a minute or two. Each agent's client
+    says when it pauses and when it is done.
     """
     rng = random.Random(seed)
     sessions: dict[str, list[Arrival]] = {}
@@ -175,7 +184,9 @@ def agents_beside_documents(
 
 
 def working_set(seed: int, count: int, rate_per_s: float = 9.0) -> list[Arrival]:
-    """Sixty prefixes of 22 blocks in random order, each with a short tail of its own."""
+    """Prompts with one of sixty prefixes of 22 blocks, in random order. Each has a short tail of
+    its own.
+    """
     rng = random.Random(seed)
     arrivals, now = [], 0.0
     for number in range(count):
@@ -187,7 +198,7 @@ def working_set(seed: int, count: int, rate_per_s: float = 9.0) -> list[Arrival]
 
 
 def rtp_short_chats(seed: int, count: int, rate_per_s: float = 40.0) -> list[Arrival]:
-    """RTP-LLM's first workload (S131): a dozen requests for each prefix."""
+    """RTP-LLM's first workload (S131). Each prefix has a dozen requests."""
     return short_chats(
         random.Random(seed), num_scenarios=count // 12, num_requests=12, rate_per_s=rate_per_s
     )
@@ -202,7 +213,7 @@ def rtp_long_prompts(seed: int, count: int, rate_per_s: float = 16.0) -> list[Ar
 
 
 def window(arrivals: Sequence[Arrival], seed: int, count: int, time: float = 1.0) -> list[Arrival]:
-    """Another part of a trace for each seed, with its times multiplied by `time`."""
+    """A part of a trace, a different one for each seed. Its times are multiplied by `time`."""
     most = max(1, (len(arrivals) - count) // 3)
     part = arrivals[(seed - 1) % 4 * most :][:count]
     return list(_from_zero(part, time))

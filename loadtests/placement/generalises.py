@@ -4,11 +4,12 @@ judged on that one, beside seven other policies (`make bench NAME=placement-gene
     make bench NAME=placement-generalises TRACES=FOLDER          # about five minutes on a core
     python -m loadtests.placement.generalises --families "toolagent;agents" --seeds 1
 
-With --kept FILE, each run becomes a line in the file and is not repeated, so the next call
+With --kept FILE, each run becomes a line in the file. It is not repeated, so the next call
 continues an interrupted one. Delete the file when the code changes.
 
-Runs are on the virtual clock: the product's own cores decide. A seed is another part of a trace, or
-another draw of a family. Azure's traces have lengths and times only, so nothing is reused there.
+Runs are on the virtual clock, with the product's own cores. A seed selects another part of a trace,
+or other random numbers for a family. Azure's traces have only lengths and times, so no blocks are
+reused in them.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ from pdmesh.engine.step_time_laws import MOCKER, SMOLLM2_CPU
 _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
 _FUSION: Final = MeshShape(MOCKER, num_fusion=4, num_blocks=2048, block_size=families.BLOCK)
 _PAIRS: Final = replace(_FUSION, num_fusion=0, num_prefill=4, num_decode=4, prefill_slots=16)
-# RTP-LLM's two workloads (S131) as `loadtests.placement.compare` plays them.
+# RTP-LLM's two workloads (S131), as in `loadtests.placement.compare`.
 _RTP: Final = MeshShape(
     SMOLLM2_CPU, num_prefill=8, num_decode=2, decode_blocks=16_384, chunk_tokens=CHUNK_TOKENS
 )
-_BEGINNING: Final = 20  # spans that the predictor learns from before it is judged
+_BEGINNING: Final = 20  # the first spans, from which the predictor learns before it is judged
 FUTURES: Final = (0.0, 6.0, 12.0)
 BALANCES: Final = (5.0, 10.0)
 DEFAULT: Final = Prices()
@@ -62,7 +63,7 @@ DEFAULT: Final = Prices()
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`arrivals(traces, seed)`."""
+    """A mesh and its load. `arrivals(traces, seed)` makes the load."""
 
     shape: MeshShape
     arrivals: Callable[[Path | None, int], list[Arrival]]
@@ -129,7 +130,7 @@ def play(
 def outcome_of(
     shape: MeshShape, arrivals: Sequence[Arrival], names: tuple[str, str, int], prices: Prices
 ) -> Outcome:
-    """Play the arrivals. `names`: family, policy, seed."""
+    """Play the arrivals. `names` are the family, the policy and the seed."""
     _, policy, seed = names
     mesh = VirtualMesh(shape, policy, seed, Weights())
     if policy == OURS:
@@ -177,11 +178,14 @@ LAWS: Final[Mapping[str, Callable[[], Law]]] = {
     "tiles": lambda: tiled(0.0),
     "tiles, 10 % noise": lambda: tiled(0.1),
 }
-_TIMES: Final = {"smollm2-cpu": 20.0}  # factor on the times of arrivals for a slower law
+# factor on the times of arrivals, for laws that are slower than the mocker's
+_TIMES: Final = {"smollm2-cpu": 20.0}
 
 
 def predictor_table(traces: Path | None, names: Sequence[str], seeds: int) -> str:
-    """MAPE by family and law; only the first two are laws whose form the formula has."""
+    """A table of MAPE by family and law. Only the first two laws have the form of the predictor's
+    formula.
+    """
     lines = [
         "\n## Predictor\n",
         (
@@ -209,7 +213,10 @@ def _play_law(traces: Path | None, name: str, law: str, seed: int) -> Outcome:
 
 
 def tiers_table(seeds: int) -> str:
-    """A working set of 1.3 times the engines' caches, and host pools that hold the rest."""
+    """A table of runs with a working set of 1.3 times the engines' caches.
+
+    Host pools hold the rest of the working set.
+    """
     lines = [
         "\n## Tiers\n",
         (
@@ -243,7 +250,7 @@ def tiers_table(seeds: int) -> str:
 
 
 class KeptRuns:
-    """The outcomes of runs by what was played, kept in a file if there is one."""
+    """The outcomes of runs, in a file if a path is given."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -254,7 +261,7 @@ class KeptRuns:
                 self._outcomes[key] = Outcome(**outcome)
 
     def get(self, key: str, run: Callable[[], Outcome]) -> Outcome:
-        """The kept outcome, or that of a run now."""
+        """The outcome for `key`. If there is none, `run` is called."""
         found = self._outcomes.get(key)
         if found is None:
             found = self._outcomes[key] = run()
@@ -265,7 +272,7 @@ class KeptRuns:
 
 
 class Comparison:
-    """All runs: ours with every constant that is tried, and the other policies."""
+    """All runs: our policy with each combination of constants, and the other policies."""
 
     def __init__(
         self, names: Sequence[str], traces: Path | None, seeds: int, kept: KeptRuns
@@ -277,7 +284,7 @@ class Comparison:
         self.judged: dict[str, dict[str, list[Outcome]]] = {}
 
     def run(self) -> str:
-        """The report; afterwards `judged` has its runs."""
+        """Make all runs and return the report. Then `judged` has the judged runs."""
         ours = {p: {n: self._play(n, OURS, p) for n in self._names} for p in self._grid}
         tried = {p: {n: badness(runs) for n, runs in by.items()} for p, by in ours.items()}
         tables = []

@@ -1,4 +1,4 @@
-"""The tables of `loadtests.placement.generalises`: by family, and our policy beside each other."""
+"""Makes the tables of `loadtests.placement.generalises`, by family and over all families."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from pdmesh.core.placement.expected_completion import Prices
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run. `busiest`: the prompts of the busiest instance that prefills over their mean.
+    """The results of one run.
 
-    `home_percent`: of the turns after a session's first, how many went where the last turn was.
+    `busiest` is the number of prompts on the busiest prefilling instance, divided by the mean.
+    `home_percent` is the share of turns, after a session's first, that were served where the
+    session's last turn was.
     """
 
     family: str
@@ -44,7 +46,9 @@ JUDGED: Final = MEASURES[:4]
 
 
 def badness(runs: Sequence[Outcome]) -> float:
-    """One number for a family's runs: the product of the measures that should be low, over reuse.
+    """One number for the runs of a family: the product of the measures that should be low, divided
+    by reuse.
+
     Only ratios of such numbers mean something.
     """
     mean = {m.name: max(1e-6, m.of(runs).median) for m in MEASURES}
@@ -53,7 +57,10 @@ def badness(runs: Sequence[Outcome]) -> float:
 
 
 def chosen_without(tried: Mapping[Prices, Mapping[str, float]], left_out: str) -> Prices:
-    """The constants that are best on all families but one; `tried` has the badness by family."""
+    """The constants that are best on all families except `left_out`.
+
+    `tried` has the badness of each choice of constants, by family.
+    """
 
     def on_others(prices: Prices) -> float:
         return sum(math.log(bad) for name, bad in tried[prices].items() if name != left_out)
@@ -62,7 +69,7 @@ def chosen_without(tried: Mapping[Prices, Mapping[str, float]], left_out: str) -
 
 
 def dominated_by(by_policy: Mapping[str, Sequence[Outcome]]) -> list[str]:
-    """Policies that are at least as good as ours in every judged measure, and better in one."""
+    """The policies that are at least as good as ours in every judged measure, and better in one."""
     ours = [m.of(by_policy[OURS]).median for m in JUDGED]
     found = []
     for policy, runs in by_policy.items():
@@ -104,7 +111,9 @@ def family_table(
 
 
 def summary(judged: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
-    """Ours against each other policy: geometric means of the ratios over all families."""
+    """A table of ours against each other policy: geometric means of the ratios over all
+    families.
+    """
     lines = [
         "\n## All families\n",
         (
@@ -123,7 +132,7 @@ def summary(judged: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
 
 
 def defaults_table(judged: Mapping[str, Mapping[str, Sequence[Outcome]]]) -> str:
-    """Our policy with the default constants, which were chosen on all families."""
+    """A table of our policy with the default constants, which were chosen on all families."""
     lines = [
         "\n## With the defaults\n",
         (

@@ -3,10 +3,11 @@ deltas.
 
     python -m loadtests.placement.index [--quick]
 
-Three ways to find which worker holds how much of a prompt are timed in turn within the same second,
-on the same blocks: a set per worker that is walked (O(B*W)), one map of block -> set of workers
-(the paper's Algorithm 2), and pdmesh's map of bitmasks. All three must give the same answer. Memory
-is the growth of a fresh process that holds a million blocks.
+The index says how many leading blocks of a prompt each worker holds. Three ways to find this are
+timed in turn within the same second, on the same blocks. They are a set per worker that is walked
+(O(B*W)), one map of block -> set of workers (P/D-Serve's Algorithm 2), and pdmesh's map of
+bitmasks. All three must give the same answer. Memory is the growth of a fresh process that stores a
+million blocks.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from pdmesh.core.kv.prefix.prefix_index import IndexDelta, PrefixIndex
 _RESULTS: Final = Path(__file__).resolve().parents[1] / "results"
 _BLOCKS: Final = (1, 4, 16, 64, 256, 1000, 4000)
 _WORKERS: Final = (10, 30, 100, 300, 1000)
-_MEMORY: Final = ((1, 1), (1, 100), (4, 100), (16, 1000))  # holders of each block, workers
+_MEMORY: Final = ((1, 1), (1, 100), (4, 100), (16, 1000))  # (holders of each block, workers)
 _DELTA_BLOCKS: Final = 64
-_BUDGET_S: Final = 0.06  # the time to measure each cell and way
+_BUDGET_S: Final = 0.06  # the time for each way in each cell
 _SPREADS: Final = ("random depths", "all hold all")
 _MOST_SLOWDOWN: Final = (
-    5.0  # of the longest prompt's walk, from the fewest workers to a hundred times as many
+    5.0  # the bar for the longest prompt's walk, with a hundred times as many workers
 )
 
 
@@ -68,12 +69,12 @@ class MemoryRow:
     num_blocks: int
     bytes_per_block: float
     bytes_per_entry: float  # an entry: one block at one worker
-    entries_per_s: float  # applied, in deltas of 64 blocks
+    entries_per_s: float  # in deltas of 64 blocks
     removed_per_s: float  # entries removed when a worker leaves
 
 
 class PerWorker:
-    """A set of blocks for each worker, each walked from the start."""
+    """A set of blocks for each worker. A match walks the prompt once per worker."""
 
     def __init__(self) -> None:
         self.sets: dict[str, set[bytes]] = {}
@@ -98,8 +99,10 @@ class PerWorker:
 
 
 class SetPerBlock:
-    """Block -> set of workers. It also keeps each worker's blocks: without these, the removal of a
-    worker would walk the whole map.
+    """A map of block -> set of workers.
+
+    It also keeps each worker's blocks. Without them, the removal of a worker would walk the whole
+    map.
     """
 
     def __init__(self) -> None:
@@ -152,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         _in_a_fresh_process(way, holders, num_workers, num_blocks)
         for holders, num_workers in (_MEMORY[:2] if is_quick else _MEMORY)
         for way in _WAYS
-        if way == "bitmask per block" or holders <= 4  # the others would take gigabytes
+        if way == "bitmask per block" or holders <= 4  # the other ways would take gigabytes
     ]
     text = _markdown(matches, memory, load, time.monotonic() - began)
     print(text)
@@ -177,7 +180,8 @@ def _match_rows(num_workers: int, lengths: Sequence[int]) -> Iterator[MatchRow]:
                 depth = length if spread == "all hold all" else rng.randint(0, length)
                 for way in ways.values():
                     way.apply(IndexDelta(f"worker-{worker}", 1, 1, stored=prompt[:depth]))
-            asked = [bytes(bytearray(block)) for block in prompt[:length]]  # as from the wire
+            # copies, as if they came over the network
+            asked = [bytes(bytearray(block)) for block in prompt[:length]]
             answers = [way.match(asked) for way in ways.values()]
             assert answers[0] == answers[1] == answers[2]
             for name, times in _timed({n: w.match for n, w in ways.items()}, asked).items():
@@ -207,8 +211,10 @@ def _in_a_fresh_process(way: str, holders: int, num_workers: int, num_blocks: in
 
 
 def measure_memory(way: str, holders: int, num_workers: int, num_blocks: int) -> MemoryRow:
-    """Measure in this process, which is a child. A block's holders are neighbours on a ring of
-    workers, like workers that served the same conversations.
+    """Measure the memory in this process, which must be fresh.
+
+    A block's holders are neighbours on a ring of workers, like workers that served the same
+    conversations.
     """
     index = _WAYS[way]()
     names = [f"worker-{i}" for i in range(num_workers)]
@@ -220,7 +226,7 @@ def measure_memory(way: str, holders: int, num_workers: int, num_blocks: int) ->
         for holder in range(holders):
             worker = (batch // _DELTA_BLOCKS + holder) % num_workers
             seed.seed(batch)
-            # Each holder's delta has its own copy of the names, as from the wire.
+            # Each holder's delta has its own copy of the names, as if it came over the network.
             stored = [seed.randbytes(16) for _ in range(min(_DELTA_BLOCKS, num_blocks - batch))]
             sequences[worker] += 1
             began = time.perf_counter()
@@ -243,7 +249,7 @@ def measure_memory(way: str, holders: int, num_workers: int, num_blocks: int) ->
     )
 
 
-# --- what comes of it ----------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------
 
 
 def _markdown(
@@ -301,15 +307,17 @@ def _markdown(
 def _flatness(
     at: Mapping[tuple[str, str, int, int], float], num_blocks: int, workers: Sequence[int]
 ) -> list[str]:
-    """Whether the walk over the blocks takes as long with many workers as with few.
+    """Lines on whether the walk over the blocks takes as long with many workers as with few.
 
-    The answer has an entry for each worker, so its cost is left out.
+    The answer has an entry for each worker. The time to make the entries is left out.
     """
     few, many = min(workers), max(workers)
 
     def slowdown(way: str, spread: str) -> float:
-        """The slowdown without the answer's cost, which is the time to match one block that all
-        hold.
+        """The slowdown of the walk from few workers to many.
+
+        The time to make the answer is subtracted. It is the time to match one block that all
+        workers hold.
         """
         few_us, many_us = (
             at[way, spread, num_blocks, w] - at[way, "all hold all", 1, w] for w in (few, many)

@@ -3,15 +3,15 @@ compared with what a mesh of that split carries.
 
     python -m loadtests.placement.phi_mesh --out FILE    # about 2 minutes, on a quiet machine
 
-Each workload runs on two real meshes of sim instances, one after the other. T_p, T_d, b_p and b_d
-are read from the first master's /metrics while the mesh is full. Formula (1) with n_p and n_d of
-the second mesh predicts what that mesh will carry, and its answers are measured. The prediction
-does not use the law: the law only sets how long instances take, which is long compared with the
-mesh's own cost.
+A split is a number of prefills and decodes. Each workload runs on two real meshes of sim instances,
+one after the other. T_p, T_d, b_p and b_d are read from the first master's /metrics while the mesh
+is full. Formula (1) then predicts the throughput with n_p and n_d of the second mesh, and the
+second mesh's answers are measured. The prediction does not use the sim engine's law. The law only
+sets how long instances take, which is long compared with the mesh's own cost.
 
-There are twice as many users as slots, and they ask without a pause, so both meshes are full. Both
-have the same bottleneck role, because b / T is a capacity only if all slots are taken. The report
-also has the Phi of the second mesh by its own metrics.
+There are twice as many users as slots, and users send without a pause, so both meshes are full. The
+same role is the bottleneck in both, because b / T is a capacity only if all slots are taken. The
+report also has the Phi of the second mesh by its own metrics.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from pdmesh.launcher.spec import MeshSpec
 _BLOCK: Final = 64  # tokens
 _PREFILL_BLOCKS: Final = 1024  # room for all prefixes
 _NUM_PREFIXES: Final = (
-    2  # each prefix is cold once, which stays in the master's means for dozens of requests
+    2  # few, since the master's means include a prefix's first, cold use for dozens of requests
 )
 _LOOK_S: Final = 0.5
 _PREFIX: Final = "pdmesh_scenario_"
-_WARM_SHARE: Final = 0.35  # share of a run until batches, caches and means are those of a full mesh
+_WARM_SHARE: Final = 0.35  # this share of a run passes before batches, caches and means are steady
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The tokens of a request and the slots of an instance, on the meshes `profiled` and
-    `predicted`.
+    """A request's lengths in tokens, the slots of an instance, and the two splits.
 
-    `profiled` predicts what `predicted` carries. Answers are up to a quarter longer or shorter, so
-    that the answers of a batch do not all end at once.
+    The mesh with split `profiled` predicts the throughput of the mesh with split `predicted`.
+    Answers are up to a quarter longer or shorter, so that the answers of a batch do not all end at
+    once.
     """
 
     name: str
@@ -77,7 +77,7 @@ WORKLOADS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """One look at a scenario's metrics: seconds, and slots of one instance."""
+    """A scenario's metrics at one time: T_p and T_d in seconds, and the slots of one instance."""
 
     t_p: float
     t_d: float
@@ -87,9 +87,9 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One full mesh.
+    """The results of one full mesh.
 
-    `profile`: the means that the master exported; `phi`: answers/s per instance.
+    `profile` has the means that the master exported. `phi` is in answers/s per instance.
     """
 
     profile: Profile
@@ -100,9 +100,9 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Rates in requests/s per instance, times in seconds.
+    """The check of one workload. Rates are in requests/s per instance, times in seconds.
 
-    `of_itself`: Phi by the predicted mesh's own metrics.
+    `of_itself` is Phi by the predicted mesh's own metrics.
     """
 
     workload: str
@@ -183,7 +183,7 @@ def _numbers(look: Exported) -> tuple[float, float, float, float]:
 
 
 async def _watch(ops_address: str, duration_s: float, looks: list[Exported]) -> None:
-    """Read the metrics like a monitor, while the mesh is full."""
+    """Read the metrics at intervals while the mesh is full, as a monitoring system does."""
     since = _WARM_SHARE * duration_s
     await asyncio.sleep(since)
     for _ in range(round((duration_s - since) / _LOOK_S)):
@@ -197,9 +197,10 @@ def _page(ops_address: str) -> str:
 
 
 def scenario_metrics(page: str, scenario: str) -> dict[str, float]:
-    """What a master exports about a scenario, by name without `pdmesh_scenario_` and unit.
+    """The metrics that a master exports about a scenario.
 
-    If a metric has a role or a term, that follows the name after a /.
+    A name has no `pdmesh_scenario_` and no unit. The label for a role or a term follows the name
+    after a /.
     """
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
@@ -214,7 +215,7 @@ def scenario_metrics(page: str, scenario: str) -> dict[str, float]:
 
 
 def exported(page: str, scenario: str = "default") -> Exported:
-    """A scenario's terms of Phi. Raises KeyError if one of them is missing."""
+    """A scenario's terms of Phi. Raises KeyError if a term is missing."""
     found = scenario_metrics(page, scenario)
     b_p, b_d = (found[f"slots/{r}"] / found[f"instances/{r}"] for r in ("prefill", "decode"))
     return Exported(found["t_p"], found["t_d"], b_p, b_d)
@@ -275,7 +276,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Checked], float], str], ...]] = (
 
 
 def table(checks: Sequence[Checked]) -> str:
-    """Markdown: median (lowest..highest) over the seeds."""
+    """A Markdown table of medians (lowest..highest) over the seeds."""
     by_workload: dict[str, list[Checked]] = {}
     for checked in checks:
         by_workload.setdefault(checked.workload, []).append(checked)

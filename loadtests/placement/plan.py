@@ -44,12 +44,12 @@ from pdmesh.v1 import scheduler_service_pb2
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest, PlanStreamRequest
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
-NUM_BLOCKS: Final = 128  # of 64 tokens each
+NUM_BLOCKS: Final = 128  # blocks of a prompt, each of 64 tokens
 _PREFIXES: Final = 64  # different prompts; three prefills hold the first half of each
 
 
 def build(num_workers: int, prefill_share: float = 0.5) -> tuple[Placement, PrefixIndex]:
-    """A fleet of prefills and decodes under load, with an index of what they hold."""
+    """A fleet of prefills and decodes under load, and an index of the blocks that they hold."""
     rng, fleet, index = random.Random(1), Fleet(), PrefixIndex()
     prefills = [f"prefill-{i}" for i in range(round(num_workers * prefill_share))]
     for role, names in (
@@ -77,9 +77,9 @@ def prompt(number: int) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Times in milliseconds, over `num` decisions.
+    """The cost of decisions. Times are in milliseconds, over `num` decisions.
 
-    `cpu_ms`: CPU of the deciding process per decision, including gRPC where it is used.
+    `cpu_ms` is the CPU of the deciding process per decision. It includes gRPC if gRPC is used.
     """
 
     how: str
@@ -93,15 +93,16 @@ class Cost:
 
 
 def in_process(num_workers: int, count: int, *, scores_all: bool = False) -> Cost:
-    """Match and plan, with the reports that settle bookings.
+    """Measure matches and plans in this process.
 
-    Times are CPU time, so the machine's other work does not count. `scores_all`: without a
-    shortlist of the instances.
+    After each plan, reports settle its bookings. A booking is work that the master expects at an
+    instance. Times are CPU time, so the machine's other work does not count. With `scores_all`,
+    there is no shortlist: all instances are scored.
     """
     placement, index = build(num_workers)
     if scores_all:
         placement.policy = replace(placement.policy, most_scored=0)
-    calm_the_collector()  # as in a service
+    calm_the_collector()  # as a service does
     prompts = [prompt(i) for i in range(_PREFIXES)]
     times, now = [], 0.0
     for number in range(count):
@@ -122,7 +123,7 @@ def in_process(num_workers: int, count: int, *, scores_all: bool = False) -> Cos
 
 
 def settle(placement: Placement, plan: Plan, request_id: str, now: float) -> None:
-    """The instances report that they took the request and computed its prompt."""
+    """Report for both instances that they accepted the request and computed its prompt."""
     fleet = placement.fleet
     for chosen, is_prefill in ((plan.prefills[0], True), (plan.decodes[0], False)):
         used = fleet.instances[chosen.instance_id].num_slots_used
@@ -153,14 +154,14 @@ def _no_rate(scenario: str, now: float) -> float:
 
 
 def _serve(num_workers: int, pipe: Connection, prefill_share: float, scores_all: bool) -> None:
-    quiet = structlog.make_filtering_bound_logger(logging.INFO)  # as a master is by default
+    quiet = structlog.make_filtering_bound_logger(logging.INFO)  # a master's default log level
     structlog.configure(wrapper_class=quiet)
 
     async def serve() -> None:
         placement, index = build(num_workers, prefill_share)
         if scores_all:
             placement.policy = replace(placement.policy, most_scored=0)
-        view: Any = None  # only ListGroups reads it
+        view: Any = None  # only ListGroups reads the view
         cores = PlanningCores(placement, index, Backpressure(_no_rate))
         servicer = SchedulerServicer(cores, GroupTracker(), view, lambda: (True, 1))
         server = rpc.server()
@@ -178,9 +179,9 @@ def _serve(num_workers: int, pipe: Connection, prefill_share: float, scores_all:
 def master(
     num_workers: int, prefill_share: float = 0.5, *, scores_all: bool = False
 ) -> Iterator[tuple[int, ProcessSet]]:
-    """A master's gRPC service in its own process, over a fleet without reports: bookings expire.
+    """A master's gRPC service in its own process. Yields its port and its set of processes.
 
-    Yields its port and its cost.
+    The instances of its fleet send no reports, so bookings expire.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -198,7 +199,10 @@ def master(
 async def ask(
     port: int, processes: ProcessSet, num_workers: int, batch: int, num_streams: int, count: int
 ) -> Cost:
-    """Each stream stands for a gateway, with one message of `batch` queries under way at a time."""
+    """Measure plans through gRPC.
+
+    Each stream stands for a gateway. It has one message of `batch` queries under way at a time.
+    """
     queries = [
         PlanQuery(
             request_id=f"q{i}",
@@ -211,7 +215,8 @@ async def ask(
     request = PlanStreamRequest(request=PlanRequest(gateway_id="bench", queries=queries))
     times: list[float] = []
     channel = rpc.channel(f"127.0.0.1:{port}")
-    stub: Any = SchedulerServiceStub(channel)  # the stubs do not type calls without an iterator
+    # the stubs have no type for calls without an iterator
+    stub: Any = SchedulerServiceStub(channel)
 
     async def gateway() -> None:
         call = stub.PlanStream()

@@ -4,11 +4,12 @@ learnt from.
     make bench NAME=predictor          about ten minutes; needs vLLM and the prepared model
     python -m loadtests.placement.predictor --judge loadtests/results/predictor-DATE.json
 
-Two real meshes, one after the other. In the first, a prefill computes the prompts. In the second, a
-decode computes them beside the sequences that it decodes, as in a group that has lost its prefills.
-Each mesh learns from prompts of one family and is judged on others. The instances' reports are
-recorded and replayed to the master's own core, which is then judged. So `--judge` judges a changed
-core by the same measurements. The expected time to the first token is that of the master's plan.
+Two real meshes run one after the other. In the first, a prefill computes the prompts. In the
+second, a decode computes prompts beside the sequences that it decodes, as in a group that has lost
+its prefills. Each mesh learns from prompts of one family and is judged on other families. The
+benchmark records the instances' reports and replays them to the master's own core. The predictions
+of this core are judged. So `--judge` can judge a changed core by the same reports. The expected
+time to the first token comes from the master's plan.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 _BLOCK: Final = 64
 _MOST_TOKENS: Final = 2000
 _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
-# (tokens, shared blocks) of the prompts that are repeated; one in five of a shape is cold
+# (tokens, shared blocks) of the prompts that are repeated. One in five prompts of a shape is cold.
 _SHAPES: Final = ((150, 0), (500, 0), (1400, 0), (500, 6), (1400, 12), (1400, 20))
 _REPEATS: Final = 5
 _STREAMS: Final = (0, 3)  # numbers of streams that decode beside the repeated prompts
-_STREAM_TOKENS: Final = (40, 200)  # of prompt and answer
+_STREAM_TOKENS: Final = (40, 200)  # of a stream's prompt and answer
 _MOST_OPEN: Final = 3
 _SETTLE_S: Final = 30.0
 _TTFT_S: Final = 110.0  # so long that no request is refused
@@ -59,9 +60,11 @@ _START_S: Final = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """At most `most_open` requests are open at once: a request waits for a place, and then for the
-    time between the previous arrival and its own. So a slow machine refuses no request. Meanwhile
-    `num_streams` streams decode, each followed by another.
+    """Requests to play.
+
+    At most `most_open` requests are open at once, so a slow machine refuses no request. A request
+    first waits until fewer are open. Then it waits for the time between the previous arrival and
+    its own. During the trace, `num_streams` streams decode. Each is followed by another.
     """
 
     name: str
@@ -72,7 +75,11 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """`num_output`: tokens of an answer, at least and at most; `rate`: requests per second."""
+    """A kind of mesh, and its load.
+
+    `num_output` is the least and the greatest number of tokens of an answer. `rate` is in requests
+    per second.
+    """
 
     name: str
     num_prefill: int
@@ -138,7 +145,8 @@ def _repeats(rng: random.Random, site: Site, salt: int) -> list[Arrival]:
         for _ in range(_REPEATS)
     ]
     rng.shuffle(arrivals)
-    # The tokens of a prompt's rest are drawn by its time, so that no two prompts are equal.
+    # The tokens after the shared blocks are random, with the time as seed. So no two prompts are
+    # equal.
     return [replace(a, at_s=salt + n / 1000) for n, a in enumerate(arrivals)]
 
 
@@ -158,7 +166,7 @@ def _paced(
 
 @dataclass(slots=True)
 class Watch:
-    """The mesh's reports about its requests, each with the trace that was played."""
+    """Collects the mesh's reports about its requests. Each is stored with the name of the trace."""
 
     site: str
     trace: str = ""
@@ -171,7 +179,7 @@ class Watch:
         await bus.subscribe(subjects.request_finished(), self._on_finished)
 
     async def until_ended(self, count: int) -> None:
-        """Wait until `count` requests have ended in all."""
+        """Wait until `count` requests have ended since the beginning."""
         async with asyncio.timeout(_SETTLE_S):
             while self.num_ended < count:
                 await asyncio.sleep(0.05)
@@ -238,7 +246,7 @@ async def measure(site: Site, played: Sequence[Trace], model_dir: Path) -> Watch
 
 
 async def _play(target: Target, trace: Trace) -> int:
-    """Returns how many requests were sent, those of the streams among them."""
+    """Play a trace; returns the number of requests, including the streams."""
     connections, answers, num_streamed = Connections(target), list[Answer](), 0
     places, is_over = asyncio.Semaphore(trace.most_open), False
 

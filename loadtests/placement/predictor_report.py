@@ -1,8 +1,10 @@
-"""Judges the predictor by what instances reported: the master's own core gets the reports again.
+"""Judges the master's predictor by recorded reports of instances.
 
-Beside it stand a mean rate (seconds per token that was computed, of all spans so far) and the noise
-floor: the error of the median of the other prompts with the same numbers of tokens. No predictor
-that knows only tokens can be better in the long run.
+The master's own core gets the reports again, and its predictions are compared with the reported
+times. The report also has two yardsticks. One is a mean rate: seconds per computed token of all
+spans so far. (A span is a set of prompts that an instance times together.) The other is the noise
+floor: each prompt is predicted as the median of the other prompts with the same numbers of tokens.
+In the long run, no predictor that knows only tokens can be better than the noise floor.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from pdmesh.core.placement.predictor import PromptTokens
 T = TypeVar("T", "Span", "_First")
 
 LEARN: Final = "learn"
-_FEW: Final = 3  # prompts with the same numbers of tokens
+_FEW: Final = 3  # least number of prompts with the same numbers of tokens for the noise floor
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """One load report. `computed`: tokens, cached tokens, seconds, steps, and sequences beside."""
+    """A load report.
+
+    Each entry of `computed` has tokens, cached tokens, seconds, steps, and sequences beside the
+    prompt.
+    """
 
     site: str
     trace: str
@@ -37,8 +43,9 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One request. Times are in seconds since it came; `expected_s` is since the plan (0: not
-    known).
+    """A request that has ended. Times are in seconds since it came.
+
+    `expected_s` begins at the plan. It is 0 if it is not known.
     """
 
     site: str
@@ -54,7 +61,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What was measured with one mesh per site, in order. `conditions`: time and load."""
+    """The reports of one mesh per site, in order. `conditions` says when and under which load."""
 
     reported: list[Reported]
     ended: list[Ended]
@@ -63,7 +70,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Prompts that were timed together, with what was predicted before that."""
+    """Prompts that were timed together, and their times as predicted before."""
 
     site: str
     trace: str
@@ -87,7 +94,7 @@ class Span:
 
 
 def judged(reported: Sequence[Reported]) -> list[Span]:
-    """All spans, in order. Each site has a fleet that has seen nothing before."""
+    """All spans, in order. Each site has a new fleet, which knows nothing."""
     spans: list[Span] = []
     for site in dict.fromkeys(r.site for r in reported):
         spans += _judged_site([r for r in reported if r.site == site])
@@ -146,8 +153,10 @@ class _Rate:
 
 
 def noise_floor(spans: Sequence[Span]) -> list[tuple[Span, float]]:
-    """The spans of one prompt whose tokens were computed a few times, with the relative error of
-    the median of the others.
+    """The noise floor: spans of one prompt, each with its relative error.
+
+    The error compares the span with the median of other spans with the same numbers of tokens.
+    There must be at least `_FEW` of these spans.
     """
     alike: dict[tuple[str, str, PromptTokens], list[Span]] = {}
     for span in spans:
@@ -218,7 +227,7 @@ def _floor_table(floor: Sequence[tuple[Span, float]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """From the plan to a first token, with what was expected."""
+    """The time from the plan to token 1, with the errors of both expectations."""
 
     site: str
     trace: str
@@ -267,7 +276,7 @@ def _first_tokens_table(firsts: Sequence[_First]) -> str:
 
 
 def _rows(items: Sequence[T]) -> Iterator[tuple[str, str, list[T]]]:
-    """For each site: each trace, then all traces but the one that the predictor learnt from."""
+    """Table rows: for each site, each trace, then all traces except the one for learning."""
     for site in dict.fromkeys(i.site for i in items):
         own = [i for i in items if i.site == site]
         for trace in dict.fromkeys(i.trace for i in own):

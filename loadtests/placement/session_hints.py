@@ -1,12 +1,12 @@
-"""What session hints gain: agents whose clients say when they pause and when they are done,
-beside the same requests without hints.
+"""What session hints gain: agents whose clients say when they pause and when they are done, beside
+the same requests without hints.
 
     make bench NAME=session-hints
     python -m loadtests.placement.session_hints --seeds 5 --out loadtests/results/FILE
 
-Simulated: four instances whose engines hold 96 blocks, and host pools of 256 with the product's
-eviction. Sixty agents run tools for 4 to 20 s, one in five for a minute or two. Prompts that never
-come again fill the pools meanwhile.
+The simulated mesh has four instances. Their engines hold 96 blocks each, and their host pools 256
+blocks, with the product's eviction. Sixty agents run tools for 4 to 20 s, and one time in five for
+a minute or two. At the same time, prompts that never come again fill the pools.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HINTS: Final[dict[str, frozenset[SessionState]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run. `others_ms_mean`: the TTFT of the prompts that belong to no agent."""
+    """The results of one run. `others_ms_mean` is the TTFT of prompts that belong to no agent."""
 
     hints: str
     seed: int
@@ -71,12 +71,14 @@ def play(hints: str, seed: int) -> Outcome:
 
 
 def _said(arrival: Arrival, states: frozenset[SessionState]) -> Arrival:
-    """The arrival, without its session state unless that is in `states`."""
+    """The arrival. Its session state is removed unless it is in `states`."""
     return arrival if arrival.session_state in states else replace(arrival, session_state=None)
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Medians over the seeds, and each kind of hints over none, seed by seed."""
+    """A table of medians over the seeds. Each kind of hints is also divided by no hints, seed by
+    seed.
+    """
     lines = [
         (
             "| hints | agents' reuse % | TTFT mean ms | p95 | p99 | mean over none | p95 over none "

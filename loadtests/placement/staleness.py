@@ -4,8 +4,8 @@
     python -m loadtests.placement.staleness --instances 10,100,1000 --rate 1000 \\
         --out loadtests/results/staleness-2026-11-21
 
-The instances are only publishers, all in one process. The bus is a real NATS, and the master's own
-feeds listen. Every change carries the time at which it was made.
+The instances only publish changes, and all run in one process. The bus is a real NATS server, and
+the master's own feeds receive the changes. Every change has the time at which it was made.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from pdmesh.services.master_scheduler.placement.fleet_feed import FleetFeed, Mon
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.instance_service_pb2 import Load
 
-LOAD_BAR_MS: Final = 20.0  # the paper's periods of polling
+LOAD_BAR_MS: Final = 20.0  # P/D-Serve's periods of polling
 BLOCKS_BAR_MS: Final = 50.0
 _POLLED: Final = "mesh.v1.bench.polled."
-_BEGIN_S: Final = 30.0  # the time for a thousand publishers to connect
-_LATE_S: Final = 2.0  # the time for the last changes to arrive
+_BEGIN_S: Final = 30.0  # time for a thousand publishers to connect
+_LATE_S: Final = 2.0  # time for the last changes to arrive
 
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Milliseconds from a change to the master's view of it; `num_lost` changes of blocks never
-    arrived. CPU is in seconds per second.
+    """The results for one number of instances.
 
-    `to_polled`: the 90th percentile of ages, relative to that with polls every 20 ms (loads) and
-    50 ms (blocks).
+    Ages are in milliseconds, from a change until the master's view has it. `num_lost` changes of
+    blocks never arrived. CPU is in seconds per second. Fields that end with `to_polled` divide the
+    90th percentile of ages by the same with polls every 20 ms (loads) and 50 ms (blocks).
     """
 
     num_instances: int
@@ -76,12 +76,12 @@ class Staleness:
 
 
 class _Instance:
-    """What one instance would publish, and when it changed."""
+    """Publishes the changes of one instance, with the time of each."""
 
     def __init__(self, bus: NatsBus, name: str) -> None:
         events = EventPublisher(bus, name, 1)
         self._bus, self._name = bus, name
-        self._changed_at_us = 0  # the first change that was not published yet
+        self._changed_at_us = 0  # time of the first change that is not published yet
         self._load_polled: list[int] = []
         self._blocks_polled: list[int] = []
         self._load = LoadPublisher(events, name, self._read, LoadBook())
@@ -94,7 +94,7 @@ class _Instance:
         ]
 
     def change(self) -> None:
-        """Make the change of a prompt: a slot is taken, and a block is stored."""
+        """Make the changes of one prompt: a slot is taken, and a block is stored."""
         now_us = time.monotonic_ns() // 1000
         self._changed_at_us = self._changed_at_us or now_us
         self._load_polled[:] = self._load_polled or [now_us]
@@ -107,7 +107,7 @@ class _Instance:
         return Load(num_slots=8, num_kv_blocks_free=changed_at_us)
 
     async def _poll(self, what: str, changed_at_us: list[int], every_ms: float) -> None:
-        """The yardstick: publish what a poll at this period would see."""
+        """Publish the changes that a poll with this period would see. This is the yardstick."""
         while True:
             await asyncio.sleep(every_ms / 1e3)
             if changed_at_us:
@@ -171,7 +171,7 @@ class _TimedFleet(Fleet):
         super().handle(event, now)
         if isinstance(event, LoadReported):
             self._ages.num_events += 1
-            if event.num_kv_blocks_free:  # 0 marks an unchanged report that is sent again
+            if event.num_kv_blocks_free:  # an unchanged report that is sent again has 0
                 self._ages.load_ms.append(time.monotonic() * 1e3 - event.num_kv_blocks_free / 1e3)
 
 
@@ -190,7 +190,7 @@ class _TimedIndex(PrefixIndex):
 
 
 class _Known:
-    """A registry's view of a fixed set of instances."""
+    """A registry view that has a fixed set of instances."""
 
     is_connected = True
 
@@ -221,7 +221,7 @@ async def _nothing_before(record: InstanceRecord) -> Snapshot:
 
 
 async def measure(num_instances: int, rate: float, duration_s: float, folder: Path) -> Staleness:
-    """`rate` changes a second over all instances, at random."""
+    """Measure `rate` changes per second at random instances."""
     ages, view = _Ages(), _Known(num_instances)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

@@ -1,4 +1,4 @@
-"""Engine laws that our predictors cannot represent: tiles, a least time for memory, and noise."""
+"""Engine laws that our predictors cannot represent: they have tiles, a least time, and noise."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pdmesh.engine.step_time_laws import MOCKER
 
 @dataclass(frozen=True, slots=True)
 class TiledLaw(Law):
-    """Work comes in tiles of `tile` tokens, reading the weights takes `floor_s`, and each step is
-    off by a factor whose logarithm has the standard deviation `noise`.
+    """A law whose work comes in tiles of `tile` tokens.
+
+    A step takes at least `floor_s`, the time to read the weights. Each step's time is multiplied by
+    a random factor. The factor's logarithm has the standard deviation `noise`.
     """
 
     tile: int = 256
@@ -29,7 +31,10 @@ class TiledLaw(Law):
 
 
 def tiled(noise: float) -> TiledLaw:
-    """The mocker's curve in tiles. It has its own random state, so make one for each run."""
+    """The mocker's law in tiles.
+
+    The law has a random state of its own, so each run needs a new one.
+    """
     return TiledLaw(
         "tiled",
         prefill_fixed_s=0.008,

@@ -1,1 +1,1 @@
-"""The mesh on a virtual clock: the services' own cores, joined by events instead of sockets."""
+"""Simulates the mesh on a virtual clock: events instead of sockets join the services' own cores."""

@@ -1,6 +1,6 @@
-"""Virtual time: a heap of future events.
+"""A virtual clock: a heap of future events.
 
-Events at the same time happen in the order in which they were planned.
+Events with the same time happen in the order in which they were added.
 """
 
 from __future__ import annotations

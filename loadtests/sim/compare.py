@@ -37,8 +37,8 @@ from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.step_time_laws import MOCKER, SMOLLM2_CPU
 
 TRACE: Final = "mooncake_conversation_trace.jsonl"
-# Reuse with Dynamo's KV router, in Dynamo's own replay of the same trace with the same workers and
-# blocks.
+# Reuse with Dynamo's KV router in percent, from Dynamo's own replay of the same trace with the same
+# workers and blocks.
 PEER_REUSE: Final = {
     "4 x 16384": 13.1,
     "8 x 16384": 20.2,
@@ -50,7 +50,10 @@ PEER_REUSE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`arrivals(traces, seed)`; it needs the trace files if `is_trace`."""
+    """A mesh and its load.
+
+    `arrivals(traces, seed)` makes the load. It needs the folder of trace files if `is_trace`.
+    """
 
     name: str
     shape: MeshShape
@@ -129,9 +132,9 @@ BY_NAME: Final = {case.name: case for case in CASES}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One case under one policy and seed.
+    """The result of one case under one policy and seed.
 
-    `reuse_percent`: prompt blocks found in the cache where the prompt was computed.
+    `reuse_percent` is the share of prompt blocks that the computing instance found in its cache.
     """
 
     case: str
@@ -148,8 +151,9 @@ class Outcome:
     num_requests: int
     num_refused: int
     num_rejections: int
-    prediction_error_percent: float  # MAPE of prefill times, after the first 20 spans
-    load_max_over_mean: float  # of computed prompt tokens, among the instances that prefill
+    prediction_error_percent: float  # MAPE of predicted prefill times, without the first 20
+    # max of computed prompt tokens over their mean, among prefilling instances
+    load_max_over_mean: float
     num_idle: int
     run_s: float
 
@@ -190,7 +194,7 @@ def play(case: Case, policy: str, seed: int, traces: Path) -> Outcome:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown: median (lowest..highest) over the seeds."""
+    """A Markdown table of medians (lowest..highest) over the seeds."""
     lines = []
     for case in dict.fromkeys(o.case for o in outcomes):
         peer = PEER_REUSE.get(case)
@@ -213,7 +217,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def _price(
     by_policy: Mapping[str, Sequence[Outcome]], measure: Measure[Outcome], rival: str
 ) -> str:
-    """What a policy that is better by one measure loses or gains by the other."""
+    """A sentence on a policy that is better than ours by `measure`.
+
+    It says whether this rival is worse or better by the other of the two main measures.
+    """
     reuse, mean, *_ = _JUDGED
     other = mean if measure is reuse else reuse
     ours, theirs = (other.of(by_policy[policy]).median for policy in (OURS, rival))

@@ -1,10 +1,10 @@
-"""The control plane on the virtual clock: the ratio loop, schedules, upgrades and substitution,
-over a live mesh.
+"""The control plane on the virtual clock, over a simulated mesh that serves.
 
-Ratio, plans, schedules and upgrades are the master's own cores, joined by calls: a shell would only
-add I/O. Only the change of a group differs: the simulated mesh makes it itself, while the master
-uses `core/groups/controller`. Everything that was decided or done is in `log`, in order, and
-`samples` holds one row per window. Figures are drawn from these two.
+Its ratio loop, plans, schedules and upgrades are the master's own cores. These cores call each
+other directly, without the code that does I/O in a real master. Only the change of a group is
+different: here the simulated mesh makes the change itself, while the master uses
+`core/groups/controller`. `log` has every decision and action in order. `samples` has one row per
+window. Figures are drawn from these two.
 """
 
 from __future__ import annotations
@@ -59,12 +59,15 @@ from pdmesh.core.upgrade.events import (
 
 _TICK_S: Final = 1.0
 _KV: Final = "sim"
-_FIRST: Final = "r1"  # the release that all groups begin with
+_FIRST: Final = "r1"  # the release with which all groups begin
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of the event log. `kind`: decided, move, scale, fault, substituted, upgrade."""
+    """One line of the event log.
+
+    `kind` is decided, move, scale, fault, substituted or upgrade.
+    """
 
     at_s: float
     kind: str
@@ -74,7 +77,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One window of one scenario."""
+    """The state of one scenario in one window."""
 
     at_s: float
     scenario: str
@@ -85,10 +88,10 @@ class Sample:
 
 @dataclass(slots=True)
 class Control:
-    """Call `start`, then run the mesh's clock.
+    """The control plane of a simulated mesh. Call `start`, then run the mesh's clock.
 
-    Schedules see unix seconds: they begin at `wall`, and `speed` of them pass in each second of the
-    clock.
+    Schedules need unix seconds. The run begins at `wall`, in unix seconds, and `speed` unix seconds
+    pass in each second of the clock.
     """
 
     mesh: LiveMesh
@@ -106,7 +109,7 @@ class Control:
     upgrade_limits: UpgradeLimits = field(default_factory=UpgradeLimits)
     upgrades: dict[str, Upgrade] = field(default_factory=dict)
     _upgrading: UpgradeController = field(default_factory=lambda: UpgradeController(_KV))
-    _releases: dict[str, str] = field(default_factory=dict)  # the release of each scenario
+    _releases: dict[str, str] = field(default_factory=dict)  # by scenario
     _version: int = 1
     _lost: list[tuple[Group, Role, float]] = field(default_factory=list)
 
@@ -119,7 +122,7 @@ class Control:
         self.mesh.clock.after(_TICK_S, self._tick)
         self.mesh.clock.after(self.window_s, self._window)
 
-    # --- what operators and faults do -------------------------------------------------------------
+    # --- acts of operators, and faults ------------------------------------------------------------
 
     def profile(self, scenario: str, profile: Profile) -> None:
         self._ratio(ScenarioProfiled(scenario, profile, self.mesh.states()))
@@ -133,7 +136,10 @@ class Control:
         self._version += 1
 
     def kill(self, group_id: str, role: Role, repaired_after_s: float) -> None:
-        """Kill the role's busiest instance; its machine comes back later as a blank instance."""
+        """Kill the role's busiest instance.
+
+        Its machine comes back as a blank instance (one without a role) after `repaired_after_s`.
+        """
         names = [n for n, r in sorted(self.mesh.groups[group_id].members.items()) if r is role]
         if not names:
             return
@@ -185,9 +191,9 @@ class Control:
             mesh.clock.after(self.window_s, self._window)
 
     def _is_disturbed(self, scenario: str) -> bool:
-        """Whether the window says nothing about the ratio: after an upgrade or a loss.
+        """Whether the ratio loop must ignore this window, because of an upgrade or a lost instance.
 
-        A plan under way has its own verdict.
+        Moves of the loop's own plans are no reason, since the loop judges each plan itself.
         """
         is_upgrading = scenario in self.upgrades and bool(self.upgrades[scenario].current)
         is_short = any(group.scenario == scenario for group, _, _ in self._lost)

@@ -36,7 +36,7 @@ from pdmesh.core.ratio.controller import RatioLimits
 DAY_S: Final = 86_400.0
 MIDNIGHT: Final = datetime(2026, 11, 21, tzinfo=UTC).timestamp()
 _HOUR: Final = 3600.0
-_LOAD_S: Final = 300.0  # how long a set-up takes, in seconds of the day
+_LOAD_S: Final = 300.0  # how long an instance takes to set up, in seconds of the day
 _PEAK_PER_S: Final = 7.0
 _E2E_SLO_S: Final = 25.0
 NEW_PROMPTS_AT: Final = 10.0 * _HOUR
@@ -50,7 +50,10 @@ FAULTS: Final = (
 
 
 def chat_rate(hour: float) -> float:
-    """Low at night, peaks before noon and in the afternoon (figure 2a)."""
+    """Requests per second: few at night, peaks before noon and in the afternoon.
+
+    The shape is that of P/D-Serve's figure 2a.
+    """
 
     def hump(at: float, width: float) -> float:
         return math.exp(-(((hour - at) / width) ** 2))
@@ -59,7 +62,9 @@ def chat_rate(hour: float) -> float:
 
 
 def chat_lengths(at_s: float) -> Lengths:
-    """At 10:00 prompts become longer. At 14:00 they have their old length again, and answers become
+    """The lengths of prompts and answers.
+
+    At 10:00, prompts become longer. At 14:00, prompts become short again, and answers become
     longer.
     """
     if at_s < NEW_PROMPTS_AT:
@@ -82,7 +87,7 @@ SCHEDULE: Final = (
 
 
 def play(speed: float, seed: int, command: str) -> Day:
-    """All durations of the day shrink by `speed`, but not those of single requests."""
+    """Simulate the day. All its durations are divided by `speed`, except the times of requests."""
     until = DAY_S / speed
     shape = replace(SHAPE, ttft_slo_s=15.0)
     slo = {"chat": _E2E_SLO_S, "code": _E2E_SLO_S}

@@ -1,9 +1,10 @@
-"""The workers' host pools on the virtual clock: a worker loads blocks from its own pool or a peer's
-instead of computing them.
+"""Simulates the workers' host pools (KV in host memory) on the virtual clock.
 
-`core.kv.tiers.load_plan` decides which source serves which blocks, as in the mesh; a load takes its
+A worker loads blocks from its own pool or from a peer's instead of computing them.
+`core.kv.tiers.load_plan` decides which source serves which blocks, as in the mesh. A load takes its
 planned time. A pool keeps copies of the blocks that its worker computed or loaded.
-`core.kv.tiers.pool_eviction` decides which blocks it evicts. Session hints count as in the mesh.
+`core.kv.tiers.pool_eviction` decides which blocks are evicted. The clients' hints about sessions
+have the same effect as in the mesh.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan, Source, plan_load
 from pdmesh.core.kv.tiers.pool_eviction import PoolBook
 from pdmesh.core.kv.tiers.session_holds import SessionState
 
-_OWNER: Final = b""  # all requests are of one tenant
+_OWNER: Final = b""  # all requests belong to one tenant
 
 
 @dataclass(slots=True)
@@ -39,21 +40,25 @@ class _Pool:
 
 @dataclass(slots=True)
 class HostPools:
-    """`num_blocks`: per worker; 0: there are no pools.
+    """The host pools of all workers, each with `num_blocks`. With 0, there are no pools.
 
-    `recompute_block_s`: the time to compute a block, which a load must beat.
+    `recompute_block_s` is the time to compute a block. A load must be faster.
     """
 
     num_blocks: int
     recompute_block_s: float
-    is_shared: bool = True  # workers fetch from the pools of others
-    hold_s: float = 120.0  # for a session that has paused
+    is_shared: bool = True  # whether workers fetch from the pools of others
+    # for this time, other blocks are evicted before those of a paused session
+    hold_s: float = 120.0
     costs: CostBook = field(default_factory=CostBook)
     num_loaded: dict[Tier, int] = field(default_factory=lambda: {Tier.HOST: 0, Tier.PEER: 0})
     _pools: dict[str, _Pool] = field(default_factory=dict)
 
     def load(self, worker: str, hashes: Sequence[bytes], first: int) -> tuple[int, float]:
-        """The number of blocks from `first` on that come from pools, and the seconds for that."""
+        """Plan a load of a prompt's blocks from index `first` on.
+
+        Returns the number of blocks that come from pools, and the seconds that the load takes.
+        """
         if not self.num_blocks or first >= len(hashes):
             return 0, 0.0
         plan = plan_load(
@@ -78,7 +83,7 @@ class HostPools:
     def note_session(
         self, worker: str, state: SessionState, session: str, hashes: Sequence[bytes], now: float
     ) -> None:
-        """The session's client has said whether it needs these blocks again soon."""
+        """Record the client's hint about whether its session needs these blocks again soon."""
         if (pool := self._pools.get(worker)) is None:
             return
         pool.book.end_holds(now)
@@ -102,7 +107,7 @@ class HostPools:
         return Source(tier, held, self.costs.costs[tier], name)
 
     def _seconds(self, plan: LoadPlan) -> float:
-        """The time of a load: that of its slowest source, since sources work at the same time."""
+        """The seconds of a load. Sources work at the same time, so the slowest source decides."""
         counts: dict[tuple[Tier, str], int] = {}
         for run in plan.runs:
             counts[run.tier, run.name] = counts.get((run.tier, run.name), 0) + run.count

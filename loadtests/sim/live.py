@@ -1,9 +1,9 @@
-"""A mesh of groups on the virtual clock that can change while it serves: instances join, drain,
-change role, die.
+"""A simulated mesh whose groups can change while it serves: instances join, drain, change role and
+die.
 
-Where it matters, instances take as long as real ones: a drain lasts until the last slot is free,
-and a set-up lasts `load_s`. A killed instance breaks its requests' legs at once; the request core
-then does what it does in a gateway.
+Changes take time, as in a real mesh. A drain lasts until the last slot is free, and a set-up lasts
+`load_s`. When an instance is killed, the legs of its requests break at once. (A leg is a request's
+stay on one instance.) The request core then acts as in a gateway.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pdmesh.core.request.events import (
 )
 
 ROLES: Final = (Role.PREFILL, Role.DECODE)
-_SAMPLE_S: Final = 1.0  # between two looks at how full decodes are
+_SAMPLE_S: Final = 1.0  # how often to sample how full decodes are
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Group:
     scenario: str
     revision: str = "r1"
     pool: str = ""
-    members: dict[str, Role] = field(default_factory=dict)  # those that serve
+    members: dict[str, Role] = field(default_factory=dict)  # instances that serve
 
     def num(self, role: Role) -> int:
         return sum(own is role for own in self.members.values())
@@ -52,10 +52,10 @@ class Group:
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over one scenario since the window began; times in seconds."""
+    """Sums over one scenario since the window began. Times are in seconds."""
 
     num: int = 0
-    num_late: int = 0  # including refused requests
+    num_late: int = 0  # includes refused requests
     num_refused: int = 0
     num_arrived: int = 0
     queue_s: float = 0.0
@@ -65,9 +65,9 @@ class _Sums:
 
 @dataclass(slots=True)
 class Totals:
-    """Totals over the whole run.
+    """The numbers of requests over the whole run.
 
-    `num_failed` were refused or broke off; `num_late` were answered after their SLO;
+    `num_failed` requests were refused or broke off. `num_late` were answered after their SLO.
     `num_migrated` were answered although an instance that worked on them died.
     """
 
@@ -78,9 +78,9 @@ class Totals:
 
 
 class LiveMesh(VirtualMesh):
-    """`e2e_slo_s`: by scenario, the longest time of an answer in time; without it, every answer is
-    in time.
+    """A virtual mesh of groups that can change.
 
+    `e2e_slo_s` has the longest time of an answer by scenario. Without it, no answer is late.
     `num_blank` instances wait for a role.
     """
 
@@ -101,8 +101,9 @@ class LiveMesh(VirtualMesh):
         self.until: float = 0.0
         self._slo = e2e_slo_s or {}
         self._sums: dict[str, _Sums] = {}
-        self._busy_s: dict[str, float] = {}  # a prefill's compute, or a decode's full seconds
-        # Of the last window, with its length.
+        # seconds that a prefill computed; for a decode, seconds times the used share
+        self._busy_s: dict[str, float] = {}
+        # The same for the last window, with the window's length.
         self._busy_before: tuple[dict[str, float], float] = ({}, 0.0)
         self._window_began = 0.0
         self._names = itertools.count()
@@ -110,9 +111,10 @@ class LiveMesh(VirtualMesh):
         self._group_of: dict[str, str] = {}
         self._draining: dict[str, Callable[[], None]] = {}
         self.renewing: set[str] = set()
-        self._loading: dict[str, int] = {}  # instances that are being set up, by scenario
-        self._lent: dict[str, dict[Role, int]] = {}  # what a group had when it was lent
-        self._lives: dict[int, tuple[_Life, str]] = {}  # by leg: its request, its instance
+        self._loading: dict[str, int] = {}  # number of instances that are being set up, by scenario
+        # the number of instances by role when a group was lent
+        self._lent: dict[str, dict[Role, int]] = {}
+        self._lives: dict[int, tuple[_Life, str]] = {}  # by leg: its request and its instance
 
     # --- orders -----------------------------------------------------------------------------------
 
@@ -125,20 +127,21 @@ class LiveMesh(VirtualMesh):
         return group
 
     def watch(self, until: float) -> None:
-        """Look at decodes every second of the clock up to `until`."""
+        """Sample the decodes every second of the clock until `until`."""
         self.until = until
         self.clock.after(_SAMPLE_S, self._sample)
 
     def play(self, arrivals: Iterator[Arrival]) -> None:
-        """Take arrivals one after the other, so that a day's requests need not be in memory at
-        once.
+        """Submit requests when they are due.
+
+        Arrivals are read one after the other. So a day's requests need not be in memory at once.
         """
         arrival = next(arrivals, None)
         if arrival is not None:
             self.clock.at(arrival.at_s, lambda: self._arrive(arrival, arrivals))
 
     def make(self, move: Move, done: Callable[[bool], None]) -> None:
-        """Carry a move out; `done` is called with the result when the groups have changed."""
+        """Carry out a move. `done` is called with the result when the groups have changed."""
         if move.role is None:
             self._make_group(move, done)
             return
@@ -158,7 +161,7 @@ class LiveMesh(VirtualMesh):
                 raise AssertionError(move)
 
     def renew(self, group_id: str, revision: str, done: Callable[[bool], None]) -> None:
-        """Load another revision on all of a group's instances, which do not serve meanwhile."""
+        """Load another revision on all instances of a group. They do not serve during the load."""
         group = self.groups[group_id]
         counts = {role: group.num(role) for role in ROLES}
 
@@ -174,8 +177,9 @@ class LiveMesh(VirtualMesh):
         self._drain_all(group, drained)
 
     def kill(self, name: str) -> tuple[Group, Role]:
-        """Kill an instance. Its record is removed after `detect_s`. The caller decides on a
-        substitute.
+        """Kill an instance.
+
+        Its record is removed after `detect_s`. The caller decides on a substitute.
         """
         worker, group = self.workers[name], self.groups[self._group_of[name]]
         role = group.members.pop(name)
@@ -188,7 +192,9 @@ class LiveMesh(VirtualMesh):
         return group, role
 
     def substitute(self, group: Group, role: Role, done: Callable[[bool], None]) -> None:
-        """Give a blank instance the role; calls `done` with False at once if none is blank."""
+        """Give the role to a blank instance. If there is none, `done` is called with False at
+        once.
+        """
         if self.num_blank < 1:
             done(False)
             return
@@ -198,7 +204,10 @@ class LiveMesh(VirtualMesh):
     # --- reports ----------------------------------------------------------------------------------
 
     def states(self) -> dict[str, GroupShape]:
-        """The groups and their load in this window; early in it, the last window counts, too."""
+        """The groups and their load in this window.
+
+        Until this window is half as long as the last one, the last window is included.
+        """
         span = self.clock.now - self._window_began
         return {g.group_id: self._state(g, span) for _, g in sorted(self.groups.items())}
 
@@ -216,7 +225,9 @@ class LiveMesh(VirtualMesh):
         )
 
     def window(self, scenario: str, states: dict[str, GroupShape]) -> tuple[Window | None, float]:
-        """What ended since the window began (None: nothing), and the rate of arrivals."""
+        """The results of requests that ended in this window (None if there are none), and the rate
+        of arrivals.
+        """
         sums = self._sums.get(scenario, _Sums())
         span = max(1e-9, self.clock.now - self._window_began)
         if not sums.num:
@@ -294,7 +305,7 @@ class LiveMesh(VirtualMesh):
         if key not in life.jobs or prefill_key not in life.jobs:
             return
         if life.jobs[key][0].is_dead or life.jobs[prefill_key][0].is_dead:
-            return  # LegLost is on its way
+            return  # LegLost comes soon
         self._lives.pop(prefill_key, None)
         super()._on_taken(life, key, prefill_key)
 
@@ -360,7 +371,7 @@ class LiveMesh(VirtualMesh):
         self.clock.after(self.load_s, loaded)
 
     def _drain(self, group: Group, role: Role, drained: Callable[[], None]) -> None:
-        """Drain the least busy instance of the role."""
+        """Drain the role's instance that uses the fewest slots."""
         own = [name for name, each in group.members.items() if each is role]
         self._drain_one(
             min(own, key=lambda n: (self.workers[n].admission.num_slots_used, n)), drained
@@ -374,7 +385,9 @@ class LiveMesh(VirtualMesh):
         self.clock.after(self.shape.hop_s * 4, lambda: self._close(name))
 
     def _close(self, name: str) -> None:
-        """Refuse new jobs from here on: all plans made before the drain have been tried."""
+        """Refuse new jobs. By now, gateways have tried all plans that were made before the
+        drain.
+        """
         worker = self.workers[name]
         worker.admission.drain(True)
         if name in self._draining and worker.admission.num_slots_used == 0:
@@ -387,8 +400,9 @@ class LiveMesh(VirtualMesh):
         told()
 
     def _drain_all(self, group: Group, drained: Callable[[], None]) -> None:
-        """Drain a whole group: prefills and decodes together, since prompts under way need
-        decodes.
+        """Drain a whole group.
+
+        Prefills and decodes drain together, since prompts under way need decodes.
         """
         left = set(group.members)
         if not left:
@@ -413,7 +427,7 @@ class LiveMesh(VirtualMesh):
                 if name in group.members:
                     self._drain_one(name, lambda name=name: one(name))  # type: ignore[misc]
                 else:
-                    one(name)  # the instance died meanwhile
+                    one(name)  # the instance died before it was drained
 
         close_decodes()
 
@@ -444,7 +458,7 @@ class LiveMesh(VirtualMesh):
         self.fleet.handle(InstanceUnrecorded(name), self.clock.now)
         self.index.remove_instance(name)
 
-    # --- how busy ---------------------------------------------------------------------------------
+    # --- load -------------------------------------------------------------------------------------
 
     def _sample(self) -> None:
         for group in self.groups.values():

@@ -1,6 +1,4 @@
-"""Load for live meshes: requests that come at a rate that changes with time, and users who wait for
-their answers.
-"""
+"""Makes requests for a simulated mesh, at a rate and with lengths that change over time."""
 
 from __future__ import annotations
 
@@ -13,7 +11,10 @@ from loadtests.traffic.workloads import Arrival
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens per request: means, and how far single requests differ (relative, uniform)."""
+    """The mean numbers of tokens per request.
+
+    Single requests differ from the mean by up to the share `spread`, uniformly.
+    """
 
     num_prompt: int
     num_output: int
@@ -34,7 +35,10 @@ def poisson(
     lengths_at: Callable[[float], Lengths],
     scenario: str = "default",
 ) -> Iterator[Arrival]:
-    """Arrivals up to `until`, at `rate_at(t)` requests/s, which must not exceed `peak_per_s`."""
+    """Arrivals before `until`, at `rate_at(t)` requests/s.
+
+    The rate must not exceed `peak_per_s`.
+    """
     now = 0.0
     while (now := now + rng.expovariate(peak_per_s)) < until:
         if rng.random() * peak_per_s < rate_at(now):
@@ -43,7 +47,7 @@ def poisson(
 
 
 def merged(*streams: Iterator[Arrival]) -> Iterator[Arrival]:
-    """The arrivals of several scenarios in order of time."""
+    """The arrivals of several scenarios in the order of their times."""
     heads = [(arrival, stream) for stream in streams if (arrival := next(stream, None)) is not None]
     while heads:
         arrival, stream = min(heads, key=lambda head: head[0].at_s)

@@ -1,8 +1,8 @@
-"""Gateway, master and instances on one virtual clock, each as its own core.
+"""Simulates gateway, master and instances on one virtual clock, each with the product's own core.
 
-The network adds a constant per hop; load reports and cache deltas reach the master as late as in
+The network adds a constant per hop. Load reports and cache deltas reach the master as late as in
 the mesh. The gateway's cores are `core.request.machine` and `core.request.waiting_room`. The
-master's are `core.placement.plan` and `core.kv.prefix.prefix_index`. An instance's is
+master's are `core.placement.plan` and `core.kv.prefix.prefix_index`. The instance's is
 `core.instance.admission`.
 """
 
@@ -79,46 +79,52 @@ from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.waiting_room import WaitingRoom
 from pdmesh.errors import NoInstance
 
-_HUGE: Final = 1 << 50  # bytes: arenas are no bottleneck here
+_HUGE: Final = 1 << 50  # bytes; arenas are never the bottleneck here
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Instances and what they hold. Blocks are of `block_size` tokens; times in seconds."""
+    """The instances of a mesh and their capacity.
+
+    Blocks have `block_size` tokens. Times are in seconds. A law gives the time that a step takes.
+    """
 
     law: Law
     num_fusion: int = 0
     num_prefill: int = 0
     num_decode: int = 0
     num_blocks: int = 16384
-    decode_blocks: int = 0  # of a decode; 0: as many as a prefill has
-    decode_law: Law | None = None  # of a decode; None: the law of all
+    decode_blocks: int = 0  # blocks of a decode; 0: as many as a prefill has
+    decode_law: Law | None = None  # the law of decodes; None: `law`
     block_size: int = 64
     prefill_slots: int = 8
-    prefill_batch: int = 0  # as in the gateways' setting
-    max_passed: int = MAX_PASSED  # batches that may pass a waiting request; 0: in order
+    prefill_batch: int = 0  # as in the gateways' settings
+    max_passed: int = MAX_PASSED  # batches that may pass a waiting request; 0: none, so in order
     decode_slots: int = 256
     chunk_tokens: int = 8192
     hop_s: float = 0.0005  # one way between gateway and instance or master
     load_delay_s: float = 0.02
     blocks_delay_s: float = 0.03
-    transfer_token_s: float = 5.2e-6  # KV of one token, 128 KiB at 25 GB/s
-    ttft_slo_s: float = 600.0  # a request still waiting then is refused
+    transfer_token_s: float = 5.2e-6  # for the KV of one token: 128 KiB at 25 GB/s
+    ttft_slo_s: float = 600.0  # a request that still waits after this time is refused
     max_waiting: int = 100_000
-    host_blocks: int = 0  # of each instance's host pool
-    shares_host: bool = True  # instances fetch from each other's host pools
-    tells_peers: bool = True  # whether placement knows what host pools hold
-    tells_host: bool = True  # whether placement knows what an instance's own host pool holds
+    host_blocks: int = 0  # blocks of each instance's host pool
+    shares_host: bool = True  # whether instances fetch from each other's host pools
+    tells_peers: bool = True  # whether placement knows the content of other instances' host pools
+    tells_host: bool = True  # whether placement knows the content of an instance's own host pool
 
 
 @dataclass(slots=True)
 class Served:
-    """What became of one request. Times are since its arrival; inf if it never got that far."""
+    """The result of one request.
+
+    Times begin at the request's arrival. They are inf if it did not get that far.
+    """
 
     arrival: Arrival
     ttft_s: float = math.inf
     e2e_s: float = math.inf
-    prefill_s: float = 0.0  # of ttft_s, since the prefill took it (T_p)
+    prefill_s: float = 0.0  # the part of ttft_s after the prefill accepted the request (T_p)
     num_cached_tokens: int = 0
     num_rejections: int = 0
     num_migrations: int = 0
@@ -132,19 +138,23 @@ class Served:
 
 @dataclass(slots=True)
 class _Life:
-    """A request under way at the gateway."""
+    """A request under way, as its gateway sees it."""
 
     served: Served
     request: Request
     request_id: str
     jobs: dict[int, tuple[Worker, Job]] = field(default_factory=dict)
     waiting: int | None = None
-    expected: tuple[str, float, float] = ("", 0.0, 0.0)  # instance, time of plan, of first token
+    # instance, time of plan, expected time of token 1
+    expected: tuple[str, float, float] = ("", 0.0, 0.0)
     tick_at: float = math.inf
 
 
 class VirtualMesh:
-    """`run` plays arrivals; afterwards `served` and `workers` have the results."""
+    """A simulated mesh.
+
+    `run` plays arrivals. Then `served` and `workers` have the results.
+    """
 
     def __init__(self, shape: MeshShape, policy: str, seed: int, weights: Weights) -> None:
         self.shape, self.clock = shape, Clock()
@@ -157,7 +167,8 @@ class VirtualMesh:
         self.workers: dict[str, Worker] = {}
         self.served: list[Served] = []
         self.errors: list[float] = []  # relative errors of predicted prefill times, in order
-        self.wait_errors: list[float] = []  # the same of first tokens, as plans expected them
+        # relative errors of the waits for token 1 that plans expected
+        self.wait_errors: list[float] = []
         window = None
         if shape.prefill_batch > 1:
             window = LengthWindow(shape.prefill_batch, shape.max_passed)
@@ -187,7 +198,10 @@ class VirtualMesh:
         scenario: str = DEFAULT_SCENARIO,
         region: str = "",
     ) -> None:
-        """An instance that serves from now on. Its KV stays in its region, if it names one."""
+        """Add an instance that serves from now on.
+
+        If `region` is given, the instance's KV stays in this region.
+        """
         shape = self.shape
         work = {Role.FUSION: Work.LOCAL, Role.PREFILL: Work.PREFILL, Role.DECODE: Work.DECODE}[role]
         num_slots = shape.prefill_slots if role is Role.PREFILL else shape.decode_slots
@@ -241,23 +255,25 @@ class VirtualMesh:
         self.clock.run()
 
     def ended(self, served: Served) -> None:
-        """A hook for subclasses: a request was answered or refused."""
+        """A hook for subclasses, called when a request was answered or refused."""
 
     def placed(self, served: Served, plan: Plan) -> None:
-        """A hook for subclasses: the master has ranked candidates for a request, perhaps again."""
+        """A hook for subclasses, called each time the master has ranked candidates for a
+        request.
+        """
 
     def scenario_of(self, arrival: Arrival) -> str:
-        """The scenario whose instances a request may use; here all instances serve one scenario."""
+        """The scenario whose instances a request may use. In this class, all serve one scenario."""
         return DEFAULT_SCENARIO
 
     def region_of(self, arrival: Arrival) -> str:
-        """The region in which a request arrives; here there are no regions."""
+        """The region in which a request arrives. In this class, there are no regions."""
         return ""
 
     # --- the gateway -----------------------------------------------------------------------------
 
     def submit(self, number: int, arrival: Arrival) -> None:
-        """A request arrives now."""
+        """Start a request now."""
         request = Request(
             max(1, arrival.num_output_tokens),
             limits=self._limits,
@@ -312,7 +328,7 @@ class VirtualMesh:
                 pass
 
     def _note_session(self, served: Served) -> None:
-        """Tell the prefill what the client said of the session."""
+        """Forward the client's hint about its session to the prefill."""
         arrival, prefill = served.arrival, served.prefill_id
         state, pools = arrival.session_state, self.host_pools
         if state is None:
@@ -401,7 +417,7 @@ class VirtualMesh:
         )
 
     def _compare(self, name: str, computed: Sequence[PrefillComputed]) -> None:
-        """Note the error of the predictor before it learns from these prompts."""
+        """Record the predictor's error, before the predictor learns from these prompts."""
         instance = self.fleet.instances[name]
         fit = self.fleet.predictor.fit(instance.kind)
         prompts = list(instance.untimed)
@@ -464,7 +480,7 @@ class VirtualMesh:
     def _on_first(self, life: _Life, key: int) -> None:
         worker, job = life.jobs[key]
         served = life.served
-        if not life.request.is_current(key):  # the request gave up while its offer was on the way
+        if not life.request.is_current(key):  # the request gave up while its offer was under way
             if worker.work is Work.PREFILL:
                 self._release(worker, life.jobs.pop(key)[1])
             return
@@ -472,7 +488,7 @@ class VirtualMesh:
         served.num_cached_tokens = job.num_cached
         served.prefill_id = worker.instance_id
         served.prefill_s = self.clock.now - job.began_at
-        if math.isinf(served.ttft_s):  # a migrated request has had its first token
+        if math.isinf(served.ttft_s):  # a migrated request has had its first token already
             served.ttft_s = self.clock.now + self.shape.hop_s - served.arrival.at_s
         is_local = worker.work is Work.LOCAL
         is_last = life.served.arrival.num_output_tokens <= 1 and not is_local
@@ -483,7 +499,10 @@ class VirtualMesh:
         self._later(life, FirstToken(key, 0, finish, ticket, job.num_cached))  # type: ignore[arg-type]
 
     def _note_wait(self, life: _Life, instance_id: str) -> None:
-        """Note the error of the expected first token, if the request is on the planned instance."""
+        """Record the error of the expected time of token 1.
+
+        There is no error if the request went to another instance than planned.
+        """
         best, planned_at, due = life.expected
         if best == instance_id:
             waited_s = self.clock.now - planned_at

@@ -3,10 +3,11 @@ the mesh carries on the virtual clock.
 
     python -m loadtests.sim.phi_check --out loadtests/results/phi-2026-11-21
 
-Each workload comes at 1.5 times the predicted rate, so that the mesh is full. The requests that are
-completed in the last two thirds of the arrivals' time are measured. The profile is taken in advance
-from the engine's law, with the share of prompts that the run found cached (r_pre). The table also
-has the error (MAPE) of the prefill times that the master predicted meanwhile, after the first 20.
+Each workload arrives at 1.5 times the predicted rate, so that the mesh is full. The measured rate
+counts the requests that are completed in the last two thirds of the arrivals' time. The profile is
+computed in advance from the engine's law, and from the share of prompt tokens that the run found in
+caches (r_pre). The table also has the error (MAPE) of the prefill times that the master predicted,
+without the first 20.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from pdmesh.engine.step_time_laws import MOCKER, SMOLLM2_CPU
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`num_requests` of one kind, over scenarios that share `prefix_tokens` each."""
+    """Requests of one kind. They belong to several scenarios, each with a prefix of
+    `prefix_tokens`.
+    """
 
     name: str
     shape: MeshShape
@@ -76,7 +79,7 @@ WORKLOADS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Rates in requests/s per instance."""
+    """The check of one workload. Rates are in requests/s per instance."""
 
     workload: str
     seed: int
@@ -85,13 +88,13 @@ class Checked:
     measured: float
     error_percent: float
     cached_share: float
-    prediction_error_percent: float  # of prefill times
+    prediction_error_percent: float  # of predicted prefill times
 
 
 def check(workload: Workload, seed: int, rate_per_s: float = 0.0) -> Checked:
-    """Check one workload; without a rate, a first run finds it.
+    """Check one workload. If `rate_per_s` is 0, a first run finds the rate.
 
-    The rate and the share found cached depend on each other.
+    The first run is needed because the rate and the cached share depend on each other.
     """
     shape = workload.shape
     arrivals = _arrivals(workload, seed, rate_per_s or 1.0)
@@ -139,9 +142,9 @@ def _arrivals(workload: Workload, seed: int, rate_per_s: float) -> list[Arrival]
 
 
 def _while_full(served: Sequence[Served]) -> tuple[list[Served], float]:
-    """Requests completed in the last two thirds of the arrivals' time, and how long that is.
+    """Requests completed in the last two thirds of the arrivals' time, and the length of this time.
 
-    In that time, the mesh is full and its caches are warm.
+    In this time, the mesh is full and its caches are warm.
     """
     until = served[-1].arrival.at_s
     since = until / 3
@@ -158,7 +161,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Checked], float], str], ...]] = (
 
 
 def table(checks: Sequence[Checked]) -> str:
-    """Markdown: median (lowest..highest) over the seeds."""
+    """A Markdown table of medians (lowest..highest) over the seeds."""
     by_workload = {
         workload: [c for c in checks if c.workload == workload]
         for workload in dict.fromkeys(c.workload for c in checks)

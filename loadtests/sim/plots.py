@@ -1,5 +1,6 @@
-"""One page of plots for a comparison: a row per case, with reuse and TTFT by policy, and bars for
-the spread over the seeds.
+"""Draws a comparison as one page of plots.
+
+Each case has a row with reuse and TTFT by policy. Bars show the spread over the seeds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Profiles a kind of instance in advance from its law: the input of formula (1) (S27, S30)."""
+"""Computes the profile of a kind of instance from its law, as the input of formula (1) (S27,
+S30).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ def profile(
     num_cached: int = 0,
     transfer_s: float = 0.0,
 ) -> Profile:
-    """Tokens are per request, slots are per instance; `transfer_s` is xi of one request.
+    """The profile for requests of these lengths.
 
-    Raises ValueError for `num_output` < 2.
+    Tokens are per request, and slots are per instance. `transfer_s` is xi, the KV transfer's time
+    for one request. Raises ValueError if `num_output` is below 2.
     """
     if num_output < 2:
         raise ValueError("num_output must be 2 or more: one token needs no decode")

@@ -1,8 +1,8 @@
-"""Users in a closed loop on the virtual clock: the twin of `loadtests.users`. It also shows
-how its queues would perform with other reports.
+"""Simulates `loadtests.users` on the virtual clock: users in a closed loop.
 
-Gateway and network are a constant per hop here, and the cores are the services' own. So two
-variants differ only in how requests wait.
+It also shows how the queues would perform if they were reported at other intervals. Gateway and
+network are a constant per hop here. The cores are the services' own. So two variants differ only in
+how requests wait.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from pdmesh.core.placement.plan import Plan, RankedInstance
 from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.sim.config import CHUNK_TOKENS
 
-_HOP_S: Final = 0.0015  # as in a mesh of processes on two cores: 5 ms of TTFT beyond the law
+# as in a mesh of processes on two cores: 5 ms of TTFT in addition to the law
+_HOP_S: Final = 0.0015
 _TOKEN_S: Final = MEAN_PREFILL_S / (NUM_TOKENS - statistics.mean(PREFIX_TOKENS))
 
 
 class UsersMesh(VirtualMesh):
-    """`num_users` who ask, read the answer or the refusal, think and ask again, until `until`.
+    """A mesh with `num_users` users until `until`. Times are in seconds.
 
-    Times in seconds.
+    Each user sends a request, reads the answer or the refusal, thinks, and begins again.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class UsersMesh(VirtualMesh):
         report_s: float | None = None,
         seed: int = 1,
     ) -> None:
-        """`report_s`: the time between two reports of the queues; by default the policy's 100
+        """`report_s` is the time between two reports of the queues. The policy's default is 100
         ms.
         """
         shape = MeshShape(
@@ -76,7 +77,8 @@ class UsersMesh(VirtualMesh):
         self._next, self._think, self._until = Prompts(seed), thinking(seed, think_s), until
         self._num_asked = 0
         self._is_told_by_reports = variant.policy == QUEUES.policy
-        self._expected: dict[int, tuple[Served, float]] = {}  # by id: when token 1 was expected
+        # by id of the request: its result, and when token 1 was expected
+        self._expected: dict[int, tuple[Served, float]] = {}
         for _ in range(num_users):
             self.clock.after(self._think(), self._ask)
 
@@ -84,9 +86,10 @@ class UsersMesh(VirtualMesh):
         self.clock.after(self._think(), self._ask)
 
     def placed(self, served: Served, plan: Plan) -> None:
-        """Note the estimate of the first token when the request is first placed.
+        """Record when token 1 is expected, at the first time that a request is placed.
 
-        The estimate comes from the reports of queues, or from bookings.
+        The estimate comes from the reports of queues, or from the master's bookings of planned
+        work.
         """
         best = plan.prefills[0]
         due = self.fleet.instances[best.instance_id].available_at
@@ -95,8 +98,9 @@ class UsersMesh(VirtualMesh):
         self._expected.setdefault(id(served), (served, due))
 
     def estimate_error_s(self, since: float) -> float:
-        """The mean error of the estimates of first tokens (S7), over all answered requests from
-        `since` on.
+        """The mean error of the estimated times of first tokens (S7).
+
+        It is over all answered requests from `since` on.
         """
         return statistics.mean(
             abs(served.arrival.at_s + served.ttft_s - due)
@@ -105,7 +109,9 @@ class UsersMesh(VirtualMesh):
         )
 
     def answers(self, since: float) -> list[Answer]:
-        """The answers to requests from `since` on, in the form of the generator of real load."""
+        """The answers to requests from `since` on, in the form that the generator of real load
+        uses.
+        """
         self.clock.run()
         return [_answer(s, since) for s in self.served if s.arrival.at_s >= since]
 
@@ -116,8 +122,9 @@ class UsersMesh(VirtualMesh):
 
 
 def _by_report_s(best: RankedInstance, arrival: Arrival) -> float:
-    """The time to token 1 behind the tokens in the queue's last report, which is the policy's
-    score.
+    """The expected time until token 1 behind all tokens in the queue's last report.
+
+    The score of the policy contains the number of these tokens.
     """
     num_before = -best.score * BLOCK_SIZE
     return (num_before + arrival.num_prompt_tokens - best.num_matched_tokens) * _TOKEN_S

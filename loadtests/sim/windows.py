@@ -1,11 +1,11 @@
-"""Batches in order of arrival, or of prompts of similar length: how much padding is computed,
-and which requests wait for it (S90, S91).
+"""Batches in order of arrival, or of prompts of similar length: how much padding is computed, and
+which requests wait for it (S90, S91).
 
     python -m loadtests.sim.windows --traces FOLDER --out loadtests/results/windows-2026-11-21
 
-It runs on the virtual clock, at rates from an occasional queue to overload. Prompts have the
+The runs are on the virtual clock, at rates from an occasional queue to overload. Prompts have the
 lengths of the Mooncake trace, divided by fifty, and share nothing. Prefills take four prompts at
-once; they pad them to the longest, or compute each for itself.
+once. They pad the prompts to the longest, or compute each prompt without padding.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _RATES: Final = {PADDED_CPU: (22.0, 26.0, 32.0), SMOLLM2_CPU: (26.0, 32.0)}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`waste_percent`: the tokens that padding adds, relative to the requested tokens.
+    """The result of one run.
 
-    It costs time only where the law pads.
+    `waste_percent` is the tokens that padding adds, relative to the requested tokens. They cost
+    time only with a law that pads.
     """
 
     law: str
@@ -60,7 +61,7 @@ class Outcome:
     ttft_ms_p95: float
     ttft_ms_p99: float
     ttft_ms_max: float
-    took_s: float  # for all requests
+    took_s: float  # until all requests were answered
 
 
 def arrivals(traces: Path | None, count: int, rate_per_s: float, seed: int) -> list[Arrival]:

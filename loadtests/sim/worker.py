@@ -1,8 +1,9 @@
-"""One instance on the virtual clock: the admission core, the block pool as cache, a law as time.
+"""Simulates one instance on the virtual clock.
 
-Steps are those of the sim engine: a chunk of the prompts in order of arrival, plus one token for
-each running sequence. While no prompt is computed, the decode steps up to the next end are summed
-in closed form.
+It has the product's admission core, and a block pool as its cache. A law gives the time of each
+step. A step computes the same as a step of the sim engine: a chunk of the prompts in order of
+arrival, and one token for each running sequence. While no prompt is computed, all decode steps
+until the next sequence ends are summed in closed form.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from pdmesh.engine.sim.block_pool import BlockPool
 
 @dataclass(slots=True)
 class Job:
-    """One leg on this worker.
+    """A request's leg (its stay) on this worker.
 
-    `on_first` is called when the prompt is computed, `on_end` when all `num_output` tokens are
-    drawn.
+    `on_first` is called when the prompt is computed. `on_end` is called when all `num_output`
+    tokens are drawn.
     """
 
     leg: int
@@ -46,7 +47,7 @@ class Job:
     num_computed: int = 0
     began_at: float = 0.0
     in_chunk: int = 0
-    seconds: float = 0.0  # its shares of the steps that computed it
+    seconds: float = 0.0  # the job's shares of the steps that computed its prompt
 
     @property
     def num_left(self) -> int:
@@ -55,7 +56,7 @@ class Job:
 
 @dataclass(slots=True)
 class Worker:
-    """`work` is PREFILL, DECODE or LOCAL (both).
+    """One simulated instance. `work` is PREFILL, DECODE or LOCAL (both).
 
     Times are in seconds of the clock.
     """
@@ -73,24 +74,24 @@ class Worker:
     num_prompts: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    num_chunk_tokens: int = 0  # of prompts, computed
-    num_padded_tokens: int = 0  # padding that the engine computed, if it pads
+    num_chunk_tokens: int = 0  # computed prompt tokens
+    num_padded_tokens: int = 0  # padding that was computed, if the engine pads
     is_dead: bool = False
     _prompts: dict[int, Job] = field(default_factory=dict)
-    _ends: list[tuple[int, int]] = field(default_factory=list)  # (step, leg)
+    _ends: list[tuple[int, int]] = field(default_factory=list)  # (step at which a leg ends, leg)
     _running: dict[int, Job] = field(default_factory=dict)
     _step: int = 0
     _num_context: int = 0
     _is_stepping: bool = False
-    _epoch: int = 0  # of the planned step; a job that joins replans it
+    _epoch: int = 0  # number of the planned step; a job that joins makes a new plan
     _span_began: float = 0.0
-    _span_step_s: float = 0.0  # while only decoding, more than one step ahead
+    _span_step_s: float = 0.0  # time per step while several steps of decoding only are planned
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.admission.capacity.num_blocks)
 
     def offer(self, job: Job) -> Admitted | Refused:
-        """Take the job now, or return why not. A decode waits for its KV until `begin`."""
+        """Accept the job now, or return why not. A decode then waits for the KV until `begin`."""
         ask = Ask(job.leg, self.work, job.num_prompt, job.num_output, 1e9)
         answer = self.admission.admit(ask, self.clock.now)
         if isinstance(answer, Admitted) and self.work is not Work.DECODE:
@@ -142,7 +143,7 @@ class Worker:
     # --- steps -----------------------------------------------------------------------------------
 
     def _interrupt(self) -> None:
-        """A job joined: a span of pure decoding ends with the step under way."""
+        """Let a new job join. Planned steps of pure decoding end with the step under way."""
         if not self._is_stepping:
             self._is_stepping = True
             self._epoch += 1
@@ -152,7 +153,7 @@ class Worker:
             self._cut_span()
 
     def _cut_span(self) -> None:
-        """The job that joined takes part from the end of the step under way."""
+        """Plan the steps again. The new job takes part after the step under way."""
         elapsed = self.clock.now - self._span_began
         num_steps = math.floor(elapsed / self._span_step_s) + 1
         until = self._span_began + num_steps * self._span_step_s
@@ -223,7 +224,7 @@ class Worker:
 
     def _computed(self, job: Job) -> None:
         self._keep(job, len(job.hashes))
-        if self.work is Work.PREFILL:  # its KV is staged, so the engine's blocks are free
+        if self.work is Work.PREFILL:  # the KV is staged, so the engine's blocks are free
             self.admission.computed(job.leg)
             self.pool.release(job.blocks)
             job.blocks = []
@@ -254,8 +255,9 @@ class Worker:
             self._num_context = 0
 
     def _keep_answer(self, job: Job) -> None:
-        """Keep the answer's full blocks in the cache as an engine does, although this trace never
-        asks for their names.
+        """Keep the answer's full blocks in the cache, as an engine does.
+
+        No request of this trace asks for their names. They only take space.
         """
         total = (job.num_prompt + job.num_output) // self.block_size
         new = max(0, total - len(job.blocks))
@@ -265,14 +267,14 @@ class Worker:
             self.pool.store(block, block_name(-job.leg - 1_000_000, part))
 
     def release(self, job: Job) -> None:
-        """The staged KV was taken: the prefill's slot is free (S41)."""
+        """Free the prefill's slot, because a decode has pulled the staged KV (S41)."""
         self.pool.release(job.blocks)
         self.on_blocks(self)
         self.admission.ended(job.leg, self.clock.now)
         self.admission.range_freed(job.leg, self.clock.now)
 
     def abort(self, job: Job) -> None:
-        """The gateway no longer wants the job."""
+        """End a job that the gateway no longer wants."""
         self._prompts.pop(job.leg, None)
         if self._running.pop(job.leg, None) is not None:
             (end,) = (step for step, leg in self._ends if leg == job.leg)
@@ -282,7 +284,7 @@ class Worker:
         self.release(job)
 
     def kill(self) -> None:
-        """The worker dies: nothing that is planned happens any more."""
+        """Let the worker die. Nothing that is planned happens any more."""
         self.is_dead = True
         self._epoch += 1
         self._is_stepping = True

@@ -1,3 +1,3 @@
-"""Plans of deployments, checked: their laws against measured kernels, their queues against the
-virtual mesh.
+"""Checks plans of deployments: their laws against measured kernels, their queues against
+simulations.
 """

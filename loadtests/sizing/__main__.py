@@ -8,9 +8,11 @@ NAME=sizing`).
     # The rest of an interrupted run.
     python -m loadtests.sizing --kept FILE.json --out FILE
 
-For each scene, under light and heavy load, P/D and fusion are planned and then played with the same
-laws: the times that requests see, the highest load that keeps the goals, and whether one instance
-less would do. A role may have a single instance here: no plan includes a spare.
+A plan says how many instances a workload needs, with prefill and decode apart (P/D) or together
+(fusion). The virtual mesh is a simulation with the product's cores. For each scene, both kinds are
+planned under light and heavy load and then simulated with the same laws. The check compares the
+times that requests see, the highest load that keeps the goals, and whether one instance less would
+suffice. A role may have a single instance here, since no plan includes a spare.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def main() -> None:
         for checked in pool.map(_checked, jobs):
             progress.step(f"{checked.scene}, {checked.rate_per_s:g}/s")
             found.append(checked)
-            if options.out:  # what is done is kept if the rest is interrupted
+            if options.out:  # keep the results so far if the rest is interrupted
                 _write(options.out, found)
     progress.close()
     if options.out:

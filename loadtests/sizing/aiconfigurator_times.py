@@ -1,8 +1,9 @@
 """Prints step times from aiconfigurator's tables of measured kernels, as JSON lines.
 
-It runs in the interpreter of a virtual environment that has aiconfigurator (`pip install
-aiconfigurator==0.12.0`, Apache-2.0), not in ours: `python -m loadtests.sizing.fit` starts it. Each
-line is one step of one engine (vLLM): of a prompt, of a batch of decodes, or of both at once.
+`python -m loadtests.sizing.fit` starts this program. It runs in the interpreter of a virtual
+environment that has aiconfigurator (`pip install aiconfigurator==0.12.0`, Apache-2.0), not in ours.
+Each line is one step of a vLLM engine. A step computes prompts, a batch of decodes, or both at
+once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CHUNKS = (512, 2048, 8192)
 
 
 def sessions(name: str, system: str, model_name: str) -> Iterator[tuple[int, Any]]:
-    """One session per number of tensor-parallel ranks that the tables have."""
+    """A session for each number of tensor-parallel ranks in the tables."""
     from aiconfigurator.sdk.inference_session import InferenceSession
     from aiconfigurator_core.sdk import config, perf_database
     from aiconfigurator_core.sdk.backends.factory import get_backend
@@ -48,7 +49,7 @@ def sessions(name: str, system: str, model_name: str) -> Iterator[tuple[int, Any
 
 
 def steps(session: Any) -> Iterator[dict[str, Any]]:
-    """Times in ms. `length`: of a prompt, or of each decode's context."""
+    """Steps with their times in ms. `length` is that of a prompt, or of each decode's context."""
     from aiconfigurator_core.sdk.config import RuntimeConfig
     from aiconfigurator_core.sdk.step_estimate import MixedStepInput
 

@@ -1,4 +1,4 @@
-"""One scene and load: what the plan says beside what the virtual mesh shows."""
+"""Checks the plan for one scene and load against the simulation on the virtual mesh."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pdmesh.core.sizing.advice import PlanAnswer, answer_of, ranges_of
 from pdmesh.core.sizing.deployment import Deployment, Seen, fused, pair_of
 from pdmesh.core.sizing.search import NotPossible, Workload, holds, smallest_fusion, smallest_pair
 
-_NO_LIMIT = 0.999  # max_busy of a plan that only the goals limit, as they do on the mesh
+_NO_LIMIT = 0.999  # max_busy of a plan that only the goals limit, as in the simulation
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One kind of deployment. Rates in requests/s, each the highest that meets the goals.
+    """The check of one kind of deployment (P/D or fusion).
 
-    `can_spare`: by role, whether the mesh keeps the goals with one instance less of it.
+    `planned_per_s` and `played_per_s` are the highest rates that meet the goals, in requests/s.
+    `can_spare` says for each role whether the mesh keeps the goals with one instance less.
     """
 
     deployment: str
@@ -30,14 +31,14 @@ class Side:
 
     @property
     def load_error(self) -> float:
-        """The plan's relative error about the load; above 0 if the mesh carries less."""
+        """The plan's relative error about the load. It is above 0 if the mesh carries less."""
         return self.planned_per_s / self.played_per_s - 1
 
     def needed_gpus(self, rate_per_s: float) -> float:
         """The GPUs that the mesh needs at this rate.
 
-        This is the planned number, if these carry the rate and no instance can be spared. Otherwise
-        it is the rate divided by what one GPU carried, which need not be whole.
+        The result is the planned number if these GPUs carry the rate and no instance can be spared.
+        Otherwise, it is the rate divided by the rate of one GPU, which need not be a whole number.
         """
         if self.played_per_s >= rate_per_s and not any(self.can_spare.values()):
             return self.num_gpus
@@ -46,7 +47,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """`answer` is the plan's; the side of a kind that cannot meet the goals is None."""
+    """The check of one scene under one load.
+
+    `answer` is the plan's answer. `pair` or `fusion` is None if that kind cannot meet the goals.
+    """
 
     scene: str
     rate_per_s: float
@@ -57,7 +61,10 @@ class Checked:
 
     @property
     def is_right(self) -> bool:
-        """Whether the plan names the side that needs fewer GPUs on the mesh, if it names one."""
+        """Whether the plan names the kind that needs fewer GPUs on the mesh.
+
+        It is also True if the plan names no kind, or if one kind cannot meet the goals.
+        """
         if self.pair is None or self.fusion is None:
             return True
         pair = self.pair.needed_gpus(self.rate_per_s)
@@ -101,7 +108,7 @@ def _side(found: Deployment | NotPossible, wanted: Workload, seed: int) -> Side 
 
 
 def _planned(found: Deployment, wanted: Workload) -> Deployment:
-    """The deployment with all the slots that its memory allows, as the mesh plays it."""
+    """The deployment with all the slots that its memory allows, as in the simulation."""
     if found.is_fusion:
         return fused(found.pools[0], wanted.traffic, wanted.goals)
     prefill, decode = found.pools

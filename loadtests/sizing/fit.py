@@ -3,9 +3,11 @@
     python -m loadtests.sizing.fit VENV/bin/python        # of a venv with aiconfigurator
     python -m loadtests.sizing.fit --times times.jsonl    # its output of an earlier run
 
-The times are aiconfigurator's, from kernels that NVIDIA measured with vLLM. The program prints the
-table of `core/sizing/efficiency.py` and the errors by accelerator and kind of model. Mixed steps
-are left out of the fit; their error shows whether `Law.mixed_s` is right.
+A law computes the time of a step from the peak rates of an accelerator. Engines reach only a share
+of each peak. The program fits these shares to the times of aiconfigurator, which come from kernels
+that NVIDIA measured with vLLM. It prints the table of `core/sizing/efficiency.py`, and the errors
+by accelerator and kind of model. Mixed steps are not used for the fit. Their error shows whether
+`Law.mixed_s` is right.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from pdmesh.core.sizing.model_shape import ModelShape, model_shape
 from pdmesh.core.sizing.roofline import efficiency_key, law_of, prefill_terms, step_terms
 
 SCRIPT: Final = Path(__file__).with_name("aiconfigurator_times.py")
-_FITS: Final = 0.85  # share of the memory; engines that need more cannot exist and do not count
-_NO_LINK: Final = frozenset({"l40s"})  # its all-reduces over PCIe are extrapolated in the tables
+# the usable share of memory; larger engines cannot exist, so their steps are left out
+_FITS: Final = 0.85
+_NO_LINK: Final = frozenset({"l40s"})  # the tables only extrapolate its all-reduces, which use PCIe
 _ROUNDS: Final = 20_000
 _UNUSED: Final = 1.0
 
@@ -52,7 +55,7 @@ def read(lines: Iterable[str]) -> tuple[dict[str, ModelShape], list[Measured]]:
         row: dict[str, Any] = json.loads(line)
         if "config" in row:
             shape = model_shape(row["config"])
-            # aiconfigurator, like vLLM's recipes, stores KV of fp8 models in fp8.
+            # aiconfigurator stores the KV of fp8 models in fp8, like vLLM's recipes.
             shapes[row["model"]] = shape.with_fp8_kv() if shape.compute == "fp8" else shape
             continue
         found.append(
@@ -91,10 +94,10 @@ def _step_row(shape: ModelShape, each: Measured) -> list[float]:
 
 
 def solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Least squares of relative errors, each coefficient with its least value, by coordinates.
+    """Minimise the squared relative errors by coordinate descent. Returns the coefficients.
 
-    The first and last coefficient are seconds, at least 0; the others are reciprocals of
-    shares of a peak, at least 1.
+    The first and last coefficient are seconds and at least 0. The others are reciprocals of shares
+    of a peak and at least 1.
     """
     size = len(rows[0])
     least = [0.0, *[1.0] * (size - 2), 0.0]
@@ -155,7 +158,7 @@ def key_of(shape: ModelShape, each: Measured) -> tuple[str, str, str]:
 def errors(
     shapes: dict[str, ModelShape], steps: Sequence[Measured], share: Efficiency
 ) -> dict[str, list[float]]:
-    """Relative errors by kind of step."""
+    """The relative errors, by kind of step."""
     found: dict[str, list[float]] = {"prefill": [], "decode": [], "mixed": []}
     for each in steps:
         found[each.kind].append(predicted_s(shapes[each.model], each, share) / each.seconds - 1)

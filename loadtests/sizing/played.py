@@ -1,4 +1,6 @@
-"""Plays a planned deployment on the virtual mesh, with the plan's laws and the product's cores."""
+"""Simulates a planned deployment on the virtual mesh, with the plan's laws and the product's
+cores.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,20 @@ from pdmesh.core.sizing.search import Workload
 from pdmesh.core.sizing.traffic import BLOCK, Traffic
 
 NUM_REQUESTS: Final = 2000
-LIVES: Final = 5  # a run lasts at least as long as this many mean answers in a row
-_WARM: Final = 0.15  # of the requests come at half the rate, and fill the caches
-# The shares of the requests, at the beginning and at the end, that do not count.
+LIVES: Final = 5  # a run lasts at least as long as so many mean answers in a row
+_WARM: Final = 0.15  # the first requests, which come at half the rate and fill the caches
+# The shares of the requests that do not count, at the beginning and at the end.
 _LEFT_OUT: Final = 0.35
 _LAST: Final = 0.05
-_TEMPLATES: Final = 4  # number of different cached beginnings
+_TEMPLATES: Final = 4  # how many different beginnings of prompts are cached
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What requests saw in the middle of a run. `kept`: the least share that kept a goal."""
+    """What requests saw in the middle of a run.
+
+    `kept` is the share of requests that kept a goal, for the goal with the lowest share.
+    """
 
     ttft_p50_s: float
     ttft_s: float
@@ -37,9 +42,10 @@ class Times:
 
 
 def arrivals(traffic: Traffic, num_requests: int, seed: int) -> list[Arrival]:
-    """Poisson arrivals of the sampled lengths; cached parts are beginnings that prompts share.
+    """Poisson arrivals with lengths sampled from the traffic.
 
-    The rest of a prompt has no names, as no other prompt has it.
+    The cached part of a prompt is a beginning that prompts share. The rest has no block names,
+    since no other prompt has it.
     """
     rng = random.Random(seed)
     longest = max(r.num_cached for r in traffic.requests) // BLOCK
@@ -83,7 +89,9 @@ def mesh_shape(deployment: Deployment, traffic: Traffic) -> MeshShape:
 
 
 def num_requests(deployment: Deployment, wanted: Workload) -> int:
-    """Enough for the quantile, and for several answers one after the other."""
+    """The number of requests of a run: enough for the quantile, and for several answers in a
+    row.
+    """
     life_s = wanted.traffic.mean_output * wanted.goals.tpot_s
     return max(NUM_REQUESTS, math.ceil(LIVES * life_s * wanted.traffic.rate_per_s))
 
@@ -116,7 +124,7 @@ def keeps(deployment: Deployment, wanted: Workload, seed: int) -> bool:
 def highest(holds: Callable[[float], bool], start: float, precision: float = 0.05) -> float:
     """The highest rate for which `holds` is true; 0 if it is below a twentieth of `start`.
 
-    Steps of 20 % from `start` find an interval, which is then halved until it is within
+    Steps of 20 % from `start` find an interval. The interval is then halved until it is within
     `precision`.
     """
     low = high = start

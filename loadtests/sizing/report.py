@@ -1,4 +1,4 @@
-"""The record of a check: tables of errors, and what they say."""
+"""Writes the record of a check: tables of errors, and conclusions in words."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The workloads on which plans are checked: models by their config.json, lengths, rates and goals.
+"""The workloads for which plans are checked.
 
-Each has a light and a heavy load. Lengths are lognormal.
+Each has a model (by its config.json), lengths, goals, a light load and a heavy load. Lengths are
+lognormal.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pdmesh.core.sizing.model_shape import model_shape
 from pdmesh.core.sizing.search import Workload
 from pdmesh.core.sizing.traffic import Goals, traffic_of
 
-# The fields of each config.json that decide about time and memory.
+# Only the fields of each config.json that decide about time and memory.
 CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Llama-3.1-8B": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -39,7 +40,7 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """`rates`: light and heavy, requests/s. Goals in seconds."""
+    """A workload. `rates` are the light and the heavy load, in requests/s. Goals are in seconds."""
 
     name: str
     model: str

@@ -1,1 +1,1 @@
-"""What proposing tokens costs and yields, by proposer."""
+"""Measures what proposing tokens costs and yields, by proposer."""

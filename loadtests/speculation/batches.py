@@ -2,10 +2,12 @@
 
     python -m loadtests.speculation.batches      needs vLLM and the prepared model (make model)
 
-Both are fusion instances, so there is no hand-over. Copies are prompts that repeat a text, whose
-answers continue it. Draws at a high temperature repeat nothing, so nearly every proposal is
-wrong. The schedule begins with its default acceptance and follows what it measures. Beside tokens/s
-there is the CPU of the engine's processes for each token, which other processes disturb less.
+With speculation, an engine proposes tokens and checks them in one step. Both engines are fusion
+instances, so there is no hand-over. They get two kinds of text. "Copies" are prompts that repeat a
+text, and the answers continue it. "Draws" are answers at a high temperature, which repeat nothing,
+so nearly every proposal is wrong. The schedule that decides how much to propose begins with its
+default acceptance and then adapts to the measured acceptance. The report has tokens/s, and the CPU
+of the engine's processes for each token, which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from pdmesh.models import smollm2
 BATCHES: Final = (1, 8, 32)
 ENGINES: Final = {"plain": NO_SPECULATION, "proposing": Speculation(4, 0.6, 0.01)}
 COPIES, DRAWS = "copies", "draws"
-KINDS: Final = {COPIES: 0.0, DRAWS: 2.0}  # and their temperatures
+KINDS: Final = {COPIES: 0.0, DRAWS: 2.0}  # each kind of text, with its temperature
 _BAR: Final = 0.97  # S118: no regression over 3 % at any batch
 _WORDS: Final = range(1000, 40000)
 _NUM_TOKENS: Final = 64
@@ -42,7 +44,7 @@ _NUM_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One batch on one engine."""
+    """The result of one batch on one engine."""
 
     engine: str
     kind: str
@@ -55,7 +57,7 @@ class Turn:
 
 
 class Driver:
-    """One engine, its processes, and the requests of one turn at a time."""
+    """Sends the requests of one turn at a time to one engine, and measures the answers."""
 
     def __init__(self, name: str, engine: VllmEngine, processes: Sequence[psutil.Process]) -> None:
         self._name, self._engine, self._processes = name, engine, processes
@@ -140,7 +142,7 @@ async def run(model_dir: Path, rounds: int) -> list[Turn]:
         drivers = [await stack.enter_async_context(driven(name, model_dir)) for name in ENGINES]
         for kind in KINDS:
             for batch in BATCHES:
-                for driver in drivers:  # the schedule learns the kind of text
+                for driver in drivers:  # each engine's schedule adapts to the kind of text
                     await driver.turn(kind, batch, 0)
                 for number in range(1, rounds + 1):
                     order = drivers if number % 2 else drivers[::-1]
@@ -151,14 +153,17 @@ async def run(model_dir: Path, rounds: int) -> list[Turn]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A kind of text and a batch: the engine that proposes, relative to the other, by round."""
+    """One kind of text and one batch size.
+
+    The proposing engine's values are divided by the other engine's, round by round.
+    """
 
     kind: str
     batch: int
     speeds: Sequence[float]  # tokens per second
     costs: Sequence[float]  # CPU per token
-    proposed: float  # tokens per drawn token
-    accepted: float  # share of the proposed
+    proposed: float  # proposed tokens per drawn token
+    accepted: float  # share of the proposed tokens
 
 
 def rows(turns: Sequence[Turn]) -> list[Row]:

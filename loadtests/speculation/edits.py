@@ -1,7 +1,7 @@
-"""Answers that copy a part of a long prompt with edits, and their target, which draws them.
+"""Makes answers that copy a part of a long prompt with edits, and draws them with each proposer.
 
-The prompt is the source code of this repository, so its lines repeat as those of real code do. The
-target is not a model: it draws exactly the edited text, so proposers differ only by their own work.
+The prompt is the source code of this repository, so its lines repeat as those of real code do. No
+model draws the tokens: the answers are given. So proposers differ only by their own work.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final, Protocol
 
 _FOLDERS: Final = ("libs/pdmesh/core", "libs/pdmesh/engine", "libs/pdmesh/kv", "services")
 _WORD: Final = re.compile(r"\b[a-z_]{4,}\b")
-# Bounds of a random number for each line: below the first, it is deleted; below the second, another
-# line is inserted before it.
+# Bounds for a random number per line. Below the first, the line is deleted. Below the second,
+# another line is inserted before it.
 _DELETED, _INSERTED = 0.03, 0.06
 
 
@@ -49,7 +49,7 @@ def source_lines(root: Path) -> list[str]:
 
 
 def edited(lines: Sequence[str], rng: random.Random) -> str:
-    """A word is renamed everywhere, some lines are deleted, and some inserted."""
+    """The lines with one word renamed everywhere, some lines deleted, and some inserted."""
     words = sorted({word for line in lines for word in _WORD.findall(line)})
     renamed = rng.choice(words)
     result = []
@@ -76,7 +76,10 @@ def tasks(
     num_tasks: int,
     num_edited: int = 60,
 ) -> list[Task]:
-    """Prompts of `num_tokens`, and answers that repeat 60 lines from the middle with edits."""
+    """Prompts of `num_tokens`, and answers that repeat lines of the prompt with edits.
+
+    An answer has `num_edited` lines, which begin in the first half of the prompt.
+    """
     made = []
     for seed in range(num_tasks):
         rng = random.Random(seed)
@@ -91,7 +94,7 @@ def tasks(
 
 
 def follow(proposer: Proposer, task: Task, num_first: int = 1) -> Followed:
-    """Draw the answer. `num_first` tokens come from prefill."""
+    """Draw the answer with the proposer's help. Prefill has drawn the first `num_first` tokens."""
     answer, position, num_steps, num_proposed = task.answer, num_first, 0, 0
     proposer.begin([*task.prompt, *answer[:num_first]], num_first)
     drawn: Sequence[int] = answer[:num_first]
@@ -107,5 +110,5 @@ def follow(proposer: Proposer, task: Task, num_first: int = 1) -> Followed:
         num_proposed += len(proposal)
         num_steps += 1
     num_drawn = len(answer) - num_first
-    # A step draws one token and those that it accepted.
+    # A step draws one token of its own, and the accepted tokens.
     return Followed(num_drawn, num_steps, num_proposed, num_drawn - num_steps)

@@ -3,8 +3,8 @@
     python -m loadtests.speculation.proposals --out loadtests/results/speculation-DATE
 
 Each proposer is called as vLLM's model runner calls it, with one request in the batch. The answer
-is given, so no model computes. The proposers take turns with the same answers, and the times are
-CPU time of the process, so that the machine's other work affects all alike.
+is given, so no model computes. The proposers take turns with the same answers, so that the
+machine's other work affects all alike. Times are CPU times of the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from pdmesh.models import smollm2
 
 MAX_LEN: Final = 131_072
 OURS: Final = "ours, with a cursor"
-_BAR: Final = 1.0  # ours is not slower than vLLM's n-gram proposer from this length on
+# the limit for our time divided by that of vLLM's n-gram proposer, from this length on
+_BAR: Final = 1.0
 _BAR_TOKENS: Final = 10_000
 
 
@@ -55,7 +56,7 @@ class _Batch:
         self.calls = []
 
     def put(self, drawn: Sequence[int]) -> None:
-        """The first tokens are in the text already."""
+        """Append the drawn tokens. The first tokens of a request are in the text already."""
         if self.num_fresh:
             self.num_fresh = 0
             return
@@ -120,7 +121,7 @@ class _Suffix(_Batch):
         settings: Any = SimpleNamespace(
             speculative_config=SimpleNamespace(
                 num_speculative_tokens=num_tokens,
-                suffix_decoding_max_tree_depth=24,  # these are vLLM's defaults
+                suffix_decoding_max_tree_depth=24,  # vLLM's defaults
                 suffix_decoding_max_spec_factor=1.0,
                 suffix_decoding_min_token_prob=0.1,
                 suffix_decoding_max_cached_requests=10_000,
@@ -143,7 +144,11 @@ class _Suffix(_Batch):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One round. `first_ms`: the first proposal of a request, median; `later_us`: the others."""
+    """The result of one round.
+
+    `first_ms` is the median time of a request's first proposal. `later_us` is the mean time of the
+    other proposals.
+    """
 
     proposer: str
     num_prompt: int
@@ -176,7 +181,7 @@ def measured(name: str, proposer: Proposer, todo: Sequence[Task]) -> Measured:
             for part in ("num_drawn", "num_steps", "num_proposed", "num_accepted")
         )
     )
-    # The mean, not the median, because rare slow steps must count.
+    # `later_us` is a mean, not a median, because rare slow steps must count.
     return Measured(
         name,
         len(todo[0].prompt),
@@ -187,7 +192,9 @@ def measured(name: str, proposer: Proposer, todo: Sequence[Task]) -> Measured:
 
 
 def table(rounds: Sequence[Measured]) -> str:
-    """Times are those of the rounds; what was accepted is the same in each round."""
+    """A table of the times over the rounds. The numbers of accepted tokens are the same in each
+    round.
+    """
     lines = [
         (
             "| prompt tokens | proposer | later proposals, us | times ours | first proposal, ms "
@@ -256,7 +263,8 @@ def main() -> None:
         for make in compared.values():
             measured("", make(), todo[:1])  # the first call compiles and imports
         for _ in range(options.rounds):
-            # New ones in each round: suffix decoding remembers the answers of other requests.
+            # New proposers in each round, since suffix decoding remembers the answers of other
+            # requests.
             rounds += [measured(name, make(), todo) for name, make in compared.items()]
         print(f"{length:,} tokens: done", flush=True)
     text = f"{table(rounds)}\n\n{verdict(rounds)}"

@@ -1,1 +1,1 @@
-"""Realistic requests: workloads, the loops that send them, and a page on the answers."""
+"""Sends realistic requests: the workloads, the loops that send them, and the reports."""

@@ -1,8 +1,9 @@
-"""Workloads sent to a real mesh over HTTP: open loop at their own times, or users in a closed loop.
+"""Sends workloads to a real mesh over HTTP.
 
-Each request is a streamed completion of token ids, so that its length and its shared prefix are
-exactly the workload's. An open loop never waits for answers, however late they are.
-`loadtests.traffic.replay --ceiling` says what the generator itself carries, against canned answers.
+In an open loop, requests are sent at the times of the workload, however late answers are. In a
+closed loop, users wait for their answers. Each request is a streamed completion of token ids. So
+its length and its shared prefix are exactly those of the workload. `loadtests.traffic.replay
+--ceiling` measures how much the generator itself can send, with a server of canned answers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 
 from loadtests.traffic.workloads import Arrival
 
-_TOKEN_IDS: Final = range(20, 200)  # tokens of a single byte in every vocabulary that we serve
+_TOKEN_IDS: Final = range(20, 200)  # ids of single-byte tokens in every vocabulary that we serve
 _CACHED: Final = re.compile(rb'"cached_tokens": ?(\d+)')
 _COMPLETION: Final = re.compile(rb'"completion_tokens": ?(\d+)')
 _HAS_TEXT: Final = re.compile(rb'"(?:content|text)": ?"[^"]')
@@ -33,7 +34,8 @@ _GIVE_UP_S: Final = 120.0
 class Answer:
     """The answer to one request.
 
-    Times are in seconds since it was sent; inf if it never got that far. `status` 0: no answer.
+    Times are in seconds since the request was sent; inf if it did not get that far. `status` 0
+    means that there was no answer.
     """
 
     arrival: Arrival
@@ -56,7 +58,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`names_scenario`: requests name their scenario, and the mesh has a group for each
+    """The mesh that gets the requests.
+
+    With `names_scenario`, each request names its scenario. The mesh must then have a group for each
     scenario.
     """
 
@@ -68,7 +72,7 @@ class Target:
 
     @classmethod
     def at(cls, url: str, *, block_size: int = 64, names_scenario: bool = False) -> Target:
-        """Raises ValueError if no host is in `url`."""
+        """The mesh at `url`. Raises ValueError if the URL has no host."""
         parts = urlsplit(url)
         if not parts.hostname:
             raise ValueError(f"{url}: it must look like http://127.0.0.1:8000")
@@ -95,8 +99,9 @@ class Target:
 
 
 def prompt_tokens(arrival: Arrival, block_size: int) -> list[int]:
-    """The prompt's tokens: a named block always gives the same tokens; the rest is the request's
-    own.
+    """The tokens of the prompt.
+
+    A block name always gives the same tokens. The tokens after the named blocks are random.
     """
     tokens = [token for name in arrival.blocks for token in _block_tokens(name, block_size)]
     rng = random.Random(arrival.at_s)
@@ -110,14 +115,17 @@ def _block_tokens(name: bytes, block_size: int) -> tuple[int, ...]:
 
 
 class Connections:
-    """Kept-alive connections, made when none is idle; there are never more than open requests."""
+    """Connections that are kept alive. A new one is made only if none is idle."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def ask(self, answer: Answer) -> None:
-        """Fill in the answer. Its status is 0 if the connection broke or was never made."""
+        """Send the request and fill in its answer.
+
+        The status is 0 if the connection broke or could not be made.
+        """
         request = self._target.request(answer.arrival)
         try:
             reader, writer = await self._open()
@@ -175,7 +183,7 @@ async def _read_events(reader: asyncio.StreamReader, answer: Answer, began: floa
 async def open_loop(
     target: Target, arrivals: Sequence[Arrival], on_answer: Callable[[Answer], None]
 ) -> list[Answer]:
-    """Send each request at its own time, whatever became of earlier ones."""
+    """Send each request at its own time, even if earlier requests are not answered."""
     connections, answers = Connections(target), []
     tasks: set[asyncio.Task[None]] = set()
     began = time.perf_counter()
@@ -206,7 +214,7 @@ async def closed_loop(
     think_s: Callable[[], float],
     duration_s: float,
 ) -> list[Answer]:
-    """Each user asks, reads the answer or the refusal, thinks, and asks again."""
+    """Let each user send a request, read the answer or the refusal, think, and begin again."""
     connections, answers = Connections(target), []
     began = time.perf_counter()
 

@@ -1,5 +1,6 @@
-"""One page of plots of a run: latencies with their percentiles, goodput, refusals, hits, and the
-load of each instance.
+"""Draws a run as one page of plots.
+
+The page shows latencies with their percentiles, goodput, refusals, hits, and each instance's load.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import matplotlib as mpl
 from loadtests.traffic.report import Part, Run, Slo
 
 mpl.use("Agg")
-import matplotlib.pyplot as plt  # imported after a backend without a screen is chosen
+import matplotlib.pyplot as plt  # imported after a backend that needs no screen is chosen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,7 @@ _MARKED: Final = (0.5, 0.95, 0.99)
 
 
 def draw(run: Run, found: Sequence[Part], slo: Slo, path: Path) -> None:
-    """The first part in `found` is the whole run."""
+    """Draw the page. The first part in `found` must be the whole run."""
     done = [a for a in run.answers if a.is_answered]
     whole, scenarios = found[0], found[1:]
     names = [p.name for p in scenarios]

@@ -5,9 +5,9 @@
     make bench NAME=replay ARGS="--workload services --rate 12"   # two services, twelve scenarios
     make bench NAME=replay ARGS="--workload chats --url http://127.0.0.1:8000"
 
-Without --url it starts its own mesh: --prefill and --decode instances of --engine; sim engines have
---law. `azure` combines three scenarios (code, conversation, and Mooncake's) on one clock; none of
-the traces has a scenario field.
+Without --url, the program starts its own mesh, with --prefill and --decode instances of --engine.
+Sim engines compute by --law. `azure` combines three scenarios (code, conversation, and Mooncake's)
+on one clock, since none of the traces has a scenario field.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
 DECODE_SLOTS: Final = 64
-TTFT_S: Final = 10.0  # a request that waits longer is refused: the gateway's own default
+TTFT_S: Final = 10.0  # after this wait a request is refused; the gateway's own default
 _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
 _AZURE: Final = ("AzureLLMInferenceTrace_code.csv", "AzureLLMInferenceTrace_conv.csv")
-_STEPS: Final = 20  # of the progress bar
+_STEPS: Final = 20  # steps of the progress bar
 _REJECTIONS: Final = re.compile(
     r'^pdmesh_request_rejections(?:_ratio)?_bucket\{.*le="([0-9]+|\+Inf)(?:\.0)?".*\} ([0-9.e+]+)',
     re.MULTILINE,
@@ -112,9 +112,7 @@ def _long_prompts(options: argparse.Namespace) -> list[Arrival]:
 
 
 def _rtp(options: argparse.Namespace, make: Callable[..., list[Arrival]]) -> list[Arrival]:
-    """A dozen requests per scenario; the number of scenarios follows from the number of
-    requests.
-    """
+    """The arrivals that `make` generates. Each scenario has a dozen requests."""
     arrivals = make(
         random.Random(options.seed),
         num_scenarios=options.first // 12,
@@ -137,7 +135,10 @@ WORKLOADS: Final[dict[str, Callable[[argparse.Namespace], list[Arrival]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Played(Run):
-    """`cpu_s`: CPU of all the mesh's processes during the load; 0 for a mesh that is not ours."""
+    """A run, with the CPU that all the mesh's processes used during the load.
+
+    `cpu_s` is 0 for a mesh that this program did not start.
+    """
 
     cpu_s: float = 0.0
 
@@ -145,7 +146,7 @@ class Played(Run):
 def _spec(options: argparse.Namespace) -> MeshSpec:
     settings = {"PREFILL": {"NUM_SLOTS": str(options.slots)}, "DECODE": {}}
     if options.engine == "sim":
-        # Both roles must compute the same model to be a pair.
+        # Both roles must compute the same model to form a pair.
         shared = {"SIM_LAW": options.law, "SIM_EOS_PERIOD": "0"}
         settings["PREFILL"] |= {**shared, "NUM_KV_BLOCKS": str(options.prefill_blocks)}
         settings["DECODE"] |= {**shared, "NUM_SLOTS": str(DECODE_SLOTS)}
@@ -230,7 +231,7 @@ async def _send(target: Target, arrivals: list[Arrival]) -> list[Answer]:
 
 
 def _rejections(mesh: Mesh) -> dict[str, float]:
-    """Calls by rejections, summed over all gateways."""
+    """The number of calls by how often prefills rejected them, over all gateways."""
     found: Counter[str] = Counter()
     for name in mesh.names:
         if name.startswith("gateway"):
@@ -239,8 +240,9 @@ def _rejections(mesh: Mesh) -> dict[str, float]:
 
 
 def by_rejections(page: str) -> dict[str, float]:
-    """Calls by how many prefills refused them, from the cumulative buckets of a gateway's
-    histogram.
+    """The number of calls by how many prefills refused them.
+
+    The numbers come from the cumulative buckets of a gateway's histogram.
     """
     found: dict[str, float] = {}
     before, lowest = 0.0, 0
@@ -272,8 +274,9 @@ def _say(line: str) -> None:
 
 
 async def ceiling(num_users: int = 32, duration_s: float = 5.0) -> float:
-    """The most requests/s that this generator can send, of 512 prompt tokens and 16 answered
-    ones.
+    """The most requests/s that this generator can send.
+
+    A request has 512 prompt tokens, and its answer 16.
     """
     with canned_server() as port:
         answers = await closed_loop(

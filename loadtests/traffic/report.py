@@ -1,4 +1,4 @@
-"""The results of a run of real load: a table, JSON and Markdown files and one page of plots
+"""The report of a run of real load: a table, JSON and Markdown files, and one page of plots
 (S138).
 """
 
@@ -26,21 +26,21 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """All requests, or one scenario's.
+    """The results of all requests, or of one scenario's.
 
     Quantiles are p50, p90, p95 and p99. Goodput is in requests/s within the SLO.
     """
 
     name: str
     num_requests: int
-    num_refused: int  # 429 and 503
+    num_refused: int  # answers 429 and 503
     num_failed: int
     ttft_ms: tuple[float, ...]
     tpot_ms: tuple[float, ...]
     e2e_ms: tuple[float, ...]
     goodput_per_s: float
     within_slo_percent: float
-    hit_percent: float  # of prompt tokens
+    hit_percent: float  # share of the prompt tokens
 
 
 def part(name: str, answers: Sequence[Answer], slo: Slo, span_s: float) -> Part:
@@ -68,7 +68,7 @@ def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def parts(answers: Sequence[Answer], slo: Slo) -> list[Part]:
-    """The whole run first, then each scenario."""
+    """The results of the whole run first, then of each scenario."""
     span_s = max((a.sent_at for a in answers), default=0.0) or 1.0
     scenarios = sorted({a.arrival.scenario for a in answers})
     by_scenario = [
@@ -98,11 +98,14 @@ def table(found: Sequence[Part]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`admitted`: prompts or streams by instance; `rejections`: calls by the number of prefills
-    that refused each, from the gateway's histogram; `prediction_errors`: the master's mean relative
-    error of prefill times, by kind of instance. They are empty for a mesh that is not ours.
+    """The answers of one run, and what the mesh reports about it.
 
-    `ceiling_per_s`: the most that the generator can send; 0: not measured.
+    `admitted` is the number of prompts or streams by instance. `rejections` is the number of calls
+    by how many prefills refused them, from the gateways' histograms. `prediction_errors` is the
+    mean relative error of the master's prefill times, by kind of instance. All three are empty for
+    a mesh that this program did not start.
+
+    `ceiling_per_s` is the most that the generator can send. With 0, it was not measured.
     """
 
     answers: Sequence[Answer]
@@ -113,17 +116,17 @@ class Run:
 
     @property
     def late_ms(self) -> float:
-        """The longest delay of the sending of a request."""
+        """How late the latest request was sent."""
         return 1e3 * max((a.lag_s for a in self.answers), default=0.0)
 
     @property
     def peak_per_s(self) -> int:
-        """The most requests sent in one second."""
+        """The most requests that were sent in one second."""
         return max(Counter(int(a.sent_at) for a in self.answers).values(), default=0)
 
 
 def write(run: Run, slo: Slo, out: Path | None) -> None:
-    """Print the table; with `out`, also write OUT.json, OUT.md and OUT.png."""
+    """Print the table. If `out` is given, also write OUT.json, OUT.md and OUT.png."""
     found = parts(run.answers, slo)
     statuses = dict(sorted(Counter(a.status for a in run.answers).items()))
     ceiling = f", alone it carries {run.ceiling_per_s:.0f}" if run.ceiling_per_s else ""

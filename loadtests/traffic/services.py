@@ -1,5 +1,6 @@
-"""Two services with three scenarios each, and a mesh with a group for every scenario: one prefill,
-one decode (S4).
+"""Defines two services with three scenarios each, and a mesh with one group per scenario (S4).
+
+Each group has one prefill and one decode.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DECODE_SLOTS: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Lengths are in tokens; the SLO is for the whole answer, in seconds."""
+    """One scenario. Lengths are in tokens. The SLO is for the whole answer, in seconds."""
 
     service: str
     name: str
@@ -40,8 +41,9 @@ SCENARIOS: Final = (
 
 
 class Requests:
-    """A scenario's prompts, one after the other: its prefix, then tokens that no other
-    request has.
+    """Makes the requests of a scenario.
+
+    Each prompt is the scenario's prefix, followed by tokens that no other prompt has.
     """
 
     def __init__(self, number: int, scenario: Scenario) -> None:
@@ -58,7 +60,7 @@ class Requests:
 
 
 def mesh_spec(law: str, scenarios: Sequence[Scenario]) -> MeshSpec:
-    """A mesh of sim instances with `law`."""
+    """A mesh of sim instances that compute by `law`."""
     env = {"SIM_LAW": law, "SIM_EOS_PERIOD": "0"}
     service_env: dict[str, dict[str, str]] = {}
     for number, scenario in enumerate(scenarios):
@@ -79,7 +81,7 @@ def mesh_spec(law: str, scenarios: Sequence[Scenario]) -> MeshSpec:
 
 
 def arrivals(rng: random.Random, num_requests: int, rate_per_s: float) -> list[Arrival]:
-    """Arrivals of random scenarios at Poisson times."""
+    """Requests of random scenarios at Poisson times."""
     asks = [Requests(number, scenario) for number, scenario in enumerate(SCENARIOS)]
     now, found = 0.0, []
     for _ in range(num_requests):

@@ -3,11 +3,12 @@ SLO (S65).
 
     python -m loadtests.traffic.until_failure --out loadtests/results/until-failure-2026-11-22
 
-Six scenarios of two services each have their own group (one prefill, one decode) on one mesh, so
-that they do not affect each other (S4). All grow at once, and a level lasts --duration-s. A
-scenario whose requests all met their SLO gets 1.5 times as many users; a scenario that failed
-stays at its last good number. The last good rate is given relative to that of its profile by
-formula (1).
+The six scenarios of two services run on one mesh. Each has its own group (one prefill, one decode),
+so scenarios do not affect each other (S4). All scenarios get more users at the same time, level by
+level. A level lasts --duration-s. A scenario whose requests all met their SLO gets 1.5 times as
+many users. After a request has missed its SLO, the scenario stays at its last good number. The
+report compares the last good rate with the rate that formula (1) promises for the scenario's
+profile.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from pdmesh.engine.step_time_laws import LAWS
 from pdmesh.launcher.mesh import Mesh
 
 _MAX_LEVELS: Final = 12
-_THINK_S: Final = 0.05  # the longest pause; the mean is half of it
+_THINK_S: Final = 0.05  # the longest pause; the mean is half as long
 
 
 @dataclass(slots=True)
 class Ramp:
-    """One scenario's users, level by level.
+    """The number of one scenario's users, level by level.
 
-    `best` is the last number whose requests all kept their SLO.
+    `best` is the last number at which all requests kept their SLO.
     """
 
     users: int
@@ -54,7 +55,7 @@ class Ramp:
     has_failed: bool = False
 
     def after(self, success: float, rate_per_s: float) -> None:
-        """A level is over; `success`: the share of requests that kept their SLO."""
+        """End a level, in which a share `success` of the requests kept their SLO."""
         if self.has_failed:
             return
         if success < 1.0:
@@ -69,7 +70,8 @@ class Ramp:
 class Level:
     """The result of one scenario at one number of users.
 
-    `per_s`: users over the mean time of a turn, since a level is short.
+    A level is short. So `per_s` is computed as the number of users divided by the mean time of a
+    turn.
     """
 
     scenario: str
@@ -141,7 +143,10 @@ def _p95(values: Sequence[float]) -> float:
 
 
 def promised_per_s(law: str, scenario: Scenario) -> float:
-    """What one prefill and one decode can carry by their profile, with the prefix found cached."""
+    """The rate that one prefill and one decode can carry by their profile.
+
+    It assumes that each prompt's prefix is cached.
+    """
     profiled = profile(
         LAWS[law],
         num_prompt=scenario.num_tokens,

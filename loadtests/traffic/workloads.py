@@ -1,8 +1,7 @@
-"""Requests to send: when, how long, and which blocks of the prompt they share with others.
+"""The requests to send: when, how long, and which blocks of the prompt they share with others.
 
-Traces and generated load have one form, so that the simulator and the generator of real load use
-the same. The names of a prompt's blocks show what it shares: equal leading names are a shared
-prefix.
+Traces and generated load have the same form, which both the simulator and the load generator use.
+Two prompts whose first block names are equal share these blocks as a prefix.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from typing import Final
 
 from pdmesh.core.kv.tiers.session_holds import SessionState
 
-_TRACE_BLOCK: Final = 512  # tokens of a Mooncake hash id
-_TICK_S: Final = 3.0  # the Mooncake trace's arrivals are rounded to it
+_TRACE_BLOCK: Final = 512  # tokens per hash id in Mooncake's trace
+_TICK_S: Final = 3.0  # arrivals in Mooncake's trace are rounded to so many seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. `blocks` names the prompt's full blocks of `block_size` tokens, in order."""
+    """One request. `blocks` has the names of the prompt's full blocks of `block_size` tokens, in
+    order.
+    """
 
     at_s: float
     num_prompt_tokens: int
@@ -32,16 +33,18 @@ class Arrival:
     blocks: tuple[bytes, ...] = ()
     scenario: str = "default"
     chat_id: str = ""
-    session_state: SessionState | None = None  # what its client says about the session `chat_id`
+    session_state: SessionState | None = None  # what the client says about session `chat_id`
 
 
 def block_name(*parts: int) -> bytes:
-    """16 bytes, like the mesh's own block hashes, from a few small numbers."""
+    """A name of 16 bytes, like the mesh's own block hashes, made from a few small numbers."""
     return b"".join(part.to_bytes(16 // len(parts), "little", signed=True) for part in parts)
 
 
 def trace_file(folder: Path | None, name: str) -> Path:
-    """The file of a public trace. If it is missing, the program ends and says what to do."""
+    """The file of a public trace. If it is missing, the program ends with a message on what to
+    do.
+    """
     if folder is None or not (folder / name).exists():
         raise SystemExit(
             f"{name} is not {'there' if folder is None else f'in {folder}'}: say with --traces "
@@ -52,9 +55,10 @@ def trace_file(folder: Path | None, name: str) -> Path:
 
 
 def mooncake(path: Path, block_size: int = 64, *, jitter_seed: int | None = None) -> list[Arrival]:
-    """The Mooncake trace.
+    """The requests of the Mooncake trace.
 
-    `jitter_seed` spreads each tick's arrivals over its 3 s; None leaves the bursts as they are.
+    Arrivals of the trace come in bursts every 3 s. `jitter_seed` spreads each burst over its 3 s.
+    With None, the bursts stay.
     """
     rng = random.Random(jitter_seed)
     arrivals = []
@@ -76,14 +80,14 @@ def mooncake(path: Path, block_size: int = 64, *, jitter_seed: int | None = None
 
 
 def _split(ids: Sequence[int], num_tokens: int, block_size: int) -> tuple[bytes, ...]:
-    """Split each traced block into blocks of `block_size`; a partial last block has no name."""
+    """Split each traced block into blocks of `block_size`. A partial last block gets no name."""
     per_id = _TRACE_BLOCK // block_size
     names = (block_name(i, part) for i in ids for part in range(per_id))
     return tuple(name for name, _ in zip(names, range(num_tokens // block_size), strict=False))
 
 
 def azure(path: Path, scenario: str) -> list[Arrival]:
-    """An Azure LLM trace: lengths and times, nothing shared."""
+    """The requests of an Azure LLM trace: times and lengths. They share no blocks."""
     with path.open() as lines:
         rows = list(csv.DictReader(lines))
     times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
@@ -107,7 +111,7 @@ def prefixed_scenarios(
 ) -> list[Arrival]:
     """`num_requests` of each scenario, in random order.
 
-    Each starts with one of its scenario's templates, and the rest is its own.
+    Each prompt begins with one of its scenario's templates. No other prompt has the rest.
     """
     order = [s for s in range(num_scenarios) for _ in range(num_requests)]
     rng.shuffle(order)
@@ -133,7 +137,7 @@ def short_chats(
     """RTP-LLM's first workload (S131): prompts of 300 to 1,000 tokens, 340 on average, answers of
     7.
 
-    Each prompt has a shared head and its own tail.
+    Each prompt has a beginning that it shares, and a tail of its own.
     """
     arrivals = prefixed_scenarios(
         rng,
@@ -154,7 +158,10 @@ def _cut(arrival: Arrival, num_tokens: int) -> Arrival:
 def long_prompts(
     rng: random.Random, *, num_scenarios: int, num_requests: int, rate_per_s: float
 ) -> list[Arrival]:
-    """RTP-LLM's second workload: 2,500 tokens in, 114 out, with a third of each prompt shared."""
+    """RTP-LLM's second workload: prompts of 2,500 tokens, answers of 114.
+
+    A third of each prompt is shared.
+    """
     return prefixed_scenarios(
         rng,
         num_scenarios=num_scenarios,
@@ -178,9 +185,9 @@ def chats(
     think_s: float,
     block_size: int = 64,
 ) -> list[Arrival]:
-    """Conversations: each turn's prompt is the previous prompt plus an answer and a question.
+    """Conversations: each turn's prompt is the prompt before, its answer, and a new question.
 
-    All of them begin with the same 2 blocks.
+    All conversations begin with the same 2 blocks.
     """
     arrivals, start = [], 0.0
     for chat in range(num_chats):
@@ -200,7 +207,7 @@ def chats(
 
 
 def poisson(arrivals: Iterable[Arrival], rate_per_s: float, rng: random.Random) -> list[Arrival]:
-    """The same requests at new times."""
+    """The same requests at Poisson times."""
     now, moved = 0.0, []
     for arrival in arrivals:
         now += rng.expovariate(rate_per_s)
@@ -213,7 +220,7 @@ def scaled(
 ) -> list[Arrival]:
     """The same requests, with times and lengths multiplied by a factor.
 
-    The pattern of sharing stays: the first blocks of a shared prefix stay shared.
+    The first blocks of a shared prefix stay shared.
     """
     out = []
     for arrival in arrivals:
@@ -231,7 +238,9 @@ def scaled(
 
 
 def _thinned(blocks: tuple[bytes, ...], factor: float) -> tuple[bytes, ...]:
-    """Every n-th name: a prefix shared over k blocks stays shared over k * factor blocks."""
+    """Keep only a share `factor` of the names. A prefix shared over k blocks is then shared over k
+    * factor blocks.
+    """
     if factor >= 1.0:
         return blocks
     count = int(len(blocks) * factor)

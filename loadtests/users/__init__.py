@@ -1,3 +1,1 @@
-"""Users on twelve prefills, up to four times as many as the first run has: on-demand forwarding
-compared with queues at the workers.
-"""
+"""Compares on-demand forwarding with queues at the prefills, for more and more users."""

@@ -1,13 +1,16 @@
-"""A, 2A, 3A and 4A users on a mesh of sim instances: on-demand forwarding compared with queues at
-the workers (S7, S45, S62, S65). A is 24 unless `--users` says otherwise.
+"""A, 2A, 3A and 4A users on a mesh of sim instances: on-demand forwarding against queues (S7, S45,
+S62, S65).
+
+A is 24 unless `--users` gives another number.
 
     python -m loadtests.users --out loadtests/results/users-2026-11-22
 
-On demand, prefills accept or refuse, and the gateway has a waiting room. In the baseline, the same
-prefills have a long queue each, and the shortest queue is chosen by reports that are 100 ms old.
-The reports count what is left to compute of each prompt, which the paper's did not. Prompts and SLO
-are the same (`plan.py`). Below the mesh's own table, the record has the last row as simulated on a
-virtual clock, and what the queues would do if they were reported at once.
+With on-demand forwarding, a prefill accepts or refuses each prompt, and the gateway keeps refused
+prompts in a waiting room. In the baseline, each prefill has a long queue, and the gateway chooses
+the shortest queue from reports that are 100 ms old. A report says how many tokens of the queued
+prompts are left to compute, which the reports in P/D-Serve's paper do not say. Prompts and SLO are
+the same for both (`plan.py`). The record also has two simulations of the run with the most users,
+on a virtual clock: the same run, and a run whose queues are reported at once.
 """
 
 from __future__ import annotations
@@ -51,8 +54,8 @@ from loadtests.users.report import (
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
-_WARM_S: Final = 6.0  # with the most users: by then every prefill holds every prefix
-_PAUSE_S: Final = 1.0  # between two points, until requests that were cut off have ended
+_WARM_S: Final = 6.0  # seconds with the most users; afterwards, every prefill holds every prefix
+_PAUSE_S: Final = 1.0  # pause between two points, so that requests that were cut off can end
 
 
 def _spec(variant: Variant, slo_s: float) -> MeshSpec:
@@ -99,7 +102,7 @@ async def _on_mesh(
 
 
 def _simulated(num_users: int, options: argparse.Namespace) -> tuple[list[Point], list[float]]:
-    """The points, and the error of each variant's estimates of TTFT in ms."""
+    """The simulated points, and the errors of each variant's TTFT estimates, in ms."""
     points, errors = [], []
     for name, variant, report_s in (
         (ON_DEMAND.name, ON_DEMAND, None),

@@ -1,10 +1,11 @@
-"""The users' prompts, and their mesh (S7, S45, S62): prefixes of different lengths, and two ways to
-wait.
+"""The users' prompts and their mesh: prefixes of different lengths, and two ways to wait (S7, S45,
+S62).
 
-It follows P/D-Serve's example of why queues fail (section 2.2.2): prompts of one scenario have
-equal lengths, but how much of each a prefill computes depends on the prefix that it holds, and
-queues are reported every 100 ms. In both variants, an answer succeeds if its first token comes
-within 0.5 s, three times what a prompt takes on an idle prefill (S9: an SLO for each scenario).
+The plan follows P/D-Serve's example of why queues fail (section 2.2.2). The prompts of one scenario
+have equal lengths. But a prefill computes more or less of a prompt, depending on the prefix that it
+holds. And the lengths of queues are reported only every 100 ms. In both variants, an answer
+succeeds if its first token comes within 0.5 s (S9: an SLO for each scenario). An idle prefill takes
+a third of this time for a prompt.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from pdmesh.engine.step_time_laws import SMOLLM2_CPU
 LAW: Final = SMOLLM2_CPU
 NUM_PREFILL: Final = 12
 NUM_DECODE: Final = 2
-PREFILL_SLOTS: Final = 2  # b_p: the next prompt is computed while the last one's KV is pulled
+# b_p; while a decode pulls a prompt's KV, the prefill computes the next one
+PREFILL_SLOTS: Final = 2
 QUEUE: Final = 64
 DECODE_SLOTS: Final = 64
 BLOCK_SIZE: Final = 64
 NUM_TOKENS: Final = 768
-PREFIX_TOKENS: Final = (320, 384, 448)  # half of a prompt on average
+PREFIX_TOKENS: Final = (320, 384, 448)  # on average, half of a prompt
 NUM_OUTPUT: Final = 2
 
-# The mean time of a prompt alone on a prefill that holds its prefix. With b_p prompts at once,
-# the engine takes b_p times as long for each.
+# Mean time of a prompt alone on a prefill that holds its prefix. Each of b_p prompts that are
+# computed at once takes b_p times as long.
 MEAN_PREFILL_S: Final = statistics.mean(
     LAW.prefill_s(NUM_TOKENS - prefix, prefix) for prefix in PREFIX_TOKENS
 )
@@ -40,9 +42,7 @@ CAPACITY_PER_S: Final = NUM_PREFILL * PREFILL_SLOTS / (PREFILL_SLOTS * MEAN_PREF
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to wait: a placement policy by its name, and how many prompts a prefill takes at
-    once.
-    """
+    """One way to wait: a placement policy, and how many prompts a prefill takes at once."""
 
     name: str
     policy: str
@@ -54,7 +54,7 @@ QUEUES: Final = Variant("queues, shortest by 100 ms reports", "shortest_queue", 
 
 
 class Prompts:
-    """Prompts, one after the other: a random prefix, then tokens that no other prompt has."""
+    """Makes prompts. Each has a random prefix, followed by tokens that no other prompt has."""
 
     def __init__(self, seed: int) -> None:
         self._rng, self._numbers = random.Random(seed), itertools.count(1)
@@ -70,6 +70,6 @@ class Prompts:
 
 
 def thinking(seed: int, mean_s: float) -> Callable[[], float]:
-    """Seconds from an answer to the next question."""
+    """Random seconds that a user waits after an answer before the next question."""
     rng = random.Random(seed)
     return lambda: rng.uniform(0.5 * mean_s, 1.5 * mean_s)

@@ -1,4 +1,4 @@
-"""The users' report: a point for each number of users, the bars, and the figure."""
+"""The report of the users' runs: a point for each number of users, the bars, and the figure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from loadtests.harness.results import quantile
 from loadtests.traffic.loops import Answer
 from loadtests.users.plan import CAPACITY_PER_S, ON_DEMAND, QUEUES
 
-_EDGE = 0.1  # the part of a run, at its beginning and its end, that does not count
+_EDGE = 0.1  # this share of a run at its beginning and at its end is not counted
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`success_percent`: the share of the window's `num_requests` whose first token met the SLO.
+    """The result of one variant with one number of users.
 
-    `accepted_per_s`: the rate of answered requests in the window.
+    `success_percent` is the share of the window's `num_requests` whose first token met the SLO.
+    `accepted_per_s` is the rate of answered requests in the window.
     """
 
     variant: str
@@ -35,7 +36,7 @@ class Point:
 def point(
     variant: str, num_users: int, answers: Sequence[Answer], slo_s: float, duration_s: float
 ) -> Point:
-    """The point of a run, without its first and last tenth."""
+    """The point of one run, without the run's first and last tenth."""
     first, last = _EDGE * duration_s, (1 - _EDGE) * duration_s
     sent = [a for a in answers if first < a.sent_at < last]
     done = [a for a in sent if a.is_answered]
@@ -75,8 +76,8 @@ def table(points: Sequence[Point]) -> str:
 
 
 def bars(points: Sequence[Point]) -> str:
-    """A line for each bar (S62, S45): the result with the most users, and whether the bar is
-    met.
+    """A line for each bar (S62, S45): the result with the most users, and whether it meets the
+    bar.
     """
     most = max(p.num_users for p in points)
     at_most = {p.variant: p for p in points if p.num_users == most}

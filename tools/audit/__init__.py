@@ -1,3 +1,4 @@
-"""What `make audit` checks of our dependencies and code, one module for each check. The
-exceptions are in requirements/audit.yaml, each with its reason.
+"""The checks of `make audit` on our dependencies and code, with one module for each check.
+
+Exceptions are in requirements/audit.yaml, each with its reason.
 """

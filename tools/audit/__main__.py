@@ -1,8 +1,9 @@
 """`make audit` runs `python -m tools.audit FOLDER RUFF VENV...`.
 
-FOLDER gets the bills of materials, and each VENV is an environment with installed packages.
-PDMESH_AUDIT_OSV_URL is the address of another vulnerability database. Findings make the audit fail,
-and so does a malformed audit.yaml. A check that lacks the network only says so in one line.
+The bills of materials are written to FOLDER. Each VENV is an environment with installed packages.
+The variable PDMESH_AUDIT_OSV_URL may name another vulnerability database. Findings make the audit
+fail, and so does a malformed audit.yaml. A check that cannot reach the network does not fail. It
+only prints a line about it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tools.audit.sbom import write_sbom
 
 _ROOT: Final = Path(__file__).parents[2]
 _REQUIREMENTS: Final = _ROOT / "requirements"
-# What an operator installs: for a mesh on the simulated engine, on vLLM, on vLLM with CUDA GPUs.
+# The packages that an operator installs: for a mesh on the simulated engine, on vLLM, or on vLLM
+# with CUDA GPUs.
 _SETS: Final = {
     "sim": ("base",),
     "vllm": ("base", "vllm", "torch", "model"),

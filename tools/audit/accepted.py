@@ -1,6 +1,7 @@
-"""What an audit accepts, from requirements/audit.yaml.
+"""Reads the exceptions that an audit accepts, from requirements/audit.yaml.
 
-Each exception says why. An exception that applies to nothing is a finding, so the file stays true.
+Each exception says why. An exception that applies to nothing is a finding. So the file has no
+outdated exceptions.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ _FIELDS: Final[dict[str, frozenset[str]]] = {
 
 
 class BadAuditFile(Exception):
-    """The message names the field."""
+    """requirements/audit.yaml is malformed. The message names the field."""
 
 
 @dataclass(frozen=True)
 class Licences:
-    allowed: frozenset[str]  # SPDX ids, with their exception if they have one
-    names: dict[str, str]  # a licence as packages name it -> SPDX expression
-    stated: dict[str, str]  # package without usable metadata -> SPDX expression in its files
-    excepted: dict[str, str]  # pattern of packages, as in a shell -> why their licence is accepted
+    allowed: frozenset[str]  # SPDX ids, with an SPDX exception if they have one
+    names: dict[str, str]  # the name that packages give a licence -> SPDX expression
+    stated: dict[str, str]  # package without usable metadata -> the SPDX expression in its files
+    # pattern of package names, as in a shell -> why their licence is accepted
+    excepted: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Vulnerability:
     id: str
     package: str
-    until: date  # the last day on which it is accepted
+    until: date  # the last day on which the vulnerability is accepted
     why: str
 
     def __str__(self) -> str:
@@ -46,7 +48,7 @@ class Vulnerability:
 @dataclass(frozen=True)
 class Secret:
     files: str  # a pattern of paths, as in a shell
-    types: tuple[str, ...]  # as detect-secrets calls them
+    types: tuple[str, ...]  # the types of secrets, as detect-secrets names them
     why: str
 
     def covers(self, path: str, kind: str) -> bool:
@@ -64,7 +66,7 @@ class Accepted:
 
 
 def read(path: Path) -> Accepted:
-    """Raises BadAuditFile, OSError."""
+    """Read the file. Raises BadAuditFile or OSError."""
     try:
         document = yaml.safe_load(path.read_text())
     except yaml.YAMLError as exc:
@@ -101,7 +103,7 @@ def _vulnerability(found: dict[str, Any], number: int) -> Vulnerability:
 
 
 def _fields(found: Any, kind: str, where: str) -> dict[str, Any]:
-    """The fields of `found`, which must be exactly those of this kind, each with a value."""
+    """The fields of `found`, which must be exactly the fields of this kind, each with a value."""
     if not isinstance(found, dict):
         raise BadAuditFile(f"{where} must have the fields {', '.join(sorted(_FIELDS[kind]))}")
     for name in sorted(_FIELDS[kind] ^ set(found)):

@@ -1,5 +1,7 @@
-"""Code of libs and services that ruff's S rules (flake8-bandit) find insecure. The rules that we do
-not follow are in pyproject.toml, with the reason. A line with an exception gives the reason itself.
+"""Finds code of libs and services that is insecure by ruff's S rules (flake8-bandit).
+
+pyproject.toml has the rules that we do not follow, each with its reason. A line with an exception
+must give the reason itself.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def found_by_ruff(ruff: Path, root: Path) -> Iterator[str]:
 
 
 def silent_exceptions(root: Path) -> Iterator[str]:
-    """Lines with an exception from an S rule that do not say why."""
+    """Findings for lines that have an exception from an S rule without a reason."""
     for folder in _FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -35,5 +37,5 @@ def silent_exceptions(root: Path) -> Iterator[str]:
 
 
 def _says_why(rest: str) -> bool:
-    """Whether words follow the codes."""
+    """Whether a reason follows the codes."""
     return bool(re.search(r"[a-z]{2,}", rest))

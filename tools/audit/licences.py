@@ -1,7 +1,8 @@
-"""The licences of our dependencies, and whether each may be used.
+"""Determines the licence of each dependency, and whether we may use it.
 
-A licence comes from the package's own metadata: that of the installed package, else what pip finds.
-It is an SPDX expression, or a name or classifier that requirements/audit.yaml translates.
+A licence comes from the package's own metadata. `tools.audit.metadata` reads it from the installed
+package, or asks pip. It is an SPDX expression, or a name or classifier that requirements/audit.yaml
+translates.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TOKEN: Final = re.compile(r"\(|\)|[^\s()]+(?: WITH [^\s()]+)?")
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a package says about its licence."""
+    """The fields about the licence in a package's metadata."""
 
     expression: str = ""
     licence: str = ""
@@ -32,7 +33,7 @@ class Metadata:
 
 
 def expression_of(pin: Pin, metadata: Metadata, known: Licences) -> str:
-    """The SPDX expression of a package's licence; empty if its metadata does not say."""
+    """The SPDX expression of a package's licence; empty if the metadata has none."""
     if pin.name in known.stated:
         return known.stated[pin.name]
     said = [metadata.expression, " ".join(metadata.licence.split())]
@@ -51,7 +52,7 @@ def _canonical(expression: str) -> str:
 
 
 def is_allowed(expression: str, allowed: frozenset[str]) -> bool:
-    """Whether a user can choose only allowed licences. AND binds more tightly than OR."""
+    """Whether a user can choose only allowed licences. AND has priority over OR."""
     return _Choice(_TOKEN.findall(expression), allowed).any()
 
 
@@ -88,8 +89,10 @@ class _Choice:
 def forbidden(
     expressions: Mapping[Pin, str], known: Licences, *, is_whole: bool = True
 ) -> Iterator[str]:
-    """Packages whose licence is unknown or not allowed. If `is_whole`, no package is missing from
-    `expressions`, and exceptions that no package needs are findings too.
+    """Packages whose licence is unknown or not allowed.
+
+    If `is_whole`, `expressions` must have all packages. Then exceptions that no package needs are
+    findings as well.
     """
     needed = set()
     for pin, expression in sorted(expressions.items()):

@@ -1,5 +1,6 @@
-"""Finds the metadata of pinned packages: in the environments here, else in pip's earlier answers,
-else with pip.
+"""Finds the metadata of pinned packages.
+
+It looks in the given environments, then in the file of pip's earlier answers, and then asks pip.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _Key = tuple[str, str]  # name and public version
 def metadata_of(
     pins: Iterable[Pin], environments: Iterable[Path], kept: Path
 ) -> dict[Pin, Metadata]:
-    """The metadata of each package that can be found. `kept`: the file of earlier answers."""
+    """The metadata of each package that can be found. `kept` is the file of pip's earlier
+    answers.
+    """
     here = _installed(environments) | _read(kept)
     missing = [pin for pin in pins if _key(pin) not in here]
     asked: dict[_Key, Metadata] = {}
@@ -35,7 +38,10 @@ def metadata_of(
 
 
 def _key(pin: Pin) -> _Key:
-    """Builds of one version, such as torch's for CPUs and for CUDA, have one licence."""
+    """The key of a package's metadata, without the build.
+
+    Builds of one version, such as torch's for CPUs and for CUDA, have one licence.
+    """
     return pin.name, pin.public_version
 
 
@@ -64,8 +70,9 @@ def _one(values: list[str] | None) -> str:
 def _ask_pip(pins: Iterable[Pin], folder: Path) -> dict[_Key, Metadata]:
     """The metadata that pip resolves; empty if one of the packages is not available.
 
-    pip gets no hashes: it would download each wheel to compare them, and those for CUDA have
-    gigabytes. It installs nothing and reads only wheels, so no code of a package runs.
+    pip gets no hashes. With hashes, pip would download each wheel to compare them, and the wheels
+    for CUDA have gigabytes. pip installs nothing and reads only wheels, so no code of a package
+    runs.
     """
     wanted, report = folder / "wanted.txt", folder / "report.json"
     wanted.write_text("".join(f"{pin.name}=={pin.version}\n" for pin in pins))

@@ -1,4 +1,4 @@
-"""The packages that requirements/*.txt pin, each once, as pip-compile writes them."""
+"""Reads the packages that requirements/*.txt pin, in the form that pip-compile writes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 class Pin:
     name: str  # normalized as in PEP 503
     version: str
-    hashes: tuple[str, ...]  # of the files that may be installed
+    hashes: tuple[str, ...]  # hashes of the files that may be installed
 
     @property
     def public_version(self) -> str:
-        """The version as the index has it, without the suffix of a particular build."""
+        """The version in the package index, without the suffix of a particular build."""
         return public(self.version)
 
     def __str__(self) -> str:
@@ -27,7 +27,7 @@ class Pin:
 
 
 def pins_in(files: Iterable[Path]) -> list[Pin]:
-    """All pins of the files. Two files may pin two versions of a package."""
+    """All pins of the files, each once. Two files may pin two versions of a package."""
     found: dict[tuple[str, str], Pin] = {}
     for file in files:
         for pin in _pins(file.read_text()):
@@ -55,7 +55,7 @@ def normalized(name: str) -> str:
 
 
 def without_namesakes(pins: Iterable[Pin]) -> list[list[Pin]]:
-    """The pins in as few lists as possible, each with at most one version of a package."""
+    """The pins in as few lists as possible. A list has at most one version of a package."""
     lists: list[dict[str, Pin]] = []
     for pin in pins:
         place = next((each for each in lists if pin.name not in each), None)

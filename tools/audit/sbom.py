@@ -1,5 +1,6 @@
-"""The bill of materials of what an operator installs: each package with its version, hashes and
-licence, as CycloneDX JSON.
+"""Writes the bill of materials of an operator's installation, as CycloneDX JSON.
+
+It lists each package with its version, hashes and licence.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from tools.audit.pinned import Pin, normalized
 
 
 def write_sbom(target: Path, pins: Iterable[Pin], licences: Mapping[Pin, str], root: Path) -> None:
-    """Raises ValueError if the result is no CycloneDX, CalledProcessError if the tool fails."""
+    """Write the bill of materials to `target`.
+
+    Raises ValueError if the result is not valid CycloneDX, and CalledProcessError if the tool
+    fails.
+    """
     by_key = {(pin.name, pin.version): licences.get(pin, "") for pin in pins}
     wanted = target.with_suffix(".txt")
     wanted.write_text("\n".join(pin.requirement() for pin in pins) + "\n")

@@ -12,7 +12,7 @@ from typing import Final
 
 from tools.audit.accepted import Secret
 
-# Files with hashes of packages, from pip-compile and from Docker's registry.
+# These files have hashes, from pip-compile or from Docker's registry.
 _GENERATED: Final = r"^requirements/.*\.txt$|\.lock$"
 
 
@@ -27,7 +27,7 @@ class Suspect:
 
 
 def suspects(root: Path) -> list[Suspect]:
-    """Suspects in the files that git tracks. No secret is sent anywhere to try it."""
+    """Suspected secrets in the files that git tracks. No secret is sent anywhere to try it."""
     command = [
         sys.executable, "-m", "detect_secrets", "scan", "--no-verify",
         "--exclude-files", _GENERATED,
@@ -41,7 +41,7 @@ def suspects(root: Path) -> list[Suspect]:
 
 
 def unexplained(found: Iterable[Suspect], accepted: Iterable[Secret]) -> Iterator[str]:
-    """Suspects that are not accepted, and exceptions that apply to none."""
+    """Suspects that are not accepted, and exceptions that apply to no suspect."""
     needed = set()
     for each in found:
         match = next((a for a in accepted if a.covers(each.path, each.kind)), None)

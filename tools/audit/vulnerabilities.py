@@ -1,4 +1,6 @@
-"""Known vulnerabilities of our dependencies, from OSV's database over the network, by pip-audit."""
+"""Finds known vulnerabilities of our dependencies with pip-audit, in OSV's database on the
+network.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ from tools.audit.accepted import Vulnerability
 from tools.audit.pinned import Pin, without_namesakes
 
 OSV_URL: Final = "https://api.osv.dev/v1/query"
-_SHOWN: Final = 200  # characters of a description
-_ASK_S: Final = 15  # the longest wait for an answer of the database
+_SHOWN: Final = 200  # characters that are shown of a description
+_ASK_S: Final = 15  # how long to wait for an answer of the database
 
 
 class DatabaseUnreachable(Exception):
-    """The message says why."""
+    """The database cannot be reached. The message says why."""
 
 
 @dataclass(frozen=True)
 class Found:
     package: str
     version: str
-    ids: tuple[str, ...]  # the database's own id, then those of other databases
+    ids: tuple[str, ...]  # the database's own id first, then those of other databases
     fixed_in: tuple[str, ...]
     text: str
 
@@ -38,7 +40,7 @@ class Found:
 
 
 def vulnerabilities_of(pins: Iterable[Pin], folder: Path, osv_url: str = OSV_URL) -> list[Found]:
-    """Ask about every pin. Raises DatabaseUnreachable."""
+    """Query the database about every pin. Raises DatabaseUnreachable."""
     return [
         found
         for each in without_namesakes(pins)
@@ -79,7 +81,7 @@ def _found(dependency: dict[str, Any]) -> Iterator[Found]:
 def unaccepted(
     found: Iterable[Found], accepted: Iterable[Vulnerability], today: date
 ) -> Iterator[str]:
-    """Vulnerabilities that are not or no longer accepted, and exceptions that apply to none."""
+    """Vulnerabilities that are not accepted, or no longer, and exceptions that apply to none."""
     needed = set()
     for each in found:
         match = next((a for a in accepted if a.package == each.package and a.id in each.ids), None)

@@ -1,3 +1,4 @@
-"""Grafana's dashboards, made from short definitions: `python -m tools.observe` writes
-deploy/observe/grafana/dashboards.
+"""Defines Grafana's dashboards briefly, and writes them as JSON.
+
+`python -m tools.observe` writes them to deploy/observe/grafana/dashboards.
 """

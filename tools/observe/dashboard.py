@@ -1,6 +1,6 @@
-"""A dashboard as a short definition, and as Grafana's JSON.
+"""Defines a dashboard briefly, and turns it into Grafana's JSON.
 
-A panel answers one question, which its description says. Rows are filled from the left.
+Each panel answers one question, which is its description. Rows are filled from the left.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-_SCHEMA: Final = 39  # Grafana 11 and newer; older ones refuse it
+_SCHEMA: Final = 39  # Grafana 11 and newer; older versions refuse it
 _COLUMNS: Final = 24
 _DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 _HEIGHTS: Final = {"stat": 4, "timeseries": 8, "table": 8}
@@ -18,9 +18,10 @@ _HEIGHTS: Final = {"stat": 4, "timeseries": 8, "table": 8}
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`queries`: expression by legend. `unit`: one of Grafana's.
+    """A panel. `queries` has the PromQL expression of each legend. `unit` is one of Grafana's.
 
-    `empty_when`: why a healthy mesh under load may have no data here; empty: it always has some.
+    `empty_when` says why a healthy mesh under load may have no data here. If it is empty, the panel
+    always has data.
     """
 
     title: str
@@ -43,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A choice at the top of a dashboard among the values of a label; `$name` in a query."""
+    """A choice at the top of a dashboard among the values of a label. Queries use it as `$name`."""
 
     name: str
     metric: str
@@ -64,7 +65,7 @@ class Dashboard:
 
 
 def to_json(dashboard: Dashboard) -> str:
-    """The file that Grafana provisions. It is the same for the same definition."""
+    """The JSON file that Grafana loads. Equal definitions give equal files."""
     return json.dumps(_body(dashboard), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -106,7 +107,7 @@ def _variable(variable: Variable) -> dict[str, Any]:
         "datasource": _DATASOURCE,
         "definition": query,
         "query": {"query": query, "refId": "values"},
-        "refresh": 2,  # whenever the time range changes
+        "refresh": 2,  # refresh when the time range changes
         "multi": True,
         "includeAll": True,
         "allValue": ".*",

@@ -1,4 +1,4 @@
-"""The six dashboards: is the mesh well, and then one for each place to look."""
+"""The six dashboards: one on whether the mesh is well, and one for each part of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of instances, what the leader changes, and what their ratio is worth."""
+"""The dashboard of groups: their instances, the leader's changes, and the effect of their ratio."""
 
 from __future__ import annotations
 

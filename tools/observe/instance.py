@@ -1,4 +1,4 @@
-"""One instance: its load, what it refuses, its memory and its engine."""
+"""The dashboard of one instance: its load, what it refuses, its memory and its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV between prefill and decode, in the tiers, and in the index."""
+"""The dashboard of KV: between prefill and decode, in the tiers, and in the index."""
 
 from __future__ import annotations
 

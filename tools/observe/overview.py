@@ -1,4 +1,4 @@
-"""The first page to open: is the mesh well, and if not, which part."""
+"""The dashboard to open first: is the mesh well, and if not, which part is faulty."""
 
 from __future__ import annotations
 

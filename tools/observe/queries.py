@@ -1,7 +1,7 @@
-"""Queries that panels share.
+"""Queries that several panels share.
 
-Queries tell instances apart by Prometheus' own label `instance`, which a scrape configuration sets
-to the name of the process (docs/observe.md).
+They tell instances apart by Prometheus' label `instance`. A scrape configuration sets this label to
+the name of the process (docs/observe.md).
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from typing import Final
 
 INTERVAL: Final = "[$__rate_interval]"
-HERE: Final = 'instance=~"$instance"'  # the chosen instances
+HERE: Final = 'instance=~"$instance"'  # the instances that are chosen on the dashboard
 NO_FAULT: Final = "while nothing fails"
 
 
 def rate(metric: str, by: str = "", where: str = "") -> str:
-    """The rate of a counter, summed; `by` and `where` are labels and matchers of PromQL."""
+    """The rate of a counter, summed.
+
+    `by` has the labels to sum by, and `where` the matchers, both in PromQL.
+    """
     head = f"sum by ({by}) " if by else "sum"
     chosen = f"{{{where}}}" if where else ""
     return f"{head}(rate({metric}{chosen}{INTERVAL}))"

@@ -1,4 +1,6 @@
-"""One scenario: its objective, the phases that take its time, and what limits it."""
+"""The dashboard of one scenario: its objective, the phases that take its time, and what limits
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ _PS: Final = 'pdmesh_scenario=~"$scenario"'
 
 
 def _of_scenario(metric: str, by: str = "scenario") -> str:
-    """The highest value of all masters. They export the same, but a standby may know less."""
+    """The highest value over all masters.
+
+    All masters export the same values, but a standby master may know less.
+    """
     return f"max by ({by}) ({metric}{{{_S}}})"
 
 

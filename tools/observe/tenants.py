@@ -1,4 +1,4 @@
-"""Who uses the mesh, and who is refused."""
+"""The dashboard of tenants: who uses the mesh, and who is refused."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""What moves KV in a comparison: the product, block-by-block baselines, and other libraries."""
+"""The programs that move KV in a comparison: the product, block-by-block baselines, other
+libraries.
+"""

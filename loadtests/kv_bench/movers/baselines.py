@@ -1,8 +1,8 @@
-"""The same transport without the agent: block by block like the paper's baseline, and as a single
-payload.
+"""Baselines that use the product's transport without its KV agent.
 
-The comparison favours the baselines: blocks go straight from cache to cache, no checksum is made,
-and the receiver knows the table. So a block costs only its bytes and its ack.
+They move KV block by block, like the baseline in the P/D-Serve paper, or as a single payload. The
+comparison favours the baselines: blocks go straight from cache to cache, no checksum is made, and
+the receiver knows the block table. So a block costs only its bytes and its ack.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from pdmesh.kv.transport.base import ByteArray, KvConnection
 from pdmesh.kv.transport.ucx import UcxTransport
 
 _WINDOW = 32  # blocks in flight
-_PAYLOADS = 2  # payloads in flight: this hides the next one's handshake, as in UCX's own test
+_PAYLOADS = 2  # payloads in flight; two hide the next one's handshake, as in UCX's own test
 _DEADLINE_S = 60.0
 
 
 class RawPeer:
-    """One end of a connection without an agent. `ConnectionHandler` of its transport."""
+    """One end of a connection without a KV agent.
+
+    It is the `ConnectionHandler` of its transport.
+    """
 
     def __init__(self) -> None:
         self.transport = UcxTransport()
         self._connection: KvConnection | None = None
         self._on_message: Callable[[], None] = lambda: None
         self._next_key = 0
-        self.arrivals: list[float] = []  # times of the blocks last acknowledged one by one
+        # when each block of the last transfer one by one was acknowledged
+        self.arrivals: list[float] = []
 
     async def start(self) -> str:
         return await self.transport.start(self)
@@ -54,7 +58,9 @@ class RawPeer:
         return self._connection
 
     def keys(self, count: int) -> range:
-        """The keys of the next payloads; both ends count in the same way."""
+        """The keys of the next payloads. Both ends count in the same way, so they use the same
+        keys.
+        """
         first = self._next_key + 1
         self._next_key += count
         return range(first, first + count)
@@ -62,7 +68,10 @@ class RawPeer:
     # -- the sender -------------------------------------------------------------------------------
 
     async def send_acked(self, blocks: Sequence[ByteArray]) -> float:
-        """Send each block after the previous block's ack; returns when the first was posted."""
+        """Send each block after the ack of the block before.
+
+        Returns the time at which the first block was posted.
+        """
         todo = iter(list(zip(self.keys(len(blocks)), blocks, strict=True)))
         done = asyncio.get_running_loop().create_future()
         started = 0.0
@@ -76,13 +85,16 @@ class RawPeer:
             else:
                 self.connection.send_payload(key, block, lambda: None)
 
-        self._on_message = send_next  # the first message says that the receiver is ready
+        self._on_message = send_next  # the receiver's first message says that it is ready
         async with asyncio.timeout(_DEADLINE_S):
             await done
         return started
 
     async def send_window(self, blocks: Sequence[ByteArray], window: int = _WINDOW) -> float:
-        """Send with up to `window` blocks in flight; returns when the first was posted."""
+        """Send with up to `window` blocks in flight.
+
+        Returns the time at which the first block was posted.
+        """
         ready = asyncio.get_running_loop().create_future()
         self._on_message = lambda: ready.set_result(None)
         async with asyncio.timeout(_DEADLINE_S):
@@ -97,7 +109,7 @@ class RawPeer:
     # -- the receiver -----------------------------------------------------------------------------
 
     async def recv_acked(self, blocks: Sequence[ByteArray]) -> float:
-        """Receive all blocks; returns the time at which the last block was there."""
+        """Receive all blocks; returns the time at which the last block had arrived."""
         todo = iter(list(zip(self.keys(len(blocks)), blocks, strict=True)))
         done = asyncio.get_running_loop().create_future()
         self.arrivals = []
@@ -122,7 +134,7 @@ class RawPeer:
     async def recv_window(self, blocks: Sequence[ByteArray], window: int = _WINDOW) -> float:
         async with asyncio.timeout(_DEADLINE_S):
             moved = asyncio.create_task(self._move(self.connection.recv_payload, blocks, window))
-            await asyncio.sleep(0)  # the receives are posted
+            await asyncio.sleep(0)  # let the receives be posted
             self.connection.send([b"g"])
             return await moved
 

@@ -1,9 +1,9 @@
-"""Mooncake's transfer engine over tcp in its own interpreter: each line `kind bytes serial` is one
-read by the target.
+"""Runs Mooncake's transfer engine over tcp, in an interpreter of its own.
 
     PYTHON peer_mooncake.py LARGEST BLOCK_BYTES      # starts its source as a second process
 
-It answers each line with milliseconds. `contiguous` is one buffer; `blocks` is a batch with one
+Each line `kind bytes serial` on stdin is one read by the target. The program answers each line with
+milliseconds. With kind `contiguous`, it reads one buffer. With `blocks`, it reads a batch with one
 read per block, in random order.
 """
 
@@ -67,8 +67,8 @@ def target(answer: Any, largest: int, block: int) -> None:
 
 
 if __name__ == "__main__":
-    # The library logs to standard output. Answers therefore go to a copy of standard output, and
-    # the library's lines to standard error.
+    # The library logs to stdout. So answers are written to a copy of stdout, and the library's
+    # lines are sent to stderr.
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if sys.argv[3:] == ["source"]:

@@ -1,15 +1,20 @@
-"""nixl in its own interpreter: each line `kind bytes` on standard input is one transfer, which the
-target reads as vLLM's NixlConnector does.
+"""Runs nixl in an interpreter of its own. The target reads KV as vLLM's NixlConnector does.
 
     PYTHON peer_nixl.py LARGEST BLOCK_BYTES          # starts its source as a second process
 
-It answers each line with milliseconds. `contiguous` is one descriptor. `blocks` are random blocks
-of a cache that is 1.5 times the largest prompt, on both sides, as in ours. The caches are
-registered and all their blocks prepared beforehand; making a transfer's request is part of its
-time. In these two kinds, the target knows by itself when it may read. In `told`, the source tells
-it by the library's own notification, and the time counts from when the source has the blocks.
-`checked` adds what our product always does: each part of 4 MiB has its xxh3_128 in its
-notification, and the target compares it. Parts overlap.
+Each line `kind bytes` on stdin is one transfer. The program answers each line with milliseconds.
+The caches are registered and all their blocks prepared beforehand. The time to make a transfer's
+request counts. The kinds are:
+
+- `contiguous`: one descriptor.
+- `blocks`: random blocks of a cache, on both sides. The cache is 1.5 times the largest prompt, as
+  in our own measurement. With this kind and with `contiguous`, the target knows by itself when it
+  may read.
+- `told`: the same blocks, but the source tells the target when it may read, with the library's own
+  notification. The time begins when the source has the blocks.
+- `checked`: like `told`, with the checksums of our product. The notification of each part of 4 MiB
+  has the part's xxh3_128, and the target compares it. The target reads one part while it checks the
+  part before.
 """
 
 from __future__ import annotations
@@ -33,7 +38,10 @@ BlockIds = npt.NDArray[np.int32]
 
 
 class Cache:
-    """One side's registered blocks. The source's blocks hold their own numbers."""
+    """The registered blocks of one side.
+
+    Each block of the source is filled with its own number.
+    """
 
     def __init__(self, role: str, largest: int, block: int) -> None:
         self.agent = nixl_agent(role, nixl_agent_config(backends=["UCX"]))
@@ -41,13 +49,17 @@ class Cache:
         self.words = np.empty((self.num_blocks, block // 8), np.uint64)
         self.words[:] = np.arange(1, self.num_blocks + 1, dtype=np.uint64)[:, None]
         if role == "target":
-            self.words[:] = 0  # written, so that no page is new when bytes come
+            self.words[:] = 0  # written once, so that all pages exist before bytes arrive
         self.address = int(self.words.ctypes.data)
         self.views = [memoryview(row) for row in self.words]  # type: ignore[arg-type]  # numpy arrays are buffers
         self.agent.register_memory([(self.address, self.words.nbytes, 0, "")], "DRAM")
 
     def take(self, serial: int, seed: int, count: int) -> BlockIds:
-        """The blocks of a prompt; both processes know the blocks of both sides."""
+        """The blocks of a prompt.
+
+        The blocks follow from `serial` and `seed`. So both processes can compute the blocks of both
+        sides.
+        """
         order = np.random.default_rng((serial, seed)).permutation(self.num_blocks)
         return order[:count].astype(np.int32)
 
@@ -74,7 +86,7 @@ def source(answer: Any, largest: int, block: int) -> None:
     for line in sys.stdin:
         kind, serial, count = line.split()
         ids = cache.take(int(serial), 2, int(count))
-        started = time.monotonic()  # one clock for both processes
+        started = time.monotonic()  # both processes read the same clock
         if kind == "told":
             cache.agent.send_notif(target, f"{started}".encode())
             continue
@@ -96,7 +108,7 @@ class Target:
         self._agent = self._cache.agent
         self._name = self._agent.add_remote_agent(bytes.fromhex(metadata))
         self._say(self._agent.get_agent_metadata().hex())
-        self._told: deque[list[str]] = deque()  # notifications that were not read yet
+        self._told: deque[list[str]] = deque()  # notifications that have not been read
         self._mine = self._prepare("NIXL_INIT_AGENT", self._cache.address, block)
         self._theirs = self._prepare(self._name, self._address, block)
         self._num_done = 0
@@ -131,7 +143,7 @@ class Target:
         return time.monotonic() - float(started), is_ok
 
     def _checked(self, here: BlockIds, there: BlockIds) -> tuple[float, bool]:
-        """Read each part while the previous part is checked, as our product does."""
+        """Read each part while the part before is checked, as our product does."""
         started = ""
         before: tuple[Any, BlockIds, str] | None = None
         is_ok = True
@@ -161,7 +173,7 @@ class Target:
     def _finish(self, transfer: Any) -> bool:
         handle, state = transfer
         while state == "PROC":
-            time.sleep(0)  # nixl's progress thread needs a core, too
+            time.sleep(0)  # nixl's progress thread needs a core as well
             state = self._agent.check_xfer_state(handle)
         self._agent.release_xfer_handle(handle)
         return bool(state == "DONE")
@@ -198,8 +210,8 @@ def main(answer: Any, largest: int, block: int) -> None:
 
 
 if __name__ == "__main__":
-    # The library logs to standard output. Answers therefore go to a copy of standard output, and
-    # the library's lines to standard error.
+    # The library logs to stdout. So answers are written to a copy of stdout, and the library's
+    # lines are sent to stderr.
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     run = source if sys.argv[3:] == ["source"] else main

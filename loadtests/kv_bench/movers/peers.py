@@ -1,5 +1,7 @@
-"""Other transfer libraries, each in its own processes: in an interpreter that has the library, or
-in our interpreter with a folder that has it.
+"""Starts other transfer libraries, each in its own processes.
+
+A library runs in an interpreter in which it is installed, or in our interpreter with a folder that
+has the library.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ KINDS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "nixl": ("contiguous", "blocks", "told", "checked"),
     "mooncake": ("contiguous", "blocks"),
 }
-# The transports of each library: Mooncake has its own tcp and none for the memory of one machine.
+# The transports of each library. Mooncake has its own tcp, and no transport for shared memory.
 TRANSPORTS_OF: Final[Mapping[str, tuple[str, ...]]] = {"nixl": ("tcp", "shm"), "mooncake": ("tcp",)}
 _POLLING: Final = ("nixl",)
 
@@ -29,7 +31,7 @@ _POLLING: Final = ("nixl",)
 def interpreter_of(where: Path) -> tuple[str, dict[str, str]]:
     """The interpreter that runs a peer's script, and its environment.
 
-    It is `where` itself, or ours if `where` is a folder of packages.
+    The interpreter is `where` itself, or ours if `where` is a folder of packages.
     """
     if not where.is_dir():
         return str(where), {}
@@ -39,15 +41,15 @@ def interpreter_of(where: Path) -> tuple[str, dict[str, str]]:
 
 
 class Peer:
-    """One library's two processes over one transport. `is_there` is False if they did not start.
+    """The two processes of one library over one transport.
 
-    Processes that poll all the time, as nixl's progress threads do, are paused while others are
-    measured, because they would take a core.
+    `is_there` is False if they did not start. nixl's progress threads poll all the time and would
+    take a core. So nixl's processes are paused while others are measured.
     """
 
     def __init__(self, name: str, where: Path, transport: str, largest: int) -> None:
         self._is_polling = name in _POLLING
-        load_library()  # nixl uses UCX, and should have our settings
+        load_library()  # nixl uses UCX as well, and should have our settings
         program, its_own = interpreter_of(where)
         environment = dict(TRANSPORTS[transport]) | os.environ | {"UCX_LOG_LEVEL": "error"}
         environment |= its_own
@@ -80,9 +82,9 @@ class Peer:
         return float(answer) if answer and answer != "failed" else None
 
     def close(self) -> None:
-        """End both processes. The one that sends is in the process group of the other."""
+        """End both processes. The sending process is in the other's process group."""
         self._signal(signal.SIGKILL)
-        with self._process:  # the block's end closes its pipes and waits for it
+        with self._process:  # the end of the block closes the pipes and waits for the process
             pass
 
     def _pause(self, is_paused: bool) -> None:

@@ -1,10 +1,10 @@
-"""Block-free transfer as in the product: agents on their own threads, gather on the engine's
-thread, scatter on the agent's.
+"""Block-free transfer as in the product.
 
-`whole` does the paper's steps one after the other: gather, one range on the wire, scatter.
-`chunked` does what a whole-model hand-over does: the transfer begins when all of the KV is staged,
-and the scatter follows it chunk by chunk. With `layers`, each layer is announced as soon as it is
-gathered.
+KV agents run on their own threads. KV is gathered on the engine's thread and scattered on the
+agent's. Mode `whole` does the steps of the P/D-Serve paper one after the other: gather, one range
+on the wire, scatter. Mode `chunked` does the same as a whole-model hand-over of the product: the
+transfer begins when all of the KV is staged, and each chunk is scattered as it arrives. With mode
+`layers`, each layer is announced as soon as it is gathered.
 """
 
 from __future__ import annotations
@@ -38,19 +38,23 @@ BlockIds = npt.NDArray[np.intp]
 
 @dataclass(slots=True)
 class Times:
-    """Times of `time.monotonic`, one clock for both processes; `_s` fields are busy seconds."""
+    """Points in time and busy seconds of one transfer.
+
+    Fields that end with `_s` are busy seconds. The other fields are times of `time.monotonic`,
+    which is the same clock in both processes.
+    """
 
     started: float = 0.0
-    computed: float = 0.0  # the prefill's last layer was ready
+    computed: float = 0.0  # when the prefill's last layer was ready
     ended: float = 0.0
     gather_s: float = 0.0
     wire_s: float = 0.0
     scatter_s: float = 0.0
-    blocks_s: list[float] = field(default_factory=list)  # the time of each block after the first
+    blocks_s: list[float] = field(default_factory=list)  # seconds for each block after the first
 
 
 class TimedTransport(UcxTransport):
-    """Adds up the time for which at least one payload was on its way to this process."""
+    """A transport that adds up the time for which at least one payload was on its way here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +81,10 @@ class TimedTransport(UcxTransport):
 
 @dataclass
 class Sender:
-    """`tell` tells the receiver that the ticket is open."""
+    """The prefill's side. `tell` tells the receiver that the ticket is open.
+
+    A ticket is the right to pull one prompt's staged KV.
+    """
 
     largest: int
     tell: Callable[[], object]
@@ -99,7 +106,7 @@ class Sender:
             self._closed.set()
 
     def run(self, command: Command, cache: PagedCache, ids: BlockIds) -> Times:
-        """Carry out a command. Returns when nothing reads the staging range any more."""
+        """Carry out a command. Returns when the receiver no longer reads the staging range."""
         self._closed.clear()
         times = self._run(command, cache, ids)
         if not self._closed.wait(_DEADLINE_S):
@@ -140,8 +147,10 @@ class Sender:
         staging: ArenaRange,
         ids: BlockIds,
     ) -> Times:
-        """With computation, the decode is chosen when the request is accepted, so it pulls before
-        any layer is ready.
+        """Announce each layer when it is gathered.
+
+        In the mode with computation, the receiver pulls before any layer is ready, like a decode
+        that is chosen when the prefill accepts the request.
         """
         ticket_id = f"t{command.serial}"
         views = np.split(self.agent.staging(staging), layout.num_layers)
@@ -165,7 +174,7 @@ class Sender:
 
 @dataclass
 class Receiver:
-    """`wait` returns when the sender says that the ticket is open."""
+    """The decode's side. `wait` returns when the sender says that the ticket is open."""
 
     largest: int
     wait: Callable[[], object]
@@ -220,7 +229,7 @@ class Receiver:
     def _as_it_comes(
         self, ticket: Ticket, landing: ArenaRange, cache: PagedCache, ids: BlockIds
     ) -> Times:
-        """Scatter on the agent's thread as ranges are verified, as a decode does."""
+        """Scatter ranges on the agent's thread as soon as they are verified, as a decode does."""
         times = Times()
 
         def land(offset: int, data: ByteArray) -> None:

@@ -1,5 +1,5 @@
-"""One of the two processes: it carries out each line of its standard input, and answers with a
-line.
+"""One of the two processes. It carries out each line of stdin, and answers with a line on
+stdout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SendingWorker:
         self.cache_of = functools.cache(functools.partial(PagedCache, largest, 1))
         self.empty = HostArena(
             largest
-        )  # never written: the kernel's zero page, which ucx_perftest also sends
+        )  # never written, so it is the kernel's zero page, which ucx_perftest also sends
         self.product = Sender(largest, functools.partial(os.write, pipe, b"t"))
         self.raw = RawPeer()
         self.loop = asyncio.new_event_loop()
@@ -45,9 +45,10 @@ class SendingWorker:
         return [self.product.agent.start(), self.loop.run_until_complete(self.raw.start())]
 
     def meet(self, addresses: list[str]) -> None:
-        """Keep the loop running until the receiver is connected, which the next line of input says.
+        """Run the loop until the receiver is connected.
 
-        The agent's welcome is sent only while the loop runs.
+        The agent's welcome is sent only while the loop runs. The next line of stdin says that the
+        receiver is connected.
         """
         self.loop.run_until_complete(asyncio.to_thread(sys.stdin.readline))
         assert self.raw.is_connected
@@ -111,7 +112,7 @@ class ReceivingWorker:
 
 
 def main() -> None:
-    # UCX logs to standard output, so answers go to a copy of it.
+    # UCX logs to stdout, so answers are written to a copy of it.
     global _answers
     _answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

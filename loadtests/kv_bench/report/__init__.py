@@ -1,1 +1,1 @@
-"""What moving KV cost, as figures, bars, pages and plots."""
+"""Turns the measured rows into figures, bars, pages and plots."""

@@ -1,5 +1,6 @@
-"""What blocks.py found, as Markdown: bars, and for each transport the cost of a block and the
-utilisation of the wire.
+"""Writes the results of blocks.py as Markdown.
+
+The page has the bars and, for each transport, the cost of a block and the utilisation of the wire.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _BLOCK_COLUMNS = ("block_ms", "block_p99_ms", "block_deviation_ms")
 
 
 class BlockFigures:
-    """The figures of at least one round, each with every transport, prompt and mode."""
+    """The figures of all rounds. There is at least one round, with every transport, prompt and
+    mode.
+    """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.transports = list(dict.fromkeys(r.transport for r in rows))
@@ -55,7 +58,7 @@ class BlockFigures:
         return _spread(self.by_round(transport, prompt, mode))
 
     def ratio(self, transport: str, prompt: Prompt, mode: str, of_mode: str) -> Spread:
-        """The ratio of two transfers of the same round."""
+        """The ratio of two modes, each time within a round."""
         ours = self.by_round(transport, prompt, mode)
         return _spread(
             [a / b for a, b in zip(ours, self.by_round(transport, prompt, of_mode), strict=True)]
@@ -65,12 +68,14 @@ class BlockFigures:
         return self.ratio(transport, prompt, cases.WIRE, mode)
 
     def block_us(self, transport: str, prompt: Prompt) -> Spread:
-        """The mean time of a block in a transfer block by block."""
+        """The mean time of a block in a transfer block by block, in microseconds."""
         acked = self.by_round(transport, prompt, cases.BLOCKS_ACKED)
         return _spread([ms * 1e3 / prompt.num_blocks for ms in acked])
 
     def control_us(self, transport: str, prompt: Prompt) -> Spread:
-        """The mean time of a block beyond that of its bytes at the wire's rate."""
+        """The mean time of a block minus the time of its bytes at the wire's rate, in
+        microseconds.
+        """
         acked = self.by_round(transport, prompt, cases.BLOCKS_ACKED)
         wire = self.by_round(transport, prompt, cases.WIRE)
         return _spread(
@@ -78,12 +83,14 @@ class BlockFigures:
         )
 
     def deviation(self, transport: str, prompt: Prompt, mode: str) -> float:
-        """The deviation of whole transfers over the rounds, as a share of their mean."""
+        """The standard deviation of transfer times over the rounds, as a share of their mean."""
         values = self.by_round(transport, prompt, mode)
         return statistics.pstdev(values) / statistics.fmean(values)
 
     def is_rising(self, transport: str) -> bool:
-        """Whether the utilisation of transfers block by block rises with each larger block."""
+        """Whether the utilisation of transfers block by block is higher with each larger block
+        size.
+        """
         medians = [self.utilisation(transport, p, cases.BLOCKS_ACKED).median for p in SWEEP]
         return all(small < large for small, large in pairwise(medians))
 
@@ -183,7 +190,7 @@ def _deviation(figures: BlockFigures, transport: str, mode: str, prompt: Prompt)
 
 
 def _one_block(figures: BlockFigures, transport: str, prompt: Prompt) -> str:
-    """Medians over the rounds of the times of each transfer's blocks."""
+    """The times of a transfer's blocks, as medians over the rounds."""
     columns = (figures.by_round(transport, prompt, cases.BLOCKS_ACKED, c) for c in _BLOCK_COLUMNS)
     return " / ".join(number(statistics.median(values) * 1e3) for values in columns)
 

@@ -18,16 +18,16 @@ from loadtests.kv_bench.rounds import Row
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-BAR_TOTAL: Final = 0.54  # of the time block by block
-BAR_WIRE: Final = 0.95  # of ucx_perftest's rate
-BAR_VISIBLE: Final = 0.35  # of the time that is visible in whole-model mode
+BAR_TOTAL: Final = 0.54  # as a share of the time block by block
+BAR_WIRE: Final = 0.95  # as a share of ucx_perftest's rate
+BAR_VISIBLE: Final = 0.35  # as a share of the time that is visible in whole-model mode
 BAR_NIXL: Final = 1.0
 WIRE_BAR_FROM: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, lowest and highest over rounds."""
+    """The median, the lowest and the highest value over the rounds."""
 
     median: float
     low: float
@@ -73,9 +73,9 @@ class Figures:
         column: str = "total_ms",
         of_column: str = "",
     ) -> Spread | None:
-        """`mode` relative to the best of `of_modes` in the same round.
+        """`mode` divided by the best of `of_modes` in the same round.
 
-        `of_column`: the column of `of_modes`, if it is not `column`.
+        `of_column` is the column of `of_modes` if it differs from `column`.
         """
         ours = self.per_round(transport, num_bytes, mode, column)
         of_column = of_column or column
@@ -88,10 +88,11 @@ class Figures:
         return Spread.of(ratios)
 
     def perftest_rate(self, transport: str, num_bytes: int, wait: str) -> Spread | None:
-        """Our payload's rate as a share of perftest's, which waits by `wait`: poll or sleep.
+        """Our payload's rate as a share of perftest's. perftest polls or sleeps, as `wait` says.
 
-        perftest never writes the memory that it sends, so its source is one page of zeros in the
-        processor's cache. So is the source of WIRE_EMPTY.
+        perftest never writes the memory that it sends. So it reads a single page of zeros from the
+        processor's cache. Mode WIRE_EMPTY sends the same kind of memory, so its rate is compared
+        here.
         """
         slower = self.ratio(transport, num_bytes, cases.WIRE_EMPTY, (f"perftest_{wait}",))
         return slower and Spread(1 / slower.median, 1 / slower.high, 1 / slower.low)
@@ -100,7 +101,10 @@ class Figures:
 def _against_nixl(
     figures: Figures, transport: str, num_bytes: int, *, mode: str, column: str, kind: str
 ) -> Spread | None:
-    """nixl's transfer begins when prefill is over, so all of its time is visible."""
+    """Our column divided by nixl's total time.
+
+    nixl's transfer begins when prefill is over, so all of its time is visible.
+    """
     return figures.ratio(transport, num_bytes, mode, (f"nixl_{kind}",), column, "total_ms")
 
 
@@ -164,7 +168,7 @@ BARS: Final = (
 
 
 def write_csv(rows: Sequence[DataclassInstance], path: Path) -> None:
-    """Rows of one class, at least one."""
+    """Write rows of one class. There must be at least one row."""
     names = [field.name for field in fields(rows[0])]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)

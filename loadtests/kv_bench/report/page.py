@@ -1,4 +1,4 @@
-"""A run as Markdown: which bars are met, times, the split into gather, wire and scatter, and
+"""Writes a run as Markdown: bars and whether they are met, times, the split into steps, and
 peers.
 """
 

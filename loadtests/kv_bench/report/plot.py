@@ -1,5 +1,7 @@
-"""One picture of a run: time against size, the split at the middle size, the wire, and what prefill
-does not hide.
+"""Draws a run as one picture.
+
+It shows time against size, the split at the middle size, the wire, and the time that prefill does
+not hide.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def draw(figures: Figures, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _totals(axis: Any, figures: Figures, transport: str) -> None:  # Axes are untyped
+def _totals(axis: Any, figures: Figures, transport: str) -> None:  # matplotlib's axes have no types
     for mode in _TOTALS:
         found = {n: figures.spread(transport, n, mode) for n in figures.sizes}
         points = {n >> 20: s for n, s in found.items() if s is not None}

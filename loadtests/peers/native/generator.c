@@ -2,10 +2,10 @@
  *
  *     generator PORT PATH BODIES CONNECTIONS SECONDS
  *
- * Each line of the file BODIES is a request's body; all connections send them in turn. A connection
- * sends its next request when an answer has ended. After SECONDS, open answers are waited for.
- * Prints one line of JSON. Times to first token are those of answers that are streams; an event
- * begins with "data: {".
+ * Each line of the file BODIES is the body of a request. All connections together send the bodies
+ * in turn. A connection sends its next request when an answer has ended. After SECONDS, the program
+ * waits for open answers, and then prints one line of JSON. Only streamed answers have a time to
+ * first token. An event of a stream begins with "data: {".
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -99,7 +99,7 @@ static void ask(struct connection *c) {
     c->sent = now();
     while (done < lengths[which]) {
         ssize_t n = send(c->fd, requests[which] + done, lengths[which] - done, MSG_NOSIGNAL);
-        if (n <= 0) return; /* the read that follows notices it */
+        if (n <= 0) return; /* the next read notices the error */
         done += (size_t)n;
     }
 }

@@ -1,9 +1,10 @@
-/* A worker that answers at once, as an engine with nothing to compute: one thread, epoll.
+/* A worker that answers at once, like an engine that computes nothing: one thread, epoll.
  *
  *     worker PORT ROLE        ROLE: regular, prefill or decode
  *
- * It speaks what sglang-router and a passthrough ask of a worker: health, facts of the server, and
- * completions, plain or as a stream with an event for each of `max_tokens`. A prefill draws one.
+ * It answers the requests that sglang-router and a passthrough send to a worker: health, facts
+ * about the server, and completions. A completion is plain, or a stream with one event for each of
+ * `max_tokens` tokens. A prefill draws one token.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,1 +1,1 @@
-"""Decisions for a mesh of thousands of instances: what they cost, and how good they are."""
+"""Measures placement for thousands of instances: what decisions cost, and how good they are."""

@@ -1,12 +1,13 @@
-"""Whether decisions, the index and the virtual clock carry a mesh of thousands of instances
-(`make bench NAME=scale`).
+"""Whether decisions, the index and the virtual clock carry a mesh of thousands of instances (`make
+bench NAME=scale`).
 
 python -m loadtests.placement.scale --rounds 3 --out loadtests/results/scale-2026-11-28
 
-In every round, each measurement takes turns with its baseline: for a decision, the same core
-without its shortlist; for gRPC, the same core in one process; for a snapshot in steps, the same
-snapshot at once; for events, the index without messages. "Again" is the same decision with the same
-random draws, whose instances are then in the processor's caches.
+In every round, each measurement takes turns with its baseline. A decision is compared with the same
+core without its shortlist. A decision through gRPC is compared with the same core in one process. A
+snapshot in steps is compared with the same snapshot at once. Events are compared with the index
+without messages. "Again" means that a decision is repeated with the same random draws. The
+processor's caches then hold its instances.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
         _in_a_child(found, events, options.blocks // 4)
         text = f"Rounds: {number + 1}.\n\n{_tables(found, clock)}"
         print(text, flush=True)
-        if options.out:  # after each round, since a run may be cut short
+        if options.out:  # write after each round, since a run may be interrupted
             about = (__doc__ or "").split("\n\n")[-1].strip().replace("\n", " ")
             figures = {"found": found, "clock": clock}
             write(options.out, "loadtests.placement.scale", "Scale", about, text, **figures)
@@ -74,11 +75,11 @@ def _tables(found: Found, clock: Sequence[dict[str, float]]) -> str:
 
 
 def _note_hop(found: Found) -> None:
-    """Note what a call of the master costs, and how many gateways could hold the view at that cost.
+    """Compare the cost of asking the master with the cost of holding the master's view.
 
-    A gateway that asks the master pays for its own requests: its part of the call and the master's.
-    A gateway that holds the view pays for the events of all requests, also those of other gateways.
-    The master holds the view in both cases.
+    A gateway that asks the master pays for its own requests: its part of the call and the master's
+    part. A gateway that holds the view pays for the events of all requests, including those of
+    other gateways. The master holds the view in both cases.
     """
     inside_ms = found["no gRPC, 750 + 500, as a replica in a gateway: CPU ms of a decision"][-1]
     held_ms = found["the mesh's events at a gateway: CPU ms of a request, without the bus"][-1]

@@ -1,4 +1,4 @@
-"""What the index of a large mesh costs: a snapshot of very many blocks, KV events, memory."""
+"""Measures the index of a large mesh: a snapshot of very many blocks, KV events, and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.net.bus import Message
 from pdmesh.net.events import BINARY, CONTENT_TYPE, decode_event
 
-_STEP: Final = 4096  # blocks in a step, as in the index's feed
+_STEP: Final = 4096  # blocks per step, as when the index loads a real snapshot
 _EVENT_BLOCKS: Final = 64
 
 
@@ -28,7 +28,7 @@ def _names(seed: int, count: int) -> list[bytes]:
 
 
 def _timed(steps: Callable[[], bool]) -> list[float]:
-    """CPU seconds of each call until one returns False."""
+    """CPU seconds of each call, until a call returns False."""
     times, is_going = [], True
     while is_going:
         began = time.thread_time()
@@ -38,7 +38,9 @@ def _timed(steps: Callable[[], bool]) -> list[float]:
 
 
 def snapshot(num_blocks: int) -> dict[str, float]:
-    """A snapshot to an index that knows nothing of the instance, and the instance's removal."""
+    """Measure the load of a snapshot of an instance that the index does not know, and its
+    removal.
+    """
     names, whole, stepped = _names(1, num_blocks), PrefixIndex(), PrefixIndex()
     gc.freeze()
     began = time.thread_time()
@@ -66,11 +68,11 @@ def snapshot(num_blocks: int) -> dict[str, float]:
 
 
 def events(num_blocks: int) -> dict[str, float]:
-    """Blocks/s on one core: messages decoded and applied, and the index alone."""
+    """Measure blocks/s on one core: with decoding of the messages, and with the index alone."""
     names, messages = _names(2, num_blocks), list[Message]()
     for number, start in enumerate(range(0, num_blocks, _EVENT_BLOCKS)):
         event = KvBlocks(stored=names[start : start + _EVENT_BLOCKS])
-        if start >= num_blocks // 2:  # from the middle on, as many blocks leave as come
+        if start >= num_blocks // 2:  # in the second half, as many blocks leave as come
             first = start - num_blocks // 2
             event.removed.extend(names[first : first + _EVENT_BLOCKS])
         event.header.publisher_id, event.header.incarnation = "a", 1

@@ -1,10 +1,10 @@
-"""What a decision costs by the number of instances: in the core, through gRPC, and at a gateway
-whose master is away.
+"""What a decision costs by the number of instances.
 
+Decisions are measured in the core, through gRPC, and at a gateway that cannot reach its master.
 Sizes take turns every few decisions, so that other load on the machine is the same for all. Each
 decision is made twice with the same random draws. The first reads instances that may no longer be
-in the processor's caches, as in a mesh; the second reads the same instances again. The second
-costs only computation; the first also waits for memory.
+in the processor's caches, as in a mesh, so it also waits for memory. The second reads the same
+instances again and only computes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from pdmesh.service_process import calm_the_collector
 SIZES: Final = (100, 1250, 10_000)
 RTP: Final = 1250  # 750 prefills and 500 decodes
 _RTP_PREFILLS: Final = 0.6
-_PROFILED: Final = 64  # decisions
+_PROFILED: Final = 64  # decisions that are profiled
 _IN_A_ROW: Final = 25
-_COMPARED: Final = 8  # one in 8 decisions is also made with all instances scored
+_COMPARED: Final = 8  # one in 8 decisions is made again with all instances scored
 
 
 @dataclass(slots=True)
 class Decider:
-    """A fleet with its index, and decisions in it, one after another."""
+    """Makes decisions, one after another, on a fleet with its index."""
 
     placement: Placement
     index: PrefixIndex
@@ -47,7 +47,7 @@ class Decider:
     prompts: Sequence[list[bytes]] = field(default_factory=lambda: [prompt(i) for i in range(64)])
 
     def decide(self) -> tuple[float, float]:
-        """The CPU seconds of the next decision, and of the same decision repeated."""
+        """Make the next decision twice; returns the CPU seconds of both."""
         rng = self.placement.rng
         query, draws = self._next(), rng.getstate()
         first_s, _ = self._timed(query)
@@ -61,7 +61,7 @@ class Decider:
         self.placement.policy = replace(self.placement.policy, most_scored=0)
 
     def num_calls(self) -> float:
-        """Calls of functions, Python's and C's, of a decision; the mean of many."""
+        """The mean number of function calls in a decision, of Python's and C's functions."""
         profile = cProfile.Profile()
         for _ in range(_PROFILED):
             query = self._next()
@@ -73,7 +73,9 @@ class Decider:
         return calls / _PROFILED
 
     def run(self, num_decisions: int) -> tuple[list[float], list[float]]:
-        """Seconds of each decision, by the wall and of CPU, with nothing between them."""
+        """Make decisions without a pause; returns the wall time and the CPU time of each, in
+        seconds.
+        """
         walls, cpus = [], []
         for _ in range(num_decisions):
             query, began = self._next(), time.perf_counter()
@@ -84,7 +86,7 @@ class Decider:
         return walls, cpus
 
     def mean_scored(self) -> float:
-        """How many prefills and decodes a decision scores; the mean of many."""
+        """The mean number of prefills and decodes that a decision scores."""
         own, counts = self.placement.policy, list[int]()
 
         def prefills(query: Query, asked: Sequence[Instance], known: Known) -> Sequence[float]:
@@ -123,9 +125,9 @@ class Decider:
 
 
 def in_the_core(num_decisions: int) -> dict[str, float]:
-    """The figures of one round, for a process of its own."""
+    """Measure one round in the core. It should run in a process of its own."""
     deciders = {size: Decider(*build(size)) for size in SIZES}
-    calm_the_collector()  # as in a service
+    calm_the_collector()  # as a service does
     times: dict[int, list[tuple[float, float]]] = {size: [] for size in SIZES}
     for _ in range(max(1, num_decisions // _IN_A_ROW)):
         for size, decider in deciders.items():
@@ -160,7 +162,10 @@ def in_the_core(num_decisions: int) -> dict[str, float]:
 
 
 def through_grpc(num_decisions: int) -> dict[str, float]:
-    """The cost of one master's calls, beside the same core called without gRPC, like a replica."""
+    """Measure the calls of one master, and the same core called without gRPC for comparison.
+
+    The core without gRPC stands for a replica in a gateway.
+    """
     found = _in_this_process(num_decisions)
     for scores_all in (False, True):
         how = "all scored" if scores_all else "shortlist"
@@ -194,7 +199,10 @@ def _in_this_process(num_decisions: int) -> dict[str, float]:
 
 
 def at_a_gateway(num_rankings: int) -> dict[str, float]:
-    """The ranking of a gateway whose master is away: by its own open legs, without prefixes."""
+    """Measure the ranking of a gateway that cannot reach its master.
+
+    Such a gateway ranks by its own open legs and does not know prefixes.
+    """
     rankings = {size: _local_ranking(size) for size in (RTP, 10_000)}
     times: dict[int, list[float]] = {size: [] for size in rankings}
     for _ in range(num_rankings):

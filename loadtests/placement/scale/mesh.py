@@ -1,6 +1,7 @@
-"""A mesh of thousands of instances on the virtual clock: groups in regions that share one scenario.
+"""Simulates a mesh of thousands of instances: groups in regions that share one scenario.
 
-Every plan is the product's own: `core.placement` ranks over all groups of the request's region.
+It runs on the virtual clock. Every plan is the product's own: `core.placement` ranks the instances
+of all groups in the request's region.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ _OUTPUT: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Clocked:
-    """One run. Virtual seconds are those in which requests arrive; CPU seconds are those of the
-    whole run, up to the last answer. So their ratio is what a steady load would cost.
+    """The results of one run.
 
-    `home`: the share of requests that were served in their own region. `busy`: the share of the
-    prefills with a prompt, at the last arrival.
+    `virtual_s` is the time in which requests arrive. `cpu_s` is the CPU of the whole run, until the
+    last answer. So their ratio is that of a steady load. `home` is the share of requests that were
+    served in their own region. `busy` is the share of prefills that had a prompt at the last
+    arrival.
     """
 
     num_instances: int
@@ -54,12 +56,12 @@ class Clocked:
 
     @property
     def factor(self) -> float:
-        """Seconds of the virtual clock in one CPU second of its process."""
+        """Virtual seconds per CPU second."""
         return self.virtual_s / self.cpu_s
 
 
 class ScaleMesh(VirtualMesh):
-    """Each group has three prefills for every two decodes, as RTP-LLM's 750 and 500."""
+    """A mesh whose groups have three prefills for every two decodes, like RTP-LLM's 750 and 500."""
 
     def __init__(self, num_instances: int, *, is_shortlisted: bool = True) -> None:
         shape = MeshShape(MOCKER, block_size=_BLOCK, num_blocks=1024)
@@ -85,7 +87,7 @@ class ScaleMesh(VirtualMesh):
 
 
 def arrivals(rate: float, num_requests: int) -> Iterator[Arrival]:
-    """Poisson, in random regions; prompts share their first 32 blocks with others."""
+    """Requests at Poisson times, in random regions. Each shares its first 32 blocks with others."""
     rng, now = random.Random(7), 0.0
     for number in range(num_requests):
         now += rng.expovariate(rate)

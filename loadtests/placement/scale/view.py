@@ -1,8 +1,9 @@
-"""What a gateway would pay to hold the master's view: every event of the mesh, decoded and applied.
+"""What a gateway would pay to hold the master's view of the mesh.
 
-The events are those of a mesh of 750 prefills and 500 decodes on the virtual clock, as its
-instances would publish them at `REQUESTS_PER_S`. They are replayed into an empty view. The bus
-itself, which costs as much again or more, is left out.
+The gateway would have to decode and apply every event of the mesh. The events come from a mesh of
+750 prefills and 500 decodes on the virtual clock, as its instances would publish them at
+`REQUESTS_PER_S`. They are replayed into an empty view. The bus costs as much again or more, which
+is not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pdmesh.services.master_scheduler.placement.fleet_feed import load_from
 REQUESTS_PER_S: Final = 1000.0
 _NUM_PREFIXES: Final = 64
 _OUTPUT: Final = 256
-_CACHE: Final = 256  # blocks of a prefill
+_CACHE: Final = 256  # blocks of a prefill's cache
 
 
 class Tape:
@@ -95,7 +96,10 @@ class TapedIndex(PrefixIndex):
 
 
 class TapedMesh(VirtualMesh):
-    """Its prefills' caches are full after two prompts, so each prompt removes what it stores."""
+    """A mesh that records its events.
+
+    Two prompts fill a prefill's cache. So each further prompt removes as many blocks as it stores.
+    """
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(MeshShape(MOCKER, num_blocks=_CACHE), "default", 1, Weights())
@@ -109,7 +113,7 @@ class TapedMesh(VirtualMesh):
 
 
 def held_by_a_gateway(num_requests: int) -> dict[str, float]:
-    """CPU of the events of one request, and cores at `REQUESTS_PER_S`."""
+    """Measure the CPU for the events of one request, and the cores at `REQUESTS_PER_S`."""
     tape = taped(num_requests)
     calm_the_collector()
     fleet, index = Fleet(), PrefixIndex()
@@ -144,7 +148,9 @@ def taped(num_requests: int) -> Tape:
 
 
 def _arrivals(num_requests: int) -> Iterator[Arrival]:
-    """Prompts as those of the decisions: half of each is a prefix that others have, too."""
+    """Requests like those of the decisions. Half of each prompt is a prefix that other prompts
+    share.
+    """
     rng, now = random.Random(5), 0.0
     for number in range(num_requests):
         now += rng.expovariate(REQUESTS_PER_S)

@@ -1,16 +1,17 @@
-"""What a shortlist costs in quality: TTFT and reuse with it, and with all instances scored
-(`make bench NAME=shortlist`).
+"""What a shortlist costs in quality: TTFT and reuse with it, and with all instances scored (`make
+bench NAME=shortlist`).
 
     python -m loadtests.placement.scale.warm --seeds 3 --out loadtests/results/shortlist-2026-11-28
 
-Simulated on the virtual clock: 320 prefills and 120 decodes in one group, so a shortlist has less
-than a third of the prefills. The prompts take 32 times as long as on the mocker, so that a run of
-thousands of requests lasts about as long as placement remembers recent work. The first three
-eighths of the requests warm the caches and are not counted. Each run begins with empty caches, so a
-shortlist's effect on the caches' content counts, too. `busy` is the share of the prefills that have
-a prompt, at forty times while the counted requests arrive. "Against its own mean" compares an
-instance with the mean of the shortlist, as the product did before this measurement. With --chance,
-another run scores all with other random draws, which shows how much of a difference is chance.
+The simulation runs on the virtual clock with one group of 320 prefills and 120 decodes, so a
+shortlist has less than a third of the prefills. Prompts take 32 times as long as on the mocker.
+With these times, a run of thousands of requests lasts about as long as placement remembers recent
+work. The first three eighths of the requests warm up the caches and are not counted. Each run
+begins with empty caches, so a shortlist also affects what the caches hold. `busy` is the share of
+prefills that have a prompt, at forty times while the counted requests arrive. "Against its own
+mean" compares an instance with the mean of the shortlist, as the product did before this
+measurement. With --chance, another run scores all instances with other random draws. Its difference
+from the first run is chance.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from pdmesh.core.placement.policies import MOST_SCORED, Known, Policy, Query, We
 from pdmesh.engine.step_time_laws import MOCKER
 
 _PREFILLS: Final = 320
-_MESHES: Final = _PREFILLS // 4  # the families are made for four instances
+# how many meshes of four instances; the families are made for one such mesh
+_MESHES: Final = _PREFILLS // 4
 _SLOWER: Final = 32.0
-_MOST_BLOCKS: Final = 96  # of a prompt; longer ones are left out, since they are few and heavy
+# blocks of a prompt; the few longer prompts are left out, since they are heavy
+_MOST_BLOCKS: Final = 96
 _LOOKS: Final = 40
-_WARM_UP: Final = 3 / 8  # of the requests
+_WARM_UP: Final = 3 / 8  # share of the requests
 _SHAPE: Final = MeshShape(
     replace(
         MOCKER,
@@ -59,12 +62,14 @@ _SHAPE: Final = MeshShape(
 
 
 def tools(seed: int, count: int) -> list[Arrival]:
-    """One population: all requests use the same forty tool definitions, and sessions continue."""
+    """Requests of one population: all use the same forty tool definitions, and sessions
+    continue.
+    """
     return _poisson(families.toolagent(seed, count, num_recent=60 * _MESHES), seed, 90.0)
 
 
 def tenants(seed: int, count: int) -> list[Arrival]:
-    """Eighty tenants, each with tool definitions of its own, which few instances hold."""
+    """Requests of eighty tenants. Each has its own tool definitions, which few instances hold."""
     rng = random.Random(seed)
     asked = [
         (number + rng.random(), _of_tenant(arrival, tenant))
@@ -75,12 +80,14 @@ def tenants(seed: int, count: int) -> list[Arrival]:
 
 
 def hot_prefixes(seed: int, count: int) -> list[Arrival]:
-    """4,800 prefixes by Zipf's law, more than the caches hold."""
+    """Requests with 4,800 prefixes by Zipf's law, which do not fit into the caches."""
     return _poisson(families.hot_prefixes(seed, count, num_heads=60 * _MESHES), seed, 105.0)
 
 
 def agents(seed: int, count: int) -> list[Arrival]:
-    """Sessions with pauses, behind one system prompt that every instance comes to hold."""
+    """Requests of sessions with pauses. They share a system prompt, which every instance soon
+    holds.
+    """
     asked = families.agents(seed, count // 8, apart_s=0.1)
     return [replace(a, at_s=a.at_s / 2) for a in asked]
 
@@ -96,9 +103,9 @@ FAMILIES: Final[Mapping[str, Callable[[int, int], list[Arrival]]]] = {
 @dataclass(frozen=True, slots=True)
 class Variant:
     name: str
-    most_scored: int  # 0: all
+    most_scored: int  # 0: all are scored
     other_draws: int = 0
-    by_its_own_mean: bool = False  # as if those on the shortlist were typical of all
+    by_its_own_mean: bool = False  # an instance is compared with the mean of the shortlist
 
 
 ALL: Final = Variant("all scored", 0)
@@ -109,7 +116,7 @@ CHANCE: Final = Variant("all scored, other draws", 0, 1_000_000)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run. `busy_percent`: of the prefills, those with a prompt."""
+    """The results of one run. `busy_percent` is the share of prefills that have a prompt."""
 
     family: str
     variant: str
@@ -174,7 +181,7 @@ _FIGURES: Final[Sequence[tuple[str, Callable[[Outcome], float], str]]] = (
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
-    """What was measured, and each variant over all scored with the same arrivals."""
+    """Tables of the results, and of each variant divided by all scored with the same arrivals."""
     rows = [
         ((family, variant.name), runs)
         for family in FAMILIES
@@ -201,7 +208,7 @@ def tables(outcomes: Sequence[Outcome]) -> str:
 
 
 def _poisson(asked: Sequence[Arrival], seed: int, rate_per_s: float) -> list[Arrival]:
-    """The same requests in the same order, at the times of a large population."""
+    """The same requests in the same order, at Poisson times."""
     rng, now, arrivals = random.Random(seed), 0.0, list[Arrival]()
     for arrival in asked:
         now += rng.expovariate(rate_per_s)
@@ -214,7 +221,10 @@ def _turn(numbered: tuple[float, Arrival]) -> float:
 
 
 def _of_tenant(arrival: Arrival, tenant: int) -> Arrival:
-    """The same request with names of its own; those of the family leave the sixth byte alone."""
+    """The same request with block names that only this tenant has.
+
+    The names of the families do not use the bytes that are changed here.
+    """
     mark = tenant.to_bytes(2, "little")
     return replace(arrival, blocks=tuple(b[:6] + mark + b[8:] for b in arrival.blocks))
 
@@ -246,14 +256,17 @@ def main() -> None:
                     line = json.dumps([options.requests, asdict(outcomes[-1])])
                     with options.kept.open("a") as file:
                         file.write(f"{line}\n")
-            if options.out:  # after each, since a run may be cut short
+            if options.out:  # write after each run, since the program may be interrupted
                 _write(options.out, outcomes)
     progress.close()
     print(tables(outcomes))
 
 
 def _kept(path: Path | None) -> dict[tuple[str, str, int, int], Outcome]:
-    """By family, variant, seed and number of requests. Delete the file when the code changes."""
+    """The runs of earlier calls, by family, variant, seed and number of requests.
+
+    Delete the file when the code changes.
+    """
     lines = path.read_text().splitlines() if path is not None and path.exists() else []
     runs = [(count, Outcome(**outcome)) for count, outcome in map(json.loads, lines)]
     return {(o.family, o.variant, o.seed, count): o for count, o in runs}

@@ -1,3 +1,3 @@
-"""What the right ratio of prefills to decodes gains, and whether the loop finds it, all on the
-virtual clock (`make bench NAME=ratio`).
+"""Measures on the virtual clock what the right ratio of prefills to decodes gains, and whether the
+ratio loop finds it (`make bench NAME=ratio`).
 """

@@ -44,11 +44,14 @@ _KINDS: Final[dict[str, type[Any]]] = {
     "scale": scale.Cost,
 }
 Job = tuple[str, Callable[[], Any]]
-_NUM_QUIET: Final = 24  # runs without a fault, which stand for the hours of a week between faults
+_NUM_QUIET: Final = 24  # runs without a fault, as a sample of the hours of a week between faults
 
 
 def jobs(parts: Sequence[str], seeds: Sequence[int]) -> list[Job]:
-    """(kind of result, the function that makes it), independent of each other."""
+    """The jobs of the named parts. They do not depend on each other.
+
+    A job is the kind of its result, and the function that computes the result.
+    """
     made: list[Job] = []
     if "sweep" in parts:
         for workload in sweep.WORKLOADS:

@@ -1,8 +1,8 @@
-"""Disaggregated compared with aggregated serving on the same number of instances: the highest rate
-at which 99 % of requests keep both SLOs (S63).
+"""Disaggregated compared with aggregated serving on the same number of instances (S63).
 
-The factor depends on the law, the lengths and the SLOs; the paper's 6.7 is for its own hardware and
-its first version. Aggregated instances run chunked prefill; the best of several chunk sizes counts.
+The measure is the highest rate at which 99 % of requests keep both SLOs. The ratio of the two rates
+depends on the law, the lengths and the SLOs. P/D-Serve's 6.7 is for its own hardware and its first
+version. Aggregated instances run chunked prefill. The best of several chunk sizes counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdmesh.engine.step_time_laws import MOCKER
 TOTAL: Final = 8
 TTFT_S: Final = 2.0
 NUM_REQUESTS: Final = 1200
-MAX_SEEDS: Final = 3  # bisections are slow
+MAX_SEEDS: Final = 3  # few, since bisections are slow
 _SHARE: Final = 0.99
 _SHAPE: Final = MeshShape(MOCKER, prefill_slots=4, decode_slots=64, ttft_slo_s=10.0)
 
@@ -43,7 +43,7 @@ SCENES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests/s of all instances together at which 99 % kept both SLOs."""
+    """Requests/s of all instances together at which 99 % of the requests kept both SLOs."""
 
     scene: str
     mode: str
@@ -52,7 +52,9 @@ class Goodput:
 
 
 def modes(scene: Scene) -> list[tuple[str, MeshShape]]:
-    """The formula's split and its neighbours; aggregated with three sizes of chunk."""
+    """The meshes to compare: the formula's split and its neighbours, and aggregated with three
+    chunk sizes.
+    """
     lengths = scene.lengths
     best = profile(
         MOCKER,
@@ -90,7 +92,7 @@ def goodput(scene: Scene, mode: str, shape: MeshShape, seed: int) -> Goodput:
 
 
 def keeps(scene: Scene, shape: MeshShape, per_s: float, seed: int) -> bool:
-    """Whether 99 % of the requests keep both SLOs at that rate."""
+    """Whether 99 % of the requests keep both SLOs at this rate."""
     mesh = VirtualMesh(shape, "default", seed, Weights())
     until = NUM_REQUESTS / per_s
     rng = random.Random(seed)

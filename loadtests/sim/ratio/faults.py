@@ -1,12 +1,11 @@
-"""A week of 10,000 devices at the paper's rate of 1 to 2 faults per week and 400 devices (S38).
+"""A week of 10,000 devices at P/D-Serve's rate of 1 to 2 faults per week and 400 devices (S38).
 
-First the week is simulated for all machines, without requests. Devices fail by chance, and each
-failure stops the instance of the device. A spare machine loads and replaces it, and the broken
-machine becomes a spare when it is repaired. The result is which groups lack which instances, and
-when. Then requests
-are simulated in each of these periods, with the request core's own migration. They are also
-simulated in groups that lack nothing, as a sample of the rest of the week. The week's share of
-success combines both, weighted by time.
+First, the week is simulated for all machines, without requests. Devices fail by chance, and each
+failure stops the device's instance. A spare machine loads the model and replaces the instance. The
+broken machine becomes a spare when it is repaired. The result is a list of periods in which a group
+lacks instances. Then requests are simulated in each of these periods, with the request core's own
+migration. They are also simulated in groups that lack nothing, as a sample of the rest of the week.
+The week's share of success combines both, weighted by time.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ DEVICES_PER_INSTANCE: Final = 8
 RATES: Final = (1.0, 2.0)  # faults per week and 400 devices: both ends of the paper's range
 WEEK_S: Final = 7 * 86_400.0
 SPLIT: Final = (3, 5)
-NUM_SPARES: Final = 18  # machines kept back, 1.4 % of all
+NUM_SPARES: Final = 18  # spare machines, 1.4 % of all
 NUM_GROUPS: Final = (NUM_DEVICES // DEVICES_PER_INSTANCE - NUM_SPARES) // sum(SPLIT)
 REPAIR_S: Final = 86_400.0
-RATE_PER_S: Final = 4.6  # requests, per group
+RATE_PER_S: Final = 4.6  # requests per second of a group
 E2E_SLO_S: Final = 20.0
 LOAD_S: Final = 300.0  # a model of hundreds of billions of parameters loads within minutes
-QUIET_S: Final = 900.0  # simulated per run of a group that lacks nothing
-_BEFORE_S: Final = 120.0  # simulated before a fault
-_AFTER_S: Final = 300.0  # simulated after the last substitute serves
+QUIET_S: Final = 900.0  # simulated seconds per run of a group that lacks nothing
+_BEFORE_S: Final = 120.0  # simulated seconds before a fault
+_AFTER_S: Final = 300.0  # simulated seconds after the last substitute begins to serve
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """`spare_after_s`: the time until a machine can stand in."""
+    """The loss of one instance. A spare machine is free `spare_after_s` later."""
 
     at_s: float
     role: Role
@@ -54,7 +53,7 @@ class Loss:
 class Episode:
     """The time of a group around one loss, or around several losses that overlap.
 
-    Times of losses count from its beginning.
+    The times of the losses count from the episode's beginning.
     """
 
     group: int
@@ -65,14 +64,14 @@ class Episode:
 
 @dataclass(slots=True)
 class Machines:
-    """Where each machine is. Places are (group, number): prefills first."""
+    """The places of all machines. A place is (group, number). Prefills have the lowest numbers."""
 
     spares: deque[int]
     at: dict[int, tuple[int, int]]
     num_in_repair: int = 0
     most_in_repair: int = 0
-    empty: deque[tuple[int, int, float]] = field(default_factory=deque)  # place, waiting since
-    losses: dict[int, list[Loss]] = field(default_factory=dict)  # by group, times of the week
+    empty: deque[tuple[int, int, float]] = field(default_factory=deque)  # place, empty since
+    losses: dict[int, list[Loss]] = field(default_factory=dict)  # by group; times of the week
 
     @classmethod
     def whole(cls) -> Machines:
@@ -81,7 +80,7 @@ class Machines:
         return cls(deque(range(num, num + NUM_SPARES)), at)
 
     def fail(self, machine: int, now: float) -> bool:
-        """The machine fails. Returns False if it was already in repair."""
+        """Let a machine fail. Returns False if it was already in repair."""
         if machine in self.spares:
             self.spares.remove(machine)
         elif (place := self.at.pop(machine, None)) is not None:
@@ -136,7 +135,7 @@ def episodes(machines: Machines) -> list[Episode]:
 
 
 def _episodes(group: int, losses: Sequence[Loss]) -> Iterator[Episode]:
-    """The episodes of a group. Losses whose times overlap share one."""
+    """The episodes of a group. Losses whose times overlap are in one episode."""
 
     def end_of(loss: Loss) -> float:
         return loss.at_s + loss.spare_after_s + LOAD_S + _AFTER_S
@@ -158,9 +157,9 @@ def _episodes(group: int, losses: Sequence[Loss]) -> Iterator[Episode]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Requests of one group for a while: how many failed, came late or went on elsewhere.
+    """The results of requests to one group for some time.
 
-    `per_week_and_400` 0: without a fault.
+    `per_week_and_400` is the rate of faults. With 0, there was no fault.
     """
 
     per_week_and_400: float
@@ -174,9 +173,9 @@ class Outcome:
 
 
 def play(per_week_and_400: float, episode: Episode, seed: int) -> Outcome:
-    """A group of 3:5 at 60 % of its capacity.
+    """Simulate a group of 3 prefills and 5 decodes at 60 % of its capacity.
 
-    A role loses its busiest instance, with all of its requests (SIGKILL).
+    A lost instance is the busiest of its role. It loses all of its requests (SIGKILL).
     """
     rng = random.Random(seed)
     mesh = LiveMesh(SHAPE, seed, load_s=LOAD_S, e2e_slo_s={"chat": E2E_SLO_S})
@@ -208,20 +207,20 @@ def play(per_week_and_400: float, episode: Episode, seed: int) -> Outcome:
 
 
 def quiet(seed: int) -> Outcome:
-    """A group that lacks nothing."""
+    """Simulate a group that lacks nothing."""
     return play(0.0, Episode(0, 0.0, QUIET_S, ()), seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Week:
-    """Shares of requests answered at all and in time, over the week.
+    """The shares of requests that were answered, and answered in time, over the week.
 
-    `in_time_around`: the share in time, only in the times around faults.
+    `in_time_around` is the share that was answered in time, only for the times around faults.
     """
 
     per_week_and_400: float
     num_faults: int
-    time_around: float  # share of group-time that is near a fault
+    time_around: float  # the share of all groups' time that is around faults
     answered: float
     in_time: float
     in_time_around: float

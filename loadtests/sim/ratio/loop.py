@@ -1,5 +1,7 @@
-"""The ratio loop on a live mesh: what it finds, how soon, where it stops, and whether noise moves
-anything (S28, S29, S32).
+"""Measures the ratio loop on a simulated mesh: what it finds, how soon, and where it stops (S28,
+S29, S32).
+
+It also checks whether noise makes the loop move instances.
 """
 
 from __future__ import annotations
@@ -53,7 +55,11 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The workload changes at 300 s: how many windows until the loop plans, and what it plans."""
+    """The loop's reaction to a workload that changes at 300 s.
+
+    `num_windows` is how many windows pass until the loop plans. `wanted` is the ratio that it
+    plans.
+    """
 
     what: str
     seed: int
@@ -65,7 +71,9 @@ class Change:
 
 
 def change(what: str, seed: int) -> Change:
-    """One of the paper's two changes: outputs of 1.5 times the length, or longer prompts."""
+    """Simulate one of the paper's two changes: answers of 1.5 times the length, or longer
+    prompts.
+    """
     after = LONG_ANSWERS if what == "outputs +50 %" else LONG_PROMPTS
     split = Split(4, 4) if what == "outputs +50 %" else Split(3, 5)
     control = run(split, 5.2, lambda t: BALANCED if t < CHANGE_AT_S else after, 1500.0, seed)
@@ -79,7 +87,10 @@ def change(what: str, seed: int) -> Change:
 
 @dataclass(frozen=True, slots=True)
 class Calm:
-    """An hour of one workload at 60 % of the split's capacity: the loop should do nothing."""
+    """The result of an hour of one workload at 60 % of the split's capacity.
+
+    In this hour, the loop should do nothing.
+    """
 
     seed: int
     num_windows: int
@@ -94,9 +105,9 @@ def calm(seed: int) -> Calm:
 
 @dataclass(frozen=True, slots=True)
 class Convergence:
-    """The loop starts from a wrong split, without a profile.
+    """The result of a run in which the loop starts from a wrong split, without a profile.
 
-    `distance`: how many role changes the final split is from the formula's best.
+    `distance` is how many role changes the final split is from the formula's best.
     """
 
     start: str
@@ -110,7 +121,7 @@ class Convergence:
 
 
 def converge(start: Split, seed: int) -> Convergence:
-    """The load is 85 % of what the formula's best split carries, for an hour."""
+    """Run an hour at 85 % of the load that the formula's best split carries."""
     workload = Workload("balanced", BALANCED)
     best = workload.profile().best_split(TOTAL, least=2)
     rate = 0.85 * workload.profile().phi(best).value * TOTAL

@@ -1,4 +1,6 @@
-"""One page: what each ratio carries beside the formula, T_p's share, and where the loop ends."""
+"""Draws one page: the throughput of each ratio beside the formula, the share of T_p, and where the
+loop ends.
+"""
 
 from __future__ import annotations
 

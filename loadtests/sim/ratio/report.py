@@ -1,5 +1,7 @@
-"""The report of `make bench NAME=ratio`: tables with median (lowest..highest) over the seeds, and
-what they say about the paper's claims.
+"""Writes the report of `make bench NAME=ratio`.
+
+Its tables have medians (lowest..highest) over the seeds. Texts compare the numbers with the claims
+of P/D-Serve's paper.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from loadtests.harness.results import Spread
 from loadtests.sim.ratio import aggregated, faults, sweep
 from pdmesh.core.ratio.throughput import Split
 
-MODEST: Final = 0.6  # the paper's margin of the best ratio over other ratios
+MODEST: Final = 0.6  # P/D-Serve's margin of the best ratio over other ratios
 _NUM_WEEKS: Final = 1000
 
 
@@ -110,7 +112,7 @@ def _sweep(results: Results) -> list[str]:
     return [*lines, "", _MISMATCHED]
 
 
-# P/D-Serve, 4.2 and figures 12a, 12b, 13a.
+# From P/D-Serve, section 4.2 and figures 12a, 12b, 13a.
 _MISMATCHED: Final = (
     "**What counts as mismatched.** P/D-Serve says that under the optimum ratio the throughput "
     '"overcomes the others by at least 60%"'
@@ -125,7 +127,7 @@ _MISMATCHED: Final = (
 
 
 def _over_one_sided(gains: Mapping[Split, float]) -> str:
-    """The gain over 1:N and N:1, unless one of them is the best."""
+    """The gain over 1:N and N:1, except over the best ratio itself."""
     ends = [s for s in gains if 1 in (s.num_prefill, s.num_decode)]
     named = ", ".join(
         f"{gains[s]:+.0%} over {s}" for s in sorted(ends, key=lambda s: s.num_prefill)
@@ -322,7 +324,7 @@ def _faults(results: Results) -> list[str]:
 def _upper_bound(num_bad: int, num: int) -> float:
     """The upper bound of the share of bad requests, with 95 % confidence (Wilson).
 
-    If none is bad, it is close to 3 / num.
+    If no request is bad, the bound is close to 3 / num.
     """
     z = 1.645
     share, spread = num_bad / num, z * z / num

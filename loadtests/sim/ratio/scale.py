@@ -1,5 +1,6 @@
-"""What the control plane's decisions cost with 10,000 instances: real CPU time of the cores; only
-the mesh is simulated (S66).
+"""Measures what the control plane's decisions cost with 10,000 instances (S66).
+
+The costs are real CPU time of the product's cores. Only the mesh is simulated.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _REPEATS: Final = 5
 class Cost:
     """CPU seconds of one round over all instances, or of one decision.
 
-    The best of several counts, since the machine is shared.
+    The best of several measurements counts, since the machine is shared.
     """
 
     what: str
     num_instances: int
     seconds: float
-    per_s: float  # how often it happens in the mesh: seconds * per_s is a share of one core
+    per_s: float  # how often it happens in the mesh; seconds * per_s is a share of one core
 
 
 def costs(num_instances: int) -> list[Cost]:

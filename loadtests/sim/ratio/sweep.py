@@ -1,5 +1,6 @@
-"""The throughput of every integer ratio of a total, as P/D-Serve measures it (S61, S65): users in a
-closed loop, whose number grows until an answer is late.
+"""Measures the throughput of every integer ratio of a total, as P/D-Serve does (S61, S65).
+
+Users send requests in a closed loop. Their number grows until an answer is late.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from pdmesh.engine.step_time_laws import SMOLLM2_CPU
 TOTAL: Final = 8
 PREFILL_SLOTS: Final = 2
 DECODE_SLOTS: Final = 8
-_GROWTH: Final = 1.2  # of users, from one run to the next
-_PER_USER: Final = 6  # requests, at least
+_GROWTH: Final = 1.2  # growth of the number of users from one run to the next
+_PER_USER: Final = 6  # the least number of requests per user
 _MIN_REQUESTS: Final = 160
 _PATIENCE: Final = 3.0  # the E2E SLO, as a multiple of a request's time with full batches
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of one scenario on one kind of instance."""
+    """The requests of one scenario, and the kind of instance that serves them."""
 
     name: str
     lengths: Lengths
@@ -68,7 +69,7 @@ WORKLOADS: Final = (
 )
 
 
-# One prefill carries 0.6 units and one decode 0.7, as in the paper's scenario; the unit here is
+# As in the paper's scenario, one prefill carries 0.6 units and one decode 0.7. The unit here is
 # requests/s.
 _PAPER_LAW: Final = Law("paper", prefill_token_s=1 / 600, step_fixed_s=1 / (0.7 * 20))
 _PAPER: Final = Lengths(1000, 21, spread=0.0)
@@ -80,7 +81,7 @@ PAPER_SPLITS: Final = (Split(1, 1), Split(4, 1), Split(1, 4), Split(3, 2))
 
 
 class ClosedLoop(VirtualMesh):
-    """`num_users` users, each of whom asks again as soon as the answer has come."""
+    """A mesh with `num_users` users. Each sends a new request as soon as the answer has come."""
 
     def __init__(self, workload: Workload, split: Split, num_users: int, seed: int) -> None:
         super().__init__(workload.shape(split), "default", seed, Weights())
@@ -90,7 +91,7 @@ class ClosedLoop(VirtualMesh):
         self.ends: list[float] = []
 
     def play(self) -> None:
-        """Users start one after the other, so that they are not in step."""
+        """Run all users. They start one after the other, so that they are not in step."""
         for number in range(self._num_users):
             self.clock.at(0.01 * number, self._ask)
         self.clock.run()
@@ -106,7 +107,7 @@ class ClosedLoop(VirtualMesh):
             self.submit(self._num_asked, Arrival(self.clock.now, num_prompt, num_output))
 
     def per_s(self) -> float:
-        """Answers/s while all users asked, without the first and the last answers."""
+        """Answers/s while all users were active, without the first and the last answers."""
         first, last = self._num_users, len(self.ends) - self._num_users
         if last <= first + 1:
             first = 0
@@ -117,7 +118,7 @@ class ClosedLoop(VirtualMesh):
 class Best:
     """The most answers/s of a split without a late answer, and the number of users for it.
 
-    `e2e_s`, `t_p_s`: the means at that number.
+    `e2e_s` and `t_p_s` are the means with that number of users.
     """
 
     workload: str
@@ -131,8 +132,9 @@ class Best:
 
 
 def best(workload: Workload, split: Split, seed: int) -> Best:
-    """Add users until an answer is late; if one role is the bottleneck, throughput stops growing
-    long before that.
+    """Add users until an answer is late, and return the run with the most answers/s.
+
+    If one role is the bottleneck, throughput stops growing long before an answer is late.
     """
     slo_s = workload.slo_s()
     formula = workload.profile().phi(split).value * split.total
