@@ -302,7 +302,6 @@ async def run(options: argparse.Namespace) -> None:
     text = report(costs)
     print(text)
     if options.out is not None:
-        assert __doc__ is not None
         write(
             options.out,
             "loadtests.gateway.features",

@@ -2,23 +2,19 @@
 bench NAME=scale`).
 
 python -m loadtests.placement.scale --rounds 3 --out loadtests/results/scale-2026-11-28
-
-In every round, each measurement takes turns with its baseline. A decision is compared with the same
-core without its shortlist. A decision through gRPC is compared with the same core in one process. A
-snapshot in steps is compared with the same snapshot at once. Events are compared with the index
-without messages. "Again" means that a decision is repeated with the same random draws. The
-processor's caches then hold its instances.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Final
 
 from loadtests.harness.results import write
 from loadtests.placement.scale.blocks import events, memory, snapshot
@@ -27,11 +23,20 @@ from loadtests.placement.scale.mesh import run as run_clock
 from loadtests.placement.scale.view import held_by_a_gateway
 
 Found = dict[str, list[float]]
+_ABOUT: Final = (
+    "In every round, each measurement takes turns with its baseline. A decision is compared "
+    "with the same core without its shortlist. A decision through gRPC is compared with the "
+    "same core in one process. A snapshot in steps is compared with the same snapshot at "
+    "once. Events are compared with the index without messages. 'Again' means that a decision "
+    "is repeated with the same random draws. The processor's caches then hold its instances."
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=__doc__,
+        epilog=textwrap.fill(_ABOUT, 100),
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--count", type=int, default=600, help="decisions of a cell in a round")
@@ -58,9 +63,8 @@ def main() -> None:
         text = f"Rounds: {number + 1}.\n\n{_tables(found, clock)}"
         print(text, flush=True)
         if options.out:  # write after each round, since a run may be interrupted
-            about = (__doc__ or "").split("\n\n")[-1].strip().replace("\n", " ")
             figures = {"found": found, "clock": clock}
-            write(options.out, "loadtests.placement.scale", "Scale", about, text, **figures)
+            write(options.out, "loadtests.placement.scale", "Scale", _ABOUT, text, **figures)
 
 
 def _tables(found: Found, clock: Sequence[dict[str, float]]) -> str:

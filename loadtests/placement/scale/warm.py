@@ -2,16 +2,6 @@
 bench NAME=shortlist`).
 
     python -m loadtests.placement.scale.warm --seeds 3 --out loadtests/results/shortlist-2026-11-28
-
-The simulation runs on the virtual clock with one group of 320 prefills and 120 decodes, so a
-shortlist has less than a third of the prefills. Prompts take 32 times as long as on the mocker.
-With these times, a run of thousands of requests lasts about as long as placement remembers recent
-work. The first three eighths of the requests warm up the caches and are not counted. Each run
-begins with empty caches, so a shortlist also affects what the caches hold. `busy` is the share of
-prefills that have a prompt, at forty times while the counted requests arrive. "Against its own
-mean" compares an instance with the mean of the shortlist, as the product did before this
-measurement. With --chance, another run scores all instances with other random draws. Its difference
-from the first run is chance.
 """
 
 from __future__ import annotations
@@ -20,6 +10,7 @@ import argparse
 import json
 import random
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,6 +27,18 @@ from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.policies import MOST_SCORED, Known, Policy, Query, Weights
 from pdmesh.engine.step_time_laws import MOCKER
 
+_ABOUT: Final = (
+    "The simulation runs on the virtual clock with one group of 320 prefills and 120 decodes, "
+    "so a shortlist has less than a third of the prefills. Prompts take 32 times as long as "
+    "on the mocker. With these times, a run of thousands of requests lasts about as long as "
+    "placement remembers recent work. The first three eighths of the requests warm up the "
+    "caches and are not counted. Each run begins with empty caches, so a shortlist also "
+    "affects what the caches hold. `busy` is the share of prefills that have a prompt, at "
+    "forty times while the counted requests arrive. 'Against its own mean' compares an "
+    "instance with the mean of the shortlist, as the product did before this measurement. "
+    "With --chance, another run scores all instances with other random draws. Its difference "
+    "from the first run is chance."
+)
 _PREFILLS: Final = 320
 # how many meshes of four instances; the families are made for one such mesh
 _MESHES: Final = _PREFILLS // 4
@@ -231,7 +234,9 @@ def _of_tenant(arrival: Arrival, tenant: int) -> Arrival:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=__doc__,
+        epilog=textwrap.fill(_ABOUT, 100),
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=5000)
@@ -273,12 +278,11 @@ def _kept(path: Path | None) -> dict[tuple[str, str, int, int], Outcome]:
 
 
 def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
-    about = (__doc__ or "").split("\n\n")[-1].strip().replace("\n", " ")
     write(
         out,
         "loadtests.placement.scale.warm",
         "What a shortlist costs on warm caches",
-        f"{about} A shortlist has {MOST_SCORED}. Median (lowest..highest) over the seeds.",
+        f"{_ABOUT} A shortlist has {MOST_SCORED}. Median (lowest..highest) over the seeds.",
         tables(outcomes),
         outcomes=[asdict(o) for o in outcomes],
     )
