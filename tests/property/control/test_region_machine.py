@@ -34,7 +34,8 @@ names = st.sampled_from(NAMES)
 
 
 class RegionMachine(GroupMachine):
-    """The five instances of each region have other ids than the instances in the inherited rules.
+    """The five instances of each region have other ids than the instances in the inherited
+    rules.
     """
 
     @initialize(state=st.sampled_from(STATES))

@@ -63,7 +63,8 @@ class Recorder(MemoryBus):
 
 
 def messages_of(told: Sequence[Report]) -> list[Message]:
-    """Turn the reports into numbered messages, and add a last report of an idle instance for each.
+    """Turn the reports into numbered messages, and add a last report of an idle instance for
+    each.
     """
     bus = Recorder()
     publishers = {name: EventPublisher(bus, name, 1) for name in NAMES}

@@ -182,7 +182,8 @@ class Engine:
 
 
 def computed_by(step: Any) -> dict[str, tuple[int, int]]:
-    """For each request, the range of token positions that the step computes (the end is exclusive).
+    """For each request, the range of token positions that the step computes (the end is
+    exclusive).
     """
     begins = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
     cached = step.scheduled_cached_reqs

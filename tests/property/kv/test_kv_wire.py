@@ -1,4 +1,5 @@
-"""The wire format of KV transfers: every message survives encoding, and nothing else is accepted.
+"""The wire format of KV transfers: every message survives encoding, and nothing else is
+accepted.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Link:
     is_dead_at_sender: bool = False
     is_dead_at_receiver: bool = False
     is_retired: bool = False  # no new pull begins on this connection
-    # (pull, ticket) of the reads that run now.
+    # (pull, ticket) of the reads that run now
     sends: list[tuple[int, str]] = field(default_factory=list)
     # (pull, part) of the receives that may still write.
     posted: set[tuple[int, int]] = field(default_factory=set)
@@ -205,7 +205,8 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule(happens=RARELY)
     def the_sender_crashes(self, happens: bool) -> None:
-        """Crash the sender: its memory and its readers are gone. Peers learn this later, or never.
+        """Crash the sender: its memory and its readers are gone. Peers learn this later, or
+        never.
         """
         if not happens:
             return

@@ -299,7 +299,8 @@ def test_an_idle_gateway_leaves_the_whole_limit_to_a_busy_one() -> None:
 
 
 def test_the_tokens_that_a_gateway_used_stay_counted_after_its_end() -> None:
-    """The quota is 100. One gateway grants 60 and leaves, another grants 30 and dies. 10 are left.
+    """The quota is 100. One gateway grants 60 and leaves, another grants 30 and dies. 10 are
+    left.
     """
     tenant = Tenant("acme", TenantLimits(tokens_per_day=100))
     store, clock = Store(), Clock(5.0, 5.0, 1)
@@ -381,7 +382,8 @@ class Fleet:
             gateway.write(gateway.parts.due(self.tenant, self.clock, tells_use=False), self.clock)
 
     def exhaust(self, quota: int, routing: list[int]) -> None:
-        """Make calls until every gateway refuses: first calls of odd sizes, then of single tokens.
+        """Make calls until every gateway refuses: first calls of odd sizes, then of single
+        tokens.
         """
         refused: set[str] = set()
         for step in count():
