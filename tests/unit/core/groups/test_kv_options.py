@@ -1,4 +1,4 @@
-"""Prefills and decodes whose options let them exchange no KV are found before they start."""
+"""Prefills and decodes whose options keep them from exchanging KV are found before they start."""
 
 from __future__ import annotations
 

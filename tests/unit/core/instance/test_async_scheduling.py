@@ -1,4 +1,4 @@
-"""An engine schedules ahead where it may and where that pays; the reason is always given."""
+"""When an engine schedules a step while it computes the one before, and the reason for it."""
 
 from __future__ import annotations
 

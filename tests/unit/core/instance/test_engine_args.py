@@ -1,4 +1,4 @@
-"""Which arguments of vLLM an operator may set."""
+"""Which of vLLM's arguments an operator may set."""
 
 from __future__ import annotations
 
