@@ -1,4 +1,4 @@
-"""Whether P/D pays: by ranges of devices, with the reasons."""
+"""Whether separate prefills and decodes pay, decided by ranges of device counts, with reasons."""
 
 from __future__ import annotations
 
