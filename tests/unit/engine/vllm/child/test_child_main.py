@@ -1,4 +1,4 @@
-"""vLLM's children end with their host, even while they are starting."""
+"""The child processes of vLLM end when their host ends, even while they start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which loader an engine gets, and what is reported of its files before vLLM starts."""
+"""Which loader an engine gets, and which faults of its files are reported before vLLM starts."""
 
 from __future__ import annotations
 
