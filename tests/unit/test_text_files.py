@@ -1,4 +1,4 @@
-"""Which files of a model turn text into tokens, and when two models have equal files."""
+"""Tests which files of a model turn text into tokens, and when two models have equal files."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class DomainMachine(WorldMachine):
         assert all(r.phase in (Phase.CONNECTED, Phase.READY) for r in own)
 
     def _check_broken_ones_end(self, records: object) -> None:
-        """Check that all ranks of a domain are in one stage, and that a domain lacking ranks
+        """Check that a domain's ranks share one stage, and that a domain that lacks ranks
         drains.
         """
         assert isinstance(records, dict)
@@ -108,7 +108,7 @@ class DomainMachine(WorldMachine):
         world.to_drain.clear()
         world.settle()
         num = 0
-        # If an upgrade was rolled back, the wanted groups are those of the previous service.
+        # After a rollback, the groups want the previous service again.
         for group_id, group in world.observe().wanted.groups.items():
             for role in (Role.PREFILL, Role.DECODE, Role.FUSION):
                 size, wanted = group.dp_size(role), group.counts[role]

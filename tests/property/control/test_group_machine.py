@@ -143,8 +143,8 @@ class GroupMachine(WorldMachine):
             assert all(m.seen.id in seen.verified for m in others if m.role is Role.PREFILL)
 
     def _check_floors(self, round_: Round, drained: list[str]) -> None:
-        """Check that draining these instances takes no role below its floor, unless it was below
-        before.
+        """Check that these drains take no role below its floor. A role below its floor loses
+        nothing.
         """
         left = Round(round_.observed)
         left.plan = {i: given for i, given in round_.plan.items() if i not in drained}

@@ -50,7 +50,7 @@ def test_a_plan_names_only_instances_of_its_model(
     able = {
         i.instance_id for i in fleet if (i.model, i.scenario) == asked and i.instance_id not in out
     }
-    for turn in range(3):  # later plans use what the first one cached
+    for turn in range(3):  # later plans use data that the first one cached
         plan = placement.plan(query, {}, float(turn))
         if isinstance(plan, NoPlan):
             assert not able

@@ -1,4 +1,6 @@
-"""Which instances move while a region is lost, or while a group moves to another region (S58)."""
+"""Tests which instances move while a region is lost, or while a group moves to another region
+(S58).
+"""
 
 from __future__ import annotations
 

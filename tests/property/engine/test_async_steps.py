@@ -253,7 +253,7 @@ def run(
 def test_a_request_that_begins_to_decode_is_given_no_placeholders_as_proposals(
     config: Callable[[], Any], is_async: bool
 ) -> None:
-    """As after a hand-over, only the prompt's last token is left to compute.
+    """Only the prompt's last token is left to compute, as after a hand-over.
 
     On a CPU, the rank's kernel would use the placeholder -1 as an index.
     """

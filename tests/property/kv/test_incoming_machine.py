@@ -233,7 +233,7 @@ class IncomingMachine(RuleBasedStateMachine):
             assert load.num_freed <= 1
 
     def teardown(self) -> None:
-        """Everything ends once all running operations have ended."""
+        """Check that all loads end once the running operations have ended."""
         while any(
             load.num_copying or load.is_pulling or load.writable for load in self.loads.values()
         ):

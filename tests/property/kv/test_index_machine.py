@@ -132,7 +132,7 @@ class IndexMachine(RuleBasedStateMachine):
                     assert self.copy.blocks(name, tier) == worker.held[tier]
 
     def teardown(self) -> None:
-        """One snapshot of each outdated worker is enough, whatever happened before."""
+        """Check that one snapshot of each outdated worker is enough, whatever happened before."""
         for name, worker in self.workers.items():
             is_loading = self.copy.is_loading(name)
             if is_loading or self.copy.version(name) != (worker.incarnation, worker.sequence):

@@ -250,7 +250,7 @@ TestPartsMachine.settings = settings(max_examples=150, stateful_step_count=50, d
 def test_a_limit_is_granted_only_once_for_any_number_of_gateways(
     num_gateways: int, concurrent: int
 ) -> None:
-    """This failed once: with three gateways, a limit of four became six."""
+    """With three gateways, a limit of four once became six."""
     tenant = Tenant("acme", TenantLimits(max_concurrent=concurrent))
     store, clock = Store(), Clock(5.0, 5.0, 0)
     fleet = [Gateway(f"g{i}", tenant, store) for i in range(num_gateways)]
@@ -376,7 +376,7 @@ class Fleet:
         pytest.fail(f"{gateway.name} never got in: {gateway.store.ledger}")
 
     def hand_over(self) -> None:
-        """Let each gateway do what it does as soon as another gateway lacks a part."""
+        """Let each gateway react to the lack of parts at another gateway."""
         for gateway in self.gateways:
             gateway.look(self.clock)
             gateway.write(gateway.parts.due(self.tenant, self.clock, tells_use=False), self.clock)
@@ -434,8 +434,8 @@ def test_a_quota_is_granted_to_the_last_token_however_calls_are_routed(
     routing: list[int],
     is_limited_otherwise: bool,
 ) -> None:
-    """A gateway that leaves gives back the tokens that it did not grant. If it dies, these tokens
-    are lost, but no others.
+    """A gateway that leaves gives back the tokens that it did not grant. If a gateway dies, only
+    these tokens are lost.
     """
     limits = TenantLimits(tokens_per_day=quota, max_concurrent=9 if is_limited_otherwise else None)
     tenant, store = Tenant("acme", limits), Store()
@@ -494,7 +494,9 @@ def test_a_gateway_without_calls_holds_no_tokens_of_the_quota() -> None:
 
 
 def test_a_write_without_an_answer_grants_nothing_twice() -> None:
-    """The write may arrive late. Until its result is known, no gateway grants its tokens."""
+    """The write may arrive late. Until the result of the write is known, no gateway grants the
+    tokens in it.
+    """
     tenant, store = Tenant("acme", TenantLimits(tokens_per_day=3200)), Store()
     giver, taker = (Gateway(name, tenant, store) for name in ("giver", "taker"))
     giver.parts.alive = taker.parts.alive = ("giver", "taker")

@@ -74,7 +74,7 @@ class Leg:
     key: int
     to: Candidate
     is_decode: bool
-    # how many of the answer's tokens the leg knows; its next token has this number
+    # the number of the answer's tokens that the leg knows, and of the next token
     num_known: int
     num_left: int
     is_open: bool = True  # sent to the instance, and not yet ended, aborted or lost
@@ -368,8 +368,8 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(instance=st.sampled_from([*PREFILLS, *DECODES, FUSION]))
     def an_instance_dies(self, instance: Candidate) -> None:
-        """Break the sessions of an instance. The legs that the gateway knows and the tickets are
-        lost.
+        """Break the sessions of an instance. Its tickets are lost, and so are its legs that the
+        gateway knows.
         """
         self.kill(instance)
 
@@ -443,8 +443,8 @@ class RequestMachine(RuleBasedStateMachine):
             assert self.now < self.request.wake_at <= 160.0 or self.request.wake_at <= self.now
 
     def teardown(self) -> None:
-        """Check that the request ends by its deadline if nothing else happens, in whichever state
-        it was.
+        """Check that the request ends by its deadline in any state, even if nothing else
+        happens.
         """
         if not hasattr(self, "request"):
             return

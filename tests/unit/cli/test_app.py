@@ -1,4 +1,4 @@
-"""How the commands parse arguments, show results and report errors."""
+"""Tests how the commands parse arguments, show results and report errors."""
 
 from __future__ import annotations
 

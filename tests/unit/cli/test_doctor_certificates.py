@@ -1,6 +1,7 @@
 """The problems that `pdmesh doctor` finds in certificates.
 
-It checks the certificate of the commands and those that the mesh's ports show.
+`pdmesh doctor` checks the commands' own certificate and the certificates that the mesh's ports
+show.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The flight recorder keeps the last events of a state machine and their effects.
 
-An internal error shows them. Their number and length are bounded.
+An internal error shows these events. Their number and length are bounded.
 """
 
 from __future__ import annotations

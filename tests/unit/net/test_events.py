@@ -1,4 +1,4 @@
-"""How events are encoded and numbered."""
+"""Tests how events are encoded and numbered."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PAGE = ROOT / "docs/observe.md"
 class Page:
     """A page of metrics with these samples.
 
-    Each family has a kind and samples, and each sample has the suffix of its name.
+    Each family has a kind and samples. The first item of a sample is the suffix of its name.
     """
 
     def __init__(self, **families: tuple[str, list[tuple[str, Mapping[str, str], float]]]) -> None:

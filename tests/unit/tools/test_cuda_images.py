@@ -53,8 +53,8 @@ def test_the_image_has_every_stage_that_its_build_argument_names() -> None:
 
 
 def test_the_pins_for_cuda_are_those_of_the_cpu_but_for_its_builds() -> None:
-    """Prefills and decodes on CPUs and GPUs share one KV format. It depends on vLLM's version and
-    on packages of base.txt.
+    """Prefills and decodes on CPUs and GPUs share one KV format. The format depends on vLLM's
+    version and on packages of base.txt.
     """
     cuda, base, dev, cpu = pins("vllm-cuda"), pins("base"), pins("dev"), pins("vllm")
     for other in (base, dev):

@@ -1,4 +1,4 @@
-"""Which ports, servers and pages need keys, tokens, HTTPS or TLS."""
+"""Tests which ports, servers and pages need keys, tokens, HTTPS or TLS."""
 
 from __future__ import annotations
 

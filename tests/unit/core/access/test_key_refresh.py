@@ -1,4 +1,4 @@
-"""When a gateway fetches the signing keys of an identity provider."""
+"""Tests when a gateway fetches the signing keys of an identity provider."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which role an operator has, and which methods of the admin API each role may call."""
+"""Tests which role an operator has, and which methods of the admin API each role may call."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_another_uri_names_no_process(uri: str) -> None:
 
 
 def test_every_method_of_the_mesh_has_callers() -> None:
-    """Without a line in the table, a new method could be called by nobody."""
+    """A new method without a line in the table would be refused to all callers."""
     assert {method for method in METHODS if callers_of(method) == frozenset()} == set()
 
 

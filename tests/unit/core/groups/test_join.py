@@ -1,4 +1,4 @@
-"""How instances join a group.
+"""Tests how instances join a group.
 
 All pairs of a prefill and a decode are verified, and prefills begin to serve last.
 """

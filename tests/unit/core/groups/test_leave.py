@@ -1,4 +1,4 @@
-"""Which instances leave a group, and when.
+"""Tests which instances leave a group, and when.
 
 A successor comes first. Without a spare instance, just as many leave as are needed for room.
 """

@@ -131,8 +131,8 @@ def test_a_group_changes_its_region_without_a_gap() -> None:
 # After 3 rounds only the group's decodes are ready, after 20 rounds the whole group is.
 @pytest.mark.parametrize("num_rounds", [3, 20])
 def test_a_group_that_spanned_regions_makes_room_in_its_new_region(num_rounds: int) -> None:
-    """Some of the group's instances are already in the new region, but their KV may leave it. So
-    other instances must take their places.
+    """Some of the group's instances are already in the new region, but KV of these instances may
+    leave that region. So other instances must take their places.
     """
     world = world_of(SINGLE + HOME_AND_FAILOVER, eu=5, us=5)
     world.settle()
@@ -222,8 +222,8 @@ def test_errors_of_a_region_are_reported(group: str, message: str) -> None:
 
 @pytest.mark.req("S11")
 def test_instances_kept_for_a_lent_group_are_in_its_region() -> None:
-    """So another group of eu cannot take these instances. If eu is lost, their groups find the
-    instances that their failover needs.
+    """No other group of eu can take the kept instances. The blank instances in us stay free for the
+    groups that move there when eu is lost.
     """
     text = HOME_AND_FAILOVER + "  night: {prefill: 2, decode: 2, region: eu, failover: [us]}\n"
     desired = read(text)

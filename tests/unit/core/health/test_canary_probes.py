@@ -1,4 +1,4 @@
-"""Which instance the canary probe tries next, and how its failures are judged (S34).
+"""Tests which instance the canary probe tries next, and how its failures are judged (S34).
 
 A canary probe is a small request that the health-monitor sends to an idle instance.
 """

@@ -1,5 +1,4 @@
-"""The judge of faults: a proof decides at once, and a suspicion needs a quorum that lasts (S33,
-S34).
+"""The fault judge: a proof decides at once, and a suspicion needs a quorum that lasts (S33, S34).
 
 Caps and a panic hold ejections back. Some facts outlive the incarnation of an instance.
 """
@@ -112,8 +111,8 @@ def test_two_signals_of_one_source_are_one_suspicion(judge: FaultJudge) -> None:
 
 
 def test_the_level_is_the_worst_that_a_quorum_supports(judge: FaultJudge) -> None:
-    """One source reports a fault of the node, the other one of the process. Both agree that the
-    process is faulty.
+    """One source reports a node fault, and the other one a process fault. Both agree that at least
+    the process is faulty.
     """
     seen(judge, "d0", "d1")
     tell(judge, "d0", CANARY, Signal("device", "DEVICE_HOT", Level.NODE))

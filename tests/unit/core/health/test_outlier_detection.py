@@ -1,4 +1,4 @@
-"""Which counters make an instance suspect, and when they are ignored (S34)."""
+"""Tests which counters make an instance suspect, and when they are ignored (S34)."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_file_that_ends_within_its_header_is_no_image(data: bytes, form: str) 
      gif(1, 1, (0, 0, 60_000, 60_000))],
 )  # fmt: skip
 def test_a_file_with_two_sizes_is_refused(data: bytes) -> None:
-    """The decoder might use another one of the two sizes than the check."""
+    """The check and the decoder might use different sizes."""
     with pytest.raises(NotAnImage, match=r"two headers|twice|larger than its screen"):
         read_header(data)
 

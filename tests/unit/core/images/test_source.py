@@ -1,4 +1,4 @@
-"""The addresses from which a gateway may fetch images, and images inside of requests."""
+"""The addresses from which a gateway may fetch images, and images that a request contains."""
 
 from __future__ import annotations
 

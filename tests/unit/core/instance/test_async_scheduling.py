@@ -1,4 +1,6 @@
-"""When an engine schedules a step while it computes the one before, and the reason for it."""
+"""Tests when an engine schedules a step while it computes the step before, and the reason it
+gives.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a gateway offers a prompt to an instance, and when it calls a waiting prompt."""
+"""Tests when a gateway offers a prompt to an instance, and when it calls a waiting prompt."""
 
 from __future__ import annotations
 

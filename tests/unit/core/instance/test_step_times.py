@@ -12,7 +12,7 @@ T1, T2, T3 = 1.0, 10.0, 2.0  # the times to schedule, compute and process a step
 
 
 def synchronous(num_steps: int) -> StepTimes:
-    """Each step is scheduled, computed and processed before the next one begins."""
+    """Times of steps that are scheduled, computed and processed one after another."""
     times, now = StepTimes(), 0.0
     for n in range(num_steps):
         times.scheduled(now, now + T1, is_steady=n > 0)

@@ -1,4 +1,4 @@
-"""When a cron expression fires next, and which expressions are refused."""
+"""Tests when a cron expression fires next, and which expressions are refused."""
 
 from __future__ import annotations
 

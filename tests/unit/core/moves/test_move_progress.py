@@ -1,4 +1,4 @@
-"""When a move is complete, has failed or still waits, by the reports about its groups."""
+"""Tests when a move is complete, has failed or still waits, by the reports about its groups."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The reasons to refuse a move.
 
-No sequence of allowed moves takes a group's last instance of a role or overloads the others.
+No sequence of allowed moves takes a group's last instance of a role or overloads the other
+instances.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a gateway without a master ranks instances (S42).
+"""Tests how a gateway without a master ranks instances (S42).
 
 The ranking uses regions, the gateway's own open legs, and an order that differs between gateways.
 """

@@ -1,4 +1,4 @@
-"""Which instances are scored when there are too many to score all."""
+"""Tests which instances are scored when there are too many to score all."""
 
 from __future__ import annotations
 

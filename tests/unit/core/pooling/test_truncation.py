@@ -1,5 +1,5 @@
-"""How inputs of one or two texts are truncated, either as Hugging Face's tokenizers do or at one
-end.
+"""Tests how inputs of one or two texts are truncated, either as Hugging Face's tokenizers do or at
+one end.
 """
 
 from __future__ import annotations

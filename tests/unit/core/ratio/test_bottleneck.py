@@ -84,8 +84,8 @@ def test_a_window_with_few_requests_neither_confirms_nor_denies() -> None:
 
 
 def test_a_lasting_improvement_becomes_the_reference() -> None:
-    """Queues are short at night. Answers in the morning are slow compared with those of the night,
-    though not with those of the evening before.
+    """Queues are short at night. In the morning, answers are slower than at night, but not slower
+    than the evening before.
     """
     detector = learnt(replace(CALM, t_d_s=4.0))
     limits = detector.limits

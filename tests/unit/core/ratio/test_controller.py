@@ -104,8 +104,8 @@ class Loop:
 
 @pytest.mark.req("S29")
 def test_each_of_hundreds_of_scenarios_is_remembered_until_it_has_no_groups() -> None:
-    """The controller once remembered 256 scenarios. With more, it forgot each one before its next
-    window, and never found anything.
+    """The controller once remembered only 256 scenarios. With more, it forgot each scenario before
+    the scenario's next window, and never found a bottleneck.
     """
     controller, names = RatioController(), [f"s{i}" for i in range(300)]
     planned = set()

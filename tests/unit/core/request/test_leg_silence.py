@@ -1,6 +1,7 @@
-"""When a gateway gives up an accepted leg.
+"""Tests when a gateway gives up an accepted leg.
 
-A leg counts as dead if its engine stands still or has passed it over, but never because it is slow.
+A leg counts as dead if its engine stands still or has passed the leg over. A slow leg is not given
+up.
 """
 
 from __future__ import annotations
@@ -179,8 +180,8 @@ def test_a_late_stage_report_changes_nothing_once_the_kv_is_there() -> None:
 
 
 def test_only_tokens_computed_after_the_kv_arrived_count_as_passing_the_leg_over() -> None:
-    """While the leg waits for its KV, it is not the engine's turn to compute it. So the engine
-    cannot pass it over.
+    """While the leg waits for its KV, the engine cannot compute it. Tokens of other legs are no
+    sign that this leg was passed over.
     """
     driven, key = handed_on(stall_s=5.0)
     driven.feed(EngineWorked(key, 0.0, 0, 100))

@@ -1,4 +1,6 @@
-"""Whether separate prefills and decodes pay, decided by ranges of device counts, with reasons."""
+"""Tests whether separate prefills and decodes pay, decided by ranges of device counts, with
+reasons.
+"""
 
 from __future__ import annotations
 

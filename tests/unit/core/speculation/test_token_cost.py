@@ -14,8 +14,8 @@ ASSUMED = 0.01
 
 
 def measured(share: float, counts: list[int], noise: float = 0.0, seed: int = 1) -> TokenCost:
-    """The estimate after 2,000 steps with a fixed cost of 20 ms. `counts` are their numbers of
-    tokens.
+    """The estimate after 2,000 steps with a fixed cost of 20 ms. The steps' numbers of tokens are
+    `counts`, in turn.
     """
     rng, cost = random.Random(seed), TokenCost(ASSUMED)
     for step in range(2000):

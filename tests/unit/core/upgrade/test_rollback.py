@@ -1,4 +1,4 @@
-"""What rolls an upgrade back, and how the groups and the desired state return (S24)."""
+"""Tests what rolls an upgrade back, and how the groups and the desired state return (S24)."""
 
 from __future__ import annotations
 

@@ -164,8 +164,8 @@ async def test_a_copy_that_cannot_be_made_ends_only_its_own_legs(site: Site) -> 
 async def test_each_piece_that_is_copied_is_a_sign_of_work(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To copy a large adapter from a slow store takes long. The legs that wait for it must not be
-    lost.
+    """Copying a large adapter from a slow store takes long. The legs that wait for the copy must
+    not be lost.
     """
     monkeypatch.setattr(files, "_PIECE", 1000)
     a, b = site.adapter("a", 1), site.adapter("b", 2)

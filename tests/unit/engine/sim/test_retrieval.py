@@ -1,6 +1,6 @@
 """The pulls of a simulated engine, without a transport.
 
-The tests cover which pulls run, which wait, and what is reported about them.
+The tests cover which pulls run, which pulls wait, and the reports about them.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_every_grpc_method_is_in_the_page() -> None:
 
 
 def test_every_code_of_the_gateway_is_in_the_table() -> None:
-    """Only codes with which a request can end are in the table. Two codes never leave a gateway."""
+    """The table has the codes with which a request can end. Two codes never leave a gateway."""
     for found in pkgutil.walk_packages(gateway.__path__, f"{gateway.__name__}."):
         # These modules import vLLM.
         if not found.name.endswith((".vllm_parsers", ".parser_requests", ".child")):

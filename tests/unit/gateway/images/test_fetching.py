@@ -158,7 +158,7 @@ async def test_a_host_that_is_away_is_an_error_of_the_request() -> None:
 async def test_a_name_with_any_address_that_is_not_public_is_refused(
     ips: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is connected, whichever addresses DNS returns beside the one that is not public."""
+    """One address that is not public is enough for a refusal. Nothing is connected."""
 
     def resolve(*_: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 80)) for ip in ips]

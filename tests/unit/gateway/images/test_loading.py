@@ -90,7 +90,7 @@ async def test_images_are_held_as_long_as_their_request_and_within_a_bound() -> 
 
 
 async def test_images_that_wait_to_be_read_count_as_they_were_given() -> None:
-    """Any number of clients may send images at once, and only a few threads read them."""
+    """Any number of clients may send images at once, but only a few threads read images."""
     text = base64.b64encode(bytes(90_000)).decode()  # 120,000 bytes that are not an image
     shared = images()
     asked = [AskedImage("a", base64=text)]

@@ -93,7 +93,7 @@ async def test_numbers_that_are_not_finite_are_no_answer() -> None:
 
 
 async def test_inputs_that_two_engines_die_of_are_refused_next_time() -> None:
-    """This is so whether or not the instance can still report the death of its engine."""
+    """It makes no difference whether the instance can still report the death of its engine."""
 
     def script(instance_id: str, pool: Any, key: int) -> Said:
         died = LegFailed(key, EngineFailed("x", reason="ENGINE_DIED"))

@@ -1,4 +1,6 @@
-"""A prefill is told which decode has the KV of an answer, so that the chat's next turn finds it.
+"""A prefill is told which decode has the KV of an answer.
+
+The prefill can then fetch this KV before the chat's next turn.
 
 The message includes the chance that the chat continues.
 """

@@ -1,4 +1,4 @@
-"""How a client's parameters and a model's defaults shape the logits of an answer."""
+"""Tests how a client's parameters and a model's defaults shape the logits of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which encoders a gateway asks to encode images for an instance that computes prompts."""
+"""Tests which encoders a gateway asks to encode images for an instance that computes prompts."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ async def test_an_innocent_grammar_is_compiled_again_alone(
 class ScriptedChecker:
     """Compiles a grammar each time that `turn` is released, and records the order.
 
-    A test can let some of the grammars kill it.
+    A test can let some grammars kill the checker.
     """
 
     def __init__(self) -> None:

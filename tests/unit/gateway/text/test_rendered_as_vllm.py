@@ -1,6 +1,6 @@
 """Prompts of conversations with tools equal those of plain vLLM's renderer.
 
-Each template handles tools, calls and results in another way, as those of real models do.
+The templates handle tools, calls and results in different ways, like the templates of real models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the role of an instance changes the instance's settings."""
+"""Tests how the role of an instance changes the instance's settings."""
 
 from __future__ import annotations
 

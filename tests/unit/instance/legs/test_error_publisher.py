@@ -1,6 +1,6 @@
 """Failures are published as events.
 
-To report a failure never waits for the bus, and the number of waiting events is bounded.
+A report never waits for the bus, and the number of waiting events is bounded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long the host of a decode lets an early decode pull KV.
+"""Tests how long the host of a decode lets an early decode pull KV.
 
 The time of a pull counts from the decode's turn on. This test sets no bound on the wait for that
 turn.

@@ -377,7 +377,8 @@ def test_layers_that_complete_no_part_do_not_wake_the_agents_thread() -> None:
         thread.open("t", 1, whole, layout, 60.0).result(30)
         for layer in range(layout.num_layers):
             thread.ready("t", layer + 1)
-        # This call is queued after all calls of `ready`. When it ends, those have been handled.
+        # This call is queued after all calls of `ready`. When it ends, the agent has handled all of
+        # them.
         thread.stage("u", 1, ArenaRange(0, 0), KvLayout(0, 0, 8), 5.0).result(30)
         assert told == [16, 24, 28, 29, 30, 31, 32, 0]
     finally:

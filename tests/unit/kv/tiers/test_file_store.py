@@ -239,8 +239,8 @@ def test_kept_blocks_stay_whichever_instance_evicts(make: Make, clock: Clock) ->
 @pytest.mark.req("S96")
 @pytest.mark.parametrize("writes_ahead", [False, True])
 def test_kept_blocks_never_fill_the_store(make: Make, clock: Clock, writes_ahead: bool) -> None:
-    """The kept files may be those of pins of several models, or of pins removed while no instance
-    ran. Or a clock was a year ahead.
+    """Too many files may be kept by pins of several models, by pins that were removed while no
+    instance ran, or by a clock that was a year ahead.
     """
     store = make(quota=8 * FILE)
     true_time = clock.now

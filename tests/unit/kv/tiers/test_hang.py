@@ -1,6 +1,6 @@
 """A disk that does not answer (F33).
 
-No request waits for it, a bounded number of calls hang in it, and a process can end in spite of it.
+No request waits for the disk, only a bounded number of calls hang, and a process can still end.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ async def test_a_bug_in_the_store_costs_one_block_and_not_the_writer(tmp_path: P
 
 @pytest.mark.fault("F33")
 async def test_slow_work_with_progress_does_not_count_as_hung(tmp_path: Path) -> None:
-    """To count a large directory may take longer than the time after which a call counts as
-    hanging.
+    """Counting the files of a large directory may take longer than the time after which a call
+    counts as hanging.
     """
     r = rig(tmp_path)
     steps = threading.Semaphore(0)
@@ -200,7 +200,7 @@ async def test_slow_work_with_progress_does_not_count_as_hung(tmp_path: Path) ->
 
 @pytest.mark.fault("F33")
 def test_a_process_ends_while_its_disk_hangs(tmp_path: Path) -> None:
-    """The block's file is a pipe without a writer. To open the pipe takes forever, as with a file
+    """The block's file is a pipe without a writer. Opening the pipe takes forever, as with a file
     server that is gone.
     """
     script = textwrap.dedent(

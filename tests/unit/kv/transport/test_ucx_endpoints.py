@@ -1,5 +1,4 @@
-"""The UCX endpoints of two workers stay in step, whichever hellos get no answer or cross each
-other.
+"""The UCX endpoints of two workers stay in step, even if hellos get no answer or cross each other.
 
 UCX pairs the endpoints of two workers in the order in which they are made. A turn is the number of
 an endpoint in that order.

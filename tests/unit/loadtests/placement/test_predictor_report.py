@@ -1,5 +1,5 @@
-"""The bench of the predictor. Each report is compared with a prediction made before it is learnt
-from.
+"""The bench of the predictor. Each report is compared with the prediction before the predictor
+learns from the report.
 """
 
 from __future__ import annotations

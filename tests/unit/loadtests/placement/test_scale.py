@@ -68,7 +68,9 @@ def test_a_decision_scores_exactly_as_many_however_often_an_instance_is_drawn() 
 
 @pytest.mark.req("F24")
 def test_a_pair_that_exchanges_no_kv_makes_no_other_decision_dearer() -> None:
-    """One decode avoids one of 240 prefills. No decision may look at all pairs because of that."""
+    """One decode avoids one of 240 prefills. For that reason alone, no decision may look at all
+    pairs.
+    """
     decider, counts = Decider(*build(400, 0.6)), list[int]()
     fleet = decider.placement.fleet
     identity = fleet.instances["decode-0"].identity

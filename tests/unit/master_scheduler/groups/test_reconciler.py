@@ -1,6 +1,7 @@
 """The shell of the group controller, which reads the registry and writes assignments.
 
-The tests cover when it may decide, what it restores, and which instances it takes out of service.
+The tests cover when the shell may decide, which lost data it restores, and which instances it takes
+out of service.
 """
 
 from __future__ import annotations

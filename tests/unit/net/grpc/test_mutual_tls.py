@@ -105,8 +105,8 @@ async def test_a_process_of_the_mesh_is_served(ours: TestAuthority) -> None:
 async def test_callers_without_a_valid_certificate_of_the_mesh_reach_no_handler(
     ours: TestAuthority, theirs: TestAuthority
 ) -> None:
-    """With TLS 1.3, the caller learns no reason. Each process itself reports faults of its own
-    files.
+    """With TLS 1.3, the caller does not learn the reason. A process that has bad files itself
+    reports that.
     """
     stranger = theirs.issue("operator", "o")
     (stranger / "ca.crt").write_bytes((ours.root / "ca.crt").read_bytes())

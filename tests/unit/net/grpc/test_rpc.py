@@ -41,8 +41,8 @@ async def test_a_server_that_is_started_listens() -> None:
 async def test_incoming_and_outgoing_connections_share_one_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stranger without a token once opened 20,000 connections to a master. They used up its file
-    descriptors, and it lost its lease.
+    """A stranger without a token once opened 20,000 connections to a master. The connections used
+    up the master's file descriptors, and the master lost its lease.
     """
     monkeypatch.setattr(rpc, "_MAX_CONNECTIONS", 3, raising=False)
     server = rpc.server()

@@ -1,4 +1,4 @@
-"""How a connection to NATS is closed."""
+"""Tests how a connection to NATS is closed."""
 
 from __future__ import annotations
 

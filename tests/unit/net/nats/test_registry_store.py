@@ -1,4 +1,4 @@
-"""When a view takes an expired record for the death of its process.
+"""Tests when a view takes an expired record for the death of its process.
 
 While the bucket refuses writes, no process can renew its record, so none counts as dead.
 """

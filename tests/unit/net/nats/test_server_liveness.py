@@ -1,4 +1,4 @@
-"""Whether the NATS server answers, judged only by the echoes of the client's own messages."""
+"""Tests whether the NATS server answers, judged only by the echoes of the client's own messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How keys are fetched from an OpenID provider, and which answers are refused."""
+"""Tests how keys are fetched from an OpenID provider, and which answers are refused."""
 
 from __future__ import annotations
 

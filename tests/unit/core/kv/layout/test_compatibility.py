@@ -1,6 +1,6 @@
 """Engines may exchange KV only if their fingerprints are equal.
 
-A refusal says in what the two sides differ.
+A refusal names the difference.
 """
 
 from __future__ import annotations

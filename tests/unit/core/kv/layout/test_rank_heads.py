@@ -1,4 +1,4 @@
-"""Which heads each rank holds, and what a rank pulls from each source rank."""
+"""Tests which heads each rank holds, and which heads a rank pulls from each source rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The index of which instance holds which KV blocks: matching, gaps, bounds and cost."""
+"""The prefix index knows which KV blocks each instance holds.
+
+The tests cover matching, gaps, bounds and cost.
+"""
 
 from __future__ import annotations
 

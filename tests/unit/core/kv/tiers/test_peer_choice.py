@@ -1,4 +1,4 @@
-"""Which peers an instance asks for the blocks of a prompt."""
+"""Tests which peers an instance asks for the blocks of a prompt."""
 
 from __future__ import annotations
 

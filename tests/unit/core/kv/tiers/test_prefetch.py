@@ -1,4 +1,4 @@
-"""How many blocks are prefetched before a prompt needs them."""
+"""Tests how many blocks are prefetched before a prompt needs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks an engine's step loads from the host pool, and which it saves there."""
+"""Tests which blocks an engine's step loads from the host pool, and which it saves there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether KV waits and lands in GPU or host memory, decided by what a machine offers."""
+"""Tests whether KV transfers use GPU or host memory, decided by the features of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""When the blocks of a load are written, complete or released, and when its landings are free.
+"""Tests when the blocks of a load are written, complete or released, and when its landings are
+free.
 
 A load pulls KV into landing ranges and copies it into an engine's blocks.
 """

@@ -1,4 +1,4 @@
-"""Which layers of KV are sent after each layer of a step is computed."""
+"""Tests which layers of KV are sent after each layer of a step is computed."""
 
 from __future__ import annotations
 

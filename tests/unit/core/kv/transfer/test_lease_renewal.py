@@ -1,4 +1,4 @@
-"""When a decode renews the lease of a ticket whose pull waits."""
+"""Tests when a decode renews the lease of a ticket whose pull waits."""
 
 from __future__ import annotations
 

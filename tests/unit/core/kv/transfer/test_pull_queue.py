@@ -1,4 +1,6 @@
-"""Which pulls may begin. Their number and bytes are bounded for each source separately."""
+"""Tests which pulls may begin. For each source, the number and the bytes of running pulls are
+bounded.
+"""
 
 from __future__ import annotations
 

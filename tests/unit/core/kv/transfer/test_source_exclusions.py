@@ -1,4 +1,4 @@
-"""Which sources of KV a decode excludes after faults, and which pairs the master excludes.
+"""Tests which sources of KV a decode excludes after faults, and which pairs the master excludes.
 
 The master decides by the reports of all decodes.
 """

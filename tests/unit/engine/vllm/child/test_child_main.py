@@ -1,4 +1,4 @@
-"""The child processes of vLLM end when their host ends, even while they start."""
+"""A child process of vLLM ends when its host ends, even during its start."""
 
 from __future__ import annotations
 

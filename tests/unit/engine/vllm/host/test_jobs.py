@@ -1,4 +1,4 @@
-"""What a vLLM engine reports to its host.
+"""Tests what a vLLM engine reports to its host.
 
 The facts come from vLLM and from its workers, in any order.
 """

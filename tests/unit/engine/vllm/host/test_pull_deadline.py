@@ -1,4 +1,4 @@
-"""When the host of a vLLM engine gives up a pull.
+"""Tests when the host of a vLLM engine gives up a pull.
 
 The deadline counts from the start of the pull, however long the engine's steps take.
 """

@@ -82,7 +82,7 @@ def test_an_error_shows_whether_the_constraint_is_its_cause(
 
 
 def test_the_logprobs_of_requested_token_ids_come_in_the_order_of_vllm() -> None:
-    """The drawn token comes first. It is not repeated if it was also requested."""
+    """The drawn token comes first, and is not repeated if the client requested it, too."""
     values = {7: -2.0, 9: -0.5, 4: -3.0}
     choices = {token: SimpleNamespace(logprob=value) for token, value in values.items()}
     completion = SimpleNamespace(finish_reason=None, token_ids=[7], logprobs=[choices])

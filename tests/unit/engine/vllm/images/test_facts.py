@@ -1,4 +1,4 @@
-"""Whether the mesh serves a model's images, decided by trying the model's image processor."""
+"""Tests whether the mesh serves a model's images, decided by trying the model's image processor."""
 
 from __future__ import annotations
 

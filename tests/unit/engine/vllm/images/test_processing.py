@@ -1,4 +1,4 @@
-"""How image files are opened for vLLM, and which faults of a file are found."""
+"""Tests how image files are opened for vLLM, and which faults of a file are found."""
 
 from __future__ import annotations
 

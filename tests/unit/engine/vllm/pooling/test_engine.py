@@ -1,4 +1,4 @@
-"""How the mesh treats a pooling request that failed in vLLM, and when a step may be long."""
+"""Tests how the mesh treats a pooling request that failed in vLLM, and when a step may be long."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ from pdmesh.engine.vllm.speculation.cpu_sampling import (  # noqa: E402 - it nee
 @pytest.mark.req("S111")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 def test_a_value_is_there_once_for_each_token_of_its_request(dtype: str) -> None:
-    """Except for int64, vLLM's own kernel leaves the result as the memory was before."""
+    """Except for int64, vLLM's own kernel does not write the result, which keeps the old bytes of
+    the memory.
+    """
     values = torch.tensor([3, 4, 5], dtype=getattr(torch, dtype))
     got = expanded(values, torch.tensor([2, 2, 5], dtype=torch.int32), 5)
     assert got.dtype == values.dtype

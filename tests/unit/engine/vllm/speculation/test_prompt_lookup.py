@@ -1,7 +1,7 @@
-"""Each request has its own cursor, in whichever row of vLLM's batch it is.
+"""Each request has its own cursor, in any row of vLLM's batch.
 
-The cursor is the place in the text from which the answer copies. It lasts until vLLM forgets the
-request.
+The cursor is the place in the text from which the answer copies. The cursor lasts until vLLM
+forgets the request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The grammar matcher of a request on vLLM starts after the tokens that other engines drew.
 
-If token 1 is not known yet, the matcher gets it as soon as it is known.
+If token 1 is not known yet, the matcher gets that token later.
 """
 
 from __future__ import annotations

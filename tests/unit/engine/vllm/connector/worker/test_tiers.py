@@ -157,8 +157,8 @@ def test_computing_is_timed_from_the_beginning_of_the_step_whenever_vllm_asks_fo
 ) -> None:
     """In a step that loads nothing, vLLM asks for loads only after the forward.
 
-    A time from then on would be far too short: 0.4 ms per block when this bug was found. Then no
-    load seems to pay, and all blocks in the tiers are computed again.
+    A time from then on would be far too short: 0.4 ms per block when this bug was found. With such
+    a time, no load seems to pay, and all blocks in the tiers are computed again.
     """
     costs = rank.worker.stack.costs
     costs.weight = 1.0

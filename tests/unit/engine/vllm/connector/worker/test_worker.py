@@ -253,7 +253,7 @@ def test_an_overdue_load_fails_without_a_strike_against_its_source() -> None:
 @pytest.mark.fault("F23", "F24")
 def test_all_overdue_loads_leave_the_queue_and_none_of_them_begins() -> None:
     """When load 2 leaves the queue, there is room for load 3, which is overdue, too. If load 3 were
-    pulled and abandoned, its bytes could be written into a range that another load has by then.
+    pulled and abandoned, its bytes could be written into a range that now belongs to another load.
     """
     rank = Rank(max_pulls=8)
     for n, num_bytes, timeout_s in ((1, 40, 1e9), (2, 40, 0.0), (3, 10, 0.0), (4, 10, 1e9)):
@@ -498,7 +498,7 @@ def test_a_cancelled_load_keeps_its_blocks_until_the_range_under_way_is_scattere
 
 @pytest.mark.fault("F27")
 def test_ranges_that_land_while_loads_are_cancelled_never_reach_released_blocks() -> None:
-    """The agent's thread still delivers ranges when the cancellation comes. That may be at any
+    """The agent's thread still delivers ranges when a load is cancelled, which may happen at any
     point of a copy.
     """
     rank, num_loads = Rank(max_pulls=30), 30
