@@ -69,7 +69,7 @@ def test_the_work_for_a_token_is_the_same_in_a_text_of_100_000_tokens() -> None:
     rng = random.Random(4)
     per_token = []
     for length in (1_000, 10_000, 100_000):
-        # A third of the text or more is token 0, so one bigram has thousands of places.
+        # About half of the text is token 0, so one bigram has thousands of places.
         index = NgramIndex([rng.choice((0, rng.randrange(500))) for _ in range(length)], 1 << 17)
         before = index.num_steps
         for _ in range(4_000):
