@@ -1,4 +1,7 @@
-"""Keys: shown once, hashed at rest, ended by revoking or by time; the command that makes them."""
+"""API keys are shown once, stored as hashes, and end when they expire or are revoked.
+
+The tests include the command that makes keys.
+"""
 
 from __future__ import annotations
 

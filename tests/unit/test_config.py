@@ -1,4 +1,4 @@
-"""Settings: where a value may come from, and the message for a bad value."""
+"""The sources of a setting's value, and the error for a bad value."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_services_own_name_wins_over_the_plain_one(monkeypatch: pytest.Monke
 def test_settings_of_one_process_do_not_apply_to_the_plain_name(
     field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One PDMESH_GRPC_PORT for all services would give all of them the same port."""
+    """If PDMESH_GRPC_PORT applied to all services, all of them would use the same port."""
     monkeypatch.setenv(f"PDMESH_{field}", "9")
     assert str(getattr(Settings.load(), field.lower())) != "9"
 
@@ -106,8 +106,8 @@ def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_address_that_cannot_be_read_is_a_line_without_its_password(
     monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
-    """NATS's client once raised in the middle of the start, and the log showed how the password
-    begins.
+    """The client of NATS once raised an error during the start, and the log showed the beginning of
+    the password.
     """
     monkeypatch.setenv("PDMESH_NATS_URL", url)
     with pytest.raises(BadSetting, match=r"^PDMESH_NATS_URL: not of the form") as raised:
@@ -156,7 +156,7 @@ def test_the_reachable_host_is_the_advertised_one() -> None:
 
 
 def test_the_node_s_name_may_have_dots_as_in_kubernetes_and_the_mesh_s_own_has_none() -> None:
-    """The name is a token of NATS subjects, which dots separate."""
+    """The name is one token of a NATS subject, and dots separate tokens."""
     assert Settings(node_id="ip-10-0-0-1.ec2.internal").node == "ip-10-0-0-1-ec2-internal"
     assert Settings(node_id="rack-3-node-7").node == "rack-3-node-7"
     with pytest.raises(ValidationError):

@@ -1,5 +1,6 @@
-"""An error's text may quote only a bounded part of the caller's input, because errors go to HTTP,
-gRPC, logs and events.
+"""An error's text may quote only a bounded part of the caller's input.
+
+Errors are sent over HTTP and gRPC, and are written to logs and events.
 """
 
 from __future__ import annotations

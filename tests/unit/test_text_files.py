@@ -1,4 +1,4 @@
-"""Which files turn a model's text into tokens, and when two models have equal ones."""
+"""Tests which files of a model turn text into tokens, and when two models have equal files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_folder_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_more_bytes_than_any_model_needs_are_refused_unread(folder: Path) -> None:
     with (folder / "tekken.json").open("wb") as file:
         file.truncate(text_files.MAX_BYTES + 1)
-    read_text_files(folder)  # the file is not needed beside tokenizer.json
+    read_text_files(folder)  # beside tokenizer.json, the large file is not needed
     (folder / "tokenizer.json").unlink()
     with pytest.raises(BadTextFiles, match="bytes in"):
         read_text_files(folder)

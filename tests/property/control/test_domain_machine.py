@@ -1,8 +1,9 @@
 """Groups of data-parallel domains under any order of reports, losses and new leaders.
 
-After every round: no two instances have the same place in a domain, a rank begins to serve only
-when all ranks of its domain are connected, and all ranks of a domain that lost one leave. When the
-faults stop, every domain is whole, and nothing is left over.
+A domain is a set of instances, its ranks, that compute one model together. After every round of the
+group controller, no two instances have the same place in a domain. A rank begins to serve only when
+all ranks of its domain are connected. If a domain loses a rank, all its other ranks leave. When the
+faults stop, every domain is whole, and no instance is left over.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pdmesh.core.groups.desired import Desired, Group, Scenario, Service
 from pdmesh.core.model import Phase, Role, Stage
 from tests.property.control.world_machine import WorldMachine
 
-NUM = 18  # enough for the old and the new members of any two states
+NUM = 18  # enough instances for the old and the new members of any two states
 SINGLE = {"default": Scenario(allow_single=True)}
 
 
@@ -75,7 +76,9 @@ class DomainMachine(WorldMachine):
         assert all(r.phase in (Phase.CONNECTED, Phase.READY) for r in own)
 
     def _check_broken_ones_end(self, records: object) -> None:
-        """No rank of a domain that is not whole is left in any stage but the last."""
+        """Check that a domain's ranks share one stage, and that a domain that lacks ranks
+        drains.
+        """
         assert isinstance(records, dict)
         alive: Counter[str] = Counter()
         stages: dict[str, set[Stage]] = {}
@@ -105,7 +108,7 @@ class DomainMachine(WorldMachine):
         world.to_drain.clear()
         world.settle()
         num = 0
-        # An upgrade that was turned back leaves the groups at the service that they had before.
+        # After a rollback, the groups want the previous service again.
         for group_id, group in world.observe().wanted.groups.items():
             for role in (Role.PREFILL, Role.DECODE, Role.FUSION):
                 size, wanted = group.dp_size(role), group.counts[role]

@@ -1,9 +1,9 @@
 """The group controller under any order of reports, losses, new desired states and new leaders.
 
-These invariants hold after every round. No group gets more instances than it wants. Prefills and
-decodes of different revisions or groups never connect. No prefill accepts requests in a group that
-cannot serve. The controller takes no scenario below its minimum. When the faults stop, every group
-matches the desired state, and nothing is left over.
+These invariants are checked after every round. No group gets more instances than it wants. Prefills
+and decodes of different revisions or groups never connect. No prefill accepts requests in a group
+that cannot serve. The controller takes no scenario below its minimum. When the faults stop, every
+group matches the desired state, and no instance is left over.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GroupMachine(WorldMachine):
 
     @rule(pick=st.integers(0, 19))
     def hear_late(self, pick: int) -> None:
-        """Deliver an assignment that was written long ago, or never."""
+        """Deliver an old assignment to an instance that may have newer ones."""
         if pick < len(self.old_words):
             instance_id, assignment = self.old_words[pick]
             if instance_id in self.world.processes:
@@ -127,7 +127,8 @@ class GroupMachine(WorldMachine):
     def _check_entrance(self, round_: Round, instance_id: str) -> None:
         """Check that an instance may begin to serve (S19).
 
-        All its pairs with instances that stay are verified. For a prefill, a decode already serves.
+        The instance has verified every pair with a member that stays. A prefill also needs a decode
+        that already serves.
         """
         given, seen = round_.plan[instance_id], round_.observed.seen[instance_id]
         group = round_.observed.wanted.groups[given.role_spec.group_id]
@@ -142,7 +143,9 @@ class GroupMachine(WorldMachine):
             assert all(m.seen.id in seen.verified for m in others if m.role is Role.PREFILL)
 
     def _check_floors(self, round_: Round, drained: list[str]) -> None:
-        """Check that the drains leave no role below its floor, unless it was below before."""
+        """Check that these drains take no role below its floor. A role below its floor loses
+        nothing.
+        """
         left = Round(round_.observed)
         left.plan = {i: given for i, given in round_.plan.items() if i not in drained}
         for scenario in ("default", "other"):
@@ -152,7 +155,7 @@ class GroupMachine(WorldMachine):
                 assert after[role] >= min(floor, before[role])
 
     def _check_counts(self, before: dict[str, Assignment], after: dict[str, Assignment]) -> None:
-        """Check that no more instances get a role than the groups want."""
+        """Check that no role of a group gets more instances than the group wants."""
         groups = self.world.observe().wanted.groups
         counts: Counter[tuple[str, str, str, str, str, Role]] = Counter()
         for instance_id, given in after.items():
@@ -186,7 +189,7 @@ class GroupMachine(WorldMachine):
             for peer in given.peers:
                 other = after.get(peer.id.instance_id)
                 if other is None or other.incarnation != peer.id.incarnation:
-                    continue  # named by an earlier round that could not be amended
+                    continue  # an earlier round named this peer, and could not be amended
                 assert {given.role_spec.role, other.role_spec.role} == {Role.PREFILL, Role.DECODE}
                 assert given.role_spec.revision == other.role_spec.revision
                 assert given.role_spec.group_id == other.role_spec.group_id

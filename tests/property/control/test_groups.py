@@ -1,4 +1,4 @@
-"""Groups in larger worlds: restarts, new leaders, and revisions without spare instances."""
+"""The group controller with larger groups: restarts, new leaders, and upgrades without spares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
 
 @pytest.mark.fault("F41")
 def test_processes_that_are_restarted_one_by_one_are_not_failures() -> None:
-    """They drain by themselves, for longer than an instance may take until it serves."""
+    """Each restarted instance drains for longer than it may take to begin to serve."""
     world = World(TWO_BY_TWO, num=5)
     world.settle()
     world.steps.clear()
@@ -38,7 +38,9 @@ def test_processes_that_are_restarted_one_by_one_are_not_failures() -> None:
 @pytest.mark.fault("F11", "F13")
 @pytest.mark.parametrize("num_rounds", range(12))
 def test_a_new_leader_continues_where_the_old_one_stopped(num_rounds: int) -> None:
-    """In whichever round the old leader stops, no instance is assigned twice or left over."""
+    """The old leader stops after `num_rounds` rounds. No instance is assigned twice or left
+    over.
+    """
     world = World(TWO_BY_TWO)
     for _ in range(num_rounds):
         world.now += 1
@@ -55,7 +57,7 @@ def test_a_new_leader_continues_where_the_old_one_stopped(num_rounds: int) -> No
 
 
 def released(release: str, *counts: tuple[int, int]) -> Desired:
-    """A desired state with the groups a, b and so on, of one scenario and one revision."""
+    """A desired state of one scenario and one revision. Its groups are named a, b and so on."""
     groups = {name: Group("default", *each) for name, each in zip("abc", counts, strict=False)}
     return Desired(services={"default": Service(release=release)}, groups=groups)
 
@@ -71,8 +73,8 @@ def ready_of(world: World, revision: str) -> list[str]:
 
 @pytest.mark.req("S24")
 def test_without_spare_instances_one_group_at_a_time_makes_room() -> None:
-    """There are three groups and no blank instance. The instances of the first group leave, and the
-    other groups carry its traffic until it is replaced.
+    """There are three groups and no blank instance. The old instances of one group leave, and the
+    other groups carry its traffic until new instances have replaced them.
     """
     world = World(released("1", (2, 2), (2, 2), (2, 2)), num=12)
     world.settle()
@@ -99,8 +101,8 @@ def test_without_spare_instances_one_group_at_a_time_makes_room() -> None:
 def test_an_old_revision_leaves_only_if_that_makes_enough_room(
     num_spare: int, is_changed: bool
 ) -> None:
-    """Eight new instances are needed, and four old ones may leave. With three blank instances there
-    would still be too few, so none leaves.
+    """The group needs eight new instances, and at most four of its old ones may leave. With three
+    blank instances there would still be too few, so no old one leaves.
     """
     world = World(released("1", (4, 4)), num=8 + num_spare)
     world.settle()

@@ -32,8 +32,9 @@ PEERS = [
 
 
 class InstanceLifeMachine(RuleBasedStateMachine):
-    """A world in which effects become work. Work may end in any order, even when it is no longer
-    needed.
+    """A world that starts the work that the instance asks for.
+
+    Work may end in any order, even when the instance no longer needs it.
     """
 
     @initialize(own=st.sampled_from([None, *ROLE_SPECS]))

@@ -1,7 +1,7 @@
-"""No request reaches an instance of another model, neither by a plan nor by a gateway's ranking.
+"""Plans and a gateway's own ranking send no request to an instance of another model.
 
-All instances here have the same fingerprint, and models share groups and scenarios freely. So only
-the model's name keeps them apart.
+All instances here have the same fingerprint, and several models may share a group or a scenario. So
+only the model's name keeps them apart.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_a_plan_names_only_instances_of_its_model(
     able = {
         i.instance_id for i in fleet if (i.model, i.scenario) == asked and i.instance_id not in out
     }
-    for turn in range(3):  # later plans use what the first one kept
+    for turn in range(3):  # later plans use data that the first one cached
         plan = placement.plan(query, {}, float(turn))
         if isinstance(plan, NoPlan):
             assert not able

@@ -1,4 +1,7 @@
-"""Scheduled and manual plans of one scenario, whose moves take any time, in any order."""
+"""Plans of moves for one scenario, by schedule and by hand, never overlap.
+
+The moves take any time and end in any order.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from pdmesh.core.moves.next_move import (
 )
 from pdmesh.core.moves.schedule import Schedule, ScheduleAction, ScheduleEntry
 
-MIDNIGHT = datetime(2026, 11, 21, tzinfo=UTC).timestamp()  # a Saturday
+MIDNIGHT = datetime(2026, 11, 21, tzinfo=UTC).timestamp()  # 21 November 2026 is a Saturday
 
 GROUPS = {f"chat-{i}": GroupShape(f"chat-{i}", "chat", 3, 5, 0.1, 0.1) for i in range(4)}
 

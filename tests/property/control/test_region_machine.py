@@ -1,8 +1,8 @@
 """The group controller with two regions that are lost and return, and all other events (S58).
 
-At all times, a group's KV stays in one region unless the group spans regions, and no instance gets
-a role outside the regions of its group. When the faults stop, each group is whole and in one
-region, which is its home if it has one.
+At all times, a group's KV stays in one region unless the group spans regions. No instance gets a
+role outside the regions of its group. When the faults stop, each group is whole and in one region.
+If the group has a home region, it is there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ names = st.sampled_from(NAMES)
 
 
 class RegionMachine(GroupMachine):
-    """There are five instances in each region. The ids in the other rules match none of them."""
+    """The five instances of each region have other ids than the instances in the inherited
+    rules.
+    """
 
     @initialize(state=st.sampled_from(STATES))
     def begin(self, state: Desired) -> None:
@@ -72,7 +74,7 @@ class RegionMachine(GroupMachine):
 
     @rule(region=st.sampled_from(["eu", "us"]), order=st.permutations(range(5)))
     def lose_region(self, region: str, order: list[int]) -> None:
-        """The leases of a region end one after another, with rounds in between."""
+        """Let the leases of a region's instances end one after another, with rounds in between."""
         for i in order:
             self.kill(f"{region}-{i}")
             self.round(None, 0.5)
@@ -119,7 +121,8 @@ class RegionMachine(GroupMachine):
             own = [i for i, given in world.given.items() if given.role_spec.group_id == group_id]
             regions = {world.records[i].region for i in own}
             if group.spans_regions:
-                assert len(regions) == 2  # each region has five instances, and six are wanted
+                # the groups want six instances, and each region has only five
+                assert len(regions) == 2
             else:
                 assert len(regions) == 1, world.describe()
                 assert not group.region or regions == {group.region}, world.describe()

@@ -1,4 +1,6 @@
-"""Regions in larger worlds: which instances move while a region is lost or left (S58)."""
+"""Tests which instances move while a region is lost, or while a group moves to another region
+(S58).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.req("S58")
 
 
 def world_of(text: str, **num: int) -> World:
-    """A world with `num` instances in each region: eu-0, us-0 and so on."""
+    """A world with `num` instances in each region. Their ids are eu-0, us-0 and so on."""
     world = World(read(text), num=0)
     for region, count in num.items():
         for i in range(count):
@@ -44,8 +46,8 @@ def regions(world: World) -> set[str]:
 
 
 def test_the_loss_of_a_region_counts_as_no_failed_set_up() -> None:
-    """The region's leases end one after another. So the group first takes spare instances of this
-    region, whose leases then end, too.
+    """The leases of the region's instances end one after another. So the group first takes spare
+    instances of the same region, which are lost next.
     """
     world = world_of(ANYWHERE, eu=12, us=4)
     world.settle()

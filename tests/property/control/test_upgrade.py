@@ -1,4 +1,4 @@
-"""Rolling upgrades with the real group controller and pure instances (S24).
+"""Rolling upgrades with the real group controller and simulated instances (S24).
 
 Groups are upgraded one at a time. In the end all groups are new, or all are old.
 """
@@ -52,8 +52,8 @@ def test_a_rollback_waits_for_a_plan_that_moves_instances_but_not_for_one_that_g
 
 @pytest.mark.req("S24")
 def test_groups_that_the_bad_revision_broke_are_rolled_back_too() -> None:
-    """The revision works in two groups, and then it can no longer be loaded. So lost instances are
-    not replaced until these groups are rolled back.
+    """The revision works in two groups, and then its files can no longer be loaded. So lost
+    instances are not replaced until these two groups are rolled back.
     """
     world = settled()
     world.apply(released("2"))
@@ -88,8 +88,8 @@ def test_a_revision_still_needs_its_trial_after_the_loss_of_all_instances() -> N
 
 @pytest.mark.req("S24")
 def test_a_version_applied_while_nothing_serves_needs_a_trial_too() -> None:
-    """After a power cut an operator applies another release, in the hope that it helps. The groups
-    are rolled back to the revision that served before.
+    """After a power cut, an operator applies another release as a repair. That release fails its
+    trial, and the groups are rolled back to the revision that served before.
     """
     world = settled(num_spare=0)
     for instance_id in sorted(world.processes):
@@ -120,7 +120,7 @@ def test_a_revision_that_cannot_be_loaded_does_not_block_its_successor() -> None
 @pytest.mark.req("S24")
 @pytest.mark.fault("F1")
 def test_a_rollback_with_too_few_instances_ends_and_reports_what_is_missing() -> None:
-    """Hardware is lost during a rollback. Even the group that cannot be whole keeps no instance on
+    """Hardware is lost during a rollback. The group that now lacks instances keeps none of them on
     the bad revision.
     """
     world = settled(2, num_spare=0)
@@ -136,7 +136,7 @@ def test_a_rollback_with_too_few_instances_ends_and_reports_what_is_missing() ->
     assert "b (1 more blank instance needed, or a smaller group)" in report.detail
     play(world, 900)
     report = world.upgrading.reports["chat"]
-    assert report.state == "went back"  # other scenarios need not wait for this one
+    assert report.state == "went back"  # other scenarios need not wait for this rollback
     assert "not whole yet: " in report.detail
     assert world.desired == released("1", 2)
     world.start("i-6")
@@ -146,7 +146,7 @@ def test_a_rollback_with_too_few_instances_ends_and_reports_what_is_missing() ->
 
 @pytest.mark.req("S24", "S31")
 def test_without_spares_a_smaller_group_leaves_a_bad_revision_if_its_scenario_allows_it() -> None:
-    """If no hardware will come, an operator can reduce the scenario's minimum to one instance of
+    """If no hardware can be added, an operator can reduce the scenario's minimum to one instance of
     each role.
     """
     world = settled(2, num_spare=0)
@@ -183,8 +183,8 @@ def test_the_report_names_a_previous_version_that_is_no_longer_kept() -> None:
 
 @pytest.mark.req("S24")
 def test_other_changes_of_an_operator_are_not_rolled_back() -> None:
-    """The groups are rolled back automatically. If several versions changed something, operators
-    must repair the desired state themselves.
+    """Only the groups are rolled back automatically. If several versions changed other settings, an
+    operator must repair the desired state.
     """
     world = settled()
     world.apply(released("2"))
@@ -297,7 +297,8 @@ def test_a_canary_serves_besides_the_groups_until_it_is_promoted() -> None:
     world = settled()
     world.apply(released("2"), canary_share=0.25)
     play(world, 60)
-    assert world.counts()[canary_of("chat")] == (2, 2, 0)  # a quarter of 6P:6D
+    # a quarter of six prefills and six decodes, rounded
+    assert world.counts()[canary_of("chat")] == (2, 2, 0)
     assert shares(world.upgrades.values()) == {canary_of("chat"): 0.25}
     assert {g: r for g, r in running(world).items() if g in "abc"} == {g: {OLD} for g in "abc"}
     world.elect()

@@ -1,7 +1,7 @@
 """The master's view of loads does not depend on the order or the repetition of load reports (F22).
 
-test_prefix_index.py tests this for blocks. Records and verdicts need no such test, because their
-store numbers its writes.
+test_prefix_index.py tests the same for KV blocks. Registry records and verdicts need no such test,
+because their store numbers the writes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Recorder(MemoryBus):
 
 
 def messages_of(told: Sequence[Report]) -> list[Message]:
-    """The reports as numbered messages. The last message of each instance says that it is idle."""
+    """Turn the reports into numbered messages, and add a last report of an idle instance for
+    each.
+    """
     bus = Recorder()
     publishers = {name: EventPublisher(bus, name, 1) for name in NAMES}
 
@@ -88,7 +90,7 @@ def messages_of(told: Sequence[Report]) -> list[Message]:
 
 
 class Master:
-    """The fleet and its feed. Some requests are planned before any report arrives."""
+    """A fleet and the feed that updates it. Some requests are planned before any report arrives."""
 
     def __init__(self) -> None:
         self.fleet, self.now = Fleet(), 0.0
@@ -151,7 +153,7 @@ def test_the_next_report_makes_up_for_lost_reports(told: list[Report], rng: rand
 
 
 def messages_after(messages: Sequence[Message]) -> Sequence[Message]:
-    """The last report of each instance again, with the next number, as LoadPublisher repeats it."""
+    """Each instance's last report with the next number, as LoadPublisher repeats it."""
     again = []
     for message in messages[-len(NAMES) :]:
         event = InstanceLoad.FromString(message.data)

@@ -1,4 +1,7 @@
-"""The events of groups and instances, as a base for machines that check different invariants."""
+"""Events of groups and instances, for the state machines that test the group controller.
+
+Each subclass checks other invariants.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ states = st.runner().flatmap(lambda machine: st.sampled_from(machine.STATES))
 
 
 class WorldMachine(RuleBasedStateMachine):
-    """A subclass says how many instances there are and what may be desired, and checks rounds."""
+    """A subclass sets the number of instances and the desired states, and checks each round."""
 
     NUM: ClassVar[int]
     STATES: ClassVar[tuple[Desired, ...]]
@@ -30,7 +33,9 @@ class WorldMachine(RuleBasedStateMachine):
         self.world = World(state, num=self.NUM)
 
     def round(self, num_written: int | None, seconds: float) -> None:
-        """Run a round of the controller after `seconds`; only the first writes may succeed."""
+        """Run a round of the controller after `seconds`. Only the first `num_written` writes
+        succeed.
+        """
         raise NotImplementedError
 
     @rule()
@@ -59,7 +64,7 @@ class WorldMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1000), num=st.integers(1, 12))
     def pass_time(self, seed: int, num: int) -> None:
-        """All instances work for a while, in some order, with rounds in between."""
+        """Let all instances work for a while in some order, with rounds in between."""
         order = random.Random(seed)
         for _ in range(num):
             self.round(None, 0.5)
@@ -77,7 +82,9 @@ class WorldMachine(RuleBasedStateMachine):
 
     @rule(instance_id=ids)
     def start(self, instance_id: str) -> None:
-        """Start an instance again, even if the record of its replaced predecessor still exists."""
+        """Start an instance again, even if the registry still has the record of its previous
+        incarnation.
+        """
         self.world.start(instance_id)
 
     @rule(instance_id=ids, is_on=st.booleans(), is_at_once=st.booleans())

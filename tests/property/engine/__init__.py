@@ -1,1 +1,1 @@
-"""Properties of what we set around an engine."""
+"""Property tests of vLLM's scheduler together with our connector."""

@@ -1,9 +1,8 @@
-"""vLLM's scheduler one step ahead, over our connector, with any order of ends, aborts and
-preemptions.
+"""vLLM's asynchronous scheduler over our connector, with any order of ends, aborts and preemptions.
 
-A fake rank draws a token from the request's name and the token's position, so every answer is known
-beforehand, and a placeholder or a token at the wrong place cannot hide. The engine's loop is vLLM's
-`step_with_batch_queue`: a second step is scheduled before the first one's output is read.
+A fake rank draws a token from the request's name and the token's position. So every answer is known
+beforehand, and a token at the wrong place is found. The test's loop works like vLLM's
+`step_with_batch_queue`: it schedules a second step before it reads the output of the first.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, block_hashes
 pytest.importorskip("vllm")
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM itself raises these warnings
 BLOCK_SIZE = 16
-STEP_TOKENS = 48  # fewer than the longest prompts have
+STEP_TOKENS = 48  # the longest prompts have more tokens
 STOP = 7
 SALT = "ab" * HASH_BYTES
 VOCABULARY = 50
 
 
 def token(key: str, position: int) -> int:
-    """The token that the fake rank draws; some are the stop token."""
+    """The token that the fake rank draws at a position. On average, one in 49 is the stop token."""
     return random.Random(f"{key} {position}").randrange(1, VOCABULARY)
 
 
@@ -77,13 +76,15 @@ class Engine:
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._depth = 2 if is_async else 1
         self._in_flight: deque[tuple[Any, Any, dict[str, set[int]]]] = deque()
-        self._blocks: dict[str, list[int]] = {}  # of each request, as the rank knows them
+        self._blocks: dict[str, list[int]] = {}  # each request's blocks, as the rank knows them
         self.prompts: dict[str, int] = {}
         self.requests: dict[str, Any] = {}
         self.drawn: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
-        self.saved: list[tuple[str, int, bytes]] = []  # blocks and their names in the host's pool
-        self.reused: list[tuple[str, str, set[int]]] = []  # blocks that another step still writes
+        # request, block index and name of each block saved to the host pool
+        self.saved: list[tuple[str, int, bytes]] = []
+        # blocks that a request got while a step of another request still writes them
+        self.reused: list[tuple[str, str, set[int]]] = []
 
     def add(
         self, key: str, num_prompt_tokens: int, max_tokens: int, text_of: str | None = None
@@ -132,7 +133,7 @@ class Engine:
         return bool(self._in_flight)
 
     def _compute(self, step: Any) -> Any:
-        """A rank's output. It draws where a prompt is complete."""
+        """The output of the fake rank. A request whose prompt is complete gets a token."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         cached = step.scheduled_cached_reqs
@@ -142,7 +143,7 @@ class Engine:
             is_known = end < self.prompts[key] + num_drawn.get(key, 0)
             sampled.append([] if is_known else [token(key, end)])
         for save in step.kv_connector_metadata.tiers.saves:
-            (block_ids,) = save.block_ids  # its model has one cache group
+            (block_ids,) = save.block_ids  # the model has one cache group
             for index, block_id in enumerate(block_ids, len(save.names) - len(block_ids)):
                 (key,) = (
                     key
@@ -154,7 +155,7 @@ class Engine:
         return ModelRunnerOutput(keys, {key: n for n, key in enumerate(keys)}, sampled)
 
     def _watch_blocks(self, step: Any) -> None:
-        """Follow each request's blocks, and note those that a step in flight still writes."""
+        """Record each request's blocks, and those that a step in flight still writes."""
         for new in step.scheduled_new_reqs:
             self._blocks[new.req_id] = []
             self._give(new.req_id, new.block_ids[0])
@@ -181,7 +182,9 @@ class Engine:
 
 
 def computed_by(step: Any) -> dict[str, tuple[int, int]]:
-    """The first and the last token (exclusive) that the step computes of each request."""
+    """For each request, the range of token positions that the step computes (the end is
+    exclusive).
+    """
     begins = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
     cached = step.scheduled_cached_reqs
     begins.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -216,7 +219,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
     arguments = engine_arguments(ours, Path(folder), "computed")
     arguments["kv_events_config"] = None
     made = AsyncEngineArgs(**arguments).create_engine_config()
-    return lambda: made  # hypothesis cannot print a configuration of vLLM's
+    return lambda: made  # a function, because hypothesis cannot print vLLM's configuration
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 120), st.integers(1, 40)), min_size=1, max_size=8)
@@ -225,7 +228,7 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 120), st.integers(1, 40)), min_size
 def run(
     engine: Engine, asked: list[tuple[int, int]], rng: random.Random, abort_share: float
 ) -> set[str]:
-    """Run to the end; the result names the aborted requests."""
+    """Run all requests to their ends. Returns the keys of the aborted requests."""
     todo = deque((f"r{n}", *each) for n, each in enumerate(asked))
     aborted: set[str] = set()
     num_turns = 0
@@ -250,8 +253,9 @@ def run(
 def test_a_request_that_begins_to_decode_is_given_no_placeholders_as_proposals(
     config: Callable[[], Any], is_async: bool
 ) -> None:
-    """As after a hand-over: only the prompt's last token is left to compute. The rank's kernel on
-    a CPU would read -1 as an index.
+    """Only the prompt's last token is left to compute, as after a hand-over.
+
+    On a CPU, the rank's kernel would use the placeholder -1 as an index.
     """
     from vllm.config import SpeculativeConfig
 
@@ -299,7 +303,9 @@ def test_answers_names_and_blocks_are_those_of_a_synchronous_engine(
 def test_only_an_end_by_surprise_costs_a_token_past_it(
     config: Callable[[], Any], is_async: bool
 ) -> None:
-    """The scheduler knows an end by `max_tokens` beforehand, so a short answer costs nothing."""
+    """The scheduler knows beforehand when `max_tokens` ends an answer, so such an answer costs no
+    extra token.
+    """
     stopping = next(n for n in range(1000) if len(answer(f"r{n}", 5, 30)) == 6)
     lasting = next(n for n in range(1000) if len(answer(f"r{n}", 5, 4)) == 4)
     for n, max_tokens, num_past_end in ((stopping, 30, 1), (lasting, 4, 0), (lasting, 1, 0)):
@@ -313,8 +319,8 @@ def test_only_an_end_by_surprise_costs_a_token_past_it(
 
 @pytest.mark.req("S148")
 def test_a_block_is_given_on_only_after_the_step_that_writes_it(config: Callable[[], Any]) -> None:
-    """A negative control: without vLLM's fence, the blocks of an aborted request are given on while
-    a step in flight writes them.
+    """Without vLLM's fence, the blocks of an aborted request are reused while a step in flight
+    still writes them. This negative control removes the fence.
     """
     reused = []
     for is_fenced in (True, False):

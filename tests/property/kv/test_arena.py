@@ -1,4 +1,7 @@
-"""The arena's allocator under any order of reserving and freeing."""
+"""The arena's allocator under any order of reserving and freeing.
+
+An arena is memory from which ranges are reserved.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ class ArenaMachine(RuleBasedStateMachine):
     def start(self, align: int) -> None:
         self.align = align
         self.arena = ArenaAllocator(SIZE, align)
-        self.owner: list[int | None] = [None] * (SIZE // align)  # the owner of each aligned unit
+        # the reservation that owns each aligned unit
+        self.owner: list[int | None] = [None] * (SIZE // align)
 
     @rule(target=ranges, length=st.integers(1, SIZE + 1))
     def reserve(self, length: int) -> ArenaRange:

@@ -9,14 +9,14 @@ NUM_BLOCKS = 12
 
 
 def chain(family: int, length: int) -> list[bytes]:
-    """The hashes of a prompt's blocks. Prompts of one family share their prefix."""
+    """The block hashes of a prompt. Prompts of one family share their prefix."""
     return [bytes([family, n]) * 8 for n in range(length)]
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Prompts come, find their prefix, store their blocks and leave.
+    """Prompts find their cached prefix, store their blocks and leave.
 
-    A mirror of the pool sees only the events.
+    A mirror of the pool is updated by the pool's events only.
     """
 
     def __init__(self) -> None:

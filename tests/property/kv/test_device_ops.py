@@ -1,5 +1,6 @@
-"""The arithmetic of the device operators on arrays, and the kernels themselves if Triton is
-installed.
+"""The device operators that gather and scatter KV blocks.
+
+Their arithmetic runs on arrays. The kernels run in Triton's interpreter, if Triton is installed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if HAS_TRITON:
 
 @st.composite
 def caches(draw: st.DrawFn) -> HeadBlocks:
-    """The cache of one layer: opaque, or with a known layout in any memory order."""
+    """The cache of one layer, opaque or with a known layout, in any memory order."""
     if draw(st.booleans()):
         return opaque_blocks(NUM_BLOCKS, draw(st.sampled_from((8, 20, 7, 4096, 20_000))))
     axes, order = draw(
@@ -70,7 +71,7 @@ def cache_bytes(where: HeadBlocks) -> int:
 def by_runs(
     memory: list[Bytes], ids: list[int], where: HeadBlocks, layers: range, heads: range
 ) -> Bytes:
-    """The expected result of a gather, by the definition of a head's block."""
+    """The expected result of a gather, copied run by run as the layout defines a head's block."""
     parts = [
         memory[layer][start : start + where.run_bytes]
         for layer in layers
@@ -94,7 +95,7 @@ def on_arrays(
     heads: range,
     is_gather: bool,
 ) -> None:
-    """The kernel on arrays: the same programs, with the same two functions."""
+    """Run the kernel's programs on arrays, with the same two functions as on a GPU."""
     plan = word_plan(where)
     kind = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}[plan.word_bytes]
     words_of_buffer = buffer.view(kind)
@@ -178,7 +179,7 @@ def test_the_kernels_match_the_arithmetic(
 )
 @pytest.mark.req("S50")
 def test_the_check_for_a_gpu_finds_right_and_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make gpu-check` compares on the GPU what this compares in the interpreter."""
+    """`make gpu-check` does on the GPU the comparison that this test does in the interpreter."""
     import torch
 
     from loadtests.gpu_check import exact
@@ -236,9 +237,9 @@ class OneStream:
 def test_device_caches_move_layers_parts_and_heads(
     scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scratch buffer has any size. With 0, the arena is on the device and needs no buffer.
+    """The scratch buffer has any size. With size 0, the arena is on the device and needs no buffer.
 
-    Stand-ins replace streams, so overlaps of copies are not tested: they need a GPU.
+    Stand-ins replace the streams. Overlapping copies need a GPU, so they are not tested here.
     """
     import torch
 
@@ -273,7 +274,7 @@ def test_device_caches_move_layers_parts_and_heads(
     ends: list[str] = []
 
     def arena_of(data: Bytes) -> KvBytes:
-        """These bytes in the memory that the device copies to and from."""
+        """An arena with these bytes, in the memory that the device copies to and from."""
         if scratch_bytes:
             return data
         place = DeviceArena(data.size, "cpu").view(ArenaRange(0, data.size))
@@ -320,6 +321,6 @@ def test_the_kernel_makes_the_checksum_that_the_host_makes(size: int) -> None:
     from pdmesh.kv.device.digest_kernel import sums_of
 
     data = np.random.default_rng(size).integers(0, 256, size + 1, np.uint8)
-    for part in (data[:size], data[1 : size + 1]):  # the second may begin between two words
+    for part in (data[:size], data[1 : size + 1]):  # the second range may begin inside a word
         plain, weighted = sums_of(torch.from_numpy(part)).tolist()
         assert finished(plain, weighted, size) == digest(part)

@@ -1,4 +1,4 @@
-"""The checksum of device memory: no change of bytes, places or length passes."""
+"""The checksum of device memory detects every change of bytes, places or length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.kv.device.digest import digest
 
 
 def by_definition(data: bytes) -> bytes:
-    """The same sums with Python's integers, word by word."""
+    """The same sums by definition, word by word with Python's integers."""
     mask, plain, weighted = (1 << 64) - 1, 0, 0
     for place, at in enumerate(range(0, len(data), 8)):
         word = int.from_bytes(data[at : at + 8].ljust(8, b"\0"), "little")
@@ -32,7 +32,7 @@ def of(data: bytes) -> bytes:
 @given(st.binary(max_size=300))
 def test_it_is_what_its_definition_says(data: bytes) -> None:
     assert of(data) == by_definition(data)
-    odd = np.frombuffer(b"x" + data, np.uint8)[1:]  # between two words
+    odd = np.frombuffer(b"x" + data, np.uint8)[1:]  # begins inside a word
     assert digest(odd) == of(data)
 
 

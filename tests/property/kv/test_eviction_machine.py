@@ -1,4 +1,4 @@
-"""The bookkeeping of a pool against a model, for any order of calls."""
+"""The host pool's bookkeeping against a model, for any order of calls."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ chains = st.lists(names, max_size=5)
 
 
 class PoolBookMachine(RuleBasedStateMachine):
-    """`memory` has the bytes that a shell would write.
-
-    A pinned block must always be found there.
+    """`memory` has the bytes that a shell would have written. A pinned block must always be found
+    there.
     """
 
     def __init__(self) -> None:

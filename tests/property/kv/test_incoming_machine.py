@@ -1,9 +1,9 @@
 """A rank's loads: ranges, copies, late writes, cancellations and first tokens in any order.
 
-The model knows the truth about memory: which blocks each request holds, which copies into them are
-running, and which landing ranges the network may still write. The engine learns of a cancelled pull
-before the KV agent does. So ranges may be delivered after the end of a pull, and writes may land
-even later.
+A load pulls KV into a landing range and copies it into the engine's blocks. The model knows the
+truth about memory: which blocks each request holds, which copies into them are running, and which
+landing ranges the network may still write. The engine learns of a cancelled pull before the KV
+agent does. So ranges may be delivered after the end of a pull, and writes may arrive even later.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Load:
     has_blocks: bool
     landings: list[int]
     holds_blocks: bool
-    is_pulling: bool = False  # as far as the engine knows
+    is_pulling: bool = False  # until the engine learns that the pull has ended
     is_cancel_asked: bool = False
-    has_deliverer: bool = False  # the agent may deliver ranges
+    has_deliverer: bool = False  # True while the agent may still deliver ranges
     writable: set[int] = field(default_factory=set)  # offsets that a late write may still reach
     num_copying: int = 0
     has_token: bool = False
@@ -53,7 +53,7 @@ class IncomingMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.blocks = IncomingBlocks(max_pulls=2)
         self.loads: dict[int, Load] = {}
-        self.tokens: set[int] = set()  # legs whose token 1 came before their load
+        self.tokens: set[int] = set()  # legs whose token 1 came before their load was added
 
     # -- the engine -------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class IncomingMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, is_soon=st.booleans())
     def first_token(self, pick: int, is_soon: bool) -> None:
-        if is_soon:  # the token 1 of the next load
+        if is_soon:  # token 1 of the next load
             self.tokens.add(len(self.loads))
             self.tell(events.FirstTokenKnown(len(self.loads)))
         elif self.loads:
@@ -107,9 +107,7 @@ class IncomingMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(load.has_deliverer for load in self.loads.values()))
     @rule(pick=PICK)
     def verified(self, pick: int) -> None:
-        """Deliver a range, even of a pull that the engine has given up: the agent may not know
-        yet.
-        """
+        """Deliver a range. The engine may have cancelled the pull without the agent's knowledge."""
         delivering = [leg for leg, load in self.loads.items() if load.has_deliverer]
         self.tell(events.RangeVerified(delivering[pick % len(delivering)]))
 
@@ -129,9 +127,8 @@ class IncomingMachine(RuleBasedStateMachine):
         self.end_pull(leg, is_success, num_ours)
 
     def end_pull(self, leg: int, is_success: bool, num_ours: int) -> None:
-        """End a pull.
-
-        A successful one has delivered all ranges; after a failure we have some pieces.
+        """End a pull. A successful pull has delivered all ranges. After a failure, some are
+        missing.
         """
         load = self.loads[leg]
         load.is_pulling = False
@@ -146,9 +143,9 @@ class IncomingMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(load.writable for load in self.loads.values()))
     @rule(pick=PICK)
     def landing_freed(self, pick: int) -> None:
-        """Free a landing: no late write is possible.
+        """Free a landing: no late write is possible any more.
 
-        This may come before the engine's end of the pull.
+        The engine may not have ended the pull yet.
         """
         written = [(leg, at) for leg, load in self.loads.items() for at in sorted(load.writable)]
         leg, offset = written[pick % len(written)]
@@ -236,7 +233,7 @@ class IncomingMachine(RuleBasedStateMachine):
             assert load.num_freed <= 1
 
     def teardown(self) -> None:
-        """Everything ends once all running operations have ended."""
+        """Check that all loads end once the running operations have ended."""
         while any(
             load.num_copying or load.is_pulling or load.writable for load in self.loads.values()
         ):

@@ -1,4 +1,7 @@
-"""A copy of the index under lost, repeated and reordered messages, and under restarts (S101)."""
+"""A copy of the prefix index under lost, repeated and reordered messages, and restarts (S101).
+
+The index knows which KV blocks each instance has. Instances publish deltas and snapshots.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Worker:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """`bag` has the deltas, which arrive in any order. Deltas that remain in it are lost."""
+    """`bag` has the deltas in flight, which arrive in any order. Deltas left in it are lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +67,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.bag)
     @rule(which=st.integers(0, 1000), keeps=st.booleans())
     def delta_arrives(self, which: int, keeps: bool) -> None:
-        """Deliver a delta; with `keeps` it can arrive again."""
+        """Deliver a delta. With `keeps`, the delta stays in the bag and can arrive again."""
         position = which % len(self.bag)
         delta = self.bag[position] if keeps else self.bag.pop(position)
         if self._is_present(delta.instance_id, delta.incarnation):
@@ -86,7 +89,9 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.snapshots)
     @rule(which=st.integers(0, 1000))
     def snapshot_begins(self, which: int) -> None:
-        """It is loaded in steps; other events come between them."""
+        """Begin to load a snapshot. The load takes several steps, and other events come between
+        them.
+        """
         name, incarnation, *rest = self.snapshots.pop(which % len(self.snapshots))
         if self._is_present(name, incarnation):
             load = self.copy.begin_snapshot(name, incarnation, *rest)  # type: ignore[arg-type]
@@ -107,7 +112,8 @@ class IndexMachine(RuleBasedStateMachine):
     def worker_restarts(self, name: str) -> None:
         worker = self.workers[name] = Worker(name, self.workers[name].incarnation + 1)
         known = self.copy.version(name)
-        if known is not None and known[0] != worker.incarnation:  # its record shows the restart
+        # the registry's record shows the restart
+        if known is not None and known[0] != worker.incarnation:
             self.copy.retire_instance(name)
 
     @rule()
@@ -126,7 +132,7 @@ class IndexMachine(RuleBasedStateMachine):
                     assert self.copy.blocks(name, tier) == worker.held[tier]
 
     def teardown(self) -> None:
-        """One snapshot of each outdated worker is enough, whatever happened before."""
+        """Check that one snapshot of each outdated worker is enough, whatever happened before."""
         for name, worker in self.workers.items():
             is_loading = self.copy.is_loading(name)
             if is_loading or self.copy.version(name) != (worker.incarnation, worker.sequence):
@@ -152,7 +158,7 @@ class IndexMachine(RuleBasedStateMachine):
         return lengths
 
     def _is_present(self, name: str, incarnation: int) -> bool:
-        """The registry knows this incarnation, so the feed accepts its messages."""
+        """Say that the registry knows every incarnation, so that the feed accepts all messages."""
         return self.workers[name].incarnation == incarnation
 
 

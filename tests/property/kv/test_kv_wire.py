@@ -1,4 +1,6 @@
-"""The KV wire: every message survives encoding, and nothing else is accepted."""
+"""The wire format of KV transfers: every message survives encoding, and nothing else is
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,8 @@ def test_a_corrupted_message_is_a_message_or_raises_the_typed_error(
 @settings(deadline=None, max_examples=40)
 @given(messages)
 def test_no_message_with_one_flipped_bit_is_accepted(message: wire.Message) -> None:
-    """Inline bytes are an exception: META has a checksum for each range of them, so that their
-    corruption counts against the source.
+    """Inline bytes are an exception. META has a checksum for each range of inline bytes, so that
+    corrupt bytes count against their source.
     """
     raw = bytearray(encoded(message))
     inline = message.inline if isinstance(message, wire.Meta) else None

@@ -1,4 +1,4 @@
-"""The index against brute force: reordered, lost and repeated deltas, snapshots, restarts."""
+"""The prefix index against brute force, with reordered and lost deltas, snapshots and restarts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ change = st.tuples(st.sampled_from(INSTANCES), st.booleans(), blocks, blocks)
 
 
 class Worker:
-    """An instance's true cache, and the deltas that it published."""
+    """The blocks that an instance really has, and the deltas that it published."""
 
     def __init__(self, name: str, incarnation: int) -> None:
         self.name, self.incarnation = name, incarnation
@@ -84,7 +84,7 @@ def test_deltas_in_any_order_with_repetitions_converge(
 def test_lost_deltas_are_detected_and_a_snapshot_repairs_the_index(
     changes: list[tuple[str, bool, list[bytes], list[bytes]]], rng: random.Random
 ) -> None:
-    """Deltas from before and after the snapshot arrive in any order around it."""
+    """Deltas from before the snapshot and from after it arrive in any order."""
     workers, index = make_workers(changes), PrefixIndex()
     for worker in workers:
         moment = rng.randint(0, len(worker.deltas))
@@ -122,7 +122,7 @@ def test_late_deltas_of_an_earlier_incarnation_change_nothing(
             assert index.apply(delta) is DeltaOutcome.STALE
         late_snapshot = index.load_snapshot(worker.name, 7, 99, BLOCKS)
         assert late_snapshot is (DeltaOutcome.STALE if worker.deltas else DeltaOutcome.APPLIED)
-        # The index does not know incarnation 7, so it cannot tell which is newer.
+        # The index does not know incarnation 7, so it cannot tell which incarnation is newer.
         if not worker.deltas:
             index.remove_instance(worker.name)
             index.apply(

@@ -1,4 +1,4 @@
-"""Gathers paged blocks into a contiguous buffer, and scatters them again."""
+"""Paged KV blocks are gathered into a contiguous buffer and scattered again without a change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ layouts = st.builds(
 def test_gathered_blocks_scatter_back(
     num_layers: int, block_bytes: int, num_blocks: int, data: st.DataObject
 ) -> None:
-    """The blocks go from random places of one cache to other random places of another."""
+    """The blocks are scattered to other random places of another cache."""
     seed = data.draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
     used = data.draw(st.integers(0, num_blocks))
@@ -71,7 +71,7 @@ def test_gathered_blocks_scatter_back(
 def test_parts_of_a_buffer_scatter_as_the_whole_does(
     num_layers: int, num_words: int, first: int, cuts: set[int], used: int, is_run: bool
 ) -> None:
-    """A part may begin and end at any block, and the cache's blocks may be consecutive or not."""
+    """A part may begin and end at any block. The cache's blocks may be consecutive or not."""
     block_bytes, rng = num_words * 8, np.random.default_rng(first)
     ids = list(range(first, first + used)) if is_run else rng.permutation(31)[:used].tolist()
     whole = [np.zeros((31, block_bytes), np.uint8) for _ in range(num_layers)]

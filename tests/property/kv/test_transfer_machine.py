@@ -1,10 +1,10 @@
-"""Sender and receiver with a network that delays, repeats, reorders and loses messages.
+"""Sender and receiver of KV over a network that delays, repeats, reorders and loses messages.
 
 The model knows the truth about memory. An engine may write its ticket's range until it reports the
-end. A part that is announced and not yet sent reads that range. A posted receive may write its
+end. A part that is announced but not sent yet reads that range. A posted receive may write its
 landing range until it completes. Each side learns of a lost connection at its own time, and must be
-safe before that, too. Either side may crash and come back: the sender with its next incarnation,
-the receiver without any memory of its pulls.
+safe before that, too. Either side may crash and come back. The sender then has a new incarnation,
+and the receiver has forgotten its pulls.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from pdmesh.kv.agent import wire
 FINGERPRINT = 11
 LAYOUT = KvLayout(num_layers=3, num_blocks=2, block_bytes=10)
 LEASE_S, DEADLINE_S, STALL_S = 10.0, 2.0, 1.5
-MAX_INLINE = 10  # bytes
+MAX_INLINE = 10  # in bytes
 NAMES = st.sampled_from("aaab")
-RARELY = st.sampled_from([False] * 7 + [True])  # events that end everything must be rare
+RARELY = st.sampled_from([False] * 7 + [True])  # for events that end everything
 DECODES = st.sampled_from([1, 1, 1, 2])
 CHUNKS = st.sampled_from([10, 20, 40, 1000])
 
 
 @dataclass
 class Link:
-    """One connection. Each side loses it once: by its own abort, or when it learns of the loss."""
+    """A connection. Each side loses it once, by its own abort or when it learns of the loss."""
 
     key: int
     to_sender: list[wire.Message] = field(default_factory=list)
     to_receiver: list[wire.Message] = field(default_factory=list)
     is_dead_at_sender: bool = False
     is_dead_at_receiver: bool = False
-    is_retired: bool = False  # no new pull begins on it
-    # (pull, ticket) of the reads that run now.
+    is_retired: bool = False  # no new pull begins on this connection
+    # (pull, ticket) of the reads that run now
     sends: list[tuple[int, str]] = field(default_factory=list)
     # (pull, part) of the receives that may still write.
     posted: set[tuple[int, int]] = field(default_factory=set)
@@ -91,7 +91,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.links: list[Link] = []
         self.tickets: dict[str, Ticket] = {}
         self.pulls: dict[int, Pull] = {}
-        self.num_forgotten = 0  # the number of pulls that a crashed receiver forgot
+        self.num_forgotten = 0  # how many pulls a crashed receiver forgot
         self.checking: set[tuple[int, int]] = set()
         self.aborts: list[tuple[Link, str]] = []
 
@@ -121,12 +121,12 @@ class TransferMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def release(self, name: str) -> None:
         if name in self.tickets:
-            self.tickets[name].is_written = True  # a release means that the engine no longer writes
+            self.tickets[name].is_written = True  # the engine no longer writes after a release
         self.at_sender(tx.Released(name))
 
     @rule(name=NAMES, happens=RARELY)
     def serving_fails(self, name: str, happens: bool) -> None:
-        """The checksums of a ticket cannot be computed. Its engine may still write."""
+        """Fail to compute the checksums of a ticket. Its engine may still write."""
         if happens:
             self.at_sender(tx.ServingFailed(name))
 
@@ -205,7 +205,9 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule(happens=RARELY)
     def the_sender_crashes(self, happens: bool) -> None:
-        """The sender's memory and all its readers are gone. Peers learn this later, or never."""
+        """Crash the sender: its memory and its readers are gone. Peers learn this later, or
+        never.
+        """
         if not happens:
             return
         self.incarnation += 1
@@ -239,7 +241,9 @@ class TransferMachine(RuleBasedStateMachine):
     def things_take_their_course(
         self, data: st.DataObject, num_steps: int, is_intact: bool
     ) -> None:
-        """Run without faults for a while: single rules rarely reach the end of a pull."""
+        """Run without faults for a while, because random rules alone rarely reach the end of a
+        pull.
+        """
         self.go_on(data.draw(st.sampled_from(self.links)), num_steps, is_intact)
 
     @rule(
@@ -263,7 +267,7 @@ class TransferMachine(RuleBasedStateMachine):
         decode: int,
         other_link: bool,
     ) -> None:
-        """Start a prefill that computes `num_layers`, and the decode that pulls at the same
+        """Start a prefill that computes `num_layers`, and a decode that pulls them at the same
         time.
         """
         if name not in self.tickets:
@@ -361,7 +365,10 @@ class TransferMachine(RuleBasedStateMachine):
 
     @staticmethod
     def take(data: st.DataObject, queue: list[wire.Message], twice: bool) -> wire.Message:
-        """Take the next message, or sometimes a later one. Sometimes it stays for a repetition."""
+        """Take the next message, or sometimes a later one.
+
+        With `twice`, the message stays in the queue and is delivered again.
+        """
         at = data.draw(st.sampled_from([0, 0, 0, len(queue) - 1]))
         return queue[at] if twice else queue.pop(at)
 
@@ -397,7 +404,7 @@ class TransferMachine(RuleBasedStateMachine):
     def lose(self, link: Link, who: str) -> None:
         if who == "sender" and not link.is_dead_at_sender:
             link.is_dead_at_sender = True
-            link.sends.clear()  # the transport guarantees that nothing reads after this
+            link.sends.clear()  # the transport guarantees that nothing reads after the abort
             self.at_sender(tx.PeerLost(link.key))
         if who == "receiver" and not link.is_dead_at_receiver:
             link.is_dead_at_receiver = True
@@ -445,7 +452,7 @@ class TransferMachine(RuleBasedStateMachine):
     def close_ticket(self, ticket_id: str, reason: CloseReason) -> None:
         readers = [name for link in self.links for _, name in link.sends]
         assert ticket_id not in readers, "freed while a send reads it"
-        ticket = self.tickets.pop(ticket_id)  # KeyError if closed twice
+        ticket = self.tickets.pop(ticket_id)  # KeyError if the ticket was closed before
         assert ticket.is_written, "freed while its engine writes it"
         if reason is CloseReason.TAKEN and not ticket_id.startswith("fetch"):
             takers: dict[int, set[int]] = {1: set(), 2: set()}
@@ -527,7 +534,7 @@ class TransferMachine(RuleBasedStateMachine):
         pull.outcome = outcome
 
     def settle(self) -> None:
-        """Report each side's own abort to it before anything else happens."""
+        """Report each side's own abort to that side before anything else happens."""
         while self.aborts:
             self.lose(*self.aborts.pop())
 
@@ -544,7 +551,7 @@ class TransferMachine(RuleBasedStateMachine):
             ), "this connection would never be closed"
 
     def teardown(self) -> None:
-        """Whatever happened, everything is freed after some time, once the engines stop writing."""
+        """Check that everything is freed after some time, once the engines stop writing."""
         for part in sorted(self.checking):
             self.checking.remove(part)
             self.at_receiver(rx.PartChecked(*part, True))

@@ -1,6 +1,6 @@
-"""vLLM's caches as real tensors, in the layouts of its CPU and GPU kernels.
+"""vLLM's KV caches as real tensors, in the layouts of its CPU and GPU kernels.
 
-They are gathered and scattered by head or as whole blocks.
+The tests gather and scatter them head by head or as whole blocks.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from pdmesh.engine.vllm.connector.worker.caches import PagedCaches, layout_of  #
 from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches  # noqa: E402
 
 NUM_LAYERS, NUM_BLOCKS, TOKENS, HEAD_DIM = 2, 6, 4, 8
-# The axes of the tensor that vLLM registers, and their order in memory.
+# Each pair: the axes of the tensor that vLLM registers, and their order in memory.
 LAYOUTS = (
     ("kbnhc", "kbnhc"),  # flash attention: [2, blocks, tokens, heads, head size]
     ("bknhc", "bknhc"),
     ("kbnhc", "kbhnc"),
-    ("bhnc", "bnhc"),  # vLLM 0.32: K and V in the content, tokens first in memory
+    ("bhnc", "bnhc"),  # vLLM 0.32: K and V in the content axis, tokens first in memory
     ("bhnc", "bhnc"),
 )
-PACKED = LAYOUTS[-1]  # a CPU's: a head's block in one piece, packed as its kernels want it
+PACKED = LAYOUTS[-1]  # on a CPU: a head's block in one piece, packed for the kernels
 SCALE_BYTES = 8
 DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "int8", "float32")
 
 
 class Rank:
-    """The caches of one rank: empty, or filled with its heads of the model's KV."""
+    """The caches of one rank, either empty or filled with this rank's heads of the model's KV."""
 
     def __init__(self, layout: tuple[str, str], dtype: str, num_heads: int) -> None:
         axes, order = layout
         counts = {"k": 2, "b": NUM_BLOCKS, "h": num_heads, "n": TOKENS}
         kind = getattr(torch, dtype)
-        # int8 has a scale for each token and head, in fp32 after the numbers of K and of V. The
+        # int8 has a scale in fp32 for each token and head, after the numbers of K and of V. The
         # scales are moved, too.
         self.content = HEAD_DIM + (SCALE_BYTES // 2 if dtype == "int8" else 0)
         counts["c"] = self.content if "k" in axes else 2 * self.content
@@ -140,7 +140,7 @@ def test_each_destination_rank_gets_its_heads_bit_for_bit(
 def test_packed_heads_are_cut_for_other_numbers_of_ranks(
     ranks: tuple[int, int], dtype: str, seed: int
 ) -> None:
-    """A CPU's blocks move head by head, without a look into a head's block."""
+    """A CPU's blocks move head by head. The content of a head's block is opaque."""
     num_heads, (num_sources, num_targets) = 4, ranks
     rng = np.random.default_rng(seed)
     sources = [Rank(PACKED, dtype, heads_of(num_heads, num_sources, r).count) for r in
@@ -185,7 +185,7 @@ def test_packed_heads_are_cut_for_other_numbers_of_ranks(
 @pytest.mark.req("S50")
 @given(st.sampled_from(LAYOUTS[2:]), st.sampled_from(DTYPES), st.integers(0, 999))
 def test_opaque_blocks_move_whole(layout: tuple[str, str], dtype: str, seed: int) -> None:
-    """A block of packed heads that do not lie one after the other cannot be cut."""
+    """A block whose packed heads are not contiguous in memory cannot be divided."""
     if layout[1][0] != "b":
         layout = LAYOUTS[3]
     rank = Rank(layout, dtype, 2)
@@ -243,7 +243,7 @@ def test_parts_scatter_as_the_whole_does(
         caches[1].scatter_part(data[a:b], a, ids)
     for name, tensor in whole.tensors.items():
         assert (tensor.view(torch.uint8) == parted.tensors[name].view(torch.uint8)).all()
-    if not is_packed or layout == PACKED:  # the same for a piece that has two of the heads
+    if not is_packed or layout == PACKED:  # also for a piece that has two of the heads
         some = np.random.default_rng(seed + 1).integers(0, 256, data.size // 3 * 2, np.uint8)
         caches[0].scatter(some, ids, lambda: None, (1, 2))
         for a, b in pairwise(e for e in (*edges[:-1], some.size) if e <= some.size):
@@ -264,7 +264,7 @@ def test_parts_scatter_as_the_whole_does(
 def test_each_layer_travels_with_the_block_ids_of_its_group(
     layout: tuple[str, str], is_packed: bool, cuts: set[int], seed: int
 ) -> None:
-    """Layer 1 has a window of 5 of the 11 tokens, so it has no part of the prompt's first block."""
+    """Layer 1 has a window of 5 of the 11 tokens, so it has none of the prompt's first block."""
     if is_packed and layout[1][0] != "b":
         layout = LAYOUTS[3]
     num_heads, groups = 3, CacheGroups(TOKENS, (0, 5))
@@ -328,7 +328,7 @@ def test_each_layer_travels_with_the_block_ids_of_its_group(
 def test_a_shapes_bytes_are_those_of_real_caches(
     num_heads: int, num_ranks: int, dtype: str, layout: tuple[str, str]
 ) -> None:
-    """MHA and GQA differ only in the number of KV heads. Scales count as bytes, too."""
+    """MHA and GQA differ only in the number of KV heads. The bytes of scales count, too."""
     scales = SCALE_BYTES if dtype == "int8" else 0
     named = {"float8_e4m3fn": "fp8_e4m3"}.get(dtype, dtype)
     mine = heads_of(num_heads, num_ranks, 0).count

@@ -1,6 +1,6 @@
-"""The KV targets of `tests/fuzz`, with random and with nearly valid input.
+"""The fuzz targets in `tests/fuzz` for the KV wire, with random and with nearly valid input.
 
-`make fuzz` runs them for longer.
+`make fuzz` runs the targets for longer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ known = st.sampled_from(examples())
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """A message with some changed bytes, which may also be truncated."""
+    """A message with some changed bytes. It may also be truncated."""
     raw = bytearray(draw(known))
     for _ in range(draw(st.integers(0, 3))):
         raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))

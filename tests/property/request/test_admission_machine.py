@@ -28,7 +28,7 @@ CAPACITY = Capacity(
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Offers, results, aborts and late frees in any order, each possibly repeated."""
+    """Offers, results, aborts and late frees in any order, each of them once or several times."""
 
     def __init__(self) -> None:
         super().__init__()

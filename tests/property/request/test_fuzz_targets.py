@@ -1,4 +1,4 @@
-"""The targets of `make fuzz`: their seeds, and inputs close to a seed, keep every promise.
+"""The targets of `make fuzz` keep every promise for their seeds and for inputs close to a seed.
 
 test_wire_fuzz.py tests the target for the KV wire.
 """

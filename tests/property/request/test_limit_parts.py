@@ -1,5 +1,6 @@
-"""Gateways come, go and die. Together they never grant more than a limit, and each gateway with
-calls gets a part of it.
+"""Gateways divide a tenant's limit among themselves while they start, stop and die.
+
+Together they never grant more than the limit. Each gateway with calls gets a part of it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DAY_S = 2000.0
 
 @dataclass
 class Store:
-    """Compare-and-set on one record."""
+    """A store of one record with compare-and-set."""
 
     ledger: Ledger | None = None
     revision: int = 0
@@ -74,7 +75,7 @@ class Gateway:
         self.write(self.parts.due(self.tenant, clock, is_leaving=is_leaving), clock)
 
     def charge(self, num_tokens: int, clock: Clock) -> Charge | LimitRefused:
-        """Charge a call. If that is refused, ask the other gateways once."""
+        """Charge a call. If the charge is refused, ask the other gateways once and try again."""
         found = self.try_charge(num_tokens, clock)
         if isinstance(found, LimitRefused) and found.num_lacking:
             with self.parts.waiting(self.tenant, num_tokens):
@@ -93,7 +94,7 @@ class Gateway:
 
 
 class PartsMachine(RuleBasedStateMachine):
-    """Gateways that see the ledger late, and write it at any time."""
+    """The gateways read the shared ledger late, and write it at any time."""
 
     @initialize(
         concurrent=st.integers(1, 6), requests=st.integers(1, 5), quota=st.integers(100, 2000)
@@ -133,7 +134,7 @@ class PartsMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.gateways) > 1)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """Stop a gateway in order: its calls have ended, and it hands over everything."""
+        """Stop a gateway in order: its calls have ended, and it hands over its parts."""
         gateway = self.draw(data)
         while gateway.charges:
             self.close(gateway, 0)
@@ -149,7 +150,7 @@ class PartsMachine(RuleBasedStateMachine):
     def die(self, data: st.DataObject) -> None:
         gateway = self.draw(data)
         gateway.look(self.clock)
-        gateway.settle(self.clock)  # as it does every second
+        gateway.settle(self.clock)  # as a gateway does every second
         self.gateways.remove(gateway)
         self.tell_which_live()
 
@@ -249,7 +250,7 @@ TestPartsMachine.settings = settings(max_examples=150, stateful_step_count=50, d
 def test_a_limit_is_granted_only_once_for_any_number_of_gateways(
     num_gateways: int, concurrent: int
 ) -> None:
-    """A limit of four once became six with three gateways."""
+    """With three gateways, a limit of four once became six."""
     tenant = Tenant("acme", TenantLimits(max_concurrent=concurrent))
     store, clock = Store(), Clock(5.0, 5.0, 0)
     fleet = [Gateway(f"g{i}", tenant, store) for i in range(num_gateways)]
@@ -298,7 +299,9 @@ def test_an_idle_gateway_leaves_the_whole_limit_to_a_busy_one() -> None:
 
 
 def test_the_tokens_that_a_gateway_used_stay_counted_after_its_end() -> None:
-    """Of a quota of 100, one gateway grants 60 and leaves, one grants 30 and dies; 10 are left."""
+    """The quota is 100. One gateway grants 60 and leaves, another grants 30 and dies. 10 are
+    left.
+    """
     tenant = Tenant("acme", TenantLimits(tokens_per_day=100))
     store, clock = Store(), Clock(5.0, 5.0, 1)
     left, died, last = (Gateway(name, tenant, store) for name in ("left", "died", "last"))
@@ -337,13 +340,13 @@ class Fleet:
             gateway.parts.alive = [g.name for g in self.gateways]
 
     def settle(self) -> None:
-        """Do what each gateway does within a second."""
+        """Let each gateway do the work of a second."""
         for gateway in self.gateways:
             gateway.look(self.clock)
             gateway.settle(self.clock)
 
     def call(self, gateway: Gateway, num_tokens: int, num_used: int) -> LimitRefused | None:
-        """Make a call, which waits while other gateways may hand something over."""
+        """Make a call. It waits while other gateways may hand over parts."""
         self.enter(gateway)
         gateway.tenants.leave(self.tenant)
         with gateway.parts.waiting(self.tenant, num_tokens):
@@ -361,7 +364,9 @@ class Fleet:
         return None
 
     def enter(self, gateway: Gateway) -> None:
-        """Only a call that was admitted is charged. A gateway that was idle may have no part."""
+        """Admit a call, since only an admitted call is charged. An idle gateway may have no part
+        yet.
+        """
         for _ in range(3):
             gateway.look(self.clock)
             if gateway.tenants.enter(self.tenant, self.clock.now) is None:
@@ -371,13 +376,15 @@ class Fleet:
         pytest.fail(f"{gateway.name} never got in: {gateway.store.ledger}")
 
     def hand_over(self) -> None:
-        """Do what each gateway does as soon as another one lacks something."""
+        """Let each gateway react to the lack of parts at another gateway."""
         for gateway in self.gateways:
             gateway.look(self.clock)
             gateway.write(gateway.parts.due(self.tenant, self.clock, tells_use=False), self.clock)
 
     def exhaust(self, quota: int, routing: list[int]) -> None:
-        """Make calls until every gateway refuses: odd sizes first, then single tokens."""
+        """Make calls until every gateway refuses: first calls of odd sizes, then of single
+        tokens.
+        """
         refused: set[str] = set()
         for step in count():
             place = routing[step % len(routing)] if step < 40 * len(routing) else step
@@ -427,8 +434,8 @@ def test_a_quota_is_granted_to_the_last_token_however_calls_are_routed(
     routing: list[int],
     is_limited_otherwise: bool,
 ) -> None:
-    """A gateway that leaves gives back the tokens that it did not grant. If it dies, these tokens
-    are lost, but no others.
+    """A gateway that leaves gives back the tokens that it did not grant. If a gateway dies, only
+    these tokens are lost.
     """
     limits = TenantLimits(tokens_per_day=quota, max_concurrent=9 if is_limited_otherwise else None)
     tenant, store = Tenant("acme", limits), Store()
@@ -436,7 +443,7 @@ def test_a_quota_is_granted_to_the_last_token_however_calls_are_routed(
     fleet.tell_which_live()
     if is_limited_otherwise:
         fleet.now += 1.0
-        for gateway in fleet.gateways * 3:  # each gateway gets a part
+        for gateway in fleet.gateways * 3:  # so that each gateway gets a part
             gateway.look(fleet.clock)
             gateway.ask(fleet.clock)
             if gateway.enter(fleet.clock):
@@ -468,7 +475,8 @@ def test_a_gateway_that_dies_loses_only_a_small_part_of_the_quota() -> None:
     fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
     fleet.tell_which_live()
     for _ in range(20):
-        fleet.call(fleet.gateways[0], 20_000, 1_000)  # gets most of what it was charged back
+        # used 1,000 of 20,000 tokens, so most of the charge is returned
+        fleet.call(fleet.gateways[0], 20_000, 1_000)
     fleet.settle()
     fleet.go(fleet.gateways[0], in_order=False)
     assert 0 < fleet.lost <= 100_000 / 32
@@ -486,7 +494,9 @@ def test_a_gateway_without_calls_holds_no_tokens_of_the_quota() -> None:
 
 
 def test_a_write_without_an_answer_grants_nothing_twice() -> None:
-    """The write may arrive late. Until its result is known, no gateway grants the tokens in it."""
+    """The write may arrive late. Until the result of the write is known, no gateway grants the
+    tokens in it.
+    """
     tenant, store = Tenant("acme", TenantLimits(tokens_per_day=3200)), Store()
     giver, taker = (Gateway(name, tenant, store) for name in ("giver", "taker"))
     giver.parts.alive = taker.parts.alive = ("giver", "taker")
@@ -508,7 +518,7 @@ def test_a_write_without_an_answer_grants_nothing_twice() -> None:
         assert isinstance(giver.try_charge(1, clock), LimitRefused)
         giver.look(clock)
         assert isinstance(giver.try_charge(1, clock), LimitRefused), "although the ledger allows it"
-        store.put(lost, store.revision)  # late
+        store.put(lost, store.revision)  # the lost write arrives late
         taker.look(clock)
         assert isinstance(taker.try_charge(3100, clock), Charge)
     giver.look(clock)

@@ -1,5 +1,6 @@
-"""Events in any order, even late and repeated ones: a request ends once, and no token or resource
-is lost, doubled or leaked.
+"""A request's state machine under events in any order, even late and repeated ones.
+
+The request ends once, and no token or resource is lost, duplicated or leaked.
 """
 
 from __future__ import annotations
@@ -73,24 +74,24 @@ class Leg:
     key: int
     to: Candidate
     is_decode: bool
-    # the answer's tokens that it knows; the next one that it draws has the number `num_known`
+    # the number of the answer's tokens that the leg knows, and of the next token
     num_known: int
     num_left: int
-    is_open: bool = True  # sent, and not yet ended, aborted or lost
+    is_open: bool = True  # sent to the instance, and not yet ended, aborted or lost
     has_first: bool = False
     ticket_id: str = ""
     is_accepted: bool = False
-    knows_first: bool = True  # an early decode waits for token 1
+    knows_first: bool = True  # False for an early decode until it gets token 1
 
 
 class RequestMachine(RuleBasedStateMachine):
-    """Token number n of the answer has the id n, so what is emitted must read 0, 1, 2, ..."""
+    """Token number n of the answer has the id n, so the emitted tokens must be 0, 1, 2, ..."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
         self.legs: dict[int, Leg] = {}
-        self.tickets: dict[str, str] = {}  # each is open, taken, released or lost
+        self.tickets: dict[str, str] = {}  # each ticket's state: open, taken, released or lost
         self.plan: AskPlan | None = None
         self.shown: list[int] = []
         self.outcomes: list[Effect] = []
@@ -177,12 +178,12 @@ class RequestMachine(RuleBasedStateMachine):
         self.legs[leg.key] = leg
 
     def end_ticket(self, key: int, how: str) -> None:
-        """End the ticket of the prefill leg `key`, unless it was taken."""
+        """End the ticket of the prefill leg `key`, unless a decode took it."""
         if self.tickets.get(f"t{key}") == "open":
             self.tickets[f"t{key}"] = how
 
     def pick(self, data: st.DataObject) -> Leg | None:
-        """Pick any leg, even an ended one: its instance may be late."""
+        """Pick any leg, even one that has ended, because its instance may report late."""
         if not self.legs:
             return None
         recent = sorted(self.legs, reverse=True)
@@ -199,7 +200,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_steps=st.integers(1, 6))
     def all_goes_well_for_a_while(self, data: st.DataObject, num_steps: int) -> None:
-        """Run some of the usual order of events, which random rules alone would rarely reach."""
+        """Run some events in their usual order, which random rules alone would rarely produce."""
         for _ in range(num_steps):
             self.take_usual_step(data)
 
@@ -237,7 +238,7 @@ class RequestMachine(RuleBasedStateMachine):
             self.accept(leg, data.draw(st.booleans()))
 
     def accept(self, leg: Leg, is_per_layer: bool) -> None:
-        """Accept a leg. A prefill in per-layer mode opens its ticket with the acceptance."""
+        """Accept a leg. In per-layer mode, a prefill opens its ticket now."""
         leg.is_accepted = True
         ticket_id = f"t{leg.key}"
         can_open = leg.is_open and not (leg.is_decode or leg.to.is_local or leg.has_first)
@@ -268,7 +269,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), ago_s=st.sampled_from([0.0, 0.4, 7.0]), num=st.integers(0, 40))
     def an_engine_works(self, data: st.DataObject, ago_s: float, num: int) -> None:
-        """The engine of a leg, even of an abandoned one, works on this leg or on others."""
+        """Report work of a leg's engine, on this leg or on others. The leg may be abandoned."""
         self.num_computed += num
         if leg := self.pick(data):
             at = self.now - ago_s
@@ -288,21 +289,22 @@ class RequestMachine(RuleBasedStateMachine):
         token, leg.num_known = leg.num_known, leg.num_known + 1
         if leg.num_left == 0 or (is_stop and token == 3):
             leg.is_open = False
-            # The ticket was not needed, so the prefill closes it.
+            # No decode needed the ticket, so the prefill closes it.
             self.end_ticket(leg.key, "released")
             self.feed(FirstToken(leg.key, token, "stop" if leg.num_left else "length"))
         elif leg.to.is_local:
             self.feed(FirstToken(leg.key, token))
         else:
             ticket_id = f"t{leg.key}"
-            # A leg given up before it ended was aborted, and its instance frees what it staged.
+            # If a leg was given up before it ended, its instance has freed the staged KV at the
+            # abort.
             is_wanted, leg.is_open = leg.is_open, False
             self.tickets.setdefault(ticket_id, "open" if is_wanted else "released")
             self.feed(FirstToken(leg.key, token, None, TicketHeld(ticket_id, 5.0)))
 
     @rule(data=st.data(), stage=st.sampled_from(list(KvStage)))
     def kv_comes_further(self, data: st.DataObject, stage: KvStage) -> None:
-        """Any leg reports KV progress in any order: its instance may be late, or wrong."""
+        """Report KV progress of any leg in any order, because its instance may be late or wrong."""
         leg = self.pick(data)
         if leg and leg.is_decode:
             leg.is_accepted = leg.is_accepted or leg.is_open
@@ -322,7 +324,9 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num=st.integers(1, 3), hot=st.booleans())
     def tokens_are_drawn(self, data: st.DataObject, num: int, hot: bool) -> None:
-        """Abandoned legs draw tokens, too: a frozen decode that wakes up continues where it was."""
+        """Draw tokens on a leg, even on an abandoned one: a frozen decode continues when it wakes
+        up.
+        """
         leg = self.pick(data)
         if leg is None or leg.num_left == 0 or not (leg.is_decode or leg.has_first):
             return
@@ -364,8 +368,8 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(instance=st.sampled_from([*PREFILLS, *DECODES, FUSION]))
     def an_instance_dies(self, instance: Candidate) -> None:
-        """Break the sessions of an instance: its legs that the gateway knows and its tickets are
-        lost.
+        """Break the sessions of an instance. Its tickets are lost, and so are its legs that the
+        gateway knows.
         """
         self.kill(instance)
 
@@ -439,8 +443,8 @@ class RequestMachine(RuleBasedStateMachine):
             assert self.now < self.request.wake_at <= 160.0 or self.request.wake_at <= self.now
 
     def teardown(self) -> None:
-        """Without further events, the request ends within its deadline, in whichever state it
-        was.
+        """Check that the request ends by its deadline in any state, even if nothing else
+        happens.
         """
         if not hasattr(self, "request"):
             return

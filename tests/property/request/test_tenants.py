@@ -1,5 +1,6 @@
-"""For any order of calls, no tenant exceeds its limits or pays for unused tokens, and all
-reservations are returned.
+"""For any order of calls, no tenant exceeds its limits or pays for unused tokens.
+
+All reservations are returned in the end.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pdmesh.core.tenancy.limits import (
 
 LIMITS = TenantLimits(requests_per_s=4, tokens_per_min=600, max_concurrent=3, tokens_per_day=2000)
 NAMES = ("acme", "beta")
-DAY_S = 500.0  # a short day, so that a run has several
+DAY_S = 500.0  # a short day, so that a run spans several
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """Two tenants with equal limits, checked against plain lists of what happened."""
+    """Two tenants with equal limits, checked against plain lists of their calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class TenantMachine(RuleBasedStateMachine):
             for i, first in enumerate(times):
                 assert len(times) - i <= 4 + 4 * (self.now - first) + 1e-3
             total = sum(num for _, num in self.used[name])
-            # One bucket, all refills, and one call that takes a full bucket into debt.
+            # The bucket's size, all refills, and one call that takes the full bucket into debt.
             assert total <= 600 + 10 * self.now + 900
             day, _, num_today = self.tenants.today(name, self.day)
             assert num_today == self.paid[name].get(day, 0)

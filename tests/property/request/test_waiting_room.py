@@ -1,4 +1,7 @@
-"""The waiting room is bounded, keeps its order, and forgets requests that left."""
+"""The waiting room, where a gateway keeps requests that all instances rejected.
+
+The room is bounded, keeps its order, and forgets requests that left.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class RoomMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.room: WaitingRoom[int] = WaitingRoom(MAX)
-        self.waiting: dict[int, Waiter] = {}  # by the test's own number
+        self.waiting: dict[int, Waiter] = {}  # the keys are the test's own numbers
         self.places: dict[int, int] = {}
         self.made = 0
 
@@ -125,7 +128,7 @@ TestRoomMachine.settings = settings(max_examples=100, stateful_step_count=40, de
 @pytest.mark.req("S44")
 @given(weights=st.lists(st.integers(1, 5), min_size=2, max_size=4))
 def test_tenants_are_called_in_proportion_to_their_weights(weights: list[int]) -> None:
-    """Deadlines do not matter, so short deadlines do not help a tenant to get ahead."""
+    """A tenant with earlier deadlines does not get more than its share."""
     room: WaitingRoom[str] = WaitingRoom(4096)
     for index, weight in enumerate(weights):
         for i in range(200):

@@ -1,4 +1,4 @@
-"""The commands' own logic: what they parse, what they show, and what they say when they fail."""
+"""Tests how the commands parse arguments, show results and report errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 @contextmanager
 def gateway(answer: Answer) -> Iterator[str]:
-    """An HTTP server that gives one answer."""
+    """The address of an HTTP server that gives one answer."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -173,7 +173,9 @@ def test_a_state_directory_that_is_a_file_is_named(
 def test_a_failed_diff_does_not_count_as_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit codes are those of diff(1) and kubectl: 0 equal, 1 different, above 1 an error."""
+    """The exit codes are those of diff(1) and kubectl: 0 for equal, 1 for different, above 1 for
+    errors.
+    """
     (tmp_path / "groups.yaml").write_text("groups: {}")
     for file, said in (("missing.yaml", "No such file"), ("groups.yaml", "no mesh is running")):
         with pytest.raises(SystemExit) as ended:
@@ -247,7 +249,8 @@ def test_a_mesh_without_its_nats_is_still_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(client, "_CONNECT_S", 0.2)
-    monkeypatch.setattr(connect, "be_quiet", lambda: None)  # other tests read logs
+    # other tests read the logs, so logging stays on
+    monkeypatch.setattr(connect, "be_quiet", lambda: None)
     mesh = state.MeshState(
         1, "ready", "sim", "sim", "http://x", "x:1", "nats://127.0.0.1:1", "unix:///x",
         processes={"nats": state.ProcessState(0, "nats", "waiting")},
@@ -265,11 +268,12 @@ def test_a_mesh_without_its_nats_is_still_shown(
 def test_a_mesh_elsewhere_is_not_shown_as_the_one_that_runs_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command once said "mesh: ready", with exit code 0, if the other NATS answered, and listed
-    the processes of the local mesh.
+    """If the other NATS answered, the command once showed "mesh: ready" and the processes of the
+    local mesh. The exit code was 0.
     """
     monkeypatch.setattr(client, "_CONNECT_S", 0.2)
-    monkeypatch.setattr(connect, "be_quiet", lambda: None)  # other tests read logs
+    # other tests read the logs, so logging stays on
+    monkeypatch.setattr(connect, "be_quiet", lambda: None)
     mesh = state.MeshState(
         1, "ready", "sim", "sim", "http://x", "x:1", "nats://here:1", "unix:///x"
     )
@@ -341,7 +345,7 @@ def test_a_closed_stdin_is_reported_in_one_clear_line(
 
 
 def test_an_answer_without_a_reader_logs_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `>&-`, for example, Python has no stdout at all."""
+    """Python has no stdout if, for example, a shell closes it with `>&-`."""
     monkeypatch.setattr(sys, "stdout", None)
     with gateway(streamed(piece("Paris"), "[DONE]")) as url, pytest.raises(SystemExit) as ended:
         app.main(["chat", "hi", "--url", url])
@@ -350,7 +354,9 @@ def test_an_answer_without_a_reader_logs_no_traceback(monkeypatch: pytest.Monkey
 
 
 def test_a_full_disk_behind_stdout_is_reported_in_one_clear_line(tmp_path: Path) -> None:
-    """A table that is longer than the buffer fails in the middle of the command, not at its end."""
+    """The table is longer than the output buffer. So the command fails in the middle and not at its
+    end.
+    """
     program = (
         "import sys; from pdmesh.cli import app; from pdmesh.cli.commands.look import status;"
         "status.run = lambda options: print('x' * 100_000) or 0;"
@@ -410,7 +416,7 @@ def test_an_event_that_cannot_be_decoded_is_still_shown(subject: str) -> None:
 
 
 def test_every_event_of_the_catalogue_can_be_shown() -> None:
-    """A new subject builder without a kind here would be shown undecoded."""
+    """Every subject in the catalogue needs a kind here, or its events would be shown undecoded."""
     from pdmesh.net import subjects
 
     builders = [f for n, f in vars(subjects).items() if callable(f) and not n.startswith("_")]
@@ -419,7 +425,7 @@ def test_every_event_of_the_catalogue_can_be_shown() -> None:
 
 
 class Leader:
-    """A leading master that has applied two files."""
+    """The leading master, to which two files were applied."""
 
     texts: tuple[str, ...] = ("", "groups: {}\n", "# the second\ngroups: {}")
 
@@ -494,7 +500,8 @@ def test_a_file_that_wants_more_instances_than_there_are_says_how_many(
             self, request: pb.ListGroupStatesRequest, **_: object
         ) -> pb.ListGroupStatesResponse:
             group = pb.GroupState(group_id="old", members=[pb.GroupMember(instance_id="i-0")])
-            blank = [f"i-{i}" for i in range(6)]  # i-0 leaves the group: it counts once
+            # i-0 leaves the group and is blank, so it is in both lists
+            blank = [f"i-{i}" for i in range(6)]
             return pb.ListGroupStatesResponse(groups=[group], blank_instance_ids=blank)
 
     ask_leader(monkeypatch, Applying())
@@ -598,7 +605,7 @@ def test_a_key_may_be_the_first_file_in_a_state_directory(tmp_path: Path) -> Non
 def test_every_command_takes_the_address_of_nats_from_the_environment(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address holds a password, and a command line shows it to everybody on the machine."""
+    """The address contains a password. A command line would show it to everybody on the machine."""
     monkeypatch.setenv("PDMESH_NATS_URL", "nats://user:password@there:4222")
     assert build_parser().parse_args(words).nats_url == "nats://user:password@there:4222"
     here = [*words, "--nats-url", "nats://here:4222"]

@@ -1,4 +1,4 @@
-"""Numbers of instances by role, where a data-parallel domain is one."""
+"""The numbers of instances by role. A data-parallel domain counts as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pdmesh doctor` finds, and what it tells people to do about it."""
+"""The problems that `pdmesh doctor` finds, and the remedies that it names."""
 
 from __future__ import annotations
 

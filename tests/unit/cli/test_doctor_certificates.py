@@ -1,4 +1,8 @@
-"""What `pdmesh doctor` finds of certificates: the commands' own, and those that ports show."""
+"""The problems that `pdmesh doctor` finds in certificates.
+
+`pdmesh doctor` checks the commands' own certificate and the certificates that the mesh's ports
+show.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +85,7 @@ def test_ports_that_show_the_right_certificate_share_a_line() -> None:
 
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[int]:
-    """A server that shows the certificate of the folder."""
+    """Run a server with the certificate of this folder. Yields its port."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
 

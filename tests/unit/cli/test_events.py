@@ -1,4 +1,4 @@
-"""Which events `pdmesh events` asks NATS for, and which of them it shows."""
+"""The events that `pdmesh events` subscribes to, and those that it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pdmesh top` shows of the events of the last seconds."""
+"""The view of `pdmesh top`, made from the events of the last seconds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows(view: LiveView, now: float) -> dict[str, list[str]]:
 
 def test_requests_of_the_last_seconds_are_counted_by_scenario() -> None:
     view = LiveView(began=0)
-    view.on_finished(finished(9999), 1)  # too old below
+    view.on_finished(finished(9999), 1)  # older than the view's window
     for at in range(12, 17):
         view.on_finished(finished(50), at)
     view.on_finished(finished(0, "failed", 0), 17)

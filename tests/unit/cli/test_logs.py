@@ -1,4 +1,4 @@
-"""`pdmesh logs`: the lines of several processes, one after the other in time."""
+"""`pdmesh logs` shows the lines of several processes in the order of time."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_following_shows_whole_lines_once_even_if_the_file_is_truncated(tmp_path
     steps: list[Callable[[], object]] = [
         lambda: file.write_text("before\none\nha"),
         lambda: file.write_text("before\none\nhalf\n"),
-        lambda: file.write_text("anew\n"),  # the launcher set the full file aside
+        lambda: file.write_text("anew\n"),  # the launcher has moved the full file away
         file.unlink,
         lambda: file.write_text(""),
         lambda: file.write_text("again\n"),

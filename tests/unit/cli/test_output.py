@@ -1,4 +1,4 @@
-"""What commands print for people and for programs, once and repeatedly."""
+"""The output of commands for people and for programs, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_command_with_a_result_prints_it_for_programs_too(words: list[str]
 
 
 class Interrupted:
-    """Stands for the pause between two views; the user presses Ctrl-C in the last one."""
+    """Replaces the pause between two views. During the last pause the user presses Ctrl-C."""
 
     def __init__(self, num_pauses: int) -> None:
         self.num_left = num_pauses

@@ -1,4 +1,4 @@
-"""Unknown words: the command that does not know one names it, and what the user may have meant."""
+"""The error for an unknown word names the command and suggests a similar word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A request's story: its stages from the gateway's last line, its losses, and others' lines."""
+"""The story of a request: its stages, its losses, and lines about it in other processes' logs.
+
+The stages come from the gateway's last line about the request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a rollout is, from one look at the groups, and how a command waits for it."""
+"""The progress of a rollout, read from the groups' states, and how a command waits for its end."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def upgrade(state: str, version: int = 7) -> UpgradeState:
 
 def test_it_is_done_when_every_group_serves_and_no_upgrade_is_under_way() -> None:
     assert rollout_of(look(SERVING), 7).is_done
-    assert rollout_of(look(), 7).is_done  # a file without groups
+    assert rollout_of(look(), 7).is_done  # the file has no groups
     assert not rollout_of(look(SERVING, CHANGING), 7).is_done
     assert not rollout_of(look(SERVING, upgrades=[upgrade("changing")]), 7).is_done
     assert not rollout_of(look(SERVING, upgrades=[upgrade("watching", 6)]), 7).is_done
 
 
 def test_groups_that_answer_an_earlier_version_say_nothing_about_this_one() -> None:
-    """Right after a change, groups still serve as they did before it."""
+    """Right after a change, the groups still serve the earlier version."""
     assert not rollout_of(look(SERVING, seen=6), 7).is_done
     assert not rollout_of(look(SERVING, version=6, seen=6), 7).is_done
 

@@ -1,4 +1,4 @@
-"""The input text of a command is bounded as its bytes are sent."""
+"""The input text of a command is bounded by its number of bytes."""
 
 from __future__ import annotations
 

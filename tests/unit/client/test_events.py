@@ -1,4 +1,4 @@
-"""The client's events: which subjects a domain is, and what a reader gets of what arrives."""
+"""The client's event stream: the subjects of a domain, and the events that a reader gets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_domain_is_all_its_subjects_and_none_means_all() -> None:
 
 
 class GappyBus(MemoryBus):
-    """Says that events were lost before the first one that arrives."""
+    """A bus that reports lost events before the first one that arrives."""
 
     async def subscribe(self, pattern: str, handler: Handler, *, on_gap=None):  # type: ignore[no-untyped-def]
         on_gap()

@@ -1,4 +1,4 @@
-"""The order of the mesh's deadlines; every default comes from the table."""
+"""The deadlines of the mesh have a fixed order. Every default comes from one table."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pdmesh.services.gateway.settings import Settings as GatewaySettings
 def test_the_side_that_knows_most_about_a_fault_reports_it_first() -> None:
     pull = d.TRANSFER_TIMEOUT_S
     nested = (
-        d.SILENT_S,  # the link serves others
+        d.SILENT_S,  # the receiver lets other pulls use the link
         d.TRANSFER_STALL_S,  # the receiver fails a pull on a cut link
-        d.TRANSFER_STALL_S + d.STOP_S,  # and aborts the connection
+        d.TRANSFER_STALL_S + d.STOP_S,  # the receiver aborts the connection
         pull,  # the receiver fails a slow pull
-        pull + d.PULL_GRACE_S,  # the host fails a leg whose worker says nothing
-        d.LEG_STALL_S,  # the gateway leaves the leg
-        d.ENGINE_HUNG_S,  # the instance ends
+        pull + d.PULL_GRACE_S,  # the host fails a leg whose worker reports nothing
+        d.LEG_STALL_S,  # the gateway gives up the leg
+        d.ENGINE_HUNG_S,  # the instance ends itself
     )
     assert all(before < after for before, after in pairwise(nested))
 
@@ -38,7 +38,7 @@ def test_a_prefill_that_awaits_embeddings_goes_on_before_its_gateway_leaves() ->
 
 
 def test_a_sender_keeps_the_bytes_for_as_long_as_a_receiver_may_want_them() -> None:
-    waits = 2 * d.TRANSFER_TIMEOUT_S  # a pull waits for its turn, and then for the bytes
+    waits = 2 * d.TRANSFER_TIMEOUT_S  # a pull waits for its turn, and then for its bytes
     assert waits + d.STOP_S < d.TICKET_LEASE_S
     assert d.TICKET_LEASE_S / d.RENEWALS_PER_LEASE < d.TRANSFER_TIMEOUT_S, (
         "the lease is renewed in both waits"
@@ -55,7 +55,7 @@ def test_progress_is_reported_several_times_within_each_silence_bound() -> None:
 
 
 def default(kind: Any, name: str) -> object:
-    """The default of a setting, or of a dataclass's field."""
+    """The default of a setting or of a dataclass field."""
     if issubclass(kind, InstanceSettings | GatewaySettings):
         return kind.model_fields[name].default
     return next(field.default for field in fields(kind) if field.name == name)

@@ -1,4 +1,7 @@
-"""An error in a state machine shows the last events and what each led to, within bounds."""
+"""The flight recorder keeps the last events of a state machine and their effects.
+
+An internal error shows these events. Their number and length are bounded.
+"""
 
 from __future__ import annotations
 

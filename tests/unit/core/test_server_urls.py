@@ -1,4 +1,4 @@
-"""Addresses of several servers in one setting, and what is wrong with them."""
+"""One setting names several servers. An error names the wrong address without its password."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The name that a person may have meant."""
+"""An error about an unknown name suggests a similar known one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A prefill goes on in every case: with what it fetched, or without what did not come."""
+"""A prefill waits for image embeddings from an encoder, and goes on without those that do not
+come.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ async def test_an_encoder_that_made_none_is_not_asked() -> None:
     awaited = AwaitedEmbeddings()
     awaited.expect(1)
     awaited.tell(1, None)
-    awaited.tell(1, ENCODER)  # a second word changes nothing
+    awaited.tell(1, ENCODER)  # a second message about the same leg changes nothing
     assert await awaited.gather(1, 2, fetch_one) == 0
     assert counted(awaited) == {"not_made": 2}
 
@@ -73,7 +75,7 @@ async def test_a_failure_of_the_fetch_leaves_no_wait() -> None:
 
 @pytest.mark.fault("F34")
 async def test_an_encoder_that_cannot_be_fetched_from_is_soon_not_asked() -> None:
-    """Its prompts would wait for each fetch until their patience ends."""
+    """Otherwise each prompt would wait for its fetch until the patience ends."""
     asked: list[KvPeer] = []
 
     async def fail(encoder: KvPeer, deadline_s: float) -> int:

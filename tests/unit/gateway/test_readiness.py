@@ -1,4 +1,4 @@
-"""The paths that a gateway tries before it is ready, and the proof of a path."""
+"""The paths through instances that a gateway tries before it is ready."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_without_a_pair_each_instance_does_both_phases() -> None:
 
 
 class Ways:
-    """The outcomes of the attempts, in order."""
+    """Stands in for the canary requests. It has the outcomes of the attempts in order."""
 
     def __init__(self, *outcomes: Exception | None) -> None:
         self.outcomes, self.tried = list(outcomes), list[tuple[str, str]]()

@@ -1,4 +1,4 @@
-"""The settings of a gateway."""
+"""The checks of a gateway's settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_hosts_of_images_may_have_a_port_and_capitals() -> None:
 
 
 def test_a_number_of_a_scenario_is_not_true_or_false(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`true` would be one second."""
+    """Otherwise `true` would count as one second."""
     monkeypatch.setenv("PDMESH_GATEWAY_SCENARIOS", '{"chat": {"ttft_s": true}}')
     with pytest.raises(BadSetting, match=r"_SCENARIOS: chat\.ttft_s: must not be true or false"):
         Settings.load()

@@ -1,4 +1,4 @@
-"""Which clients are disconnected because they do not read."""
+"""Clients that read too slowly are disconnected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_only_a_client_that_has_read_nothing_for_longer_than_the_timeout_is_cut(
 
 @pytest.mark.fault("F28")
 def test_a_cut_may_remove_its_writer() -> None:
-    """A writer that is cut may end at once."""
+    """A writer may remove itself as soon as it is cut."""
     clients = SlowClients("grpc", write_timeout_s=1.0)
 
     class Leaving(Writer):

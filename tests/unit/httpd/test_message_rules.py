@@ -1,4 +1,4 @@
-"""Messages that RFC 9112 wants refused and that the parser lets pass."""
+"""Messages that the parser accepts although RFC 9112 says to refuse them."""
 
 from __future__ import annotations
 

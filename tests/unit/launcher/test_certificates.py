@@ -1,4 +1,4 @@
-"""The certificates that the launcher makes for its mesh, and when it replaces them."""
+"""The launcher makes the certificates of its mesh and renews them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DAY = timedelta(days=1)
 def test_certificates_are_renewed_when_less_than_a_third_of_their_life_is_left(
     tmp_path: Path,
 ) -> None:
-    """A mesh that runs for longer than a year would otherwise lose every new connection."""
+    """Otherwise a mesh that runs for more than a year would lose every new connection."""
     now = [datetime.now(UTC)]
     mesh = MeshCertificates(tmp_path, [SPEC], "127.0.0.1", lambda: now[0])
     of_prefill = folder_of(tmp_path, ProcessIdentity("prefill", "prefill-0"))

@@ -1,4 +1,4 @@
-"""A mesh over several hosts: the file that describes it, and the folder of each host."""
+"""A mesh over several hosts is described by one file. Each host gets a folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_examples_can_be_prepared_and_every_process_has_its_certificate(
             assert each.is_dir() or stat.S_IMODE(each.stat().st_mode) == 0o600, each
         assert not list(path.rglob("ca.key"))
     counts = [sum((h.gateways, h.masters, h.prefill, h.decode)) for h in layout.hosts.values()]
-    assert len(names) == sum(counts) + 2  # the index and the health-monitor
+    assert len(names) == sum(counts) + 2  # plus the index and the health-monitor
 
 
 def test_a_host_knows_the_nearest_servers_first(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a launcher keeps on disk: its state, its secret, the logs of its processes."""
+"""The launcher's files: its state, its hash secret, and the logs of its processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_a_new_state_directory_is_private_and_an_existing_one_is_not_changed(
 def test_a_launcher_without_a_recorded_pid_is_not_taken_for_its_predecessor(
     tmp_path: Path,
 ) -> None:
-    """Otherwise `down` would signal a process that is gone, or another that has its pid now."""
+    """Otherwise `down` would send a signal to a process that is gone, or to another process with
+    the same id.
+    """
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     with state.lock(tmp_path) as file:
@@ -76,7 +78,7 @@ def test_the_hash_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
 
 
 def test_a_hash_secret_from_the_environment_is_used_and_not_written(tmp_path: Path) -> None:
-    """Meshes that share a store must name blocks by the same key."""
+    """Meshes that share a store must name blocks with the same key."""
     assert state.hash_secret(tmp_path, {"PDMESH_HASH_SECRET": "shared by two"}) == "shared by two"
     assert not (tmp_path / "hash-secret").exists()
     assert state.hash_secret(tmp_path, {"PDMESH_HASH_SECRET": ""}) != ""

@@ -1,5 +1,6 @@
-"""The compressed day: its plan obeys the mesh's own rules, and its record says what did not
-happen.
+"""The compressed day is a load test with the changes and faults of a day.
+
+Its plan obeys the mesh's rules, and its record lists the events that did not happen.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def test_the_schedules_of_a_day_fall_on_the_times_of_its_plan() -> None:
     assert 0 <= start - NOW < 60
     desired = read(day_plan.groups(start, "1"))
     acts = [Cron.parse(line.at).next_after(start) for line in desired.schedules]
-    lead_s = 300  # a reclaim begins this early
+    lead_s = 300  # a reclaim begins this many seconds early
     assert [at - start for at in acts if at is not None] == [
         day_plan.LEND_AT, day_plan.RECLAIM_AT + lead_s, day_plan.LEND_AGAIN_AT,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The check of the KV path on a GPU, where there is none."""
+"""The check of the KV path on a GPU, run without a GPU."""
 
 from __future__ import annotations
 

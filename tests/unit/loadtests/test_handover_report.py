@@ -1,4 +1,4 @@
-"""What `make bench NAME=handover` reports about its samples."""
+"""The report of `make bench NAME=handover`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ WAYS = {"local": 20.0, "whole": 60.0, "per_layer": 30.0, "nixl": 40.0}
 
 
 def run(rounds: int = 2, **gaps_ms: float) -> Run:
-    """Token 1 comes after 140 ms with NixlConnector, and after 100 ms in all other variants. Each
-    round is slower than the one before, with the same ratios.
+    """Samples in which token 1 comes after 140 ms with NixlConnector, and after 100 ms otherwise.
+
+    Round n is n times as slow, with the same ratios.
     """
     samples = [
         Sample(number, 128, way,

@@ -1,5 +1,6 @@
-"""The sweep over block sizes: how the cost of control, the utilisation and the bars follow
-from it.
+"""The KV benchmark with different block sizes.
+
+Its report derives the cost of control, the utilisation and the bars.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ def rows_of(number: int, prompt: Prompt, total_ms: Mapping[str, float]) -> list[
 
 
 def run_of(acked_ms: Mapping[Prompt, float]) -> BlockFigures:
-    """One round in which the wire takes 10 ms, and so does the block-free transfer."""
+    """A round in which the wire and the block-free transfer take 10 ms each."""
     prompts = (*SWEEP, SMOLLM2)
     rows = [r for p in prompts for r in rows_of(1, p, {cases.BLOCKS_ACKED: acked_ms.get(p, 100.0)})]
     return BlockFigures(rows)
 
 
 def rising(factor: float) -> BlockFigures:
-    """Each block size takes `factor` times as long as the previous size."""
+    """Figures in which each block size takes `factor` times as long as the size before."""
     return run_of({prompt: 1000 * factor**i for i, prompt in enumerate(SWEEP)})
 
 
 def test_smollm2s_block_is_k_and_v_of_sixteen_tokens_of_a_layer() -> None:
-    """Its config.json has 30 layers, 3 KV heads, and 64 numbers of 16 bits each."""
+    """The config.json of SmolLM2 has 30 layers, 3 KV heads, and heads of 64 numbers of 16 bits."""
     assert SMOLLM2.paging == Paging(30, 2 * 16 * 3 * 64 * 2)
     assert SMOLLM2.num_blocks == 30 * 1024 // 16
 
@@ -63,7 +64,7 @@ def test_the_cost_of_a_block_besides_its_bytes_counts_as_control() -> None:
     figures = BlockFigures(rows)
     assert figures.control_us("tcp", prompt).low == pytest.approx(100e3 / prompt.num_blocks)
     assert figures.control_us("tcp", prompt).high == pytest.approx(200e3 / prompt.num_blocks)
-    # all of the second round was twice as slow, so its share of the wire is the same
+    # the second round was twice as slow in all, so the share of the wire is the same
     share = figures.utilisation("tcp", prompt, cases.BLOCKS_ACKED)
     assert (share.low, share.high) == pytest.approx((10 / 110, 10 / 110))
 
@@ -93,7 +94,9 @@ def test_a_command_reaches_a_worker_with_its_paging() -> None:
 
 
 def test_a_cache_has_blocks_of_its_own_size() -> None:
-    """The largest prompt may have another shape, so it need not end with a block of this one."""
+    """The largest prompt may have another shape, and need not end with a whole block of this
+    cache.
+    """
     cache = PagedCache(MIB, 1, Paging(3, 12 << 10))
     ids = cache.take(3 * (12 << 10) * 5)
     blocks = cache.blocks(ids)

@@ -1,4 +1,4 @@
-"""The KV benchmark's figures: between which numbers a ratio is taken, and when a bar is met."""
+"""The figures of the KV benchmark: which numbers a ratio compares, and when a bar is met."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def row(number: int, mode: str, total_ms: float, num_bytes: int = 16 * MIB, **mo
 
 
 def test_a_ratio_is_taken_within_a_round() -> None:
-    """The machine was twice as slow in round 2. The ratio is one half in both rounds, but the ratio
-    of the medians is not.
-    """
+    """In round 2 the machine was four times as slow. The ratio is one half in both rounds."""
     rows = [row(1, cases.CHUNKED, 5), row(1, cases.BLOCKS_ACKED, 10)]
     rows += [row(2, cases.CHUNKED, 20), row(2, cases.BLOCKS_ACKED, 40)]
     assert Figures(rows).ratio("tcp", 16 * MIB, cases.CHUNKED, [cases.BLOCKS_ACKED]) == Spread(

@@ -1,4 +1,4 @@
-"""`python -m loadtests` lists every measurement, and can run each of them."""
+"""`python -m loadtests` lists all measurements and can run each of them."""
 
 from __future__ import annotations
 

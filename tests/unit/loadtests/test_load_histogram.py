@@ -1,4 +1,4 @@
-"""The load tests' histogram: quantiles, merging, and the slope of the memory check."""
+"""The histogram of the load tests, and the slope of the memory check."""
 
 from __future__ import annotations
 

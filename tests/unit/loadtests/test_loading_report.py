@@ -1,4 +1,4 @@
-"""What the bench of loading reports: ratios of one round's pair, bars, and the bytes read."""
+"""The report of the loading bench: ratios of pairs in a round, bars, and the bytes read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_model_is_whole_and_a_disk_counts_what_is_read(tmp_path: Path) -> No
 
 def test_processes_share_the_rate_and_idle_time_is_not_made_up_for() -> None:
     times = shared_times()
-    times[0] -= 1000  # idle since then
+    times[0] -= 1000  # the processes have been idle since then
     times[1] -= 1000
     began = time.monotonic()
     SharedRate(1e6, times).take(10_000)
@@ -73,7 +73,7 @@ def test_processes_share_the_rate_and_idle_time_is_not_made_up_for() -> None:
 def test_a_sleep_that_took_too_long_is_made_up_for() -> None:
     times = shared_times()
     SharedRate(1e6, times).take(1000)
-    times[0] -= 50.0  # as if that had come long before the call returned
+    times[0] -= 50.0  # as if the previous call had returned 50 s too late
     late = times[0]
     SharedRate(1e6, times).take(1000)
     assert times[0] < late + 40

@@ -1,4 +1,7 @@
-"""The terms of Phi from a page of metrics, and what they predict for another split."""
+"""The terms of Phi, read from a page of metrics, predict Phi for another split.
+
+Phi is the throughput per instance that a ratio of prefills to decodes can carry.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timeline of one repair, from what a mesh reported meanwhile."""
+"""The timeline of one repair, made from the events of the mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER = Header(publisher_id="x", incarnation=1, sequence=1)
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the log reads: one number, which a test changes."""
+    """The time that the log reads. A test changes the only number in the list."""
     now = [100.0]
     monkeypatch.setattr("loadtests.faults.recovery_log.time.monotonic", lambda: now[0])
     return now
@@ -40,7 +40,7 @@ def step(instance_id: str, name: str) -> Message:
 async def test_each_step_is_the_first_event_that_reports_it(clock: list[float]) -> None:
     log = EventLog()
     await log.on_health(said(HealthChanged(header=HEADER, instance_id="v", to_health="dead")))
-    clock[0] = 110.0  # everything earlier belongs to an earlier fault
+    clock[0] = 110.0  # the events before this time belong to an earlier fault
     for handler, message in (
         (log.on_node,
             NodeReported(header=HEADER, devices=[NodeReported.DeviceStatus(device="v", level=3)])),
@@ -52,7 +52,7 @@ async def test_each_step_is_the_first_event_that_reports_it(clock: list[float]) 
     for name in ("assigned", "loaded", "connected", "serving", "ready"):
         await log.on_step(step("s", name))
         clock[0] += 1.0
-    await log.on_step(step("v", "draining"))  # a substitute comes first
+    await log.on_step(step("v", "draining"))  # the victim leaves after its substitute is ready
     for outcome in ("failed", "completed"):
         clock[0] += 1.0
         finished = RequestFinished(header=HEADER, outcome=outcome, prefill_id="s", decode_id="d")

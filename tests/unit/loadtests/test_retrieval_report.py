@@ -1,4 +1,4 @@
-"""What `make bench NAME=retrieval` reports about its rounds."""
+"""The report of `make bench NAME=retrieval`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loadtests.kv.retrieval import as_markdown
 
 
 def rounds(**mean_ms: float) -> list[dict[str, Any]]:
-    """One round of each kind; the quantiles are the same in all."""
+    """One round of each kind. All rounds have the same quantiles."""
     return [
         {
             "kind": kind,

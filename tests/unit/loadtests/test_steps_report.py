@@ -1,4 +1,4 @@
-"""What `make bench NAME=steps` reports about its turns."""
+"""The report of `make bench NAME=steps`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of users grows by half until a request fails, and returns to the last good number."""
+"""The number of users grows by half until a request fails. The last good number is the result."""
 
 from __future__ import annotations
 

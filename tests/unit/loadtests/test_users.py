@@ -1,4 +1,4 @@
-"""What the users of the load test ask, and how the report counts their answers."""
+"""The prompts of the load test's users, and the report about their answers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_each_prompt_shares_one_of_the_prefixes_and_no_more() -> None:
 
 def test_a_point_counts_what_was_sent_within_its_window() -> None:
     answers = [
-        answer(0.5, 9.0),  # in the first tenth
+        answer(0.5, 9.0),  # sent in the first tenth, which does not count
         answer(2.0, 0.5),
         answer(3.0, 0.6),
         answer(4.0, 0.1, status=429),
         answer(8.0, 0.4),
-        answer(9.5, 9.0),  # in the last tenth
+        answer(9.5, 9.0),  # sent in the last tenth, which does not count
     ]
     got = point("x", 7, answers, slo_s=0.5, duration_s=10.0)
     assert (got.num_users, got.num_requests) == (7, 4)
@@ -70,7 +70,7 @@ def test_a_point_of_a_run_without_answers_is_all_zero() -> None:
 def test_the_report_says_of_each_bar_whether_it_is_met(
     ours: float, queues: float, share: float, num_missed: int
 ) -> None:
-    """Only the run with the most users counts."""
+    """The bars are about the run with the most users."""
     text = bars(
         [
             found(ON_DEMAND.name, 24, 10.0),

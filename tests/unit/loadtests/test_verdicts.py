@@ -1,4 +1,4 @@
-"""Which policy is best at what, in words."""
+"""The sentences that say which policy is best at which measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prepared model is trusted if its files match, and a failed preparation leaves nothing."""
+"""A prepared model is used only if its files match. A failed preparation leaves no files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.models import smollm2
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory as `prepare` leaves it, with small files in place of the big ones."""
+    """A directory as `prepare` leaves it, with small files instead of the large ones."""
 
     def convert(_: Path, target: Path) -> None:
         (target / "model.safetensors").write_bytes(b"weights")

@@ -1,4 +1,7 @@
-"""The nemesis's own checks: what they must catch, and what they must let pass."""
+"""The nemesis tests' own checks: the violations that they must find, and what they must accept.
+
+The nemesis injects random faults into a mesh under load.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def ended(text: str, *, after_s: float = 1.0, **how: object) -> Asked:
-    """A request that began at 0 and got all of its text at `after_s`."""
+    """A request that began at time 0 and got its whole text at `after_s`."""
     outcome = StreamOutcome(PROMPT, 0.0, text, arrivals=[after_s], ended_at=after_s)
     for name, value in ({"is_done": True, "finish_reason": "length"} | how).items():
         setattr(outcome, name, value)

@@ -1,5 +1,7 @@
-"""The nemesis's plan: its seed repeats it, it has every kind of fault, and no step goes beyond what
-the mesh promises to survive.
+"""The nemesis's plan of faults.
+
+A seed repeats the plan, and the plan has every kind of fault. No step goes beyond what the mesh
+promises to survive.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def test_an_applied_state_is_valid_and_leaves_room_for_a_new_release() -> None:
 
 
 def test_a_short_run_has_every_kind_of_fault() -> None:
-    """Two minutes have more than ten steps; a bag has twenty-one faults."""
+    """A run of two minutes has more than ten steps, which draw from a bag of twenty-one faults."""
     kinds = {(type(f), f.target.rstrip("-0123456789")) for step in plan(1, 14) for f in step.faults}
     assert {kind.__name__ for kind, _ in kinds} == {
         "Signal", "Freeze", "Outage", "Cut", "Slow", "DeviceFault",

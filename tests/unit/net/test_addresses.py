@@ -1,4 +1,4 @@
-"""Which addresses a proxy can use without a resolver."""
+"""Tests which addresses a proxy can use without a DNS resolver."""
 
 from __future__ import annotations
 

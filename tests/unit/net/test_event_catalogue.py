@@ -1,4 +1,4 @@
-"""docs/events.md lists every subject and message, and its examples are real ones."""
+"""docs/events.md lists every subject and message, with valid examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = re.findall(r"^\| `(mesh\.[^`]+)` \| `(\w+)` \| (\w+) \|", TEXT, re.MULTIL
 MESSAGES: dict[str, Descriptor] = {
     name: message
     for name, message in events_pb2.DESCRIPTOR.message_types_by_name.items()
-    if "header" in message.fields_by_name  # the others are parts of events
+    if "header" in message.fields_by_name  # messages without a header are parts of events
 }
 
 

@@ -1,4 +1,4 @@
-"""Which events are new, by their numbers."""
+"""The numbers of events show which events are new, stale or missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding and numbering of events."""
+"""Tests how events are encoded and numbered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pdmesh.v1.common_pb2 import Usage
 
 
 class Wire:
-    """A bus that keeps all published messages."""
+    """A bus that records all published messages."""
 
     is_connected = True
 

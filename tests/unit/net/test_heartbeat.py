@@ -1,4 +1,4 @@
-"""The heartbeats of a process: the first at once, the others at their period."""
+"""A process sends its first heartbeat at once, and the others at fixed intervals."""
 
 from __future__ import annotations
 

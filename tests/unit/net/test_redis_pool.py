@@ -1,4 +1,4 @@
-"""Questions to sentinels leave no connection behind, however they end."""
+"""A question to a Redis sentinel leaves no connection open, however the question ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.waiting import until
 
 
 class Sentinel:
-    """One that knows no primary."""
+    """A sentinel that does not know the primary."""
 
     def __init__(self) -> None:
         self.has_answered = asyncio.Event()
@@ -32,13 +32,16 @@ class Sentinel:
 
 
 async def test_a_question_that_is_cancelled_after_its_answer_closes_its_connection() -> None:
-    """However far the answer has come: redis-py needs several steps of the loop to close."""
+    """redis-py needs several steps of the event loop to close a connection. A cancellation may come
+    at each of them.
+    """
     sentinel = Sentinel()
     server = await asyncio.start_server(sentinel.serve, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
         url = SentinelUrl.parse(f"redis-sentinel://127.0.0.1:{port}/0?primary=p")
-        num_steps, is_answered = 0, False  # a step of the loop is one chance to cancel
+        # the cancellation comes after this many steps of the event loop
+        num_steps, is_answered = 0, False
         while not is_answered:
             primary = Primary(url, {"driver_info": None}, ConnectionPool())
             asking = asyncio.create_task(primary._ask("127.0.0.1", port))

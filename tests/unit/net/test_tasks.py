@@ -1,4 +1,4 @@
-"""Tasks end although a library swallows cancellations."""
+"""Tasks can be ended even if a library swallows cancellations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pdmesh.net.tasks import end, together, watched
 
 
 async def stubborn(num_swallowed: int, ended: asyncio.Event) -> None:
-    """A task like nats-py's on Python 3.11: a cancellation that meets a result is lost."""
+    """A task like those of nats-py on Python 3.11, which lose a cancellation that comes with a
+    result.
+    """
     try:
         for _ in range(num_swallowed):
             with contextlib.suppress(asyncio.CancelledError):
@@ -52,7 +54,7 @@ async def test_the_failure_of_one_task_ends_the_others_and_is_raised() -> None:
 
 
 async def test_a_task_cancelled_from_elsewhere_has_failed() -> None:
-    """grpc.aio cancels the reader of a closed channel, and the other tasks must not go on as if
+    """grpc.aio cancels the reader of a closed channel. The other tasks must not continue as if
     nothing had happened.
     """
     ended = asyncio.Event()

@@ -1,6 +1,6 @@
 """The profile `observe` of docker-compose.yml fits the cluster that it watches, and is as hardened.
 
-No test starts its images, so its files are compared with each other here.
+No test starts the images, so these tests compare the files with each other.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def test_every_address_that_a_file_names_is_a_service_of_a_shared_network() -> N
 
 
 def test_the_collector_has_a_pipeline_for_all_that_the_mesh_sends() -> None:
-    """An OTLP receiver refuses a signal that no pipeline takes, and each process would log it."""
+    """An OTLP receiver refuses a signal for which there is no pipeline. Each process of the mesh
+    would then log an error.
+    """
     collector = read("collector.yaml")
     pipelines = collector["service"]["pipelines"]
     assert set(pipelines) == {"traces", "metrics"}

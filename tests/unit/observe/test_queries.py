@@ -1,5 +1,6 @@
-"""Dashboards and alerts name only metrics and labels that the code has, and dashboards are as
-their definitions make them.
+"""Dashboards and alerts use only metrics and labels that the code has.
+
+The dashboards' files equal the output of their definitions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tools.observe.dashboards import DASHBOARDS
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "deploy/observe/prometheus/rules.yml"
 RUNBOOKS = ROOT / "docs/operations.md"
-# What Prometheus and its client library have, with their labels.
+# The series of Prometheus and of its client library, with their labels.
 OTHERS = {
     "up": set[str](),
     "ALERTS": {"alertname", "alertstate"},
@@ -46,7 +47,7 @@ ALERTS = [rule for rule in rules() if "alert" in rule]
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, set[str]]:
-    """The labels of each series that a query may name."""
+    """The labels of each series that a query may use."""
     series = {
         name: {*each.labels, *(("le",) if name.endswith("_bucket") else ())}
         for each in INSTRUMENTS.values()
@@ -92,7 +93,7 @@ def test_an_unknown_label_and_a_broken_query_are_found() -> None:
 
 
 def test_the_dashboards_are_as_their_definitions_make_them() -> None:
-    """If not: run `python -m tools.observe`, and commit what it writes."""
+    """If this fails, run `python -m tools.observe` and commit its output."""
     written = {path.name: path.read_text() for path in (ROOT / FOLDER).glob("*.json")}
     assert written == {f"{each.uid}.json": to_json(each) for each in DASHBOARDS}
 
@@ -154,8 +155,9 @@ def test_the_runbook_has_no_section_of_an_alert_that_is_gone() -> None:
 
 
 def test_calls_that_fail_through_their_client_wake_nobody() -> None:
-    """The alert's list of reasons follows the codes that clients get. A 403 or 409 is between the
-    mesh's own processes or from an operator: a client's call must not fail of it."""
+    """The alert ignores the reasons with codes that a client can cause. A 403 or 409 comes from a
+    process of the mesh or from an operator, so a client's call must not fail with it.
+    """
     (rule,) = [rule for rule in ALERTS if rule["alert"] == "PdmeshCallsFail"]
     found = re.search(r'pdmesh_reason!~"([^"]+)"', rule["expr"])
     assert found

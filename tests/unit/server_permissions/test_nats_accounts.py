@@ -1,4 +1,4 @@
-"""The accounts of nats-server: who is in them, and what cannot be written into them."""
+"""The accounts of nats-server: the users, their permissions, and names that are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHART = Path(__file__).resolve().parents[3] / "deploy/helm/pdmesh/files/nats-acc
 
 
 def account(text: str, name: str) -> str:
-    """The block of one account."""
+    """The text of one account's block."""
     return text.partition(f'  "{name}": {{\n')[2].partition("\n  }\n")[0]
 
 
@@ -62,7 +62,7 @@ def test_events_are_imported_only_by_those_who_hear_them() -> None:
 
 
 def test_every_event_and_every_bucket_is_somebodys() -> None:
-    """One that was added without a role would be refused to all."""
+    """An event or bucket without a role would be refused to all processes."""
     events = {
         made(ANY)
         for name, made in inspect.getmembers(subjects, inspect.isfunction)
@@ -93,7 +93,9 @@ def test_what_nats_could_not_tell_apart_is_refused(holders: list[Holder], proble
 
 
 def test_no_two_accounts_take_the_same_subject_from_each_other() -> None:
-    """nats-server does not start with such a cycle. Two masters tell of the same groups."""
+    """nats-server does not start with such a cycle. Two masters publish events about the same
+    groups.
+    """
     holders = [Holder(role, f"{role}-{i}") for role in NATS_ROLES for i in range(2)]
     text = nats_accounts(holders)
     stream = re.compile(
@@ -109,5 +111,5 @@ def test_no_two_accounts_take_the_same_subject_from_each_other() -> None:
 
 
 def test_the_chart_has_the_accounts_of_this_release() -> None:
-    """`make docs` writes them."""
+    """If this fails, run `make docs`, which writes them."""
     assert CHART.read_text() == nats_accounts([Holder(role) for role in NATS_ROLES])

@@ -1,4 +1,4 @@
-"""The ACL file of Redis: no password in it, and no user that the table does not have."""
+"""The ACL file of Redis has no passwords and no users that the table of roles lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pauses for garbage collection are recorded by generation, whichever thread collects."""
+"""Pauses for garbage collection are recorded by generation, in whichever thread they happen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def watch(times: list[float]) -> tuple[GcWatch, list[Pause]]:
 
 def test_a_pause_lasts_from_its_start_to_its_stop() -> None:
     noted, found = watch([1.0, 1.25, 5.0, 7.0])
-    noted("stop", {"generation": 1})  # of a collection that began before the watch
+    noted("stop", {"generation": 1})  # the collection began before the watch
     for generation in (0, 2):
         noted("start", {"generation": generation})
         noted("stop", {"generation": generation})
@@ -47,15 +47,15 @@ def test_it_sees_the_collections_of_all_threads_while_it_runs() -> None:
 
 
 class Loaded:
-    """An object in a cycle, so that only a collection frees it."""
+    """An object in a reference cycle, so that only a collection frees it."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
 def test_what_is_excluded_is_visited_by_no_collection_until_everything_is_collected() -> None:
-    """A collection of an engine's libraries would stop an instance for long. When an incarnation
-    ends, it must leave nothing behind, though.
+    """A collection that visits an engine's libraries would stop an instance for long. Still, an
+    incarnation must leave nothing behind when it ends.
     """
     gone: list[int] = []
     loaded = Loaded()

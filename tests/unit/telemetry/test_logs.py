@@ -1,4 +1,4 @@
-"""What happens to log lines that cannot be written."""
+"""Log lines that cannot be written raise no error."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pdmesh.telemetry.logs import SteadyStream
 
 
 class Disk(io.StringIO):
-    """A file with room for a number of characters; the rest is cut off, as on a full file
-    system.
+    """A file with room for a limited number of characters. As on a full file system, the rest is
+    cut off.
     """
 
     room = 1_000

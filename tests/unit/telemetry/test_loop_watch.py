@@ -1,4 +1,4 @@
-"""For a late timer, the process's own part is told apart from the machine's part."""
+"""The delay of the event loop is divided into the process's own part and the machine's part."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pdmesh.telemetry.loop_watch import LoopWatch
 
 def test_cpu_time_bounds_the_delay_that_the_process_caused_itself() -> None:
     watch = LoopWatch(0.005)
-    watch.note(late_s=0.3, cpu_s=0.01)  # another process had the core
-    watch.note(late_s=0.02, cpu_s=0.05)  # another thread computed beside the loop
+    watch.note(late_s=0.3, cpu_s=0.01)  # another process used the core
+    watch.note(late_s=0.02, cpu_s=0.05)  # another thread of the process computed at the same time
     assert watch.take() == (0.3, 0.02)
     assert watch.take() == (0.0, 0.0)
 

@@ -1,4 +1,6 @@
-"""Counters and histograms sum by labels and show at /metrics under their Prometheus names."""
+"""Counters and histograms are summed by their labels and shown at /metrics under Prometheus
+names.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ print(metrics.render().decode())
 
 
 def test_a_counter_sums_by_its_labels_in_any_order_and_keeps_counting_after_a_scrape() -> None:
-    """It runs in its own process, since a process has only one meter provider."""
+    """The program runs in its own process, because a process has only one meter provider."""
     command = [sys.executable, "-c", _PROGRAM]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = shown.splitlines()
@@ -46,7 +48,7 @@ print(metrics.render().decode())
 
 
 def test_what_an_alert_looks_at_by_single_counts_is_zero_before_the_first() -> None:
-    """`increase` does not see the first count of a series that begins with it."""
+    """If a series begins with its first count, Prometheus's `increase` does not see that count."""
     command = [sys.executable, "-c", _KNOWN]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = shown.splitlines()
@@ -76,7 +78,7 @@ meters.shutdown()
 
 
 def test_every_kind_of_metric_reaches_a_collector() -> None:
-    """A single boolean among them once made the exporter send nothing at all."""
+    """A single boolean among the values once kept the exporter from sending anything."""
     collector = OtlpCollector()
     try:
         command = [sys.executable, "-W", "error", "-c", _EXPORT, collector.endpoint]

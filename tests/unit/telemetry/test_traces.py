@@ -1,4 +1,4 @@
-"""Trace context as it travels between processes."""
+"""The trace context that travels between processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_an_invalid_traceparent_starts_a_new_trace(text: str) -> None:
 def test_a_trace_is_recorded_if_its_sampled_flag_is_set_whatever_the_other_flags_are(
     flags: str, is_recorded: bool
 ) -> None:
-    """A root span of the SDK sets the random flag, too, and its children were once lost."""
+    """A root span of the SDK also sets the random flag. The children of such spans were once
+    lost.
+    """
     assert (traces.sampled_context(PARENT[:-2] + flags) is not None) == is_recorded
 
 

@@ -1,4 +1,4 @@
-"""Metrics under vLLM's names: what is shown, and that vLLM has these names."""
+"""Some metrics are also shown under vLLM's names, which vLLM must really have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ PAGE = ROOT / "docs/observe.md"
 
 
 class Page:
-    """A page with these samples, by family, kind, and what follows the family's name."""
+    """A page of metrics with these samples.
+
+    Each family has a kind and samples. The first item of a sample is the suffix of its name.
+    """
 
     def __init__(self, **families: tuple[str, list[tuple[str, Mapping[str, str], float]]]) -> None:
         self._families = families

@@ -1,6 +1,6 @@
-"""The chart's values.schema.json has the settings of the code, and the chart's own values fit it.
+"""The chart's values.schema.json has the settings of the code, and the chart's values are valid.
 
-Helm itself is not needed here; tests/integration/chart asks it.
+These tests do not need Helm. tests/integration/chart runs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 
 def merged(under: Any, over: Any) -> Any:
-    """As Helm merges values: null removes a key."""
+    """Merge values as Helm does. Null removes a key."""
     if not (isinstance(under, dict) and isinstance(over, dict)):
         return over
     both = {**under, **{key: merged(under.get(key), value) for key, value in over.items()}}
@@ -41,7 +41,7 @@ def problems(given: dict[str, Any]) -> list[str]:
 
 
 def test_the_schema_has_the_settings_of_the_code() -> None:
-    """If this fails: make docs, and commit deploy/helm/pdmesh/values.schema.json."""
+    """If this fails, run `make docs` and commit deploy/helm/pdmesh/values.schema.json."""
     text = (CHART / "values.schema.json").read_text()
     assert chart_schema.document(text) == text
 

@@ -1,4 +1,4 @@
-"""docs/coverage.md shows for each number what tests did, not what their marks claim."""
+"""docs/coverage.md shows for each requirement which tests passed, not what their marks claim."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def junit(folder: Path, day: str, *cases: str) -> Path:
 
 
 def case(where: str, number: str, did: str = "") -> str:
-    """A test of `tests/<where>`; `did` is skipped, failure or error, or empty if it passed."""
+    """A test case of `tests/<where>`.
+
+    `did` is skipped, failure or error, or empty if the test passed.
+    """
     properties = f'<properties><property name="proves" value="{number}"/></properties>'
     inside = properties + (f"<{did}/>" if did else "")
     return f'<testcase classname="tests.{where}.test_x" name="test_{number}">{inside}</testcase>'

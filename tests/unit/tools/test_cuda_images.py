@@ -1,6 +1,6 @@
-"""What is packaged for CUDA fits together: the image's stages, the compose profile, the pins.
+"""The packaging for CUDA is consistent: the stages of the image, the compose profile and the pins.
 
-No test builds the image or starts the profile, so their files are compared with each other here.
+No test builds the image or starts the profile, so these tests compare the files with each other.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def test_the_image_has_every_stage_that_its_build_argument_names() -> None:
 
 
 def test_the_pins_for_cuda_are_those_of_the_cpu_but_for_its_builds() -> None:
-    """One KV format: the fingerprint has vLLM's version, and so has what base.txt brings."""
+    """Prefills and decodes on CPUs and GPUs share one KV format. The format depends on vLLM's
+    version and on packages of base.txt.
+    """
     cuda, base, dev, cpu = pins("vllm-cuda"), pins("base"), pins("dev"), pins("vllm")
     for other in (base, dev):
         assert {n: (cuda[n], v) for n, v in other.items() if n in cuda and cuda[n] != v} == {}

@@ -1,4 +1,4 @@
-"""The check of the docs finds each kind of fault, and no fault in the present docs."""
+"""The check of the docs finds each kind of fault, and finds none in the present docs."""
 
 from __future__ import annotations
 

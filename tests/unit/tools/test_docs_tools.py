@@ -1,4 +1,4 @@
-"""The generators of docs read the source correctly."""
+"""The generators of docs read the source code correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of the tree finds each kind of fault, and no fault in the present tree."""
+"""The check of the source tree finds each kind of fault, and finds none in the present tree."""
 
 from __future__ import annotations
 

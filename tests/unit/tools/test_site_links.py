@@ -1,4 +1,4 @@
-"""On the site, a link to a source file leads to the repository, or is text."""
+"""On the site, a link to a source file leads to the repository. Without a repository it is text."""
 
 from __future__ import annotations
 

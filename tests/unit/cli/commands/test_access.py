@@ -1,4 +1,7 @@
-"""`pdmesh access`: files for servers of one's own, and what it says if it cannot make them."""
+"""`pdmesh access` writes NATS and Redis permission files for servers that an operator runs.
+
+An error names the wrong argument.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pdmesh certs`: certificates that a process of the mesh can use, and what it says otherwise."""
+"""`pdmesh certs` issues certificates that the mesh's processes can use, or says why it cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shell completes commands, their options and the words that an option takes."""
+"""A shell completes the commands, their options and the values of an option."""
 
 from __future__ import annotations
 

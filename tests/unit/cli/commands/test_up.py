@@ -1,4 +1,4 @@
-"""What `pdmesh up` finds wrong before anything starts, and the mesh that it asks for."""
+"""The errors that `pdmesh up` reports before anything starts, and the mesh that it asks for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, asked_of, services, un
 
 
 async def test_the_same_port_for_http_and_grpc_is_refused(tmp_path: Path) -> None:
-    """Both would listen there, and every other call would reach the wrong one."""
+    """Both servers would listen on the port, and every other call would reach the wrong one."""
     with PortReservation("127.0.0.1", 0) as free:
         port = free.port
     spec = MeshSpec(engine="sim", http_port=port, grpc_port=port)
@@ -55,7 +55,7 @@ DRAFT = '{"method": "draft_model", "model": "/models/small"}'
 async def test_a_draft_that_only_decodes_have_is_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
-    """The instances would be ready, and never hand a request on to each other."""
+    """All instances would become ready, but no prefill could hand a request over to a decode."""
     spec = MeshSpec(engine="sim", http_port=0, grpc_port=0)
     own = {"decode": {"PDMESH_DECODE_SPECULATION": DRAFT}}
     mesh = Mesh(replace(spec, service_env=own), tmp_path)
@@ -240,7 +240,9 @@ def test_a_mesh_may_listen_on_ipv6(tmp_path: Path) -> None:
 def test_a_launcher_whose_log_is_lost_still_reports_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a full disk the launcher's log is lost: `up --detach` once returned 1 and said nothing."""
+    """On a full disk the launcher's log is lost. `up --detach` once returned 1 without a
+    message.
+    """
     ends = "import os; os.kill(os.getpid(), 9)"
     options = build_parser().parse_args(["up", "--state-dir", str(tmp_path)])
     with (tmp_path / "log").open("w+") as lines:

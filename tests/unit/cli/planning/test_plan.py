@@ -1,4 +1,4 @@
-"""`pdmesh plan`: what it reads, prints and refuses."""
+"""`pdmesh plan`: its input, its output and its errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_table_has_both_deployments_and_the_stated_errors(
     assert "2 fusion" in text
     assert "fusion is cheaper: P/D takes 4 GPUs, fusion takes 2 GPUs" in text
     assert f"+-{LOAD_ERROR:.0%}" in text
-    assert "10.00" in text  # 4 GPUs at 2.50
+    assert "10.00" in text  # 4 GPUs at a price of 2.50
     assert "90 % of their prefills are within" in text
 
 
@@ -180,7 +180,8 @@ def test_a_broken_model_folder_is_named(model: Path, capsys: pytest.CaptureFixtu
     words = ("--rate", "1", *LENGTHS, *GOALS)
     assert plan(model, *words, gpu="h20") == 2
     assert "gpu: there is no 'h20'; did you mean h200?" in capsys.readouterr().err
-    assert plan(model, *words, "--prompt", "200000") == 0  # the config says no longest
+    # the model's config has no maximum length
+    assert plan(model, *words, "--prompt", "200000") == 0
     (model / "config.json").write_text("{")
     assert plan(model, *words) == 2
     assert "config.json is not JSON" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which limits count if a tenant's tokens differ."""
+"""If the tokens of a tenant carry different limits, the token issued last decides."""
 
 from __future__ import annotations
 

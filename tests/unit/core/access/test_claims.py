@@ -1,4 +1,4 @@
-"""What the claims of a valid token say about its holder."""
+"""A valid token's claims name the tenant, its limits, the caller and the caller's role."""
 
 from __future__ import annotations
 

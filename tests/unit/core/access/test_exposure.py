@@ -1,4 +1,4 @@
-"""What may be exposed without keys, tokens or TLS."""
+"""Tests which ports, servers and pages need keys, tokens, HTTPS or TLS."""
 
 from __future__ import annotations
 

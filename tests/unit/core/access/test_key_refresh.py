@@ -1,4 +1,4 @@
-"""When a provider's keys are fetched."""
+"""Tests when a gateway fetches the signing keys of an identity provider."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_flood_of_unknown_keys_fetches_no_more_often_than_the_bound() -> None:
     refresh = KeyRefresh(300.0, 10.0)
     fetched(refresh, 0.0)
     begun = []
-    for tenth in range(1000):  # a token each 0.1 s
+    for tenth in range(1000):  # a token with an unknown key every 0.1 s
         now = tenth / 10
         refresh.wants(now)
         if not refresh.wait_s(now):
@@ -44,7 +44,7 @@ def test_a_flood_while_the_provider_is_away_keeps_to_the_bound_too() -> None:
         if not refresh.wait_s(now):
             begun.append(now)
             fetched(refresh, now, is_good=False)
-    assert len(begun) <= 20  # the early ones, and retries after 1, 2, 4, ... s
+    assert len(begun) <= 20  # a few early fetches, and retries after 1, 2, 4, ... s
     assert refresh.age_s(100.0) == 100.0
 
 

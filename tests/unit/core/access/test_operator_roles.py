@@ -1,4 +1,4 @@
-"""Which role may call which method."""
+"""Tests which role an operator has, and which methods of the admin API each role may call."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_method_that_is_not_in_the_table_is_for_nobody() -> None:
     [
         ("viewer", True, ShownRole("certificate", AdminRole.VIEWER)),
         ("operator", False, ShownRole("certificate", AdminRole.OPERATOR)),
-        ("prefill", True, ShownRole("certificate", None)),  # a process is no operator
+        ("prefill", True, ShownRole("certificate", None)),  # a process of the mesh is no operator
         (None, True, ShownRole("local", AdminRole.ADMIN)),
         (None, False, None),
     ],

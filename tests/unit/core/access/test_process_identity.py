@@ -1,4 +1,4 @@
-"""What a certificate's URI says, and which role may call which method."""
+"""A certificate's URI names a process, and the process's role decides which methods it may call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_another_uri_names_no_process(uri: str) -> None:
 
 
 def test_every_method_of_the_mesh_has_callers() -> None:
-    """A method that is added without a line in the table would be refused to everybody."""
+    """A new method without a line in the table would be refused to all callers."""
     assert {method for method in METHODS if callers_of(method) == frozenset()} == set()
 
 

@@ -1,4 +1,4 @@
-"""Which requests another site's page may have sent."""
+"""Requests that a page of another site may have sent are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The allowed names, paths and digests of an adapter."""
+"""The names, paths and digests that an adapter may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adapters are loaded into an engine's slots, and unloaded only when no leg uses them."""
+"""An engine loads adapters into its slots, and unloads one only when no leg uses it.
+
+A leg is a request's stay on one instance.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ def test_nothing_is_unloaded_before_the_registered_adapters_are_known() -> None:
 
 
 def test_a_leg_with_a_removed_adapter_is_still_served() -> None:
-    """Its gateway had not heard of the removal, or it was running."""
+    """The leg's gateway may not know of the removal yet, or the request may have been running."""
     slots = AdapterSlots(1)
     slots.keep([])
     assert slots.wanted(1, A, 0.0) == [FetchFiles(A)]
@@ -168,7 +171,7 @@ def test_a_leg_that_left_while_its_adapter_loads_leaves_it_idle() -> None:
 
 
 class Engine:
-    """Answers what the slots asks for, later, and fails now and then."""
+    """An engine that carries out the orders of the slots later, and sometimes fails."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)

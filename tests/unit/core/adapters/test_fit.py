@@ -1,4 +1,4 @@
-"""An adapter is used only with a model that it was made for."""
+"""An adapter is accepted only with a model that it was made for."""
 
 from __future__ import annotations
 

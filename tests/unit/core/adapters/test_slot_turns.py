@@ -1,4 +1,4 @@
-"""An adapter that few requests name gets a slot although others are in use all the time."""
+"""A rarely used adapter gets a slot although other adapters are in use all the time."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_the_number_of_waiting_requests_is_bounded() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_of_many_adapters_gets_legs_however_busy_the_others_are(seed: int) -> None:
-    """Gateways ask again each 50 ms: many for a, b and c, and one at a time for the others."""
+    """Gateways ask again every 50 ms. For a, b and c there are always many requests. For x and y
+    there is one at a time.
+    """
     rng, turns = random.Random(seed), AdapterTurns(2)
     running: list[tuple[float, str]] = []
     served, now = Counter[str](), 0.0

@@ -1,4 +1,4 @@
-"""Which account each instance counts for: all of them together are the whole fleet (S22)."""
+"""Each instance counts for exactly one account, so the accounts add up to the fleet (S22)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_instance_counts_for_its_group_while_assigned_and_for_a_pool_while_le
 
     lent = {"night": Adjustment(2, 1, (2, 1), "training")}
     world.desired, world.num_lent = adjusted(desired, lent), num_lent(desired, lent)
-    world.round()  # they drain: their pool has only the instances that were free
+    world.round()  # the lent group's instances still drain, so its pool gets only the free instance
     training = Account("assistant", "chat", "night", "training")
     assert accounts_of(world.observe(), desired, lent) == {DAY: 4, NIGHT: 3, training: 1}
     world.settle()

@@ -1,5 +1,6 @@
-"""How long instances were used, and for which account: no second is lost or charged twice,
-whichever master leads (S22).
+"""The time for which each account used instances is measured (S22).
+
+No second is lost or charged twice, whichever master leads.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def test_each_count_holds_until_the_next_look() -> None:
     book.look({CHAT: 4, NOTES: 1}, now=10.0)
     book.look({CHAT: 2}, now=15.0)
     assert seconds(book, 18.0) == {CHAT: 4 * 5 + 2 * 3, NOTES: 5}
-    assert seconds(book, 18.0) == {CHAT: 26, NOTES: 5}  # asking changes nothing
+    assert seconds(book, 18.0) == {CHAT: 26, NOTES: 5}  # a query does not change the totals
     assert [u.num_instances for u in book.used(18.0)] == [2, 0]
 
 
@@ -74,8 +75,9 @@ def test_no_second_is_lost_at_the_bound_of_accounts(looks: list[tuple[int, int, 
 
 
 class Site:
-    """The part of a GroupReconciler that the usage loop reads, over a world of simulated instances
-    and a bucket in memory.
+    """Stands in for a GroupReconciler, with simulated instances and a bucket in memory.
+
+    It has only the members that the usage loop reads.
     """
 
     def __init__(self) -> None:
@@ -95,11 +97,11 @@ class Site:
 
     @property
     def version(self) -> object:
-        """The applied version."""
+        """The number of the applied desired state."""
         return self.world.version or None
 
     def new_loop(self) -> UsageLoop:
-        """A usage loop, as in a process that knows nothing yet."""
+        """A usage loop as in a process that has just started."""
         store = UsageStore(self.bucket)  # type: ignore[arg-type]  # a fake
         return UsageLoop(
             self,  # type: ignore[arg-type]  # what is read of it
@@ -131,7 +133,8 @@ async def test_charged_usage_outlives_leaders_and_an_outage_of_the_store() -> No
     site.loop = site.new_loop()
     with pytest.raises(Unavailable):
         site.loop.message()
-    site.now, site.wall = 7000.0, site.wall + 5  # another machine's clock; no leader for 5 s
+    # the new leader's clock differs, and nobody led for 5 s
+    site.now, site.wall = 7000.0, site.wall + 5
     site.observed = site.world.observe()
     await site.loop.round()
     assert site.charged() == {"day": 100, "night": 75, "free": 25}
@@ -140,7 +143,7 @@ async def test_charged_usage_outlives_leaders_and_an_outage_of_the_store() -> No
     with pytest.raises(Unavailable):
         await site.pass_s(11)
     site.bucket.come_back(is_wiped=True)
-    with contextlib.suppress(VersionConflict):  # its revision is from the wiped bucket
+    with contextlib.suppress(VersionConflict):  # the loop still has a revision of the wiped bucket
         await site.pass_s(1)
     await site.pass_s(1)
     num = round((site.now - 7000) * 4)
@@ -168,7 +171,7 @@ async def test_a_master_that_stops_leading_writes_nothing_more() -> None:
         site.loop.message()
     site.leads = True
     await site.pass_s(1)
-    assert site.charged()["day"] == 4 * 31  # it led before and leads again: it has lost nothing
+    assert site.charged()["day"] == 4 * 31  # the same master led before, so it has lost no second
 
 
 async def test_the_book_is_shown_in_seconds_and_hours() -> None:

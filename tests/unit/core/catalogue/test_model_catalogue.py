@@ -1,4 +1,4 @@
-"""Which models there are, and which model and scenario the names in a request mean."""
+"""The models that the mesh has, and the model and scenario that the names in a request mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokenizers stay in memory, and when a failed load is tried again."""
+"""Tests which tokenizers stay in memory, and when a failed load is tried again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes are killed because they do not answer."""
+"""A process that has not answered for too long is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Leadership: self-fencing and epochs that only grow."""
+"""A leader stops by itself when its lease may have ended, and epochs only grow.
+
+An epoch is the number of a leadership. Processes refuse orders of an older epoch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def test_a_leader_that_cannot_renew_stops_at_two_thirds_of_its_lease() -> None:
     state = Leadership(lease_s=3.0)
     state.won(revision=10, asked_at=0.0)
     assert state.is_leader(1.9)
-    assert not state.is_leader(2.1)  # even before any tick: a process that was paused has had none
+    assert not state.is_leader(2.1)  # even without a tick, because a paused process gets none
     assert state.tick(2.1)
     assert not state.tick(2.2)
 
@@ -46,8 +49,8 @@ def test_epochs_grow_even_if_a_wiped_store_counts_from_one_again() -> None:
 
 @pytest.mark.fault("F21")
 def test_after_a_wipe_a_leader_continues_above_the_epochs_of_instances() -> None:
-    """The store was wiped and the master restarted, and only then an instance's record told the
-    master of the old epochs.
+    """The store was wiped and the master restarted. Only then did an instance's record tell the
+    master of the high epochs.
     """
     state = Leadership(lease_s=3.0)
     assert state.won(revision=1, asked_at=0.0) == 1
@@ -60,8 +63,8 @@ def test_after_a_wipe_a_leader_continues_above_the_epochs_of_instances() -> None
 
 @pytest.mark.fault("F21")
 def test_a_standby_does_not_take_a_lease_that_a_wiped_store_has_forgotten() -> None:
-    """The leader notices the wipe only at its next renewal. If the standby led before that, both
-    would raise their epochs above each other's again and again.
+    """The leader notices the wipe only at its next renewal. If the standby could lead before then,
+    the two masters would outbid each other's epochs again and again.
     """
     state = Leadership(lease_s=3.0)
     assert state.may_win(0.0), "no leader was ever heard of"
@@ -93,7 +96,7 @@ def test_an_older_epoch_is_refused_while_a_newer_one_is_heard() -> None:
 
 @pytest.mark.fault("F21")
 def test_a_store_that_counts_from_one_again_does_not_shut_its_masters_out_for_ever() -> None:
-    """NATS lost its store and the masters were restarted, so no process knows the high epoch."""
+    """NATS lost its store, and the masters were restarted. So no master knows the high epoch."""
     fence = EpochFence()
     assert fence.admit(90_000, now=0.0)
     assert not fence.admit(1, now=3.0)
@@ -102,7 +105,7 @@ def test_a_store_that_counts_from_one_again_does_not_shut_its_masters_out_for_ev
 
 
 class SlowBucket(MemoryBucket):
-    """All writes arrive, but from the second on their answers do not come."""
+    """Stores every write, but from the second one on never answers."""
 
     async def put(self, key: str, value: bytes, last: int | None = None) -> int:
         revision = await super().put(key, value, last)
@@ -113,8 +116,8 @@ class SlowBucket(MemoryBucket):
 
 @pytest.mark.fault("F11")
 async def test_a_leader_that_stops_in_the_middle_of_a_renewal_gives_its_lease_up() -> None:
-    """Its own renewal had outdated the revision that it knew, so giving up failed, and the standby
-    waited for the whole lease.
+    """A bug once: the unanswered renewal had changed the lease's revision, so the release failed.
+    The standby then waited for the whole lease.
     """
     server: Any = SimpleNamespace(jetstream=lambda _: None)
     election = LeaderElection(server, "master", "a", 1, 30.0, lambda *_: None)
@@ -123,7 +126,7 @@ async def test_a_leader_that_stops_in_the_middle_of_a_renewal_gives_its_lease_up
     election._bucket = bucket  # type: ignore[assignment]  # a fake
     election.start()
     await until(lambda: election.is_leader)
-    bucket.watches[0].open()  # this causes a renewal at once
+    bucket.watches[0].open()  # opening the watch causes a renewal at once
     await until(lambda: bucket.revision == 2)
     await election.stop()
     assert bucket.entries["master"].value is None

@@ -1,4 +1,4 @@
-"""The restart policy: events in, effects out."""
+"""The restart policy decides when a process that died is started again."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_process_that_was_ready_for_a_while_starts_over_with_an_immediate_rest
     supervision.handle(Exited("decode-0", 1), now=1.1)
     supervision.handle(Tick(), now=2.0)
     supervision.handle(BecameReady("decode-0"), now=3.0)
-    supervision.handle(BecameReady("decode-0"), now=12.0)  # a repeated report
+    supervision.handle(BecameReady("decode-0"), now=12.0)  # a repeated report changes nothing
     effects = supervision.handle(Exited("decode-0", 1), now=13.0)
     assert effects[0] == RestartScheduled("decode-0", 1, deaths=1, delay_s=0.0)
 
 
 def test_a_process_that_takes_long_to_die_before_it_is_ready_is_in_a_crash_loop() -> None:
-    """Found with a model whose load fails after 12 s: there were 200 deaths and 201 starts without
-    any delay.
+    """This failed once with a model whose load fails after 12 s: 200 deaths were followed by 201
+    starts without a delay.
     """
     supervision, policy, now = started(), RestartPolicy(), 0.0
     for deaths in range(1, policy.max_deaths):
@@ -91,7 +91,7 @@ def test_readiness_is_that_of_the_process_that_runs_now() -> None:
     assert not supervision.is_ready("decode-0")
     effects = supervision.handle(Exited("decode-0", 1), now=20.0)
     assert effects == [RestartScheduled("decode-0", 1, deaths=2, delay_s=0.25)]
-    supervision.handle(BecameReady("decode-0"), now=20.1)  # too late: the process is gone
+    supervision.handle(BecameReady("decode-0"), now=20.1)  # too late: the process has already died
     assert not supervision.is_ready("decode-0")
 
 

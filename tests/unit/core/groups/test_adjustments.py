@@ -1,4 +1,7 @@
-"""Adjustments: what plans have changed, as long as the desired state asks for the same counts."""
+"""Adjustments are changes that plans of moves made to the desired counts.
+
+An adjustment lasts until an operator changes the same counts.
+"""
 
 from __future__ import annotations
 

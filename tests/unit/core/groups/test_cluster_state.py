@@ -1,4 +1,4 @@
-"""The wanted groups: role specs, counts, and how many instances a scenario must keep."""
+"""The wanted groups: their role specs and counts, and the minimum of each scenario."""
 
 from __future__ import annotations
 

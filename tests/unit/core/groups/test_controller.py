@@ -64,12 +64,12 @@ def test_a_lost_instance_is_replaced_by_exactly_one_and_no_other_is_touched() ->
 
 @pytest.mark.req("S15", "S35")
 def test_an_assignment_that_kills_each_instance_is_a_set_up_that_fails() -> None:
-    """An engine that dies of its model takes the process with it. Without a bound, every blank
-    instance would die in turn.
+    """An engine that crashes on its model ends the process. Without a limit, one blank instance
+    after another would crash.
     """
     world = World(TWO_BY_TWO, num=6)
     num_deaths = 0
-    for _ in range(40):  # for less time than the group cools down
+    for _ in range(40):  # this is shorter than the group's pause after a failed set-up
         world.now += 0.5
         world.round()
         for instance_id, given in sorted(world.given.items()):
@@ -105,7 +105,7 @@ def test_an_instance_taken_out_at_once_is_replaced_and_unused_until_it_is_put_ba
     assert world.counts() == {"chat": (2, 2, 0)}
     assert world.processes[bad].life.phase is Phase.BLANK
     world.kill(bad)
-    world.start(bad)  # a restart does not heal it
+    world.start(bad)  # a restart does not put the instance back into service
     other = world.ready("chat", Role.PREFILL)[0]
     world.kill(other)
     world.settle()
@@ -128,8 +128,8 @@ def scenarios_of(world: World) -> set[str]:
 @pytest.mark.req("S4")
 @pytest.mark.parametrize("num", [4, 8])
 def test_a_group_that_is_to_serve_another_scenario_serves_it_with_other_instances(num: int) -> None:
-    """An instance keeps its scenario for life; the old instances once counted as members of the
-    changed group.
+    """An instance keeps its scenario for life. A bug once counted the old instances as members of
+    the changed group.
     """
     world = World(of_scenario("chat"), num=num)
     world.settle()
@@ -140,7 +140,7 @@ def test_a_group_that_is_to_serve_another_scenario_serves_it_with_other_instance
     assert world.counts() == {"a": (2, 2, 0)}
     assert scenarios_of(world) == {"summaries"}
     told = [s.step for s in world.steps]
-    if num == 8:  # there are blank instances, so the new ones serve before the old ones leave
+    if num == 8:  # with blank instances, the new members serve before the old ones leave
         assert told[: told.index("draining")].count("ready") == 4
 
 

@@ -1,4 +1,4 @@
-"""The desired state: what a file says, which problems it has and where, how two files differ."""
+"""The desired state: what a file may say, its errors with their lines, and differences of files."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_a_changed_schedule_is_shown_by_its_changed_fields() -> None:
 
 @pytest.mark.req("S67")
 def test_an_option_may_have_parts() -> None:
-    """They reach the instance as JSON, which its settings read."""
+    """The parts reach the instance as JSON, which the instance's settings parse."""
     text = """
 services:
   a:
@@ -290,7 +290,7 @@ DRAFT = "speculation: {method: draft_model, model: /m/small}"
 def test_a_draft_that_only_one_role_has_is_refused(
     options: str, of_prefill: str, of_decode: str, at: str
 ) -> None:
-    """Their KV would differ, so each would compute whole requests alone."""
+    """The KV of the two roles would differ, so each instance would have to do both phases."""
     roles = f"{{prefill: {{{of_prefill}}}, decode: {{{of_decode}}}}}"
     text = f"services:\n  a:\n    options: {{{options}}}\n    role_options: {roles}\n"
     with pytest.raises(InvalidRequest) as refused:

@@ -1,4 +1,7 @@
-"""Which members stay, and how far each may go: all pairs are verified, prefills come last."""
+"""Tests how instances join a group.
+
+All pairs of a prefill and a decode are verified, and prefills begin to serve last.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def test_a_group_is_set_up_from_blank_instances_and_its_prefills_come_last() -> 
 @pytest.mark.req("S16")
 def test_a_pair_that_cannot_be_verified_is_named_and_its_instance_replaced() -> None:
     world = World(TWO_BY_TWO, num=5)
-    bad = "i-2"  # a decode whose connections all fail
+    bad = "i-2"  # a decode all of whose connections fail
     for _ in range(120):
         world.now += 1
         world.round()
@@ -99,7 +102,7 @@ def test_a_group_without_room_for_its_encoder_serves_and_gets_it_later() -> None
 
 @pytest.mark.req("S130")
 def test_an_encoder_that_never_loads_stops_no_group() -> None:
-    """Its model may take no images. It is tried again now and then."""
+    """The encoder's model may take no images. The load is tried again now and then."""
     world = World(SEEING, num=5)
     num_tried = 0
     for _ in range(400):
@@ -109,7 +112,7 @@ def test_an_encoder_that_never_loads_stops_no_group() -> None:
             world.hear(instance_id)
             role_spec = world.processes[instance_id].life.role_spec
             is_encoder = role_spec is not None and role_spec.role is Role.ENCODER
-            is_slow = not is_encoder and world.now < 30  # the others load for longer
+            is_slow = not is_encoder and world.now < 30  # the other instances take longer to load
             if not is_slow:
                 num_tried += is_encoder and bool(world.processes[instance_id].todo)
                 world.work(instance_id, fails=is_encoder)

@@ -1,4 +1,6 @@
-"""Prefills and decodes whose options let them exchange no KV are found before they start."""
+"""Options with which prefills and decodes cannot exchange KV are found before the instances
+start.
+"""
 
 from __future__ import annotations
 

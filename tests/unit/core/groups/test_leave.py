@@ -1,4 +1,7 @@
-"""Which instances leave a group and when: successors first, or as much room as is needed."""
+"""Tests which instances leave a group, and when.
+
+A successor comes first. Without a spare instance, just as many leave as are needed for room.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +46,11 @@ def test_a_ratio_changes_by_adding_first_and_draining_afterwards() -> None:
 def test_a_ratio_changes_one_instance_at_a_time_whatever_an_operator_asks_for_at_once(
     num_spare: int,
 ) -> None:
-    """The ratio goes from 4:2 to 2:4. With a spare instance, none is missing meanwhile; without
-    one, at most one is missing.
+    """The ratio changes from 4:2 to 2:4. With a spare instance, six instances always serve. Without
+    one, at least five do.
 
-    Draining takes a moment and loading takes minutes. If each instance left as soon as the last one
-    was blank, half of the group would be loading at the same time.
+    Draining takes a moment, and loading takes minutes. If each instance left as soon as the one
+    before was blank, half of the group would be loading at the same time.
     """
     begin, end = (Desired(groups={"chat": Group("default", *n)}) for n in ((4, 2), (2, 4)))
     world = World(begin, num=6 + num_spare)
@@ -106,7 +109,7 @@ def test_a_group_that_is_no_longer_wanted_is_drained_and_given_back() -> None:
 
 
 def released(release: str, *counts: tuple[int, int]) -> Desired:
-    """Groups a, b... of one scenario, all of one revision."""
+    """A desired state of one scenario and one revision. Its groups are named a, b and so on."""
     groups = {name: Group("default", *each) for name, each in zip("abc", counts, strict=False)}
     return Desired(services={"default": Service(release=release)}, groups=groups)
 

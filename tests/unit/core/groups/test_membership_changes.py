@@ -1,4 +1,4 @@
-"""Groups are announced at each change of their members, once."""
+"""A group is announced once at each change of its members."""
 
 from __future__ import annotations
 

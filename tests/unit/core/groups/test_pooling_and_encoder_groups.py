@@ -1,5 +1,6 @@
-"""Groups of pooling instances, and groups with encoders: which are valid, and how many instances a
-scenario keeps.
+"""Groups of pooling instances and groups with encoders.
+
+The tests cover which groups are valid and how many instances a scenario keeps.
 """
 
 from __future__ import annotations

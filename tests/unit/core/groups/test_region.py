@@ -1,5 +1,5 @@
-"""Regions (S58): where groups are, where they go when a region is lost and when it returns, and
-where requests go.
+"""Regions (S58): where groups are, and which region a group moves to when its region is lost or
+returns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.req("S58")
 
 
 def world_of(text: str, **num: int) -> World:
-    """A world with `num` instances in each region: eu-0, us-0 and so on."""
+    """A world with `num` instances in each region. Their ids are eu-0, us-0 and so on."""
     world = World(read(text), num=0)
     for region, count in num.items():
         for i in range(count):
@@ -58,7 +58,7 @@ def test_a_group_is_in_its_failover_while_its_region_lacks_room_for_all_of_it() 
     for i in range(3):
         start(world, f"eu-{i}")
     world.settle()
-    assert regions(world) == {"us"}  # three instances are not the whole group
+    assert regions(world) == {"us"}  # the whole group needs four instances
     world.steps.clear()
     start(world, "eu-3")
     world.settle()
@@ -96,7 +96,7 @@ def test_a_group_that_may_be_anywhere_is_in_one_region_and_stays_while_it_serves
 
 
 def test_one_crash_in_a_region_of_two_is_no_lost_region() -> None:
-    """An assignment kills each instance that takes it: that is a failed set-up, not a lost
+    """An assignment kills each instance that takes it. That is a failed set-up and no lost
     region.
     """
     text = (
@@ -128,11 +128,11 @@ def test_a_group_changes_its_region_without_a_gap() -> None:
 
 
 @pytest.mark.req("S13")
-# After 3 rounds only the decodes of the group are ready, after 20 rounds all of it.
+# After 3 rounds only the group's decodes are ready, after 20 rounds the whole group is.
 @pytest.mark.parametrize("num_rounds", [3, 20])
 def test_a_group_that_spanned_regions_makes_room_in_its_new_region(num_rounds: int) -> None:
-    """Its instances are in that region already, but their KV may leave the region. So other
-    instances must take their places.
+    """Some of the group's instances are already in the new region, but KV of these instances may
+    leave that region. So other instances must take their places.
     """
     world = world_of(SINGLE + HOME_AND_FAILOVER, eu=5, us=5)
     world.settle()
@@ -146,7 +146,7 @@ def test_a_group_that_spanned_regions_makes_room_in_its_new_region(num_rounds: i
     world.settle()
     assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"}), world.describe()
     assert {world.records[i].kv_region for i in world.given} == {"us"}
-    # Nor is the group set up in another region while room is made.
+    # While room is made, no instance of another region is assigned.
     assert {s.instance_id[:2] for s in world.steps if s.step == "assigned"} == {"us"}
 
 
@@ -185,7 +185,7 @@ def test_a_region_whose_processes_are_asked_to_stop_makes_no_room() -> None:
 
 def test_an_instance_that_hangs_does_not_keep_its_group_from_the_failover() -> None:
     world = world_of(HOME_AND_FAILOVER, eu=4, us=4)
-    world.processes["eu-0"].is_stopping = True  # it follows no assignment
+    world.processes["eu-0"].is_stopping = True  # this process follows no assignment
     world.settle()
     assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"}), world.describe()
 
@@ -222,8 +222,8 @@ def test_errors_of_a_region_are_reported(group: str, message: str) -> None:
 
 @pytest.mark.req("S11")
 def test_instances_kept_for_a_lent_group_are_in_its_region() -> None:
-    """So another group of eu cannot take these instances, and if eu is lost, its groups find their
-    failover.
+    """No other group of eu can take the kept instances. The blank instances in us stay free for the
+    groups that move there when eu is lost.
     """
     text = HOME_AND_FAILOVER + "  night: {prefill: 2, decode: 2, region: eu, failover: [us]}\n"
     desired = read(text)
@@ -237,6 +237,3 @@ def test_instances_kept_for_a_lent_group_are_in_its_region() -> None:
         world.kill(f"eu-{i}")
     world.settle()
     assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"})
-
-
-# --- requests -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which revision each group runs, and the canary beside them."""
+"""The revision that each group runs, and the canary group that tries a new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A round: members, peers and blank instances, each found once for all groups."""
+"""A round of the group controller finds members and blank instances once for all groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdmesh.core.model import (
 
 
 class CountingPlan(dict[str, Assignment]):
-    """A plan that counts how many of its instances a loop has looked at."""
+    """A plan that counts how many of its entries were iterated over."""
 
     num_looks = 0
 

@@ -1,4 +1,4 @@
-"""Steps of instances and groups are announced once, in order; a new leader repeats none."""
+"""Steps of instances and groups are announced once and in order. A new leader repeats none."""
 
 from __future__ import annotations
 

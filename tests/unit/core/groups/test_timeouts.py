@@ -1,4 +1,4 @@
-"""When an instance has taken too long for a stage, and which instance is to blame."""
+"""Tests when an instance has taken too long for a stage, and which instance is to blame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which instance of an unconnected pair is given up, and which ready ones have no partner."""
+"""Pairs of a prefill and a decode that cannot connect.
+
+One instance of the pair is given up, and ready instances without a partner are reported.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ def test_a_decode_with_a_draft_that_the_prefills_lack_is_named_with_one_of_them(
 
 @pytest.mark.req("S24", "S57")
 def test_blocks_cut_by_heads_never_meet_the_opaque_ones_of_an_earlier_release() -> None:
-    """vLLM on a CPU had opaque blocks before. Two such releases may be in one group for a while."""
+    """Earlier releases kept opaque blocks for vLLM on a CPU. During an upgrade, both releases may
+    be in one group.
+    """
     by_heads = str(KvFormat("aa", "f32", "unscaled", 64, "cd", num_heads=4))
     new = replace(D0, instance_id="decode-1", model_fingerprint=by_heads)
     (line,) = unpaired({"g": [P0, D0, new]})

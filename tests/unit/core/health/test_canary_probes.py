@@ -1,4 +1,7 @@
-"""Which instance the canary tries next, and what its failures say (S34)."""
+"""Tests which instance the canary probe tries next, and how its failures are judged (S34).
+
+A canary probe is a small request that the health-monitor sends to an idle instance.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ ALL = [P0, P1, D0, D1]
 
 
 def rota() -> CanaryRota:
-    """A rota that has seen all instances at time 0."""
+    """A rota that saw all instances at time 0."""
     rota = CanaryRota(period_s=30.0)
     assert rota.next(ALL, 0.0) is None, "no instance is tried the moment it appears"
     return rota

@@ -1,4 +1,7 @@
-"""The caps on ejections: the health-monitor's for a group and role, the leader's for the fleet."""
+"""The caps on ejections, which take faulty instances out of service.
+
+The health-monitor has a cap for each group and role. The leader has a cap for the fleet.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def fleet(num: int, **faults: FaultJudged) -> Mapping[str, FaultJudged | None]:
 @pytest.mark.parametrize(
     ("level", "expected"),
     [
-        (Level.PROCESS, {}),  # it restarts itself
+        (Level.PROCESS, {}),  # the instance restarts itself
         (Level.INSTANCE, {"i0": TakenOut(True, True, "fault level 3: ECC")}),
         (Level.LOST, {"i0": TakenOut(False, True, "fault level 5: ECC")}),
     ],
@@ -52,7 +55,8 @@ def test_a_fault_that_is_held_back_ejects_nothing() -> None:
 
 
 def test_at_most_a_fifth_is_ejected_and_the_excess_is_reported_once() -> None:
-    cap, out = FleetEjectionCap(), {"i9": CORDONED}  # an operator's cordon does not count
+    # an instance that an operator cordoned does not count towards the cap
+    cap, out = FleetEjectionCap(), {"i9": CORDONED}
     faults = fleet(10, i0=fault(Level.LOST), i1=fault(Level.LOST), i2=fault(Level.LOST))
     ruled = cap.rule(faults, out)
     assert list(ruled.taken_out) == ["i0", "i1"]

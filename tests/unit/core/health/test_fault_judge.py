@@ -1,5 +1,6 @@
-"""Suspicion is not proof: proofs, quorums, hysteresis, the cap, panic, and what outlives an
-incarnation (S33, S34).
+"""The fault judge: a proof decides at once, and a suspicion needs a quorum that lasts (S33, S34).
+
+Caps and a panic hold ejections back. Some facts outlive the incarnation of an instance.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ def test_two_signals_of_one_source_are_one_suspicion(judge: FaultJudge) -> None:
 
 
 def test_the_level_is_the_worst_that_a_quorum_supports(judge: FaultJudge) -> None:
-    """One source says node, the other says process: both mean at least the process."""
+    """One source reports a node fault, and the other one a process fault. Both agree that at least
+    the process is faulty.
+    """
     seen(judge, "d0", "d1")
     tell(judge, "d0", CANARY, Signal("device", "DEVICE_HOT", Level.NODE))
     tick(judge, 0.0)
@@ -174,7 +177,7 @@ def test_a_fault_level_holds_for_one_incarnation(judge: FaultJudge) -> None:
 
 
 def test_an_instance_that_restarts_counts_as_out(judge: FaultJudge) -> None:
-    """Otherwise a wrong judgement would restart the whole group, one instance after the other."""
+    """Otherwise a wrong judgement would restart a whole group, one instance after the other."""
     seen(judge, "d0", "d1", "d2")
     tell(judge, "d0", HANGS)
     tick(judge, 0.0)
@@ -187,8 +190,8 @@ def test_an_instance_that_restarts_counts_as_out(judge: FaultJudge) -> None:
 
 
 def test_instances_that_were_out_before_a_panic_stay_out(judge: FaultJudge) -> None:
-    """Their faults were proven while the others were well, so requests to them fail for certain.
-    A panic once put such instances back into service.
+    """The faults of these instances were proven while the other instances were well. So requests to
+    them would certainly fail. A panic once put such instances back into service.
     """
     for group in range(5):
         judge.handle(InstanceSeen(f"d{group}", 1, f"g{group}", "decode"), 0.0)
@@ -202,7 +205,8 @@ def test_instances_that_were_out_before_a_panic_stay_out(judge: FaultJudge) -> N
     tick(judge, 2.0)
     for at in (13.0, 80.0):
         tick(judge, at)
-    tell(judge, "d0", LOST, at=100.0)  # it was well until now, and fails with the others
+    # d0 was well in between, and now fails together with the others
+    tell(judge, "d0", LOST, at=100.0)
     assert levels(tick(judge, 100.0)) == {"d0": (Level.LOST, PANIC)}
 
 
@@ -224,7 +228,7 @@ def test_an_uncordoned_instance_is_judged_only_by_new_reports(
     tell(judge, "d0", LOST, incarnation=4, at=401.0)
     tick(judge, 401.0)
     judge.handle(Healed("d0"), 402.0)
-    (again,) = tick(judge, 402.0)  # its device still reports the fault
+    (again,) = tick(judge, 402.0)  # the device of d0 still reports the fault
     assert (again.level, again.since) == (Level.LOST, 402.0)
 
 

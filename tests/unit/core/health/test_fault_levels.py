@@ -1,4 +1,4 @@
-"""One action for each level of fault (S34)."""
+"""Each fault level has one action (S34)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which paths a gateway probes, and when it is ready."""
+"""Tests which paths through instances a gateway probes, and when the gateway is ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each answer of NVIDIA's driver has a level, and the worst of several counts."""
+"""Each answer of NVIDIA's driver has a fault level, and the worst of several answers counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Liveness: leases, heartbeats, incarnations, and when not to judge."""
+"""Liveness from leases, heartbeats and incarnations, and when no process may be judged."""
 
 from __future__ import annotations
 
@@ -90,9 +90,8 @@ def test_a_new_incarnation_replaces_the_old_one_which_never_revives(
 def test_a_worker_cut_off_from_the_bus_is_back_when_it_registers_again(
     tracker: HealthTracker,
 ) -> None:
-    """The worker never died: its lease ended behind a partition.
-
-    If it had to restart first, it would be lost for good (I8).
+    """The worker never died, but its lease ended behind a network partition. If the worker had to
+    restart first, it would be lost (I8).
     """
     tracker.handle(RecordSeen("p0", 1, "prefill"), now=0.0)
     tracker.handle(RecordVanished("p0", is_lease_end=True), now=3.0)
@@ -111,8 +110,8 @@ def test_no_process_is_judged_while_the_bus_is_away_nor_right_after(tracker: Hea
 
 
 def test_a_pause_of_the_monitor_itself_makes_no_process_dead(tracker: HealthTracker) -> None:
-    """After a SIGSTOP of a minute, its first tick comes before the heartbeats that wait in the
-    socket.
+    """The monitor was stopped for a minute (SIGSTOP). Its first tick comes before the heartbeats
+    that wait in the socket.
     """
     tracker.handle(RecordSeen("p0", 1, "prefill"), now=0.0)
     assert run(tracker, (0.5, Tick()), (60.5, Tick()), (60.6, Heartbeat("p0", 1))) == []

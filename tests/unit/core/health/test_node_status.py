@@ -1,5 +1,7 @@
-"""The node's status: the worst over all sources, a file that is whole or does not count, and the
-signals for an instance (S33).
+"""The status file of a node (S33).
+
+The worst report on a device counts, a damaged file is ignored, and each instance gets the signals
+of its own devices.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def test_a_whole_file_is_read_as_it_was_written() -> None:
 
 @given(st.integers(0, len(dump(STATUS)) - 3), st.sampled_from(["cut", "flip"]))
 def test_an_incomplete_file_gives_no_status(at: int, how: str) -> None:
-    """The file is cut anywhere, or any character is changed; only white space does not matter."""
+    """The file is cut at any place, or one character is changed. Changed white space is not
+    tested.
+    """
     text = dump(STATUS)
     torn = (
         text[:at]
@@ -96,7 +100,7 @@ def test_an_instance_reads_its_nodes_file_if_there_is_one(tmp_path: Path) -> Non
 
 
 def test_devices_are_named_by_setting_then_cuda_then_the_container_then_the_instance() -> None:
-    container = {"NVIDIA_VISIBLE_DEVICES": "GPU-c"}  # as Kubernetes' device plugin sets it
+    container = {"NVIDIA_VISIBLE_DEVICES": "GPU-c"}  # the value that Kubernetes' device plugin sets
     environment = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", **container}
     assert device_names("2, 3", "p0", environment) == ["2", "3"]
     assert device_names("", "p0", environment) == ["GPU-a", "GPU-b"]
@@ -123,8 +127,8 @@ def test_a_device_file_that_cannot_be_read_is_unknown_and_never_well(tmp_path: P
 
 
 class FakeNvml(SimpleNamespace):
-    """pynvml's functions over a table of devices; a number in place of an answer is an error to
-    raise.
+    """Has pynvml's functions, which answer from a table of devices. A number in the table is an
+    error to raise.
     """
 
     class NVMLError(Exception):

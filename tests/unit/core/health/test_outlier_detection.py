@@ -1,4 +1,4 @@
-"""Which of an instance's counters speak against it, and when they say nothing (S34)."""
+"""Tests which counters make an instance suspect, and when they are ignored (S34)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ids of one request have the same key."""
+"""All ids of one request are mapped to the same key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incidents: what went wrong with an instance, and what was done about it."""
+"""An incident records what went wrong with an instance and what was done about it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def whats(trouble: Trouble) -> list[str]:
 
 
 def test_a_death_ends_when_another_instance_serves_in_its_place() -> None:
-    """Requests notice it first, so the ones that moved before the verdict count, too."""
+    """Requests notice a death first. So requests that moved before the verdict count, too."""
     (trouble,) = after(
         (9.0, lost()),
         (10.0, HealthTurned("d-0", 1, "suspect", "heartbeat_missed")),

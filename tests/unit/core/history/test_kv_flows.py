@@ -1,4 +1,4 @@
-"""Between which instances KV went in the last minute."""
+"""The KV transfers of the last minute, summed by pair of instances."""
 
 from __future__ import annotations
 

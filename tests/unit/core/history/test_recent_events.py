@@ -1,4 +1,4 @@
-"""What happened lately, with a bound for each kind."""
+"""The recent events of the mesh, with a bound for each kind."""
 
 from __future__ import annotations
 

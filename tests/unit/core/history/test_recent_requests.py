@@ -1,4 +1,4 @@
-"""The latest requests, and what instances told of them."""
+"""The latest requests, with the steps that their gateway and instances reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of a request, from its gateway's report."""
+"""A gateway's report about a request is turned into steps with times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each scenario answered, by steps of an hour."""
+"""The answers, failures and tokens of each scenario over the last hour, in steps."""
 
 from __future__ import annotations
 

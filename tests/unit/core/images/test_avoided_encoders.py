@@ -1,4 +1,4 @@
-"""When a prefill fetches no embeddings from an encoder that it cannot fetch from."""
+"""A prefill stops fetching image embeddings from an encoder for a while after repeated failures."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_says_nothing_about_the_path_does_not_count(reason: str) -> None:
 
 
 def test_only_so_many_sources_are_remembered() -> None:
-    """The one that failed longest ago is forgotten first."""
+    """When there are too many, the source that failed longest ago is forgotten."""
     sources = failing()
     others = (PeerId("encoder-1", incarnation) for incarnation in itertools.count(1))
     for other in itertools.islice(others, MAX_SOURCES - 1):

@@ -1,4 +1,4 @@
-"""An encoder's embeddings stay within their bound, and none leaves while it is read."""
+"""An encoder's stored embeddings stay within a bound, and none is evicted while it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each image has its encoder, and keeps it while others come and go."""
+"""Each image has an encoder, which it keeps while other encoders come and go."""
 
 from __future__ import annotations
 

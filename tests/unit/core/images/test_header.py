@@ -1,4 +1,4 @@
-"""The size of an image, from its first bytes."""
+"""The size of an image is read from the first bytes of its file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_file_that_ends_within_its_header_is_no_image(data: bytes, form: str) 
      gif(1, 1, (0, 0, 60_000, 60_000))],
 )  # fmt: skip
 def test_a_file_with_two_sizes_is_refused(data: bytes) -> None:
-    """A decoder may take another one than the check."""
+    """The check and the decoder might use different sizes."""
     with pytest.raises(NotAnImage, match=r"two headers|twice|larger than its screen"):
         read_header(data)
 
@@ -66,7 +66,7 @@ def test_damaged_exif_data_leave_an_image_upright_or_turn_it(damaged: bytes) -> 
 
 
 def test_only_the_first_exif_data_count() -> None:
-    """Each further segment would cost time; decoders append it to the first."""
+    """Decoders append later segments to the first one, and reading them would cost time."""
     assert read_header(with_segments(exif(1), exif(6))).shown_size == (5, 7)
     assert read_header(with_segments(exif(6), exif(1))).shown_size == (7, 5)
 
@@ -97,7 +97,7 @@ def test_anything_else_is_refused(data: bytes) -> None:
     ids=["jpeg", "jpeg after its size", "png", "gif", "gif of many"],
 )
 def test_the_search_is_bounded(data: bytes) -> None:
-    """Parts without content cost few bytes each."""
+    """Each part without content costs only a few bytes, so a file could have very many."""
     with pytest.raises(NotAnImage, match=r"too many parts|damaged before"):
         read_header(data)
 

@@ -1,4 +1,4 @@
-"""How large an image may be."""
+"""Images with too many bytes, too many pixels or too extreme a shape are refused."""
 
 from __future__ import annotations
 

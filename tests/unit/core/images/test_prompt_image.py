@@ -1,4 +1,4 @@
-"""The tokens that stand for images in a prompt."""
+"""The placeholder tokens that stand for images in a prompt."""
 
 from __future__ import annotations
 

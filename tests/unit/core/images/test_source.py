@@ -1,4 +1,4 @@
-"""Where the gateway may be sent for an image, and the images in requests themselves."""
+"""The addresses from which a gateway may fetch images, and images that a request contains."""
 
 from __future__ import annotations
 
@@ -112,15 +112,17 @@ def test_long_base64_is_decoded_as_a_whole(num_bytes: int) -> None:
 @pytest.mark.parametrize("at", [3, 65_534, 65_535, 65_536, 131_071, 131_072, 199_996])
 @pytest.mark.parametrize("wrong", ["=", "==", "-", " ", "\n", "\0", "é"])
 def test_wrong_base64_is_refused_wherever_it_is(at: int, wrong: str) -> None:
-    """Padding at the end of a piece would be right if the piece were all."""
+    """The text is decoded piece by piece. Padding is right only at the end of the last piece."""
     text = "A" * (at - len(wrong) + 1) + wrong
     with pytest.raises(ImageRefused, match="base64"):
         decoded(text + "A" * (200_000 - len(text)), ImageRules())
 
 
 def test_no_call_of_the_library_takes_long() -> None:
-    """No other thread runs during such a call, so the event loop would stand still for all of it,
-    which is some 20 ms for 6 MiB. Time on the processor counts, whatever else this machine does.
+    """A call of the base64 library stops all threads. Decoding 6 MiB at once would stop the event
+    loop for some 20 ms.
+
+    The test measures processor time, so that the load of the machine does not matter.
     """
     text = "A" * (8 << 20)
     whole_s = _longest_call_s(lambda: base64.b64decode(text, validate=True))
@@ -128,7 +130,7 @@ def test_no_call_of_the_library_takes_long() -> None:
 
 
 def _longest_call_s(work: Callable[[], object]) -> float:
-    """The longest call of a function that is written in C."""
+    """The longest call of a C function during `work`, in seconds of processor time."""
     begun_s = longest_s = 0.0
 
     def on_event(_: FrameType, event: str, __: object) -> None:

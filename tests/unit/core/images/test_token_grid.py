@@ -1,4 +1,4 @@
-"""The tokens of an image in a model that reads it in rows."""
+"""The grid of tokens for an image, in a model that reads images in rows."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ QWEN2_VL = GridRule(28, 56 * 56, 28 * 28 * 1280)
         ((640, 480), (17, 23)),
         ((480, 640), (23, 17)),
         ((56, 56), (2, 2)),
-        ((1, 1), (2, 2)),  # too small: enlarged to the least pixels
-        ((42, 42), (2, 2)),  # a half rounds to the even number, as in Python
+        ((1, 1), (2, 2)),  # too small, so enlarged to the smallest number of pixels
+        ((42, 42), (2, 2)),  # 1.5 is rounded to the even number, as Python does
         ((70, 70), (2, 2)),
-        ((4032, 3024), (30, 41)),  # a camera's: too large
+        ((4032, 3024), (30, 41)),  # a photo, which is too large
         ((20_000, 100), (2, 505)),
     ],
 )

@@ -107,7 +107,7 @@ def test_retrievals_have_a_bound_of_their_own() -> None:
 def test_a_decode_reserves_blocks_for_its_whole_answer() -> None:
     admission = Admission(CAPACITY)
     admission.admit(ask(1, Work.DECODE, 100, max_tokens=500), 0)
-    assert admission.num_blocks_free == 16 - 10  # 100 + 1 + 500 tokens
+    assert admission.num_blocks_free == 16 - 10  # 100 prompt tokens, token 1 and 500 more tokens
     assert refusal(admission.admit(ask(2, Work.DECODE, 300, max_tokens=200), 0)) is (
         RefusalReason.NO_KV
     )
@@ -131,7 +131,7 @@ def test_the_answer_is_never_reserved_beyond_the_context() -> None:
     [
         ask(1, num_tokens=1024),  # no room for token 1
         ask(1, Work.DECODE, 1023),  # no room for token 2
-        ask(1, num_tokens=513),  # nine blocks do not fit the arena
+        ask(1, num_tokens=513),  # the nine blocks do not fit into the arena
     ],
 )
 def test_a_prompt_that_an_empty_instance_cannot_hold_is_always_too_long(too_long: Ask) -> None:

@@ -1,4 +1,4 @@
-"""An arena at its bounds; the property test reserves and frees in any order."""
+"""An arena at its bounds. The property test reserves and frees ranges in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An engine schedules ahead where it may and where that pays; the reason is always given."""
+"""Tests when an engine schedules a step while it computes the step before, and the reason it
+gives.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which arguments of vLLM an operator may set."""
+"""Tests which of vLLM's arguments an operator may set."""
 
 from __future__ import annotations
 

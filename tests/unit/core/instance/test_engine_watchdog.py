@@ -1,4 +1,4 @@
-"""An engine that hangs is noticed; an engine that is slow or was paused is not given up."""
+"""The watchdog ends an instance whose engine hangs. A slow or paused engine is left alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_silence_is_first_a_suspicion_then_a_proof_then_the_end_of_the_engine() 
 
 
 def test_a_long_step_does_not_count_as_silence_while_layers_are_computed() -> None:
-    """A ping is answered between two steps, so a step of 100 s leaves it unanswered for 100 s."""
+    """The engine answers pings only between two steps, so a step of 100 s leaves a ping unanswered
+    for 100 s.
+    """
     engine = watch()
     for now in range(101):
         engine.handle(WorkSeen(), float(now))

@@ -1,4 +1,4 @@
-"""When a gateway offers a prompt to an instance, and when it calls a waiting one."""
+"""Tests when a gateway offers a prompt to an instance, and when it calls a waiting prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdmesh.core.instance.free_slots import TRUST_S, FreeSlots
 
 @pytest.fixture
 def slots() -> FreeSlots:
-    """One slot is free, and a prompt was offered for it."""
+    """The instance had one free slot, and a prompt was offered for it."""
     slots = FreeSlots()
     assert slots.has_slot(0.0), "it has not told yet"
     assert slots.told(1, 0.0) == 1

@@ -1,4 +1,7 @@
-"""One instance under its assignments, step by step; the property test tries any order of them."""
+"""The life of one instance under assignments, step by step.
+
+The property test tries any order of assignments.
+"""
 
 from __future__ import annotations
 
@@ -108,8 +111,8 @@ def test_orders_from_a_replaced_master_are_ignored() -> None:
 
 @pytest.mark.fault("F21")
 def test_an_order_with_less_detail_than_the_loaded_role_is_followed() -> None:
-    """Assignments were lost with their bucket and written again from the records, which say
-    less.
+    """The assignments were lost with their bucket. The leader wrote them again from the records,
+    which have less detail.
     """
     one = InstanceLife(INCARNATION)
     role_spec = replace(ROLE_SPECS[0], model="m", options=(("num_slots", "4"),))

@@ -1,4 +1,7 @@
-"""What load reports name: admissions and timed prompts, each once, bounded."""
+"""Load reports name admitted prompts and the times of computed prompts.
+
+Each is named once, and the size of a report is bounded.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ def test_a_prompt_alone_is_timed_from_the_moment_at_which_it_could_begin() -> No
 
 @pytest.mark.req("S93", "S107")
 def test_prompts_that_share_steps_are_timed_together_until_none_is_left() -> None:
-    """The engine computed a part of b beside a, so the time between their ends is of neither."""
+    """The engine computed a part of b in the same steps as a. So the time between their ends
+    belongs to neither prompt alone.
+    """
     book = LoadBook()
     for leg, name in ((1, "a"), (2, "b"), (3, "c")):
         book.admitted(leg, name, 100, now=0.0)
@@ -41,7 +46,9 @@ def test_prompts_that_share_steps_are_timed_together_until_none_is_left() -> Non
 
 @pytest.mark.req("S93")
 def test_an_instance_that_is_never_idle_is_timed_at_the_ends_of_steps() -> None:
-    """Four prompts a step: the time is told when the first prompt of a later step ends."""
+    """The engine computes four prompts a step. A time is reported when the first prompt of a later
+    step ends.
+    """
     book, now = LoadBook(), 0.0
     for leg in range(40):
         book.admitted(leg, f"r{leg}", 100, now)
@@ -58,7 +65,7 @@ def test_a_prompt_that_was_given_up_has_no_tokens_and_no_time() -> None:
     book.admitted(2, "b", 100, now=0.0)
     book.computed(1, 0, now=1.0)
     book.ended(2, now=1.0)
-    book.ended(1, now=1.0)  # this adds nothing, since leg 1 was reported already
+    book.ended(1, now=1.0)  # leg 1 was reported before, so its end adds nothing
     assert book.take()[1] == [
         Computed("a", 100, 0, 0.0),
         Computed("b", 0, 0, 0.0),
@@ -84,7 +91,9 @@ def test_reports_are_bounded() -> None:
 
 @pytest.mark.req("S93", "S107")
 def test_who_decodes_beside_a_prompt_is_counted_over_its_time_without_itself() -> None:
-    """The master saw only who decodes after a span, the prompt itself among them."""
+    """A report after the prompt would miss the requests that decoded during it, and would count the
+    prompt's own request.
+    """
     book = LoadBook()
     book.admitted(1, "a", 100, now=0.0)
     book.computed(1, 0, now=1.0)

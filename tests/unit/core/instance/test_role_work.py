@@ -1,4 +1,4 @@
-"""What work the roles take."""
+"""The kinds of work that each role accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law's terms: what a step of prompts, of decodes, and of both together takes."""
+"""The law that predicts a step's time from its prompt tokens and its decodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The times of an engine's steps: synchronous ones leave gaps, asynchronous ones overlap."""
+"""The times of an engine's steps. Synchronous steps leave gaps, and asynchronous steps overlap."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from pdmesh.core.instance.step_times import ComputedStep, StepTimes
 
-T1, T2, T3 = 1.0, 10.0, 2.0  # schedule, compute, process
+T1, T2, T3 = 1.0, 10.0, 2.0  # the times to schedule, compute and process a step
 
 
 def synchronous(num_steps: int) -> StepTimes:
-    """Schedule, compute, process, one after the other."""
+    """Times of steps that are scheduled, computed and processed one after another."""
     times, now = StepTimes(), 0.0
     for n in range(num_steps):
         times.scheduled(now, now + T1, is_steady=n > 0)
@@ -24,7 +24,9 @@ def synchronous(num_steps: int) -> StepTimes:
 
 
 def asynchronous(num_steps: int) -> StepTimes:
-    """Step n is computed from n * T2 on; beside it, n - 1 is processed and n + 1 scheduled."""
+    """Step n is computed from n * T2 on. Step n - 1 is processed and step n + 1 is scheduled at the
+    same time.
+    """
     times = StepTimes()
     times.scheduled(-T1, 0.0, is_steady=False)
     for n in range(num_steps):
@@ -56,7 +58,7 @@ def test_asynchronous_steps_are_scheduled_within_the_step_before_and_leave_no_ga
 def test_a_step_that_is_scheduled_too_late_does_not_overlap() -> None:
     times = StepTimes()
     times.scheduled(0, 1, is_steady=False)
-    times.scheduled(8, 12, is_steady=True)  # the first is computed from 1 to 11
+    times.scheduled(8, 12, is_steady=True)  # the first step is computed from 1 to 11
     times.computed(ComputedStep(1, 11, 10))
     times.computed(ComputedStep(12, 20, 8))
     assert (times.totals.num_steady, times.totals.num_overlapped) == (1, 0)

@@ -1,4 +1,4 @@
-"""Requests take turns by priority and arrival, and no request waits for ever (S83)."""
+"""Requests are served by priority and arrival, and no request waits for ever (S83)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files are read in the order of their names, and the index decides which ones."""
+"""Weight files are read in the order of their names. The index says which files to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The header of a weight file says where its tensors are; a file that differs is named."""
+"""The header of a weight file says where the tensors are.
+
+An error names the file whose header is wrong.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ SHAPES: Shapes = {"a": ("BF16", (2, 3)), "scale": ("F32", ()), "none": ("U8", (0
 
 
 def read(head: bytes, file_bytes: int) -> WeightHeader:
-    """As a reader does it, with the two pure steps."""
+    """Parse a header in the two steps of a reader."""
     length = header_bytes("f", head[:LENGTH_BYTES], file_bytes)
     return parse("f", head[LENGTH_BYTES : LENGTH_BYTES + length], file_bytes)
 

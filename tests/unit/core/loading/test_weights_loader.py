@@ -1,4 +1,7 @@
-"""Storage behind a network or FUSE is read file by file; a setting overrides that."""
+"""Weights on storage behind a network or FUSE are read in file order.
+
+A setting overrides that.
+"""
 
 from __future__ import annotations
 

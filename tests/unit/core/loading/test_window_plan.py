@@ -1,4 +1,7 @@
-"""The windows cover every byte once, and a window never overlaps the one before in the buffer."""
+"""Weights are read in windows that cover every byte once.
+
+In the buffer, a window never overlaps the one before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cron expression means: when it fires next, and which expressions are refused."""
+"""Tests when a cron expression fires next, and which expressions are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.core.moves.cron import Cron
 
 DAY = 86_400.0
 
-MIDNIGHT = datetime(2026, 11, 21, tzinfo=UTC).timestamp()  # a Saturday
+MIDNIGHT = datetime(2026, 11, 21, tzinfo=UTC).timestamp()  # 21 November 2026 is a Saturday
 
 
 def at(text: str, start: float = MIDNIGHT, zone: str = "UTC", count: int = 1) -> list[str]:
@@ -34,7 +34,7 @@ def at(text: str, start: float = MIDNIGHT, zone: str = "UTC", count: int = 1) ->
         ("30 8 * * 1-5", ["Mon 11-23 08:30", "Tue 11-24 08:30"]),
         ("*/20 23 * * 7", ["Sun 11-22 23:00", "Sun 11-22 23:20"]),
         ("0 0 1,15 * *", ["Tue 12-01 00:00", "Tue 12-15 00:00"]),
-        ("0 12 13 * 5", ["Fri 11-27 12:00", "Fri 12-04 12:00"]),  # the 13th, or any Friday
+        ("0 12 13 * 5", ["Fri 11-27 12:00", "Fri 12-04 12:00"]),  # on the 13th, or on any Friday
         ("0 0 29 2 *", ["Tue 02-29 00:00"]),
     ],
 )
@@ -60,7 +60,7 @@ def test_the_refusal_of_a_wrong_expression_names_its_field(text: str, why: str) 
 
 
 def test_a_skipped_local_time_fires_once_later_and_a_repeated_one_once() -> None:
-    """Berlin, 2026: 02:30 does not exist on 29 March and comes twice on 25 October."""
+    """In Berlin in 2026, 02:30 does not exist on 29 March and comes twice on 25 October."""
     spring = datetime(2026, 3, 28, 12, tzinfo=UTC).timestamp()
     assert at("30 2 * * *", spring, "Europe/Berlin", 2) == ["Sun 03-29 03:30", "Mon 03-30 02:30"]
     autumn = datetime(2026, 10, 24, 12, tzinfo=UTC).timestamp()

@@ -1,4 +1,7 @@
-"""A single move, and the groups after it."""
+"""A move changes the groups by one step.
+
+An instance joins, leaves or changes its role, or a group is lent.
+"""
 
 from __future__ import annotations
 

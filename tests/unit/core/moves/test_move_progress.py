@@ -1,4 +1,4 @@
-"""When a move has been made, has failed, or waits."""
+"""Tests when a move is complete, has failed or still waits, by the reports about its groups."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def test_a_move_is_made_when_all_its_groups_serve_or_have_left(
 @pytest.mark.parametrize(
     "late",
     [
-        replace(MADE, wanted=(3, 3)),  # the report is about the counts before the move
+        replace(MADE, wanted=(3, 3)),  # the report is about the counts from before the move
         replace(MADE, wanted=None),
-        replace(MADE, shall_be=None),  # it shall leave, and still serves
+        replace(MADE, shall_be=None),  # the group is to leave, and still serves
         replace(GONE, is_reported=True),
         replace(MADE, is_reported=False),
         replace(MADE, wanted=(3, 3), is_serving=False, is_failed=True, detail="died"),

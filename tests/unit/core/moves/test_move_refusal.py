@@ -1,4 +1,8 @@
-"""Every reason to refuse a move, and what no series of moves does to the groups."""
+"""The reasons to refuse a move.
+
+No sequence of allowed moves takes a group's last instance of a role or overloads the other
+instances.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,9 @@ def to_prefill(group_id: str = "chat-0") -> Move:
 
 @pytest.mark.req("S28")
 def test_a_move_that_would_overload_the_remaining_instances_is_refused() -> None:
-    """dynamo#9294 oscillated between 2 and 1 because it looked at the load before the move."""
+    """A planner that checks the load before the move oscillates: dynamo#9294 went back and forth
+    between 2 and 1 instances.
+    """
     busy = {**GROUPS, "chat-1": replace(GROUPS["chat-1"], decode_busy=0.6)}
     assert refusal(to_prefill("chat-1"), busy, MAX_BUSY) == "1 decode of chat-1 would be 120% busy"
     assert refusal(to_prefill("chat-1"), busy, MAX_BUSY, is_forced=True) is None
@@ -43,7 +49,7 @@ def test_a_move_that_would_overload_the_remaining_instances_is_refused() -> None
 
 @pytest.mark.req("S28")
 def test_an_unknown_load_refuses_a_move_and_does_not_count_as_idle() -> None:
-    """dynamo#14575: a metrics outage read as no load."""
+    """In dynamo#14575, an outage of the metrics was taken for an idle system."""
     unknown = {**GROUPS, "chat-0": replace(CHAT, decode_busy=None)}
     assert "unknown" in (refusal(to_prefill(), unknown, MAX_BUSY) or "")
 

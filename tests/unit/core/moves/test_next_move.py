@@ -1,4 +1,4 @@
-"""The plan runner makes one move of a scenario at a time, and ends plans."""
+"""The plan runner makes one move of a scenario at a time, and decides when a plan has ended."""
 
 from __future__ import annotations
 

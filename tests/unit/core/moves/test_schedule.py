@@ -1,5 +1,6 @@
-"""Schedules on virtual time: what a cron expression means, that each time fires once, and that lent
-groups are back in time.
+"""Schedules on virtual time.
+
+Each time of a schedule fires once, and lent groups are back in time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pdmesh.core.moves.schedule import Schedule, ScheduleAction, ScheduleEntry
 from pdmesh.services.master_scheduler.groups.desired_convert import entries_from
 
 DAY = 86_400.0
-MIDNIGHT = datetime(2026, 11, 21, tzinfo=UTC).timestamp()  # a Saturday
+MIDNIGHT = datetime(2026, 11, 21, tzinfo=UTC).timestamp()  # 21 November 2026 is a Saturday
 GROUPS = {f"chat-{i}": GroupShape(f"chat-{i}", "chat", 3, 5, 0.1, 0.1) for i in range(4)}
 
 
@@ -37,7 +38,7 @@ def entry(what: ScheduleAction, cron: str, count: int = 2, name: str = "") -> Sc
 def test_a_daily_schedule_for_two_groups_fires_once_within_a_second_of_its_time() -> None:
     schedule, fired = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")]), []
     for day in range(3):
-        for second in range(-60, 60):  # a shell that ticks every second
+        for second in range(-60, 60):  # a shell ticks every second
             now = MIDNIGHT + day * DAY + 8 * 3600 + second + 0.5
             fired += [(now, due) for due in schedule.tick(GROUPS, now)]
     assert [due.at - MIDNIGHT for _, due in fired] == [8 * 3600 + n * DAY for n in range(3)]
@@ -63,7 +64,7 @@ def test_ticking_more_often_fires_no_more() -> None:
 
 @pytest.mark.req("S11")
 def test_the_next_time_of_a_schedule_is_computed_once_and_not_at_every_tick() -> None:
-    """Otherwise a thousand schedules would take a tenth of the leader's loop."""
+    """If each tick computed it, a thousand schedules would take a tenth of the leader's time."""
     asked: list[float] = []
 
     class Counted(Cron):
@@ -80,8 +81,8 @@ def test_the_next_time_of_a_schedule_is_computed_once_and_not_at_every_tick() ->
 
 
 def test_lent_groups_serve_again_at_the_time_that_was_asked_for() -> None:
-    """Set-ups take ten minutes. With the margin for the slowest recent one, the reclaim begins a
-    quarter of an hour early.
+    """A set-up takes ten minutes. The margin makes that a quarter of an hour, so the reclaim begins
+    at 06:45.
     """
     night = [entry(ScheduleAction.LEND, "0 22 * * *"), entry(ScheduleAction.RECLAIM, "0 7 * * *")]
     schedule = Schedule(night)
@@ -126,8 +127,8 @@ def test_a_master_that_was_away_makes_up_for_it_within_the_grace_and_says_so_bey
 
 
 def test_a_clock_that_was_years_ahead_for_a_moment_stops_no_schedule() -> None:
-    """A machine without a battery boots, or a time server is wrong. What fired then would block the
-    schedule until that year.
+    """A machine without a battery boots, or a time server is wrong. A time that fired in that
+    future must not block the schedule until then.
     """
     schedule = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")])
     schedule.tick(GROUPS, MIDNIGHT)
@@ -163,8 +164,8 @@ def test_an_entry_that_came_with_a_change_of_the_file_does_not_fire_for_the_past
 
 @pytest.mark.req("S21")
 def test_a_reclaim_that_comes_within_its_lead_time_begins_at_once_and_once() -> None:
-    """It is 06:56, and the groups must be back at 7. The lead is five minutes, but four are
-    left.
+    """It is 06:56, and the groups must serve at 07:00. The reclaim takes five minutes, so it should
+    have begun at 06:55.
     """
     lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
     schedule = Schedule([entry(ScheduleAction.LEND, "0 8 * * *")])
@@ -182,7 +183,7 @@ def test_a_reclaim_that_comes_within_its_lead_time_begins_at_once_and_once() -> 
 def test_a_reclaim_with_a_long_lead_is_not_missed_before_its_time() -> None:
     lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
     schedule = Schedule([entry(ScheduleAction.RECLAIM, "0 7 * * *")], fired={"reclaim": MIDNIGHT})
-    schedule.set_up_took("chat", 1200.0)  # so the reclaim must begin half an hour early
+    schedule.set_up_took("chat", 1200.0)  # so the reclaim begins half an hour before 07:00
     (due,) = schedule.tick(lent, MIDNIGHT + 7 * 3600 - 60)
     assert due.plan is not None
     assert due.late_s == 1740

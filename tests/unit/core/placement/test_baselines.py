@@ -1,4 +1,4 @@
-"""Baselines to compare the default policy with."""
+"""Baseline policies, with which the default policy is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of chats."""
+"""The fleet remembers which decode served each chat, so that the next turn returns there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DECODES = {"decode-0", "decode-1"}
 
 @pytest.mark.req("S94")
 def test_a_chat_returns_to_the_decode_that_took_its_turn_not_to_the_one_planned_first() -> None:
-    """The first candidate may be dead already, and back by the next turn."""
+    """The first candidate may be dead during this turn and back at the next one."""
     placement = make(*pair())
     query = Query(model="m", num_prompt_tokens=640, max_tokens=64, chat_id="c", request_id="r1")
     dead = planned(placement, query).decodes[0].instance_id
@@ -55,7 +55,7 @@ def test_a_late_report_of_an_earlier_turn_or_of_a_failed_decode_moves_no_chat() 
     placement = make(*pair())
     query = Query(model="m", num_prompt_tokens=640, max_tokens=64, chat_id="c", request_id="r1")
     first = planned(placement, query).decodes[0].instance_id
-    again = replace(query, excluded=frozenset({first}))  # r1 failed there
+    again = replace(query, excluded=frozenset({first}))  # r1 failed on the first decode
     (second,) = {d.instance_id for d in planned(placement, again, now=0.1).decodes}
     placement.fleet.handle(load(first, admitted=["r1"]), now=0.2)
     assert placement.fleet.chats.get("c", now=0.3)[1] == second

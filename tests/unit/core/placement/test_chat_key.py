@@ -1,4 +1,4 @@
-"""Which requests have the key of one chat."""
+"""Requests of one chat have the same key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default score: seconds until the first token, and what they cost others."""
+"""The default score of a prefill: seconds until the first token, and seconds that others lose."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ SELFISH = Prices(future=0.0, eviction=0.0, balance=0.0)
 
 
 def taught(prices: Prices = SELFISH, **changes: object) -> Placement:
-    """Two prefills that take 1 ms for a computed token and 0.1 ms for a fetched one."""
+    """Two prefills with a trained predictor. A computed token takes 1 ms, and a fetched one 0.1
+    ms.
+    """
     placement = make(*pair(**changes))
     placement.policy = default(prices)
     fit = placement.fleet.predictor.fit("f/prefill")
@@ -64,7 +66,9 @@ def test_what_a_peer_gives_costs_the_time_of_its_fetch_as_it_was_measured() -> N
 
 @pytest.mark.req("S107")
 def test_the_busier_the_instances_are_the_more_compute_counts_beside_the_wait() -> None:
-    """The holder has a wait of 0.5 s; elsewhere 0.384 s more would be computed."""
+    """prefill-0 holds six blocks, but the request would wait 0.5 s there. prefill-1 would compute
+    0.384 s more.
+    """
 
     def first(used_s: float) -> str:
         placement = taught(replace(SELFISH, future=1.0))
@@ -79,8 +83,8 @@ def test_the_busier_the_instances_are_the_more_compute_counts_beside_the_wait() 
 
 @pytest.mark.req("S108")
 def test_agents_one_after_the_other_with_one_system_prompt_use_all_instances() -> None:
-    """Nothing waits at any pick, so only the balance of past work can spread the sessions. Each
-    stays where its own turns are.
+    """No instance is busy at any pick, so only the balance of past work can spread the sessions.
+    Each session stays where its earlier turns were.
     """
     placement = taught(replace(SELFISH, balance=3.0))
     held: dict[str, set[bytes]] = {"prefill-0": set(), "prefill-1": set()}
@@ -119,7 +123,9 @@ def test_agents_one_after_the_other_with_one_system_prompt_use_all_instances() -
 @pytest.mark.req("S94")
 @pytest.mark.parametrize("chat_id", ["c", ""])
 def test_a_lone_conversation_stays_where_its_kv_is(chat_id: str) -> None:
-    """Its home has done all the work that was done lately: that alone is no reason to leave."""
+    """The chat's instance has done all recent work. That alone is no reason for the chat to
+    leave.
+    """
     placement = taught(Prices())
     home, held, now = "", 0, 0.0
     for turn in range(20):
@@ -183,7 +189,9 @@ def test_a_prompt_that_overruns_its_prediction_does_not_make_its_instance_look_i
 
 @pytest.mark.req("S131")
 def test_before_any_prompt_was_timed_an_instance_with_a_prompt_does_not_look_idle() -> None:
-    """A mesh that has just started predicts from a prior, and may be wrong by any factor."""
+    """A mesh that has just started predicts with default coefficients, which may be wrong by any
+    factor.
+    """
     placement = make(*pair())
     placement.policy = default(SELFISH)
     planned(placement, replace(QUERY, request_id="first"))
@@ -218,7 +226,9 @@ def test_a_decode_beside_the_prompt_is_part_of_its_time() -> None:
 
 @pytest.mark.req("S93", "S107")
 def test_who_decoded_beside_a_prompt_is_what_its_instance_says() -> None:
-    """After a prompt its own sequence decodes, which was taken for one beside it."""
+    """After a prompt, its own sequence decodes. The predictor once took this sequence for one
+    beside the prompt.
+    """
     placement = make(identity("fusion-0", Role.FUSION))
     fleet = placement.fleet
     for number in range(300):

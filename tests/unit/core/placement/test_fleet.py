@@ -1,4 +1,4 @@
-"""What the fleet learns of its instances, in any order."""
+"""The fleet's view of its instances, from events in any order."""
 
 from __future__ import annotations
 

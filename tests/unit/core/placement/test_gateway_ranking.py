@@ -1,4 +1,4 @@
-"""Which gateway a proxy should send a request to."""
+"""The gateway to which a proxy in front of the mesh should send a request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_when_a_gateway_goes_only_its_own_keys_move() -> None:
 
 
 def test_no_gateway_gets_more_than_a_quarter_above_its_share() -> None:
-    """All requests begin with one system prompt."""
+    """All requests have the same key, that of their common system prompt."""
     ranking, loads = of(4), Counter[str]()
     for _ in range(400):
         loads[ranking.rank(GatewayQuery(b"one"), loads.__getitem__)[0].address] += 1

@@ -1,4 +1,4 @@
-"""Which instances may get requests after a fault was judged."""
+"""An instance with a judged fault gets no requests, unless its ejection is held back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""How a gateway without a master ranks instances: by region, by its own open legs, and by its own
-fixed order (S42).
+"""Tests how a gateway without a master ranks instances (S42).
+
+The ranking uses regions, the gateway's own open legs, and an order that differs between gateways.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _QUERY = LocalQuery("m")
 def instance(
     name: str, *, pair: str = "g/f", scenario: str = "", region: str = "", group: str = "g"
 ) -> LocalInstance:
-    """An instance, whose role is the first letter of its name."""
+    """An instance, whose role is given by the first letter of its name."""
     role = {"p": Role.PREFILL, "d": Role.DECODE, "f": Role.FUSION}[name[0]]
     return LocalInstance(name, 1, role, "m", scenario, group, pair, region)
 
@@ -66,8 +67,8 @@ def test_instances_with_the_fewest_open_legs_come_first(
 
 
 def test_gateways_without_a_master_begin_with_different_instances() -> None:
-    """Each gateway has its own fixed order, so of two hundred gateways some begin with each
-    instance.
+    """Each gateway has its own fixed order. So among two hundred gateways, each instance is the
+    first for some.
     """
     firsts = Counter[str]()
     for number in range(200):
@@ -84,7 +85,9 @@ def test_gateways_without_a_master_begin_with_different_instances() -> None:
     ("scenario", "expected"), [("", "p-any p-plain"), ("chat", "p-any p-chat"), ("x", "p-any")]
 )
 def test_a_request_stays_in_its_scenario(scenario: str, expected: str) -> None:
-    """A request without a scenario belongs to `default`, and does not get instances of others."""
+    """A request without a scenario belongs to `default`, and gets no instances of other
+    scenarios.
+    """
     made = LocalRanking()
     serves = {"any": "", "chat": "chat", "plain": "default"}
     made.see(instance(f"{r}-{name}", scenario=s) for r in "pd" for name, s in serves.items())
@@ -105,7 +108,8 @@ def test_the_region_of_the_gateway_comes_first_however_busy_it_is() -> None:
     ("names", "expected"),
     [
         ("p-0 d-0", "p-0 d-0"),
-        ("p-0 f-0", "f-0 p-0"),  # one instance that does both phases is enough
+        # one instance that does both phases is enough, so the fusion instance comes first
+        ("p-0 f-0", "f-0 p-0"),
         ("p-0 p-1", "p-0 p-1 colocated"),
         ("d-0", "d-0 colocated"),
     ],
@@ -125,7 +129,8 @@ def test_instances_of_different_pairs_are_not_combined() -> None:
     [
         ("p-0", "", "p-1 d-0 d-1"),
         ("", "p-0 d-1", "p-1 d-0"),
-        ("", "p-0 p-1", "d-0 d-1 colocated"),  # rather than an avoided instance
+        # decodes do both phases, so that no avoided instance is needed
+        ("", "p-0 p-1", "d-0 d-1 colocated"),
         ("", "p-0 p-1 d-0 d-1", "p-0 p-1 d-0 d-1"),
         ("p-0 d-0", "p-1 d-1", "p-1 d-1"),
         ("p-0 p-1 d-0 d-1", "", ""),
@@ -144,7 +149,8 @@ def test_avoided_instances_come_in_only_if_no_others_can_serve(
     [
         (True, (), "p-c d-c"),
         (False, (), "p-g d-g"),
-        (False, ("p-g", "d-g"), "p-c d-c"),  # more than its share rather than nothing
+        # the canary gets more than its share, because no other group can serve
+        (False, ("p-g", "d-g"), "p-c d-c"),
         (True, ("d-c",), "p-c p-g d-g"),  # the canary lacks a role, so any group serves
     ],
 )
@@ -199,7 +205,7 @@ def test_of_many_instances_the_least_used_of_random_ones_come_first() -> None:
             assert [legs[i.id] for i in ranked] == sorted(legs[i.id] for i in ranked)
             legs[ranked[0].id] += 1
             firsts[ranked[0].id] += 1
-    assert max(firsts.values()) <= 3  # two on average: requests spread nearly evenly
+    assert max(firsts.values()) <= 3  # two on average, so requests are spread nearly evenly
     assert len(firsts) >= 0.98 * 2 * _MANY
 
 

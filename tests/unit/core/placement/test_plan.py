@@ -1,4 +1,7 @@
-"""Placement: filter, score, pick, and the bookings that it keeps until load reports come."""
+"""Placement filters instances, scores them and picks some.
+
+A booking is planned work, which placement counts until a load report comes.
+"""
 
 from __future__ import annotations
 
@@ -159,8 +162,8 @@ def test_a_prefill_ejected_by_every_decode_is_no_candidate_and_an_avoided_one_is
 
 @pytest.mark.fault("F23", "F24", "F34")
 def test_if_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> None:
-    """Instances whose link is slow or cut compute both phases. A prefill whose KV was corrupt at
-    all decodes computes nothing.
+    """If the link of a pair is slow or cut, each of its instances does both phases. A prefill whose
+    KV was corrupt at all decodes gets no work.
     """
     avoided = held(SourceFault.UNREACHABLE, "prefill-0", "prefill-1")
     plan = planned(excluding(decode_0=avoided, decode_1=avoided), QUERY)
@@ -187,8 +190,8 @@ def test_if_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> None
 @pytest.mark.req("S4")
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_request_of_one_scenario_is_planned_on_a_group_of_another(policy: str) -> None:
-    """Six scenarios of two services have two groups each. This holds whatever prefixes their
-    prompts share, and even if a group is full.
+    """Six scenarios of two services have two groups each. Prompts share prefixes with other
+    scenarios, and one group is full.
     """
     names = [f"{service}-{n}" for service in ("assistant", "coder") for n in range(3)]
     members = [

@@ -1,4 +1,4 @@
-"""The default policy: the earliest completion for prefills, free capacity for decodes."""
+"""The default policy picks prefills by the earliest completion and decodes by free capacity."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_the_prefill_that_holds_the_prefix_comes_first() -> None:
 
 @pytest.mark.req("S77", "S107")
 def test_the_blocks_of_a_peer_make_the_idle_instance_the_best() -> None:
-    """The holder has 300 ms of other work. Elsewhere, computing the blocks that it holds would take
-    576 ms, and fetching them takes no time.
+    """prefill-0 holds nine blocks and has 300 ms of other work. prefill-1 would compute these
+    blocks in 576 ms, or fetch them in no time.
     """
 
     def first(fetches: bool, peers: PeerRuns) -> str:
@@ -83,7 +83,9 @@ def test_a_decode_without_room_is_asked_only_if_none_has_room() -> None:
 
 @pytest.mark.req("S108")
 def test_a_popular_prefix_does_not_overload_its_first_holder() -> None:
-    """At 70 % load, every request has the same prefix; an instance that served one holds it."""
+    """All requests have the same prefix, and the load is 70 %. Each instance that served a request
+    holds the prefix, too.
+    """
     prefills = [identity(f"prefill-{i}", Role.PREFILL, num_slots=4) for i in range(4)]
     placement = make(*prefills, identity("decode-0", Role.DECODE, num_slots=999), seed=3)
     index, served = PrefixIndex(), Counter[str]()
@@ -94,7 +96,7 @@ def test_a_popular_prefix_does_not_overload_its_first_holder() -> None:
     rng = random.Random(5)
     now = 0.0
     for _ in range(3000):
-        now += rng.expovariate(11.2)  # 16 slots, 1 s each, 70 %
+        now += rng.expovariate(11.2)  # 70 % of 16 slots of 1 s each
         running = [(end, name) for end, name in running if end > now]
         used = Counter(name for _, name in running)
         for each in prefills:

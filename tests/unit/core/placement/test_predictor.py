@@ -1,4 +1,4 @@
-"""The prefill predictor learns a law, follows its changes, and stays bounded."""
+"""The predictor of prefill times learns a law, follows its changes, and stays bounded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_predictor_learns_each_law_within_a_few_percent_from_a_hundred_promp
 @pytest.mark.req("S93")
 def test_measurements_with_20_percent_noise_hardly_add_more_than_the_noise_to_the_error() -> None:
     errors = learn(PrefillFit(), SMOLLM2_CPU, 1000, noise=0.2)
-    assert statistics.mean(errors[200:]) < 0.13  # the noise's own mean is 0.10
+    assert statistics.mean(errors[200:]) < 0.13  # the noise alone has a mean of 0.10
 
 
 @pytest.mark.req("S107")
@@ -53,8 +53,8 @@ def test_the_predictor_follows_an_instance_that_became_half_as_fast() -> None:
 
 
 def test_equal_prompts_for_ever_do_not_make_the_uncertainty_explode() -> None:
-    """With one length, four of five directions are never excited, and plain forgetting would make
-    their uncertainty explode.
+    """Prompts of one length give no data about four of the five coefficients. With plain
+    forgetting, their uncertainty would grow without bound.
     """
     fit = PrefillFit()
     for _ in range(20_000):
@@ -90,7 +90,9 @@ def test_the_predictor_is_within_15_percent_on_a_law_of_tiles_whose_form_it_does
 
 @pytest.mark.req("S93")
 def test_prompts_that_shared_steps_teach_as_much_as_prompts_alone() -> None:
-    """Spans of one to twelve prompts in fewer steps, then a prompt alone."""
+    """The data are spans: one to twelve prompts, which are timed together because they shared
+    steps.
+    """
     fit, rng = PrefillFit(), random.Random(4)
     for _ in range(300):
         prompts = [
@@ -127,16 +129,16 @@ def test_sequences_that_decode_beside_a_prompt_are_part_of_its_time() -> None:
 
 
 def test_a_token_that_is_computed_always_costs_something() -> None:
-    """An engine that takes no time still prefers what holds the prompt."""
+    """Even for an engine that takes no time, the instance that holds the prompt is preferred."""
     fit = PrefillFit()
     for number in range(200):
         num_reused = 64 * (number % 8)
-        fit.observe(640, num_reused, 0.001 + 1e-6 * num_reused)  # noise: reuse seems to cost
+        fit.observe(640, num_reused, 0.001 + 1e-6 * num_reused)  # noise makes reuse look expensive
     assert fit.predict_s(640, 576) < fit.predict_s(640, 0)
 
 
 def test_a_prediction_that_is_exact_teaches_nothing_and_breaks_nothing() -> None:
-    """A simulated law without noise is met exactly sooner or later."""
+    """Measurements of a simulated law have no noise, so the prediction becomes exact."""
     fit = PrefillFit()
     for _ in range(4000):
         for i in range(1, 6):

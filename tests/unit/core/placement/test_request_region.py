@@ -1,4 +1,4 @@
-"""Requests stay in the region of their gateway while a group there has room."""
+"""Requests stay in the region of their gateway while a group in that region has room."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ FULL_WEST = Cell("west", has_room=False)
     ("cells", "region", "expected"),
     [
         ([EAST, WEST, ANYWHERE], "east", [EAST, ANYWHERE]),
-        ([FULL, EAST, WEST], "east", [FULL, EAST]),  # one with room is enough
+        ([FULL, EAST, WEST], "east", [FULL, EAST]),  # one near group with room is enough
         ([FULL, WEST, FULL_WEST], "east", [WEST]),
-        ([FULL, FULL_WEST], "east", [FULL]),  # all are full: it waits near
-        ([EAST, WEST], "north", [EAST, WEST]),  # none is near
+        ([FULL, FULL_WEST], "east", [FULL]),  # all are full, so the request waits in its region
+        ([EAST, WEST], "north", [EAST, WEST]),  # no group is near
         ([EAST, WEST], "", [EAST, WEST]),
         ([WEST], "east", [WEST]),
         ([], "east", []),

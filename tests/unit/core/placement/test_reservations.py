@@ -1,4 +1,7 @@
-"""What was dispatched counts until reports show it (S93)."""
+"""A dispatched request counts as load until load reports include it (S93).
+
+The count is called a booking.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,25 @@ from tests.support.placements import QUERY, load, make, pair, planned
 
 
 def test_a_dispatched_request_counts_until_a_later_report_includes_it() -> None:
-    """Reports are 20 ms old; without the bookings, a whole burst would go to one instance."""
+    """Reports are 20 ms old. Without bookings, a whole burst of requests would go to one
+    instance.
+    """
     placement = make(*pair())
     first = [planned(placement, QUERY, now=0.0).prefills[0].instance_id for _ in range(16)]
     assert Counter(first) == {"prefill-0": 8, "prefill-1": 8}
     prefill = placement.fleet.instances["prefill-0"]
     placement.fleet.handle(load("prefill-0", used=3), now=0.01)
     assert prefill.used_slots() == 3 + 8
-    planned(placement, QUERY, now=5.0)  # no report ever named the earlier ones
+    # no report ever named the earlier requests, so their bookings have expired
+    planned(placement, QUERY, now=5.0)
     assert placement.fleet.instances["prefill-1"].used_slots() <= 1
 
 
 @pytest.mark.req("S93")
 def test_a_booking_settles_when_any_instance_names_its_request() -> None:
-    """If the first candidate refuses and the second accepts, the first is free again at once."""
+    """If the first candidate refuses and the second one accepts, the first is free again at
+    once.
+    """
     placement = make(*pair())
     query = replace(QUERY, request_id="r1")
     plan = planned(placement, query)

@@ -1,4 +1,4 @@
-"""Which instances are scored where there are too many."""
+"""Tests which instances are scored when there are too many to score all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_of_many_the_best_holders_and_the_chats_home_are_listed_beside_random_on
     ids = {i.id for i in found}
     assert {"p500", "p998", "p999"} <= ids
     assert len(ids) == len(found) <= 40
-    assert sum(matches.get(i, 0) == 1 for i in ids) >= 8  # random ones of those that hold as much
+    # a random choice of those that hold one block
+    assert sum(matches.get(i, 0) == 1 for i in ids) >= 8
 
 
 def test_where_all_sampled_are_full_more_are_looked_at() -> None:
@@ -132,12 +133,14 @@ def test_a_decision_scores_as_many_instances_in_a_large_mesh_as_in_a_small_one(
         held += plan.prefills[0].num_matched_tokens > 0
         assert len(plan.prefills) == len(plan.decodes) == placement.max_candidates
     assert max(scored) <= MOST_SCORED
-    assert held >= 20  # three prefills of hundreds hold a half of each prompt, and are found
+    assert held >= 20  # three of hundreds of prefills hold half of each prompt, and are found
 
 
 @pytest.mark.req("S94", "S107")
 def test_scores_count_the_mean_work_of_all_and_not_that_of_busy_holders() -> None:
-    """Forty of 500 prefills hold a prefix that all ask for, and did a hundred times the work."""
+    """Forty of 500 prefills hold the common prefix, and did a hundred times the work of the
+    others.
+    """
     placement, _ = build(1000)
     for number, instance in enumerate(placement.fleet.instances.values()):
         instance.recent = RecentWork()

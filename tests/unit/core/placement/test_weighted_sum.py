@@ -1,4 +1,4 @@
-"""The baseline of formula (2): a weighted sum of prefix, latency and load."""
+"""The baseline policy of the paper's formula (2): a weighted sum of prefix, latency and load."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from tests.support.placements import QUERY, load, make, pair
 
 @pytest.mark.req("S107")
 def test_the_score_is_formula_2_with_the_wait_and_the_load() -> None:
-    """The predictor was taught a latency of 1 ms per computed token, and prefill-0 must wait 320 ms
-    more.
-    """
+    """A computed token takes 1 ms by the predictor, and prefill-0 must wait 320 ms more."""
     placement = make(*pair(fetches_from_peers=True), policy="weighted_sum")
     fit = placement.fleet.predictor.fit("f/prefill")
     for num_tokens in range(64, 4096, 64):
@@ -39,4 +37,4 @@ def test_the_remote_term_favours_no_instance_that_has_the_prefix_already() -> No
     assert isinstance(plan, Plan)
     assert plan.prefills[0].instance_id == "prefill-1"
     first, second = (c.score for c in plan.prefills)
-    assert first - second == pytest.approx(0.5)  # alpha - beta, for both have the same latency
+    assert first - second == pytest.approx(0.5)  # alpha - beta, because both have the same latency

@@ -1,4 +1,4 @@
-"""What becomes of a batch: refused, lost, late or answered."""
+"""The life of a batch of pooling inputs, which may be refused, lost, late or answered."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LIMITS = RequestLimits(deadline_s=60, ttft_s=5, answer_s=1, retry_s=0.25, max_mi
 
 
 class Batch:
-    """A batch with a clock; keys count up."""
+    """Drives a batch with its own clock. The keys of the attempts are 1, 2 and so on."""
 
     def __init__(
         self, *instances: PeerId, limits: RequestLimits = LIMITS, num_retries: float = 100.0
@@ -59,7 +59,7 @@ class Batch:
         self.tell(Begun())
 
     def tell(self, event: Event) -> list[Effect]:
-        """The effects of one event; a request for a ranking is answered at once."""
+        """The effects of one event. A request for a ranking is answered at once."""
         found: list[Effect] = []
         left = self.life.handle(event, self.now)
         while left:
@@ -76,7 +76,7 @@ class Batch:
         return found
 
     def wait(self, seconds: float) -> list[Effect]:
-        """Ticks whenever the batch's timer would, until so much time has passed."""
+        """Let the time pass, with a tick whenever the batch's timer would fire."""
         until, found = self.now + seconds, list[Effect]()
         while not self.life.is_over and self.life.wake_at <= until:
             self.now = max(self.now, self.life.wake_at)
@@ -189,7 +189,7 @@ def died(key: int) -> BatchFailed:
 
 
 def test_the_death_of_an_engine_counts_as_the_death_of_its_instance() -> None:
-    """The instance reports the death before it ends, so the report precedes the broken session."""
+    """The instance reports the engine's death before its session breaks."""
     batch = Batch(A, B, C)
     batch.tell(died(1))
     batch.tell(died(2))
@@ -231,7 +231,7 @@ MANY = tuple(PeerId(f"m{number:02}", 1) for number in range(20))
 
 
 def refuse_round(batch: Batch) -> list[PeerId]:
-    """The instances of the round, each of which is busy."""
+    """Refuse all instances of a round. Returns these instances."""
     before = len(batch.asked)
     while not batch.life.is_over and not isinstance(batch.effects[-1], WaitForPlace):
         batch.tell(BatchRejected(batch.key))

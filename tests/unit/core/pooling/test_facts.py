@@ -8,7 +8,9 @@ EMBED = frozenset({PoolingTask.EMBED})
 
 
 def test_a_model_of_one_size_refuses_every_number_of_dimensions() -> None:
-    """This includes its own size, as in vLLM: a client that names it may mean another model."""
+    """Even the model's own size is refused, as in vLLM, because the client may mean another
+    model.
+    """
     facts = PoolingFacts(EMBED, num_dimensions=8)
     assert facts.why_not_dimensions(4)
     assert facts.why_not_dimensions(8)

@@ -1,4 +1,7 @@
-"""A long step that cannot be split counts as work for as long as its tokens may take."""
+"""A long step that cannot be divided counts as work for a time that depends on its tokens.
+
+After that time, the engine gives no more signs of work.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from pdmesh.core.pooling.step_time_limit import StepTimeLimit
 
 
 def silent_from(limit: StepTimeLimit, num_open_tokens: int, start: float = 0.0) -> float:
-    """When the last sign comes if the step never ends."""
+    """Seconds until the last sign of work, if the step never ends."""
     times = [start + second for second in range(1000)]
     signs = [limit.num_signs(3, num_open_tokens, now) for now in times]
     assert signs == sorted(signs)

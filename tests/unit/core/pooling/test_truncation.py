@@ -1,4 +1,6 @@
-"""How inputs of one or two texts are cut: as Hugging Face's tokenizers do it, or at one end."""
+"""Tests how inputs of one or two texts are truncated, either as Hugging Face's tokenizers do or at
+one end.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def test_the_lengths_are_those_of_the_library(first: int, second: int, room: int
 
 @given(LENGTHS, LENGTHS, st.integers(3, 90))
 def test_inputs_are_those_of_the_library(first: int, second: int, max_tokens: int) -> None:
-    """The inputs are also equal if each text was first cut by `content_of`."""
+    """The inputs are also equal if `content_of` truncated each text first."""
     cut, tokenizer = TextCut(max_tokens), library()
     tokenizer.enable_truncation(max_tokens, strategy="longest_first")
     one, other = (token_array(3 + i % 20 for i in range(size)) for size in (first, second))
@@ -84,7 +86,9 @@ def test_a_cut_at_one_end_also_cuts_special_tokens_of_the_input(
 
 
 def test_a_cut_below_the_special_tokens_keeps_the_first_tokens_of_all() -> None:
-    """Hugging Face's tokenizers cut nothing then, and vLLM cuts what they made."""
+    """With so few tokens, Hugging Face's tokenizers truncate nothing. vLLM then truncates their
+    output.
+    """
     cut = TextCut(1)
     assert list(one_text(content_of(FIRST, cut), ONE, cut)) == [1]
     cut = TextCut(2)

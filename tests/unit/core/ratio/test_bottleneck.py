@@ -1,4 +1,4 @@
-"""Bottleneck detection: the paper's two signs, and everything that must not count as one."""
+"""The detector of bottlenecks looks for the paper's two signs and ignores everything else."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def learnt(window: Window = CALM) -> BottleneckDetector:
 @pytest.mark.parametrize(
     ("changed", "short_of"),
     [
-        (replace(CALM, t_d_s=3.0), D),  # outputs half as long again
-        (replace(CALM, t_p_s=1.2), P),  # longer prompts
-        (replace(CALM, queue_s=1.0), P),  # no prefill is idle: requests wait at the gateway
-        # prompts hold slots for want of a decode
+        (replace(CALM, t_d_s=3.0), D),  # outputs are half as long again
+        (replace(CALM, t_p_s=1.2), P),  # prompts are longer
+        (replace(CALM, queue_s=1.0), P),  # no prefill is idle, so requests wait at the gateway
+        # prompts keep their slots, because no decode is free
         (replace(CALM, queue_s=1.0, t_d_s=2.5, decode_busy=0.99), D),
-        (replace(CALM, t_p_s=0.65, t_d_s=2.6), None),  # everything is slower
+        (replace(CALM, t_p_s=0.65, t_d_s=2.6), None),  # both phases are slower by the same factor
     ],
 )  # fmt: skip
 def test_e2e_and_the_share_of_prefill_tell_which_role_is_short(
@@ -62,7 +62,7 @@ def test_a_change_shorter_than_the_windows_that_must_agree_says_nothing() -> Non
 @pytest.mark.req("S29")
 @pytest.mark.parametrize("seed", range(20))
 def test_an_hour_of_noise_finds_nothing(seed: int) -> None:
-    """The windows have 10 s, and each of their means varies independently by 7 % (one sigma)."""
+    """The windows have 10 s. The means of a window vary independently by 7 % (one sigma)."""
     rng = random.Random(seed)
     noisy = [
         replace(CALM, t_p_s=0.5 * rng.gauss(1, 0.07), t_d_s=2.0 * rng.gauss(1, 0.07))
@@ -84,9 +84,8 @@ def test_a_window_with_few_requests_neither_confirms_nor_denies() -> None:
 
 
 def test_a_lasting_improvement_becomes_the_reference() -> None:
-    """At night, queues are short.
-
-    The morning's answers are slow compared with the night's, not with yesterday evening's.
+    """Queues are short at night. In the morning, answers are slower than at night, but not slower
+    than the evening before.
     """
     detector = learnt(replace(CALM, t_d_s=4.0))
     limits = detector.limits

@@ -1,5 +1,7 @@
-"""The ratio loop has three triggers and one kind of plan. It makes single moves, undoes harmful
-ones, and shows the inputs of every decision.
+"""The loop that keeps the ratio of prefills to decodes right.
+
+Three triggers lead to one kind of plan. The loop makes single moves, undoes harmful ones, and shows
+the inputs of every decision.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ WINDOW_S = 10.0
 
 @dataclass
 class Loop:
-    """Controller and runner, joined as in a shell; each move takes a minute and succeeds."""
+    """Controller and runner, joined as in a shell. Each move takes a minute and succeeds."""
 
     groups: dict[str, GroupShape] = field(default_factory=lambda: {"g0": GROUP})
     num_blank: int = 0
@@ -102,8 +104,8 @@ class Loop:
 
 @pytest.mark.req("S29")
 def test_each_of_hundreds_of_scenarios_is_remembered_until_it_has_no_groups() -> None:
-    """With more than 256 scenarios, each was once forgotten before its next window, so nothing was
-    ever found.
+    """The controller once remembered only 256 scenarios. With more, it forgot each scenario before
+    the scenario's next window, and never found a bottleneck.
     """
     controller, names = RatioController(), [f"s{i}" for i in range(300)]
     planned = set()
@@ -149,7 +151,7 @@ def test_a_move_that_makes_answers_late_is_undone_and_not_repeated_at_once() -> 
     assert RatioAction.UNDONE in loop.actions
     assert (loop.groups["g0"].num_prefill, loop.groups["g0"].num_decode) == (3, 5)
     num_before = len(loop.moves)
-    loop.windows(replace(LONGER, t_d_s=9.9), 6)  # within the hold
+    loop.windows(replace(LONGER, t_d_s=9.9), 6)  # during the cooldown
     assert len(loop.moves) == num_before
 
 
@@ -181,7 +183,7 @@ def test_three_triggers_make_the_same_kind_of_plan_with_a_reason() -> None:
     monitor.windows(LONGER, 5)
     profile = Profile(
         t_p=0.5, b_p=4, t_d=8.0, b_d=16
-    )  # decode carries a quarter of what prefill does
+    )  # a decode carries a quarter of what a prefill carries
     profiled.tell(ScenarioProfiled("chat", profile, profiled.groups))
     asked = MovePlan("chat", Trigger.OPERATOR, (Move("g0", MoveKind.CHANGE_ROLE, D),), "by hand")
     operator.tell(OperatorAsked(asked))
@@ -200,17 +202,12 @@ def test_three_triggers_make_the_same_kind_of_plan_with_a_reason() -> None:
 def test_a_profile_leads_to_its_best_split_group_by_group() -> None:
     groups = {f"g{i}": replace(GROUP, group_id=f"g{i}", decode_busy=0.2) for i in range(2)}
     loop = Loop(groups)
-    profile = Profile(t_p=1.0, b_p=1, t_d=1.0, b_d=3)  # three prefills to a decode
+    # the best split has three prefills for each decode
+    profile = Profile(t_p=1.0, b_p=1, t_d=1.0, b_d=3)
     loop.tell(ScenarioProfiled("chat", profile, groups))
     loop.windows(replace(CALM, decode_busy=0.2), 60)
     assert [(g.num_prefill, g.num_decode) for g in loop.groups.values()] == [(6, 2), (6, 2)]
     assert [m.group_id for m in loop.moves] == ["g0"] * 3 + ["g1"] * 3
-
-
-# --- the planner ----------------------------------------------------------------------------------
-
-
-# --- the runner -----------------------------------------------------------------------------------
 
 
 def asked(role: Role, count: int = 1, scenario: str = "chat") -> PlanAsked:

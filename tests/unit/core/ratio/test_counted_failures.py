@@ -1,4 +1,4 @@
-"""A client's text has no effect on a ratio."""
+"""Failures that a client's text causes do not affect the ratio of prefills to decodes."""
 
 from __future__ import annotations
 

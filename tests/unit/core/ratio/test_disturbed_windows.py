@@ -1,4 +1,4 @@
-"""Which windows say nothing about the ratio."""
+"""A window of measurements says nothing about the ratio if its scenario was disturbed."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_one_disturbed_moment_spoils_its_own_scenarios_window_and_no_other(
     assert windows.close() == {"chat"}
     windows.see(SERVING, (), ())
     assert windows.close() == set()
-    windows.see({}, (), {"chat"})  # its first group is not there yet
+    windows.see({}, (), {"chat"})  # the scenario's first group is not there yet
     windows.see(SERVING, (), ())
     assert windows.close() == {"chat"}

@@ -1,4 +1,4 @@
-"""The planner finds the cheapest move that helps, and the moves from one split to another."""
+"""The planner finds the cheapest move that helps, and the moves that lead to a wanted split."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_without_a_blank_instance_one_of_another_group_of_the_model_is_moved() -
 
 
 def test_a_role_change_that_would_only_move_the_bottleneck_is_no_candidate() -> None:
-    """Two decodes at 60 % would leave one at 120 %: then decodes would be short."""
+    """Two decodes are 60 % busy. One decode alone would be 120 % busy, so decodes would then be
+    short.
+    """
     choice = next_move(
         P, "chat", {"g0": replace(GROUP, num_decode=2, prefill_busy=0.9)}, 0, PlannerLimits(), ""
     )
@@ -64,7 +66,9 @@ def test_changes_lead_from_the_present_split_to_the_wanted_one(split: Split) -> 
 
 @pytest.mark.req("S58")
 def test_a_ratio_takes_instances_only_from_its_own_region() -> None:
-    """The other region has a group with room, and blank instances. Neither can help here."""
+    """The other region has a group with room and blank instances. Neither can help in this
+    region.
+    """
     short = GroupShape("a", "chat", 2, 2, 0.95, 0.9, region="eu", num_blank=0)
     idle = GroupShape("b", "chat", 3, 3, 0.1, 0.1, region="us", num_blank=4)
     near = replace(idle, group_id="c", region="eu", num_blank=0)

@@ -1,4 +1,4 @@
-"""Loads of roles over a window, from what instances report."""
+"""The load of each role over a window, from the reports of instances."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_a_prefill_is_busy_while_it_computes_not_while_its_prompts_wait_for_a_de
     sample(found, loads, 1, 11)
     loads.close()
     assert loads.busy(["g"], P) == pytest.approx(0.3)
-    assert loads.busy(["g"], D) == pytest.approx(0.9)  # its KV, of which a tenth is free
+    # the share of KV memory in use, since a tenth is free
+    assert loads.busy(["g"], D) == pytest.approx(0.9)
 
 
 @pytest.mark.req("S28")
@@ -58,7 +59,7 @@ def test_an_instance_that_never_reported_makes_the_load_of_its_role_unknown() ->
     report(found, "d0", used=1)
     sample(found, loads, 0, 10)
     assert loads.busy(["g"], P) is None
-    assert loads.busy(["g"], D) == pytest.approx(0.25)  # of a window that is not closed yet
+    assert loads.busy(["g"], D) == pytest.approx(0.25)  # from the window that is still open
     assert loads.busy(["nobody"], P) is None
 
 

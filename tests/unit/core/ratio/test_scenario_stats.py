@@ -1,4 +1,7 @@
-"""Scenario numbers: means, rates and the terms of Phi, separate for each scenario and bounded."""
+"""Means, rates and the terms of Phi for each scenario, bounded in number.
+
+Phi is the throughput per instance that a ratio of prefills to decodes can carry.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,8 @@ def test_the_terms_of_phi_are_those_of_the_formula() -> None:
 
 @pytest.mark.req("S2")
 def test_a_request_that_waits_for_a_decode_slows_no_decode() -> None:
-    """Twenty requests ask for two decode slots. Nineteen more seconds of waiting say nothing about
-    a slot's capacity.
+    """Twenty requests ask for two decode slots. The 19 s that a request waits must not lower the
+    capacity of a slot.
     """
     scenarios = Scenarios()
     scenarios.handle(replace(REQUEST, decode_queue_s=19.0, e2e_s=20.8), now=0.0)
@@ -63,8 +66,8 @@ def test_a_request_that_waits_for_a_decode_slows_no_decode() -> None:
 
 @pytest.mark.req("S2")
 def test_refused_requests_count_as_arrivals() -> None:
-    """I_t counts arrivals: under overload, Phi is bounded by the instances, not by how many
-    requests they answered.
+    """I_t counts arrivals. Under overload, the instances bound Phi, and not the number of answered
+    requests.
     """
     scenarios = Scenarios()
     scenarios.unanswered("chat", now=0.0)

@@ -1,4 +1,7 @@
-"""A window holds the means of the requests that ended in it, for scenarios that have groups."""
+"""A window holds the means of the requests that ended in it.
+
+Only scenarios that have groups get windows.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def test_a_window_has_the_means_of_what_ended_in_it_and_the_next_begins_anew() -
     closed = windows.close("chat", 0.4, None, span_s=10.0)
     assert closed == Window(2, 0.5, 0.25, 2.0, 0.5, 0.4, None, 0.2)
     windows.failed("chat")
-    assert windows.close("chat", 0.4, None, 10.0) is None  # nothing was answered in it
+    assert windows.close("chat", 0.4, None, 10.0) is None  # no request was answered in this window
 
 
 def test_only_scenarios_with_groups_have_windows() -> None:

@@ -1,5 +1,6 @@
-"""The performance model gives the paper's numbers, and its best split is the best of all integer
-splits.
+"""The performance model gives the paper's numbers.
+
+Its best split of instances into roles is the best of all integer splits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pdmesh.core.instance.step_time_law import Law
 from pdmesh.core.ratio.throughput import Profile, Split, splits
 from pdmesh.engine.step_time_laws import MOCKER
 
-# P/D-Serve 4.2: one prefill carries 0.6 of the unit, one decode 0.7.
+# P/D-Serve 4.2: one prefill carries 0.6 of the unit, and one decode carries 0.7.
 PAPER = Profile(t_p=1 / 0.6, b_p=1, t_d=1 / 0.7, b_d=1)
 
 

@@ -1,4 +1,4 @@
-"""The verdict on a ratio move: what counts as harm, and how long the next move must wait."""
+"""The verdict on a ratio move: whether the move did harm, and how long the next one must wait."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_a_move_is_undone_for_harm_that_was_measured() -> None:
     ("pace", "harm"), [(9.0, "answers fell from 10 to 9 per s"), (9.8, ""), (12.0, "")]
 )
 def test_while_requests_wait_only_the_pace_of_answers_counts(pace: float, harm: str) -> None:
-    """The backlog grows while the move is made, so E2E and success get worse with any move."""
+    """The backlog grows during any move, so E2E time and success get worse even if the move
+    helps.
+    """
     worse = replace(FULL, queue_s=20.0, success_share=0.5, answered_per_s=pace)
     assert verdict(FULL, worse).harm == harm
 
@@ -86,7 +88,7 @@ def test_the_wait_grows_while_moves_alternate_between_roles_until_a_calm_time() 
     assert not cooldown.covers(D, 0.0)
     cooldown.kept(P, now=100.0)
     assert cooldown.covers(D, 299.0)
-    cooldown.kept(P, now=300.0)  # the same role again: the roles do not alternate
+    cooldown.kept(P, now=300.0)  # the same role again, so the roles do not alternate
     assert not cooldown.covers(D, 400.0)
     cooldown.kept(D, now=400.0 + 301.0)
     assert not cooldown.covers(P, 801.0)

@@ -1,4 +1,7 @@
-"""Queue lengths that gateways hear, and how a gateway uses them."""
+"""Gateways report their queue lengths to the master, which sends back the total per scenario.
+
+A gateway refuses a new request at once if the total makes its deadline unreachable.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def test_a_gateway_that_fell_silent_has_no_queue() -> None:
 
 
 def test_a_request_that_cannot_be_served_in_time_is_refused_with_a_time_to_retry() -> None:
-    view = heard({1: 10})  # 20 wait elsewhere
+    view = heard({1: 10})  # 20 requests wait at the other gateways
     assert view.refusal("chat", {1: 10}, 1, ttft_s=3.0, now=0.1) is None
     assert view.refusal("chat", {1: 10}, 1, ttft_s=2.0, now=0.1) == QueueRefusal(
         TTFT_UNREACHABLE, 1.0
@@ -101,7 +104,7 @@ def test_the_rate_is_looked_up_now_and_then_and_is_zero_if_it_is_unknown() -> No
 
 
 def test_unserved_names_do_not_push_out_the_rates_of_served_scenarios() -> None:
-    """Clients choose the names: 256 unserved ones once made the master forget the known rates."""
+    """Clients choose the names. With 256 unserved names, the master once forgot the known rates."""
     asked: list[str] = []
 
     def rate(scenario: str, now: float) -> float:

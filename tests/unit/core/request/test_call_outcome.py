@@ -1,4 +1,4 @@
-"""How a call of several choices ended."""
+"""The outcome of a call with several choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Faults in each phase of a request whose KV is handed on per layer to an early decode."""
+"""Faults in each phase of a request with an early decode.
+
+An early decode is chosen when the prefill accepts, so that KV is handed on layer by layer.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +48,14 @@ pytestmark = pytest.mark.req("S48", "S51")
 P0, P1 = (Candidate(f"p{i}", 1, "g") for i in range(2))
 D0, D1 = (Candidate(f"d{i}", 1, "g") for i in range(2))
 TICKET = TicketHeld("t1", 10.0)
-PREFILL, DECODE, NEXT = 1, 2, 3  # the keys of the legs, in order
+PREFILL, DECODE, NEXT = 1, 2, 3  # the keys of the legs in the order in which they are sent
 LIMITS = RequestLimits(ttft_s=10, stall_s=5, answer_s=3)
 
 
 class Life:
-    """A request of 100 prompt tokens, whose KV is handed on per layer. p0 accepted it at time 0;
-    then it is offered to d0.
+    """A request of 100 prompt tokens that p0 accepted at time 0 in per-layer mode.
+
+    The request has then been offered to d0.
     """
 
     def __init__(self) -> None:
@@ -90,7 +94,7 @@ def test_the_waiting_decode_continues_from_token_1() -> None:
 
 @pytest.mark.fault("F3")
 def test_a_prefill_that_dies_when_all_its_kv_was_sent_is_not_replaced() -> None:
-    """The message of its death comes before the decode's message that it has the KV."""
+    """The news of the prefill's death arrives before the decode reports that it has the KV."""
     life = Life()
     life.say(LegAccepted(DECODE))
     life.first_token()
@@ -166,8 +170,8 @@ def test_when_all_decodes_refuse_the_kv_is_handed_on_whole() -> None:
 
 @pytest.mark.fault("F6", "F11")
 def test_the_only_decodes_are_not_planned_again_once_they_cannot_be_reached() -> None:
-    """Until the master knows that they are dead, each plan would name them again, and use up all
-    migrations.
+    """Until the master knows that these decodes are dead, each plan would name them again. That
+    would use up all migrations.
     """
     life = Life()
     life.say(LegRejected(DECODE, is_final=True))
@@ -249,8 +253,8 @@ def test_a_decode_that_does_not_answer_is_given_up_and_prefill_continues() -> No
 
 @pytest.mark.fault("F4")
 def test_a_prefill_whose_engine_hangs_is_left_with_its_decode() -> None:
-    """Its process answers keepalives, so the session stays. Only the silence of its engine shows
-    the fault.
+    """The process of the prefill answers keepalives, so the session stays. Only the silence of the
+    engine shows the fault.
     """
     life = Life()
     life.say(LegAccepted(DECODE))

@@ -1,4 +1,4 @@
-"""Which decodes may take the KV of a prefill, and what no repr of an event shows."""
+"""The decodes that may take a prefill's KV, and the contents that the repr of an event hides."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""When an accepted leg counts as dead: when its engine stands still or has passed it over, but
-never for being slow.
+"""Tests when a gateway gives up an accepted leg.
+
+A leg counts as dead if its engine stands still or has passed the leg over. A slow leg is not given
+up.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from tests.support.driven_request import Driven
 
 pytestmark = [pytest.mark.req("S9", "S33"), pytest.mark.fault("F4", "F8")]
 
-SLOW = 40  # tokens/s: a CPU that lacks what bf16 needs
+SLOW = 40  # tokens per second of a CPU without instructions for bf16
 
 
 def accepted(stall_s: float, ttft_s: float = 10.0) -> Driven:
@@ -40,8 +42,8 @@ def accepted(stall_s: float, ttft_s: float = 10.0) -> Driven:
 
 
 def test_a_short_prompt_waits_for_the_long_ones_that_were_admitted_before_it() -> None:
-    """The prompts have 3,900, 3,900, 3,300 and 20 tokens. On a slow engine the last one takes 278
-    s; by itself it would take half a second.
+    """The prompts have 3,900, 3,900, 3,300 and 20 tokens. On a slow engine, the last prompt ends
+    after 278 s, although it takes only half a second by itself.
     """
     driven = accepted(ttft_s=0.5, stall_s=5.0)
     to_compute = 3900 + 3900 + 3300 + 20
@@ -62,7 +64,7 @@ def test_an_engine_that_stands_still_is_left_after_the_stall_whatever_the_target
     driven = accepted(ttft_s=ttft_s, stall_s=5.0)
     assert driven.request.wake_at == 5.0
     driven.now = 5.0
-    for _ in range(2):  # a repeated report is not a sign of work
+    for _ in range(2):  # a repeated report is no sign of work
         driven.feed(EngineWorked(driven.key, 3.0, 512, 4000))
     assert driven.feed(Tick()) == []
     assert driven.request.wake_at == 8.0
@@ -72,8 +74,8 @@ def test_an_engine_that_stands_still_is_left_after_the_stall_whatever_the_target
 
 
 def test_a_leg_that_its_engine_has_passed_over_is_left() -> None:
-    """The engine works, but has forgotten this leg: it has computed twice what all open legs could
-    take, and no token of this leg.
+    """The engine works, but has forgotten this leg. It has computed twice the tokens that all open
+    legs need, and none of this leg.
     """
     driven = accepted(stall_s=5.0)
     num_open = 1000
@@ -87,7 +89,7 @@ def test_a_leg_that_its_engine_has_passed_over_is_left() -> None:
 
 
 def test_a_decode_waits_while_its_engine_computes_anothers_prompt() -> None:
-    """In fusion, a long step may come between two tokens of a stream."""
+    """On a fusion instance, a long step may come between two tokens of an answer."""
     driven = Driven(stall_s=5.0)
     driven.decode(num_tokens=1)
     for number in range(1, 4):
@@ -126,7 +128,9 @@ PREFILL, DECODE = Candidate("p0", 1, "g"), Candidate("d0", 1, "g")
 
 
 def handed_on(stall_s: float) -> tuple[Driven, int]:
-    """A request, and the key of its decode leg, accepted at time 0 and without KV yet."""
+    """A request whose decode leg was accepted at time 0 and has no KV yet, and the key of that
+    leg.
+    """
     driven = Driven(stall_s=stall_s)
     driven.feed(PlanReceived(driven.plan, [PREFILL], [DECODE]))
     driven.feed(LegAccepted(driven.key))
@@ -138,8 +142,8 @@ def handed_on(stall_s: float) -> tuple[Driven, int]:
 
 
 def test_a_decode_that_waits_for_its_turn_to_pull_is_not_silent() -> None:
-    """It takes 4.4 s in the queue, 4.4 s for its pull, and 4.4 s until a step has a place for it.
-    The engine is idle meanwhile.
+    """The decode waits 4.4 s in the queue, 4.4 s for its pull, and 4.4 s for a place in a step. The
+    engine is idle all this time.
     """
     driven, key = handed_on(stall_s=5.0)
     for event in (
@@ -160,7 +164,7 @@ def test_repeated_reports_of_one_stage_do_not_hide_a_hung_engine(stage: KvStage)
     for now in (1.0, 3.0, 5.0):
         driven.now = now
         assert driven.feed(KvAdvanced(key, stage)) == []
-        driven.feed(KvAdvanced(key, KvStage.PULLING))  # a late message of an earlier stage
+        driven.feed(KvAdvanced(key, KvStage.PULLING))  # a late message about an earlier stage
     assert driven.request.wake_at == 6.0
     driven.now = 6.0
     assert driven.feed(Tick())[-1] == AskPlan(2, 1, ("d0",))
@@ -176,7 +180,9 @@ def test_a_late_stage_report_changes_nothing_once_the_kv_is_there() -> None:
 
 
 def test_only_tokens_computed_after_the_kv_arrived_count_as_passing_the_leg_over() -> None:
-    """While the leg waited for its KV, it had no turn, so the engine could not pass it over."""
+    """While the leg waits for its KV, the engine cannot compute it. Tokens of other legs are no
+    sign that this leg was passed over.
+    """
     driven, key = handed_on(stall_s=5.0)
     driven.feed(EngineWorked(key, 0.0, 0, 100))
     driven.now = 4.0

@@ -1,4 +1,7 @@
-"""Prompts of similar length share a batch, and none waits without end for others of its length."""
+"""Prompts of similar length share a batch.
+
+No prompt waits without end for others of its length.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ def test_a_longer_queue_yields_the_batch_with_the_least_padding() -> None:
 
 @pytest.mark.req("S90")
 def test_more_than_half_of_the_waste_of_a_mixed_queue_is_saved() -> None:
-    """The queue is half chats, half documents; in its order, every batch would hold both."""
+    """Half of the queue is chats, and half is documents. Taken in order, every batch would hold
+    both.
+    """
     rng = random.Random(1)
     lengths = [rng.choice((rng.randint(50, 150), rng.randint(800, 1200))) for _ in range(400)]
 
@@ -71,8 +76,8 @@ def test_more_than_half_of_the_waste_of_a_mixed_queue_is_saved() -> None:
 def test_no_request_begins_much_later_than_in_order(
     lengths: list[int], dp_size: int, max_passed: int, newcomers: int
 ) -> None:
-    """Whatever comes later, a request with k ahead of it goes with batch k / dp_size + max_passed +
-    1 at the latest.
+    """Later requests cannot delay an earlier one for long. A request with k others ahead of it is
+    in batch k / dp_size + max_passed + 1 at the latest.
     """
     window = LengthWindow(dp_size, max_passed)
     queue, num_known = places(*lengths), len(lengths)
@@ -121,7 +126,7 @@ def test_requests_too_few_for_a_batch_wait_for_room_but_not_for_more_requests() 
 
 @pytest.mark.req("S90")
 def test_a_batch_of_one_tenant_does_not_reset_the_counts_of_another() -> None:
-    """Two tenants flood the room with short prompts, so batches come from each in turn."""
+    """Two tenants flood the waiting room with short prompts, so batches come from both in turn."""
     room: WaitingRoom[str] = WaitingRoom(64, window=LengthWindow(2, max_passed=3))
     room.join("long", ["p"], 0.0, Claim("one"), 9000)
     called: list[str] = []

@@ -1,5 +1,6 @@
-"""What one request's machine itself decides; `test_transitions.py` has the table of transitions.
+"""The decisions of a request's state machine.
 
+`test_transitions.py` tests the table of transitions.
 `tests/property/request/test_request_machine.py` tries any order of events.
 """
 
@@ -33,7 +34,7 @@ from tests.support.driven_request import FUSIONS, Driven, new_request
 
 
 def waiting() -> Driven:
-    """Its only candidate is busy."""
+    """A request whose only candidate is busy."""
     driven = Driven(ttft_s=10.0)
     driven.feed(PlanReceived(driven.plan, FUSIONS[:1], []))
     effects = driven.feed(LegRejected(driven.key))

@@ -1,5 +1,6 @@
-"""An instance that is too small for a request is not asked again. The others are asked, and a
-stream does not end because of it.
+"""An instance that is too small for a request is not asked again.
+
+The other instances are asked, and a stream does not end because of the small one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def too_long(driven: Driven) -> None:
 
 @pytest.mark.fault("F7")
 def test_a_stream_that_migrates_continues_on_an_instance_with_room() -> None:
-    """The prompt has grown by the emitted tokens, so some instances can no longer take it."""
+    """The prompt now includes the emitted tokens, so some instances can no longer take it."""
     driven = Driven()
     driven.decode(num_tokens=40)
     driven.feed(LegLost(driven.key))
@@ -51,7 +52,7 @@ def test_a_stream_that_fits_no_instance_now_waits_for_those_that_may_return() ->
     driven.offer()
     for _ in FUSIONS[1:]:
         too_long(driven)
-    for _ in range(2):  # no other instance is there, and the lost one is gone
+    for _ in range(2):  # all other instances are too small, and the lost one is gone
         driven.feed(PlanReceived(driven.plan, [], []))
     assert driven.request.phase is RequestPhase.WAITING_PLAN
     driven.now = driven.request.wake_at
@@ -93,8 +94,8 @@ def test_a_prompt_that_fits_no_instance_is_the_clients_error_at_once() -> None:
 
 @pytest.mark.fault("F7")
 def test_if_no_other_instance_has_room_a_request_waits_without_polling() -> None:
-    """The others drain, or are gone but still registered. Each plan names them, and each refusal
-    comes at once.
+    """The other instances drain, or are gone but still registered. Each plan names them, and each
+    of their refusals comes at once.
     """
     driven = Driven()
     driven.offer()

@@ -24,7 +24,7 @@ def test_a_prompt_that_killed_two_instances_is_poison_for_ten_minutes() -> None:
 
 @pytest.mark.fault("F38")
 def test_a_death_that_several_requests_saw_counts_once() -> None:
-    """Two choices of a call, or two clients with one prompt, were on the decode that died. If the
+    """Two choices of a call, or two clients with the same prompt, used the decode that died. If the
     decode dies again after its restart, that is another death.
     """
     book = PoisonBook()
@@ -75,7 +75,7 @@ def test_silent_instances_do_not_count_as_deaths() -> None:
 
 @pytest.mark.fault("F23", "F38")
 def test_instances_beyond_a_cable_that_was_cut_do_not_count_as_deaths() -> None:
-    """A host with a prefill and a decode is out of reach: its sessions end by silence."""
+    """A host with a prefill and a decode is out of reach, so its sessions end by silence."""
     driven = Driven()
     for _ in range(3):
         driven.decode(num_tokens=3)

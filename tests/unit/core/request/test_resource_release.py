@@ -1,4 +1,4 @@
-"""What a request gives back, each thing once, when it leaves a leg, loses its KV, or ends."""
+"""A request releases each leg and ticket once, when it leaves a leg, loses its KV, or ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TICKET = TicketHeld("t1", 10.0)
 
 
 def decoding() -> Holdings:
-    """Leg 1 has ended with a ticket that leg 2 will take."""
+    """A request whose leg 1 has ended with a ticket. Leg 2 will take the ticket."""
     held = Holdings()
     held.leg = OpenLeg(1, PREFILL)
     held.turn_into_ticket(TICKET, now=5.0)

@@ -1,4 +1,4 @@
-"""Retries add no more than a fraction to the work that clients asked for."""
+"""The retry budget bounds retries to a fraction of the work that clients asked for."""
 
 from __future__ import annotations
 

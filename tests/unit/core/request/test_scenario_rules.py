@@ -1,4 +1,4 @@
-"""The scenario of a request that names none."""
+"""Rules choose the scenario of a request that names none."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ UNCACHED = (
         ({}, "long"),
         ({"interactive": 98_000}, "interactive"),
         ({"interactive": 97_999}, "long"),
-        ({"long": 99_000}, "long"),  # held elsewhere: here all of it would be computed
+        # other instances hold the tokens, so `interactive` would compute all of them
+        ({"long": 99_000}, "long"),
     ],
 )
 def test_a_rule_may_bound_what_the_scenarios_instances_would_have_to_compute(

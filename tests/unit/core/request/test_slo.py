@@ -1,4 +1,4 @@
-"""How long a request may wait for its first token, and the answer when that time runs out."""
+"""The deadline of a request's first token, and whether its objective was missed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The table of phases and events holds for any order of events.
+"""The table of phases and events describes every transition of a request.
 
-No event leads to another phase, a late event changes nothing, and an impossible event raises.
+No event leads to a phase that the table does not list. A late event changes nothing, and an
+impossible event raises an error.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ DECODES = [Candidate(f"d{i}", 1, "g") for i in range(2)]
 LOST = InstanceLost("scripted")
 FUSION = Candidate("f0", 1, "g", is_local=True)
 IDS = [c.instance_id for c in (*PREFILLS, *DECODES, FUSION)]
-# The share of usual events: larger where little else is possible.
+# The share of usual events. It is larger in phases where few other events are possible.
 USUAL = {
     RequestPhase.PLANNING: 0.9,
     RequestPhase.PREFILL_OFFERED: 0.75,
@@ -59,12 +60,12 @@ USUAL = {
     RequestPhase.DECODE_OFFERED: 0.6,
     RequestPhase.WAITING_DECODE: 0.1,
 }
-ALWAYS = {ClientGone, StopMatched}  # each leads to the same phase from every phase
+ALWAYS = {ClientGone, StopMatched}  # from every phase, each of these leads to the same phase
 Step = tuple[RequestPhase, type, RequestPhase]
 
 
 class Walk:
-    """A request that gets any events in any order, most of them about the legs that it has."""
+    """A request that gets random events, most of them about its own legs."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -146,7 +147,7 @@ class Walk:
         return TicketHeld(f"t{self.num_tickets}", 5.0)
 
     def usual(self) -> Event | None:
-        """The event that most often comes next."""
+        """An event that usually comes next in this phase."""
         pick, request = self.random.choice, self.request
         key = self.keys[-1] if self.keys else 0
         match request.phase:

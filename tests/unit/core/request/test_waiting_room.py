@@ -1,6 +1,7 @@
-"""The waiting room calls by priority, turn and deadline, and a flood keeps only itself out.
+"""The waiting room calls requests by priority, tenant and deadline.
 
-`tests/property/request/test_waiting_room.py` tries any order of joins, calls and leaves.
+A tenant's flood keeps only its own requests out. `tests/property/request/test_waiting_room.py`
+tries any order of joins, calls and leaves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long an answer may be."""
+"""The maximum length of an answer."""
 
 from __future__ import annotations
 

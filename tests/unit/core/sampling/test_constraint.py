@@ -1,4 +1,4 @@
-"""Where a constraint begins in an answer, and which constraints a message can carry."""
+"""Tests where a constraint begins in an answer, and how large it may be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How texts, tokens and regular expressions are written in a grammar."""
+"""Texts, tokens and regular expressions are written as Lark grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bounds on how a request may shape logits."""
+"""The bounds on a request's fields that change logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer ends where vLLM finds that it repeats itself."""
+"""An answer that repeats itself ends at the same token as in vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdmesh.errors import InvalidRequest
 
 
 def repeats(tokens: Sequence[int], rule: RepetitionRule) -> bool:
-    """What vLLM's `check_sequence_repetition` finds, by a simpler algorithm."""
+    """The result of vLLM's `check_sequence_repetition`, found by a simpler algorithm."""
     for size in range(max(1, rule.min_size), rule.max_size + 1):
         tail = list(tokens[-size * rule.min_count :])
         if len(tail) == size * rule.min_count and tail == tail[-size:] * rule.min_count:
@@ -57,7 +57,7 @@ def test_only_as_many_tokens_are_remembered_as_the_longest_pattern_needs() -> No
 
 
 def ended(tokens: Sequence[int], min_tokens: int = 0, max_tokens: int = 100) -> int | None:
-    """After how many tokens the rule ends an answer, which token 9 would end, too."""
+    """The number of tokens after which the answer ends, or None. Token 9 ends the answer, too."""
     rule = RepetitionRule(1, 0, 3)
     end = RepeatedEnd(rule, frozenset({9}), min_tokens, max_tokens)
     taken = [*end.feed(tokens[:2]), *end.feed(tokens[2:]), *end.feed([])]

@@ -1,4 +1,4 @@
-"""Stop strings are found wherever the text is cut into pieces."""
+"""Stop strings are found however the text is cut into pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bad thinking budget is refused before an engine sees it, and the error names the field."""
+"""A wrong thinking budget is refused before an engine sees it. The error names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammar for tool calls takes the calls that it asks for, and nothing else."""
+"""The grammar for tool calls accepts exactly the calls that the request's form describes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tag(name: str = "f", content: Any = None) -> dict[str, Any]:
 
 
 def takes(form: dict[str, Any], text: str) -> bool:
-    """Whether the text, byte by byte, is a whole answer of this form."""
+    """Say whether the whole text, byte by byte, is an answer of this form."""
     grammar = call_grammar({"type": "structural_tag", "format": form})
     matcher = llguidance.LLMatcher(_VOCABULARY, grammar, log_level=0)
     assert not matcher.is_error(), (matcher.get_error(), grammar)

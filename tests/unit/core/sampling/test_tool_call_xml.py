@@ -1,5 +1,6 @@
-"""The grammar of XML arguments takes what fits the schema. A schema that it cannot express is
-refused.
+"""The grammar of XML arguments accepts the values that fit the schema.
+
+A schema that the grammar cannot express is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def given(*required: str, **properties: Any) -> dict[str, Any]:
 
 
 def one(value: Any, text: str) -> bool:
-    """Whether a required parameter takes the text."""
+    """Say whether a required parameter with this schema accepts the text."""
     return takes(given("k", k=value), "minimax_xml", f'<parameter name="k">{text}</parameter>\nE')
 
 

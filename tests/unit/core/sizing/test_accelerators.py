@@ -1,4 +1,4 @@
-"""Known accelerators have a source, and others are described by hand."""
+"""Known accelerators name the source of their figures. Others are described by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdmesh.core.sizing.problem import SizingProblem
 def test_every_known_one_is_whole_and_says_its_source(name: str) -> None:
     device = accelerator(name.upper())
     assert "data sheet" in device.source
-    # More than this many operations per byte, or fewer, is a slip of a unit.
+    # Another number of operations per byte would be a wrong unit.
     assert 50 < device.bf16_flops / device.memory_bandwidth < 500
     assert 20 < device.memory_bytes / 2**30 < 200
     assert device.link_bandwidth > 1e10 < device.network_bandwidth * 2

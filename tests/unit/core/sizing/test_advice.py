@@ -1,4 +1,6 @@
-"""Whether P/D pays: by ranges of devices, with the reasons."""
+"""Tests whether separate prefills and decodes pay, decided by ranges of device counts, with
+reasons.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running sequences against exact queues, and the time per token that follows."""
+"""The number of running sequences against exact queues, and the resulting time per token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ LAW = Law("l", step_fixed_s=0.01, step_sequence_s=1e-4, step_context_s=1e-7)
 
 
 def test_steps_of_one_length_are_a_queue_of_endless_servers() -> None:
-    """Erlang's: the number is Poisson, with the mean of arrivals in a life."""
+    """With endless servers (Erlang), the number is Poisson. Its mean is the number of arrivals
+    during one life.
+    """
     found = running(2.0, 100.0, [0.01] * 101, 1, 100)
     assert found.mean == pytest.approx(2.0, rel=1e-3)
     assert found.variance == pytest.approx(2.0, rel=1e-2)
@@ -23,7 +25,9 @@ def test_steps_of_one_length_are_a_queue_of_endless_servers() -> None:
 
 
 def test_an_engine_whose_speed_does_not_grow_is_one_server() -> None:
-    """Processor sharing: n sequences take n times as long, so the number is geometric."""
+    """Sequences share one processor: n of them take n times as long. So their number is
+    geometric.
+    """
     found = running(5.0, 100.0, [0.001 * max(n, 1) for n in range(401)], 1, 400)
     assert found.mean == pytest.approx(0.5 / 0.5, rel=1e-2)
     assert found.variance == pytest.approx(0.5 / 0.25, rel=1e-2)

@@ -1,4 +1,4 @@
-"""Deployments: slots, links, and how they are called."""
+"""The slots, links and names of a deployment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The desired state of a plan is one that the master accepts."""
+"""The master accepts the desired state that a sizing plan writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fusion: what prompts and answers on one engine do to each other."""
+"""Fusion instances: prompts and answers on one engine slow each other down."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_prompts_slow_the_answers_beside_them() -> None:
 
 
 def test_long_prompts_make_the_tail_of_short_answers() -> None:
-    """The same work per second in fewer, longer prompts varies more."""
+    """Fewer and longer prompts are the same work per second, but vary more."""
     even = times(10.0, prompt="2000").next
     uneven = times(10.0, prompt="mean=2000,p99=16000").next
     assert uneven.quantile_s(0.99) > 1.1 * even.quantile_s(0.99)
@@ -53,7 +53,9 @@ def test_no_token_is_slower_than_if_every_step_had_prompts() -> None:
 
 
 def test_a_small_chunk_protects_answers_from_long_prompts() -> None:
-    """Beside a prompt of 16,000 tokens an answer gets a token per chunk, however long it takes."""
+    """Beside a prompt of 16,000 tokens, an answer gets one token per chunk, so large chunks make
+    slow tokens.
+    """
     prompts = "mean=2000,p99=16000"
     small = times(18.0, prompt=prompts, chunk=256).next
     large = times(18.0, prompt=prompts, chunk=16_384).next

@@ -1,4 +1,4 @@
-"""What a model leaves of the memory, and what does not fit."""
+"""The memory that a model leaves for KV, and models that do not fit."""
 
 from __future__ import annotations
 

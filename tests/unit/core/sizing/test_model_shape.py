@@ -1,4 +1,7 @@
-"""Parameters and KV bytes are those that the models' authors state; other kinds are refused."""
+"""Parameters and KV bytes equal those that the models' authors state.
+
+Models of unknown kinds are refused.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def test_numbers_decide_bytes_and_the_unit_that_multiplies() -> None:
 
 
 def test_heads_are_copied_where_there_are_more_ranks_than_heads() -> None:
-    shape = model_shape(LLAMA)  # 8 kv heads
+    shape = model_shape(LLAMA)  # the model has 8 KV heads
     assert shape.rank_kv_bytes(8) == shape.kv_token_bytes / 8
     assert shape.rank_kv_bytes(16) == shape.kv_token_bytes / 8
     latent = model_shape(DEEPSEEK_V3)

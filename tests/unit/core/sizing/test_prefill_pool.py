@@ -1,4 +1,4 @@
-"""First tokens: what load, chunks and shared steps do to them."""
+"""The time to the first token depends on load, chunks and shared steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A problem's text begins with its field."""
+"""The text of a sizing problem begins with the name of its field."""
 
 from __future__ import annotations
 

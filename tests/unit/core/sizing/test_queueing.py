@@ -1,4 +1,4 @@
-"""Queues against exact results and a queue that is played."""
+"""The formulas of queues against exact results and against a simulated queue."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_a_quantile_is_where_the_share_is_left() -> None:
 
 def test_a_skewed_value_has_the_tail_of_a_gamma() -> None:
     rng = random.Random(2)
-    drawn = [rng.gammavariate(2.0, 0.5) for _ in range(100_000)]  # mean 1, skewness sqrt(2)
+    # these have mean 1 and skewness sqrt(2)
+    drawn = [rng.gammavariate(2.0, 0.5) for _ in range(100_000)]
     for limit in (0.5, 1.0, 2.5):
         share = sum(x > limit for x in drawn) / len(drawn)
         assert above(1.0, math.sqrt(0.5), limit, math.sqrt(2)) == pytest.approx(share, abs=0.01)
@@ -62,6 +63,6 @@ def test_a_skewed_value_has_the_tail_of_a_gamma() -> None:
 
 
 def test_a_value_that_is_seldom_large_is_never_below_its_least() -> None:
-    """One event in a thousand: skewness 30."""
+    """One event in a thousand is large, which is a skewness of 30."""
     assert above(1.0, 0.1, 0.5, 30.0) == 1.0
     assert 0.0 < above(1.0, 0.1, 1.3, 30.0) < 0.05

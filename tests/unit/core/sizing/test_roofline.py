@@ -1,4 +1,4 @@
-"""Laws of accelerators: they scale as the roofline says, and are near what was measured."""
+"""The step times of accelerators scale as the roofline model says, and are near measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ H100 = accelerator("h100")
 
 @pytest.mark.parametrize(
     ("gpu", "tokens", "prefill_ms", "batch", "context", "step_ms"),
-    [  # aiconfigurator 0.12: vLLM 0.24, Llama-3.1-8B on one GPU
+    [  # measured by aiconfigurator 0.12 with vLLM 0.24 and Llama-3.1-8B on one GPU
         ("h100", 4096, 90.1, 64, 2048, 12.6),
         ("a100", 4096, 258.7, 64, 8192, 58.6),
         ("l40s", 2048, 144.9, 32, 8192, 77.8),

@@ -1,4 +1,7 @@
-"""The smallest deployment: one instance less breaks a goal, and what cannot be says why."""
+"""The search finds the smallest deployment.
+
+With one instance less, a goal is missed. If no deployment is possible, the reason is given.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ SHORT = SCENES[0]
 
 
 def short_chat(rate_per_s: float, least: int = 1) -> Workload:
-    """With two numbers of ranks to choose from."""
+    """A workload of short chats, with two numbers of ranks to choose from."""
     wanted = SHORT.wanted(rate_per_s, least)
     return replace(wanted, kinds=wanted.kinds[:2])
 
@@ -83,7 +86,9 @@ def test_requests_that_do_not_fit_the_kv_are_told() -> None:
 
 
 def test_latent_kv_moves_between_unequal_ranks_too() -> None:
-    """Each rank has a copy. For long answers, decodes of 16 ranks need the fewest devices."""
+    """Each rank has a copy of the latent KV. For long answers, decodes of 16 ranks need the fewest
+    devices.
+    """
     kinds = tuple(kinds_of(model_shape(DEEPSEEK_V3), accelerator("h200"), (8, 16)))
     wanted = Workload(traffic_of(8.0, "500", "2000", 0.0), Goals(1.0, 0.03), kinds)
     found = made(smallest_pair(wanted))

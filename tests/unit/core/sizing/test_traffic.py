@@ -1,4 +1,4 @@
-"""Lengths from text, and what a sample of them keeps."""
+"""The lengths of requests are read from text, and a sample keeps their distribution."""
 
 from __future__ import annotations
 

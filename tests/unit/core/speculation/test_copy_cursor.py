@@ -1,4 +1,8 @@
-"""An answer that copies a text with edits is proposed from the place where it copies."""
+"""Speculation for an answer that copies a text with edits.
+
+The cursor is the place in the text from which the answer copies. The next tokens there are the
+proposal.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ def cursor(prompt: Sequence[int], drawn: Sequence[int]) -> CopyCursor:
 
 
 class Search:
-    """Plain prompt lookup, which begins anew in each step: the reference."""
+    """Plain prompt lookup, which searches the whole text in each step. It is the reference."""
 
     def __init__(self, prompt: Sequence[int], drawn: Sequence[int]) -> None:
         self.index = NgramIndex([*prompt, *drawn], LARGE)
@@ -39,7 +43,9 @@ def num_steps(
     answer: list[int],
     num_proposed: int = 6,
 ) -> int:
-    """The steps of a target that draws this answer. The first token comes from prefill."""
+    """The number of steps in which a target draws this answer. The first token comes from the
+    prefill.
+    """
     proposer, position, steps = begin(prompt, answer[:1]), 1, 0
     while position < len(answer):
         proposed = proposer.propose(num_proposed)
@@ -55,7 +61,9 @@ def num_steps(
 
 
 def code(rng: random.Random, num_lines: int) -> list[list[int]]:
-    """Lines of a program: most begin and end alike, as `self.x = x` and `return None` do."""
+    """Lines of a program. Most of them begin and end alike, as `self.x = x` and `return None`
+    do.
+    """
     beginnings = [[1, 2, 3], [1, 2, 4, 5], [1, 1, 6, 7]]
     return [
         [*rng.choice(beginnings), rng.randrange(100, 140), 8, rng.randrange(100, 140), 9, 10]
@@ -68,9 +76,9 @@ def edited(rng: random.Random, lines: list[list[int]]) -> list[int]:
     for line in lines:
         kind = rng.random()
         if kind < 0.05:
-            continue  # the line is deleted
+            continue  # delete the line
         if kind < 0.10:
-            result += [1, 2, 3, rng.randrange(200, 300), 9, 10]  # a line is inserted
+            result += [1, 2, 3, rng.randrange(200, 300), 9, 10]  # insert a line
         place = rng.randrange(3, len(line))
         is_changed = 0.10 < kind < 0.20
         result += (
@@ -100,7 +108,7 @@ def test_an_edit_of_a_text_with_repeated_lines_takes_fewer_steps_with_the_cursor
 
 @pytest.mark.req("S117")
 def test_the_first_proposal_needs_no_match() -> None:
-    """One drawn token is no n-gram: plain lookup proposes nothing, or what follows the prompt."""
+    """One drawn token is too short for an n-gram. Plain lookup proposes nothing then."""
     prompt = [11, 12, 13, 14, 15, 16]
     assert cursor(prompt, [13]).propose(3) == [14, 15, 16], "behind the token's first place"
     assert Search(prompt, [13]).propose(3) == []
@@ -115,7 +123,7 @@ def test_the_cursor_advances_with_what_is_copied_and_is_lost_at_an_edit() -> Non
     assert proposer.propose(4) == [106, 107, 108, 109]
     proposer.extend([106, 107, 108, 109, 110])
     assert proposer.propose(4) == [111, 112, 113, 114]
-    proposer.extend([111, 7])  # 7 replaces 112, and stands nowhere
+    proposer.extend([111, 7])  # 7 replaces 112, and is nowhere in the prompt
     assert proposer.propose(4) == []
     proposer.extend([113])
     assert proposer.propose(4) == [114, 115, 116, 117], "one token is enough near the edit"
@@ -123,10 +131,10 @@ def test_the_cursor_advances_with_what_is_copied_and_is_lost_at_an_edit() -> Non
 
 @pytest.mark.req("S117")
 def test_of_equal_lines_the_one_near_the_edit_is_taken() -> None:
-    """A search anew takes the last equal line, in another part of the text."""
+    """A new search would take the last equal line, which is in another part of the text."""
     same = [1, 2, 3, 4]
     prompt = [50, 51, 52, 53, 54, *same, 60, 61, 62, *range(200, 300), *same, 70, 71]
-    drawn = [50, 51, 52, 53, 54, 9]  # 9 is inserted
+    drawn = [50, 51, 52, 53, 54, 9]  # 9 is inserted between 54 and the equal line
     proposer, search = cursor(prompt, drawn[:1]), Search(prompt, drawn[:1])
     for each in (proposer, search):
         each.propose(4)
@@ -146,7 +154,9 @@ def test_an_answer_that_repeats_its_own_end_is_proposed_beyond_it() -> None:
 def test_a_request_that_was_moved_goes_on_at_its_place(
     seed: int, num_drawn: int, num_proposed: int
 ) -> None:
-    """A migration brings the text alone. Both proposers agree once the answer copies again."""
+    """A migration brings the text without the cursor. The new proposer agrees with the old one as
+    soon as the answer copies again.
+    """
     rng = random.Random(seed)
     lines = code(rng, 60)
     prompt, answer = [token for line in lines for token in line], edited(rng, lines)
@@ -187,7 +197,7 @@ def test_any_text_may_be_followed_while_its_beginning_is_forgotten(
 
 @pytest.mark.req("S116")
 def test_the_work_for_a_token_does_not_grow_with_the_prompt() -> None:
-    """An answer that copies, is edited often, and copies again."""
+    """The answer copies, is edited often, and copies again."""
     per_token = []
     for length in (1_000, 10_000, 100_000):
         rng = random.Random(length)
@@ -208,7 +218,7 @@ def test_the_work_for_a_token_does_not_grow_with_the_prompt() -> None:
 @pytest.mark.req("S116")
 @pytest.mark.parametrize("seed", range(40))
 def test_a_cursor_whose_text_is_forgotten_in_mid_answer_is_lost(seed: int) -> None:
-    """Many tokens come at once, as after steps without proposals."""
+    """Many tokens come at once, as they do after steps without proposals."""
     rng = random.Random(seed)
     size = rng.choice((1, 4, 16, 64))
     text = rng.choices(range(3), k=4 * size)

@@ -1,4 +1,7 @@
-"""A place in a text is found as by a search through all of it, with work that does not grow."""
+"""The index finds an n-gram's earlier place as a search of the whole text would.
+
+The work for a token does not grow with the text.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from hypothesis import strategies as st
 
 from pdmesh.core.speculation.ngram_index import MAX_LINKS, SIZES, NgramIndex
 
-TOKENS = st.integers(0, 3) | st.integers(0, 2**31 - 1)  # few that repeat, and any
+# a few tokens that repeat often, or any token
+TOKENS = st.integers(0, 3) | st.integers(0, 2**31 - 1)
 
 
 def places(text: list[int], size: int) -> list[int]:
-    """The positions behind the last n-gram's earlier places, the latest first."""
+    """The positions after the earlier places of the last n-gram, the latest position first."""
     if len(text) <= size:
         return []
     return [
@@ -59,11 +63,13 @@ def test_a_text_may_come_at_once_or_token_by_token() -> None:
 
 @pytest.mark.req("S116")
 def test_the_work_for_a_token_is_the_same_in_a_text_of_100_000_tokens() -> None:
-    """It counts entries and links, so the machine's load does not matter."""
+    """The test counts the entries and links that are visited, so the load of the machine does not
+    matter.
+    """
     rng = random.Random(4)
     per_token = []
     for length in (1_000, 10_000, 100_000):
-        # A third of the text is one token, so one bigram has thousands of places.
+        # About half of the text is token 0, so one bigram has thousands of places.
         index = NgramIndex([rng.choice((0, rng.randrange(500))) for _ in range(length)], 1 << 17)
         before = index.num_steps
         for _ in range(4_000):
@@ -75,7 +81,7 @@ def test_the_work_for_a_token_is_the_same_in_a_text_of_100_000_tokens() -> None:
 
 
 def test_tokens_with_equal_hashes_cost_no_more_than_the_links_that_it_follows() -> None:
-    """Somebody may choose tokens so that all n-grams are in one bucket."""
+    """A client could choose tokens so that all n-grams are in one bucket."""
     index = NgramIndex([7] * 50_000, 1 << 17)
     before = index.num_steps
     index.next_after(near=0)

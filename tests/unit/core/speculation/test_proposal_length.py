@@ -1,5 +1,6 @@
-"""Tokens are proposed where checking them is nearly free, and not where a check costs as much as a
-draw.
+"""Tokens are proposed where checking them is nearly free.
+
+No tokens are proposed where checking one costs as much as drawing one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def test_the_schedule_covers_every_batch_and_proposes_less_for_larger_ones(
 def decode_s(law: Law, batch: int, num_proposed: int, acceptance: float) -> float:
     """Virtual seconds per token of a full batch.
 
-    A proposed token is computed like a prompt's token, beside the token that is drawn.
+    Checking a proposed token costs as much as computing a token of a prompt.
     """
     rng, drawn, seconds = random.Random(batch), 0, 0.0
     for _ in range(100):
@@ -139,19 +140,19 @@ def adaptive_of(law: Law, batch: int, assumed: float, most: int = 4) -> Adaptive
 def test_no_setting_slows_any_text_by_three_percent(
     batch: int, assumed: float, acceptance: float
 ) -> None:
-    """The configured acceptance is a guess: code repeats itself, and a poem does not."""
+    """The configured acceptance is a guess. Code repeats itself, and a poem does not."""
     writing = Writing(SMOLLM2_CPU, batch, acceptance)
     writing.run(adaptive_of(SMOLLM2_CPU, batch, 0.0, most=0), 20)
     off = writing.tokens_per_s
     adaptive = adaptive_of(SMOLLM2_CPU, batch, assumed)
-    writing.run(adaptive, 40 + 3000 // batch)  # it learns the text
+    writing.run(adaptive, 40 + 3000 // batch)  # the speculation learns the text's acceptance
     writing.run(adaptive, 40 + 3000 // batch)
     assert writing.tokens_per_s >= 0.97 * off
 
 
 @pytest.mark.req("S118")
 def test_a_fixed_guess_would_have_slowed_the_text_that_repeats_nothing() -> None:
-    """The control of the test above: with a fixed acceptance, this text is slowed."""
+    """The control of the test above: with a fixed acceptance, this text is slowed down."""
     assumed = Speculation(4, 0.9, SMOLLM2_CPU.prefill_token_s / SMOLLM2_CPU.step_s(1, 0))
     count = assumed.num_proposed(16)
     assert count > 0
@@ -162,7 +163,7 @@ def test_a_fixed_guess_would_have_slowed_the_text_that_repeats_nothing() -> None
 @pytest.mark.req("S118")
 @pytest.mark.parametrize("factor", [0.05, 20])
 def test_a_wrong_guess_of_a_tokens_cost_is_corrected(factor: float) -> None:
-    """With a cost that is assumed too low, large batches would be slowed; too high, none gain."""
+    """Too low a cost would slow large batches down. With too high a cost, no batch would gain."""
     law, guess = SMOLLM2_CPU, Speculation(4, 0.6, factor * CPU_COST)
     right = Speculation(4, 0.6, CPU_COST)
     batches = (1, 4, 8, 16, 32)
@@ -181,7 +182,7 @@ def test_a_wrong_guess_of_a_tokens_cost_is_corrected(factor: float) -> None:
 
 @pytest.mark.req("S118")
 def test_proposals_stop_and_resume_as_the_text_changes() -> None:
-    """When proposals are off, one is tried now and then, or they would stay off forever."""
+    """While proposals are off, one is tried now and then. Otherwise they would stay off forever."""
     adaptive, writing = adaptive_of(SMOLLM2_CPU, 1, 0.6), Writing(SMOLLM2_CPU, 1, 0.9)
     shares = []
     for writing.acceptance in (0.9, 0.0, 0.9):
@@ -195,7 +196,7 @@ def test_proposals_stop_and_resume_as_the_text_changes() -> None:
 
 @pytest.mark.req("S118")
 def test_noise_around_a_boundary_does_not_change_the_schedule_back_and_forth() -> None:
-    """At this acceptance, a batch of 16 proposes one token more if it is a little higher."""
+    """At this acceptance, a batch of 16 is about to propose one token more."""
     cost = CPU_COST
     boundary = next(
         a / 1000
@@ -220,7 +221,9 @@ def test_noise_around_a_boundary_does_not_change_the_schedule_back_and_forth() -
 
 @pytest.mark.req("S67")
 def test_a_prefill_computes_the_kv_of_a_draft_that_has_its_own() -> None:
-    """One pass over the prompt is enough, because its requests end with token 1."""
+    """The prefill computes no proposals, because its requests end with token 1. So one pass of the
+    draft model over the prompt is enough.
+    """
     lookup = Speculation(4, 0.6, 0.01)
     assert lookup.at_prefill() == replace(lookup, method=Method.SUFFIX).at_prefill()
     assert lookup.at_prefill() == NO_SPECULATION
@@ -240,7 +243,7 @@ def test_a_fixed_schedule_proposes_the_same_for_every_batch() -> None:
 def test_only_tokens_that_were_checked_count_in_the_acceptance(
     acceptance: float, assumed: float, seed: int
 ) -> None:
-    """A proposal of four tokens whose first is wrong says something about one token, not four."""
+    """If the first of four proposed tokens is wrong, only this one token was checked."""
     adaptive, rng = AdaptiveSpeculation(Speculation(4, assumed, 0.01), 8), random.Random(seed)
     for _ in range(500):
         num_right = 0

@@ -1,4 +1,4 @@
-"""The cost of a token is read off the times of steps, if they tell it."""
+"""The cost of a token is estimated from the times of steps, if these allow it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ ASSUMED = 0.01
 
 
 def measured(share: float, counts: list[int], noise: float = 0.0, seed: int = 1) -> TokenCost:
-    """After steps of a fixed cost of 20 ms, with numbers of tokens out of `counts`."""
+    """The estimate after 2,000 steps with a fixed cost of 20 ms. The steps' numbers of tokens are
+    `counts`, in turn.
+    """
     rng, cost = random.Random(seed), TokenCost(ASSUMED)
     for step in range(2000):
         num = counts[step % len(counts)]

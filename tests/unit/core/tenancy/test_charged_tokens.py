@@ -1,4 +1,4 @@
-"""What an ended call costs its tenant."""
+"""The number of tokens that an ended call costs its tenant."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Limits that change while gateways hold parts of them: the key file is read again while they
-run.
+"""A tenant's limits change while gateways hold parts of them.
+
+This happens when the key file is read again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WIDE, NARROW = (Tenant("acme", TenantLimits(max_concurrent=most)) for most in (1
 
 
 def two_that_share(tenant: Tenant) -> tuple[Gateway, Gateway]:
-    """Two gateways; the second holds the upper half of the parts."""
+    """Two gateways that share the parts. The second one holds the upper half."""
     store = Store()
     a, b = (Gateway(name, tenant, store) for name in ("a", "b"))
     a.parts.alive = b.parts.alive = ("a", "b")

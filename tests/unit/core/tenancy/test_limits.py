@@ -1,4 +1,4 @@
-"""A tenant's buckets and daily tokens; the property test tries any order of calls."""
+"""A tenant's rate buckets and daily tokens. The property test tries any order of calls."""
 
 from __future__ import annotations
 

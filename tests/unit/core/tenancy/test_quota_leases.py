@@ -1,4 +1,8 @@
-"""How gateways share a tenant's daily tokens; the property test tries whole fleets of gateways."""
+"""Gateways share a tenant's daily tokens by leases.
+
+A lease is a number of tokens that one gateway may grant. The property test tries whole fleets of
+gateways.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +48,10 @@ def test_the_whole_lease_of_a_vanished_gateway_counts_as_used() -> None:
 @pytest.mark.parametrize(
     ("others", "needed", "allowed", "wanted"),
     [
-        (0, 10, 1000 // 32, 0),  # a share of what is free, so that the next calls need no lease
+        # a share of the free tokens, so that the next calls need no new lease
+        (0, 10, 1000 // 32, 0),
         (0, 500, 500, 0),
-        (900, 500, 100, 400),  # the ledger says how many tokens are lacking
+        (900, 500, 100, 400),  # the ledger records how many tokens are lacking
         (1000, 0, 0, 0),
     ],
 )

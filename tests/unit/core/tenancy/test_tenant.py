@@ -1,4 +1,4 @@
-"""A tenant as it is written down."""
+"""A tenant is read from its entry in a file."""
 
 from __future__ import annotations
 

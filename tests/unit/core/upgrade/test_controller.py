@@ -1,4 +1,4 @@
-"""Upgrades of several scenarios, and of a scenario whose groups are away (S24)."""
+"""Upgrades of several scenarios, and of a scenario whose groups are all lent (S24)."""
 
 from __future__ import annotations
 

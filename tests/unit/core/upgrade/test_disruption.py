@@ -1,4 +1,4 @@
-"""Whether a group may be taken out for an upgrade (S24)."""
+"""Tests whether a group may be taken out for an upgrade (S24)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which groups an upgrade counts: those that only lack instances, and those that serve."""
+"""The groups that an upgrade counts: those that only lack instances, and those that serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What upgrades see of the groups."""
+"""An observation of the groups for upgrades reads each group only a few times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdmesh.core.upgrade.observation import Surroundings, observe
 
 
 class Counting(dict[str, Group]):
-    """A dict that counts how many of its values were read."""
+    """A dict that counts how many of its entries were iterated over."""
 
     num_looks = 0
 

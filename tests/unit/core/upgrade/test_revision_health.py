@@ -1,4 +1,4 @@
-"""Whether a new revision answers as well as the old one."""
+"""Tests whether a new revision answers as well as the old one."""
 
 from __future__ import annotations
 

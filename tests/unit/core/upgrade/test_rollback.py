@@ -1,4 +1,4 @@
-"""Bad upgrades: what rolls them back, and how the groups and the desired state go back (S24)."""
+"""Tests what rolls an upgrade back, and how the groups and the desired state return (S24)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_several_lost_instances_roll_an_upgrade_back_but_a_single_one_does_not()
 @pytest.mark.req("S24")
 @pytest.mark.parametrize("is_sick", [True, False])
 def test_a_canary_that_is_rolled_back_gets_no_requests_while_it_leaves(is_sick: bool) -> None:
-    """It is ready until it learns that it must leave. As an ordinary group it would get more than
-    its share.
+    """The canary group is ready until it learns that it must leave. If it counted as an ordinary
+    group, it would get more than its share.
     """
     world = settled()
     world.apply(released("2"), canary_share=0.1)

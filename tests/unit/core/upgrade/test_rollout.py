@@ -1,4 +1,7 @@
-"""Rolling upgrades: one group after another, each after the last one has proved itself (S24)."""
+"""Rolling upgrades (S24).
+
+Groups change one after another. Each change waits until the group before has proved the revision.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def test_each_group_is_upgraded_after_the_group_before_it_has_proved_itself(
 
 @pytest.mark.req("S24")
 def test_a_service_without_serving_groups_changes_at_once() -> None:
-    """No request needs a revision that never served, so the repaired one need not wait for it."""
+    """No request needs the revision that never served, so the repaired one can start at once."""
     world = World(released("1"), num=16)
     play(world, 30, fails=lambda revision: revision == OLD)
     world.apply(released("2"))

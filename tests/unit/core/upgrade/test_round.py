@@ -1,4 +1,4 @@
-"""A round of one upgrade: what a changed group gets, and what people see."""
+"""A round of one upgrade: the orders for a changed group, and the report for operators."""
 
 from __future__ import annotations
 

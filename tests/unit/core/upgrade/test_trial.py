@@ -1,4 +1,4 @@
-"""The trial of a group with a new revision."""
+"""The trial is the time for which an upgraded group is judged."""
 
 from __future__ import annotations
 

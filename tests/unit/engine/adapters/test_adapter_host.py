@@ -1,5 +1,6 @@
-"""Adapters are copied, verified, loaded and unloaded in the background, and each leg gets one
-answer.
+"""Adapters are copied, verified, loaded and unloaded in the background.
+
+Each leg that asks for an adapter gets one answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.support.waiting import until
 
 
 class Slots:
-    """Notes what is loaded, with the content that it found in the folder."""
+    """Records which adapters are loaded, with the digest of the content in each one's folder."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, str] = {}
@@ -137,11 +138,13 @@ async def test_an_unusable_adapter_takes_no_slot_and_is_read_once(site: Site) ->
 
 
 async def test_a_refusal_says_whether_another_instance_could_load_the_adapter(site: Site) -> None:
-    """Otherwise gateways would ask one instance after the other for an adapter that fits none."""
+    """Otherwise gateways would ask one instance after another for an adapter that fits none of
+    them.
+    """
     path = site.folder / "dora"
     dora = Adapter("dora", write_adapter(path, 1, use_dora=True), str(path))
     large = site.adapter("large", 1, rank=16)
-    for leg in (1, 2):  # the second leg gets the remembered reason
+    for leg in (1, 2):  # the second leg gets the reason from the memory of failures
         with pytest.raises(AdapterMisfit, match="use_dora is not supported"):
             await site.host.acquired(leg, dora)
         with pytest.raises(AdapterUnusable, match="r is 16") as told:
@@ -161,7 +164,9 @@ async def test_a_copy_that_cannot_be_made_ends_only_its_own_legs(site: Site) -> 
 async def test_each_piece_that_is_copied_is_a_sign_of_work(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large adapter on a slow store takes long; its legs are not lost meanwhile."""
+    """Copying a large adapter from a slow store takes long. The legs that wait for the copy must
+    not be lost.
+    """
     monkeypatch.setattr(files, "_PIECE", 1000)
     a, b = site.adapter("a", 1), site.adapter("b", 2)
     size = sum(path.stat().st_size for path in Path(a.path).iterdir())

@@ -1,4 +1,4 @@
-"""An adapter's files are read within bounds, and named by their content alone."""
+"""An adapter's files are read within bounds. Their content alone determines the digest."""
 
 from __future__ import annotations
 

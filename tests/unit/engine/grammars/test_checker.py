@@ -1,4 +1,4 @@
-"""The process that compiles for a gateway answers each frame in turn."""
+"""The process that compiles grammars for a gateway answers its frames in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pdmesh.engine.sim.vocabulary import EOS_ID
 
 @pytest.fixture(autouse=True)
 def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without this, the checker would limit the CPU time of the test's own process."""
+    """Keep the checker from limiting the CPU time of the test's own process."""
     monkeypatch.setattr(checker, "_bound_cpu", lambda: None)
     monkeypatch.setattr(checker, "_unbound_cpu", lambda: None)
 

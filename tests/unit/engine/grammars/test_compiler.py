@@ -1,4 +1,4 @@
-"""Grammars that explode are refused, and equal ones are compiled once."""
+"""Grammars that grow without bound are refused, and equal grammars are compiled once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_meaningless_or_endless_grammars_are_refused_too(kind: GrammarKind, text
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (GrammarKind.REGEX, "(x+x+)+y"),  # exponential time in a matcher that backtracks
+        (GrammarKind.REGEX, "(x+x+)+y"),  # takes exponential time in a matcher that backtracks
         (GrammarKind.REGEX, "(.*a){20}"),
         (GrammarKind.REGEX, "((a{1000}){1000}){1000}"),
         (GrammarKind.JSON, json.dumps(nested(60))),
@@ -87,7 +87,9 @@ def test_a_grammar_that_only_looks_hostile_compiles(kind: GrammarKind, text: str
 
 @pytest.mark.parametrize("choices", [[f"abcd{n}" for n in range(9000)], ["", "a", "ab"], [""]])
 def test_an_answer_is_one_of_many_choices(choices: list[str]) -> None:
-    """If each choice were an alternative of a rule, two thousand would fail at the first token."""
+    """If each choice were an alternative of a rule, two thousand choices would fail at the first
+    token.
+    """
     grammar = grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps(choices)))
     matcher = COMPILER.matcher(grammar)
     vocabulary, text = COMPILER.vocabulary, choices[-1]

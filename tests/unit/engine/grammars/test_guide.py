@@ -1,4 +1,7 @@
-"""What a guide allows depends on the tokens of the answer, not on who took them."""
+"""A guide says which tokens an answer may continue with.
+
+The allowed tokens depend on the answer only, even if another engine drew its beginning.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def test_a_guide_that_continues_an_answer_allows_the_same_tokens() -> None:
             assert mask(later) == mask(whole), num_drawn
             assert later.num_valid(answer[num_drawn:]) in (
                 len(answer) - num_drawn,
-                len(answer) - num_drawn - 1,  # the end may be left to the engine
+                len(answer) - num_drawn - 1,  # the engine may have to draw the end itself
             )
             assert whole.accept([token_id])
 

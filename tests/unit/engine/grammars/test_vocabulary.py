@@ -1,4 +1,4 @@
-"""A model's files say what its tokens are, which one ends a text, and how many logits it has."""
+"""A model's files tell its tokens, its end token, and the number of its logits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def test_if_the_tokenizer_names_no_end_token_the_one_of_the_model_counts(tmp_pat
 
 
 def test_a_token_in_angle_brackets_is_text_unless_the_tokenizer_calls_it_special() -> None:
-    """Qwen's <tool_call> is such a token: grammars that have its text must take it."""
+    """Qwen's <tool_call> is an ordinary token. A grammar that contains its text must accept the
+    token.
+    """
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<tool_call>"])
     tokenizer.add_special_tokens(["<|end|>"])

@@ -1,4 +1,4 @@
-"""The sim's prefills beside an encoder that they cannot fetch from."""
+"""A simulated prefill computes image embeddings itself if it cannot fetch them from the encoder."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def written(prompt: list[int]) -> tuple[PagedMemory, list[int], int]:
-    """Memory with the prompt's KV in scattered blocks, and the digest read from it."""
+    """Memory with the prompt's KV in scattered blocks, the ids of these blocks, and the KV's
+    digest.
+    """
     memory = PagedMemory(MODEL, 64)
     blocks = [(7 * n + 3) % 64 for n in range(-(-len(prompt) // PARAMS.block_size))]
     memory.write(blocks, MODEL.states(np.array(prompt, np.uint32)), 0)
@@ -169,7 +171,7 @@ def test_a_stop_token_of_the_client_ends_the_text() -> None:
 
 
 def test_continuing_from_emitted_tokens_gives_the_same_text() -> None:
-    """A migration does this: its prompt is the old prompt plus the tokens that the client has."""
+    """As in a migration, the new prompt is the old prompt and the tokens that the client has."""
     prompt = prompt_of(30)
     whole, _ = sim_reference(prompt, Sampling(max_tokens=40), PARAMS)
     for cut in (1, 17, 39):

@@ -1,4 +1,7 @@
-"""The sim's vectors: a function of the tokens, near for texts that have tokens in common."""
+"""The simulated engine's vectors depend on the tokens.
+
+Texts with common tokens have vectors near each other.
+"""
 
 from __future__ import annotations
 

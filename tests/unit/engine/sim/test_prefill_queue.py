@@ -1,4 +1,4 @@
-"""Prompts of the sim engine share a step's tokens by urgency (S83)."""
+"""The prompts of a simulated engine share the tokens of a step by urgency (S83)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def prompt(leg: int, num_tokens: int, priority: int = 1, at: float = 0.0) -> Pro
 
 
 def step(queue: PrefillQueue) -> tuple[dict[int, int], list[int]]:
-    """The tokens of each prompt in the next step, and the prompts that are complete after it."""
+    """Run a step. Returns the number of tokens of each prompt, and the prompts that are now
+    complete.
+    """
     queue.next_chunk()
     tokens = {each.job.leg: each.num_in_chunk for each in queue.in_chunk()}
     return tokens, [each.job.leg for each in queue.finish_chunk()]

@@ -1,5 +1,6 @@
-"""The sim engine's pulls without a transport: which run, which wait, and what is reported about
-them.
+"""The pulls of a simulated engine, without a transport.
+
+The tests cover which pulls run, which pulls wait, and the reports about them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LONG_S = 600.0
 
 
 class Agent:
-    """An agent whose pulls never end by themselves."""
+    """Stands in for a KV agent. Its pulls never end."""
 
     def __init__(self) -> None:
         self.pulled: list[str] = []
@@ -44,7 +45,7 @@ class Agent:
 
 
 class Half:
-    """The decode's half of a hand-over. It pulls from one sender only."""
+    """The decode's side of a hand-over. All its pulls are from one sender."""
 
     def __init__(self, max_pulls: int) -> None:
         params = SimParams(block_size=4)
@@ -89,9 +90,8 @@ async def half() -> AsyncIterator[Half]:
 async def test_all_overdue_pulls_leave_the_queue_and_none_of_them_begins(
     half: Half,
 ) -> None:
-    """Pull 2 leaves the queue and makes room for pull 3, which is overdue, too.
-
-    Neither counts against the source.
+    """When pull 2 leaves the queue, there is room for pull 3, which is overdue, too. Neither pull
+    counts against the source.
     """
     for leg, num_mib, deadline_s in ((1, 40, LONG_S), (2, 40, 0.0), (3, 10, 0.0), (4, 10, LONG_S)):
         half.begin(leg, num_mib, deadline_s)

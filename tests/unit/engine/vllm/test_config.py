@@ -87,7 +87,8 @@ def test_a_rank_that_computes_while_steps_are_scheduled_has_a_process_of_its_own
     ]
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(CPU, {})
     bound = environment(ON, {})
-    assert bound["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"  # OMP_NUM_THREADS is the share of cores
+    # OMP_NUM_THREADS limits the threads to the share of cores
+    assert bound["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert bound["OMP_NUM_THREADS"] == environment(CPU, {})["OMP_NUM_THREADS"]
 
 
@@ -126,7 +127,7 @@ def test_everything_that_changes_what_is_computed_changes_its_digest() -> None:
 
 
 def test_without_a_seed_each_engine_draws_from_a_seed_of_its_own() -> None:
-    """With equal seeds, a decode would draw token 2 with the noise of token 1."""
+    """With equal seeds, a decode would draw token 2 with the random numbers of token 1."""
     lives = [CPU, replace(CPU, instance_id="decode-0"), replace(CPU, incarnation=2)]
     assert len({engine_seed(life) for life in lives}) == len(lives)
     assert engine_seed(CPU) == engine_seed(replace(CPU)), (
@@ -193,7 +194,7 @@ async def test_outputs_of_an_aborted_leg_are_dropped_but_its_ranges_are_not() ->
 
 @pytest.mark.fault("F27")
 async def test_the_end_of_a_prefill_is_read_even_if_it_was_aborted() -> None:
-    """No TicketClosed follows it, so the host frees the staging range when it reads the end."""
+    """No TicketClosed follows, so the host frees the staging range when it reads this end."""
     ends: list[Output] = [
         Prefilled(1, 7, None, 0, FinishReason.LENGTH),
         Failed(1, "KV_TRANSFER_FAILED", "the staged KV ended"),

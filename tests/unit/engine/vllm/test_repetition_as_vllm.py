@@ -1,4 +1,4 @@
-"""The gateway finds repetitions where vLLM's scheduler finds them."""
+"""The gateway finds repetitions at the same places as vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.v1.core.sched.utils import check_sequence_repetition
 
 from pdmesh.core.sampling.repetition import RepetitionFinder, RepetitionRule
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing vLLM raises warnings
 
 
 def test_gateway_and_vllm_find_the_same_repetitions() -> None:

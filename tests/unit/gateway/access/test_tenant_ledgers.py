@@ -1,4 +1,7 @@
-"""The ledgers of tenants with a bucket that does not answer."""
+"""Each tenant's ledger records how gateways share its limits.
+
+In these tests, the ledgers' bucket sometimes does not answer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ pytestmark = pytest.mark.req("S97")
 
 
 class FreezingBucket:
-    """Accepts writes until it is frozen, and then never answers."""
+    """Accepts writes until it is frozen. Then it never answers."""
 
     def __init__(self) -> None:
         self.is_frozen = False
@@ -48,13 +51,13 @@ async def test_ledgers_are_closed_for_all_tenants_at_once_even_if_nats_is_frozen
     for tenant in known.values():
         assert await ledgers.more(tenant)
     bucket.is_frozen = True
-    async with asyncio.timeout(60):  # with the bug, this never ended
+    async with asyncio.timeout(60):  # a bug once made this wait endless
         await ledgers.close()
     assert len(bucket.waiting) == len(known), "all ledgers are asked at once"
 
 
 async def test_tokens_that_were_leased_and_not_granted_are_given_back_at_the_end() -> None:
-    """This holds even for a tenant that has no parts."""
+    """Leased tokens are given back even if the gateway holds no part of the tenant's limits."""
     tenant = Tenant("acme", TenantLimits(tokens_per_day=3200))
     bucket, tenants = FreezingBucket(), Tenants(num_parts)
     ledgers = TenantLedgers(bucket, "g0/1", tenants, lambda: {"acme": tenant})

@@ -1,4 +1,7 @@
-"""A request over gRPC is the same request as over HTTP; docs/api.md tells where its fields are."""
+"""A request over gRPC equals the same request over HTTP.
+
+docs/api.md has a table of the fields of both APIs.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,7 @@ def test_prompts_equal_those_over_http() -> None:
 
 
 def test_a_chat_equals_that_over_http() -> None:
-    """The order of a schema's keys and 1.0 stay as they were: the prompt shows them."""
+    """The prompt shows the schema, so the order of its keys and the form of 1.0 must stay."""
     request = pb.ChatRequest(
         messages=[
             pb.ChatMessage(
@@ -242,7 +245,7 @@ def call(**fields: Any) -> pb.ChatMessage:
 
 _PARAMETERS = "tools[0].function.parameters"
 _CALLS = "messages[0].tool_calls[0]"
-_UNKNOWN: Any = 99  # of an enum
+_UNKNOWN: Any = 99  # an unknown number of an enum
 _TOO_MANY = json.dumps({"x" * 10: [{}] * 40_000})
 
 

@@ -1,4 +1,4 @@
-"""docs/api.md names every field that the gateway takes or refuses."""
+"""docs/api.md names every field that the gateway accepts or refuses."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_every_grpc_method_is_in_the_page() -> None:
 
 
 def test_every_code_of_the_gateway_is_in_the_table() -> None:
-    """Only codes that end a request are listed, not those that never leave a gateway."""
+    """The table has the codes with which a request can end. Two codes never leave a gateway."""
     for found in pkgutil.walk_packages(gateway.__path__, f"{gateway.__name__}."):
-        # These import vLLM.
+        # These modules import vLLM.
         if not found.name.endswith((".vllm_parsers", ".parser_requests", ".child")):
             importlib.import_module(found.name)
     inner = {"BAD_MODEL_DIR", "WRONG_TEXT"}

@@ -1,4 +1,4 @@
-"""Log probabilities have each token's own bytes, the drawn token, and its offset."""
+"""Log probabilities in an answer: each token's own bytes and offset, and always the drawn token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def drawn(token_id: int, *top: tuple[int, float], logprob: float = -3.0) -> Toke
 
 
 def tokens_of(name: str, text: str) -> list[int]:
-    """Tokens for the text: one per byte, except where the vocabulary has a longer piece."""
+    """The tokens of the text. There is one per byte, except where the vocabulary has a longer
+    piece.
+    """
     if name == "byte level":
         return list(BYTE_LEVEL.encode(text).ids)
     return [len(PIECES) + byte for byte in text.encode()]
@@ -61,8 +63,8 @@ def test_a_piece_keeps_its_space(name: str) -> None:
 
 @pytest.mark.parametrize("num_top", [0, 1, 2, 3])
 def test_the_drawn_token_is_always_among_the_logprobs(num_top: int) -> None:
-    """As in vLLM and OpenAI's API, there are `logprobs` + 1 entries if it is not among the
-    likeliest.
+    """If the drawn token is not among the likeliest, there are `logprobs` + 1 entries, as in vLLM
+    and OpenAI's API.
     """
     of = tokenizer("byte level")
     ids = tokens_of("byte level", "abcd")

@@ -1,4 +1,4 @@
-"""Paths find their handlers by method, with the values of their parameters."""
+"""A path and a method lead to a handler, which gets the values of the path's parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A prefill that awaits embeddings is told exactly once, whatever becomes of the encoder."""
+"""A prefill that waits for image embeddings gets exactly one message, whatever happens to the
+encoder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An image from an allowed host: one request, to a checked address, within bounds."""
+"""An image is fetched from an allowed host with one request.
+
+The address is checked, and size and time are bounded.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ PNG = png(1)
 
 
 class Host:
-    """A server on a loopback address, under a name that the test's DNS knows."""
+    """A server on a loopback address. The test's DNS knows the server's name."""
 
     def __init__(self, answer: Answer) -> None:
         self.heads: list[bytes] = []
@@ -125,7 +128,7 @@ async def test_any_other_answer_is_refused(answer: bytes, says_: str) -> None:
     async with host(says(answer)) as (served, port):
         with pytest.raises(ImageRefused, match=says_):
             await fetched(port)
-    assert len(served.heads) == 1  # nothing was followed
+    assert len(served.heads) == 1  # the redirect was not followed
 
 
 async def test_a_slow_host_is_given_up() -> None:
@@ -155,7 +158,7 @@ async def test_a_host_that_is_away_is_an_error_of_the_request() -> None:
 async def test_a_name_with_any_address_that_is_not_public_is_refused(
     ips: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever DNS says: nothing is connected."""
+    """One address that is not public is enough for a refusal. Nothing is connected."""
 
     def resolve(*_: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 80)) for ip in ips]
@@ -174,7 +177,7 @@ async def test_a_name_with_any_address_that_is_not_public_is_refused(
 async def test_the_connection_goes_to_the_address_that_was_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """DNS that answers otherwise the second time is not asked a second time."""
+    """The second answer of DNS would be another address, so DNS must not be asked twice."""
     answers = iter([["93.184.216.34"], ["127.0.0.1"]])
     connected: list[tuple[Any, ...]] = []
 
@@ -197,14 +200,14 @@ async def test_the_connection_goes_to_the_address_that_was_checked(
 
 @pytest.mark.fault("F30")
 async def test_names_that_hang_keep_no_thread_of_others() -> None:
-    """A timeout ends the wait for DNS, but not the thread that asks it."""
+    """A timeout ends the wait for DNS, but not the thread that asks DNS."""
     may_end = threading.Event()
 
     def resolve(*_: Any) -> list[Any]:
         may_end.wait()
         return []
 
-    num_fetches = 2 * ((os.cpu_count() or 1) + 4)  # twice the threads that everybody shares
+    num_fetches = 2 * ((os.cpu_count() or 1) + 4)  # twice the threads that the default executor has
     rules = ImageRules(hosts=frozenset({"example.org"}))
     fetcher = Fetcher(rules, FetchBounds(0.05, num_fetches, num_fetches), resolve=resolve)
     fetches = [
@@ -221,7 +224,7 @@ async def test_names_that_hang_keep_no_thread_of_others() -> None:
 
 
 async def test_a_head_that_comes_in_pieces_counts_only_its_own_bytes() -> None:
-    """The read that ends the head may have much of the image too."""
+    """The read that ends the head may already contain much of the image."""
     large = PNG + bytes(60_000)
     answer = whole(large, "200 OK", "Content-Type: image/png ")
 
@@ -236,7 +239,7 @@ async def test_a_head_that_comes_in_pieces_counts_only_its_own_bytes() -> None:
 
 
 async def test_nothing_waits_for_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cancellation that came during the wait would be lost."""
+    """A cancellation during such a wait would be lost."""
 
     async def wait(_: asyncio.StreamWriter) -> None:
         raise AssertionError("nothing may wait")
@@ -255,7 +258,7 @@ async def test_a_wait_for_a_place_is_not_the_fault_of_the_host() -> None:
 
 @pytest.mark.fault("F30")
 async def test_a_slow_host_leaves_places_to_others() -> None:
-    """Two places: the slow host fills its own, and the other host answers."""
+    """There are two places. The slow host may fill only one of them, so the other host answers."""
     may_end = asyncio.Event()
 
     async def hangs(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -277,11 +280,14 @@ async def test_a_slow_host_leaves_places_to_others() -> None:
         assert await fetch(port) == PNG
         assert len(slow.heads) == 1
         may_end.set()
-        assert await asyncio.gather(*slow_ones) == [PNG] * 4  # their places came back
+        # the places of the slow host are free again
+        assert await asyncio.gather(*slow_ones) == [PNG] * 4
 
 
 async def test_the_images_of_a_request_have_one_time_together() -> None:
-    """What a slow host has used is not there for the next image, but for the next request."""
+    """The time that a slow host uses up is lost for the request's next image, but not for the next
+    request.
+    """
     never = asyncio.Event()
 
     async def hangs(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The images of requests are checked and hashed once, and held within bounds."""
+"""The images of a request are checked and hashed once, and their memory is bounded."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ async def test_images_are_held_as_long_as_their_request_and_within_a_bound() -> 
 
 
 async def test_images_that_wait_to_be_read_count_as_they_were_given() -> None:
-    """Any number of clients may send images at once, which only few threads read."""
-    text = base64.b64encode(bytes(90_000)).decode()  # 120,000 bytes, and no image
+    """Any number of clients may send images at once, but only a few threads read images."""
+    text = base64.b64encode(bytes(90_000)).decode()  # 120,000 bytes that are not an image
     shared = images()
     asked = [AskedImage("a", base64=text)]
     found = await asyncio.gather(*(shared.load(asked) for _ in range(9)), return_exceptions=True)
@@ -110,7 +110,7 @@ async def test_a_request_with_a_bad_image_holds_none() -> None:
 
 
 async def test_the_pixels_of_a_requests_images_are_bounded_together() -> None:
-    """Each is a small file within the bound of one."""
+    """Each image is small enough by itself."""
     shared = Images(
         ImageRules(max_pixels=64), OneImage(), max_count=8, max_request_bytes=200_000,
         max_held_bytes=300_000,

@@ -1,4 +1,4 @@
-"""Tool calls and results in a conversation: which are refused, and what the template gets."""
+"""Tool calls and results in a conversation: which are refused, and what the chat template gets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_a_template_gets_arguments_as_objects_and_results_as_they_are() -> None:
 def test_halves_of_characters_in_arguments_become_replacement_characters(
     arguments: str, shown: dict[str, Any]
 ) -> None:
-    """A model wrote half of a character. No tokenizer takes it, and the conversation goes on."""
+    """A model may write half of a character, which no tokenizer accepts. The conversation must
+    still continue.
+    """
     found = rendered(asked(call(arguments)))[0]["tool_calls"][0]["function"]["arguments"]
     assert found == shown
     assert json.dumps(found, ensure_ascii=False).encode()
@@ -131,7 +133,7 @@ def test_the_refusal_of_harmful_arguments_names_their_field(arguments: str) -> N
 
 @pytest.mark.fault("F31")
 def test_arguments_hold_a_bounded_number_of_values() -> None:
-    """JSON within JSON is parsed, too, and many small values cost the same there."""
+    """JSON inside of JSON is parsed as well, where many small values cost as much."""
     with pytest.raises(InvalidRequest) as caught:
         parse_chat(body_of(asked(*[call('{"a": [' + "{}," * 3000 + "1]}")] * 20)))
     assert caught.value.field == "messages"

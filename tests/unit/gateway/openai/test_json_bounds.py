@@ -1,5 +1,6 @@
-"""Bodies that would hold the event loop are refused before they are parsed, and long text is not
-(F31).
+"""Bodies that would block the event loop for long are refused before they are parsed (F31).
+
+Long text is accepted.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ REFUSED_ANYHOW = {
 
 
 def cost(body: bytes) -> float:
-    """The CPU time of parsing the body: the least of three, so that other processes matter
-    little.
+    """The CPU time to parse the body. The least of three runs is taken, so that other processes
+    matter little.
     """
     return min(timed(body) for _ in range(3))
 

@@ -1,4 +1,8 @@
-"""Parsers get the part of a chat that they read; the refusal of a form names the field."""
+"""The parsers of answers get only the part of a chat that they read.
+
+If the gateway cannot enforce a form of the answer, the error names the field that asks for the
+form.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +90,10 @@ def test_a_schema_of_calls_stays_a_schema() -> None:
 
 
 class EndlessReasoning:
-    """The parsers of a model whose reasoning no token ends. `constraint`: the form of its calls."""
+    """The parsers of a model whose reasoning is not ended by a single token.
+
+    `constraint` is the form of the model's tool calls.
+    """
 
     is_installed = True
 

@@ -1,4 +1,7 @@
-"""Refusals name the field; neutral values of unsupported fields pass."""
+"""The refusal of a request names the bad field.
+
+Unsupported fields are accepted with their neutral values.
+"""
 
 from __future__ import annotations
 
@@ -244,7 +247,7 @@ def test_completions_refuse_unsupported_fields() -> None:
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("key", [b"p\xb5", b"\xff", b"\xed\xa0\x80"])
 def test_a_key_that_is_no_utf8_behind_a_wrong_value_causes_no_crash(key: bytes) -> None:
-    """msgspec tells of the wrong value, and has not read the key."""
+    """msgspec reports the wrong value before it has read the key."""
     body = b'{"model":"a","prompt":"x","logit_bias":{"1":"","%b":""}}' % key
     assert refused(parse_completion, body).field in ("logit_bias", "logit_bias.1")
 

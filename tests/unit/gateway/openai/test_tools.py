@@ -1,4 +1,6 @@
-"""Tools that cannot be offered are refused with the field; all others reach the template."""
+"""Tools that a model could not be offered are refused by their field. All others reach the chat
+template.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,7 @@ def test_tokenize_takes_tools_too() -> None:
 
 @pytest.mark.fault("F31")
 def test_tools_that_are_refused_cost_no_more_than_tools_that_are_taken() -> None:
-    """There are a thousand tools, and schemas as wide and as deep as allowed."""
+    """The hostile requests have a thousand tools, or schemas as wide and as deep as allowed."""
     wide = {"properties": {f"p{i}": {"type": "string"} for i in range(40)}}
     honest = body_of(tools=[tool(f"f{i}", parameters=wide) for i in range(128)])
 

@@ -1,4 +1,4 @@
-"""Unknown fields are left out and named; the rest is the request."""
+"""Unknown fields of a request are ignored and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table in docs/api.md has every field of vLLM's requests, and is correct."""
+"""The table in docs/api.md has every field of vLLM's requests, in the right row."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from pdmesh.services.gateway.parsing.frames import (
 from pdmesh.services.gateway.text.choice_text import TextDelta
 from pdmesh.v1.common_pb2 import TokenLogprob
 
-TEXT, CALL, SILENT = range(3)  # the tokens of this test
+TEXT, CALL, SILENT = range(3)  # the tokens in this test: of text, of a call, and without output
 
 
 class Life:
-    """A life of the parser process: it makes a piece of each run of equal tokens."""
+    """Stands in for the parser process. It makes a piece of each run of equal tokens."""
 
     async def ask(self, request: FeedAnswer) -> ParsedTokens:
         pieces: list[ParsedPiece] = []

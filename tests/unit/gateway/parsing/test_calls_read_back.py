@@ -1,4 +1,4 @@
-"""What a grammar of tool calls lets a model write, vLLM's parser of that family reads back.
+"""Tool calls that a grammar allows can be read by vLLM's parser of the same model family.
 
 Random answers within the grammar become calls that are valid by the schemas of their tools.
 """
@@ -24,14 +24,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("vllm")
 jsonschema = pytest.importorskip("jsonschema")
 llguidance = pytest.importorskip("llguidance")
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing vLLM raises warnings
 
 _DSML: Final = "\uff5cDSML\uff5c"
 
 
 @dataclass(frozen=True)
 class Family:
-    """`marks`: what ends a value, a call, or all calls. `tokens`: the marks that are tokens."""
+    """`marks` end a value, a call, or all calls. `tokens` are the marks that are single tokens."""
 
     parser: str
     marks: tuple[str, ...]
@@ -65,7 +65,7 @@ FAMILIES: Final = {
         "glm45", ("</arg_value>", "</tool_call>"), ("<tool_call>", "</tool_call>", *_GLM)
     ),
 }
-# Each is a parameter of a tool of its own, required or not.
+# Each is the parameter of one tool, either required or not.
 PARAMETERS: Final[dict[str, Any]] = {
     "text": {"type": "string"},
     "short": {"type": "string", "minLength": 1, "maxLength": 4},
@@ -114,7 +114,7 @@ def tool(name: str, properties: dict[str, Any], *, required: Sequence[str] = ())
 
 
 def tools(rng: random.Random) -> list[dict[str, Any]]:
-    """Tools of up to four random parameters, and one without any."""
+    """Tools with up to four random parameters, and one tool without parameters."""
     made = [tool("nothing", {})]
     for number in range(3):
         names = rng.sample(list(PARAMETERS), rng.randint(1, 4))
@@ -167,7 +167,9 @@ def grammar_of(parsers: Any, name: str, request: bytes) -> str:
 
 
 def answers(name: str, grammar: str, rng: random.Random, num: int) -> Iterator[list[int]]:
-    """Random answers within the grammar. The model that draws them likes to end what it began."""
+    """Random answers within the grammar. The random model often draws the end of what it has
+    begun.
+    """
     inner = tokenizer_of(name)
     size, eos = inner.get_vocab_size(), inner.get_vocab()["<eos>"]
     start = llguidance.LLMatcher(vocabulary_of(inner.to_str(), size, eos), grammar, log_level=0)
@@ -242,7 +244,7 @@ def test_a_named_tool_is_called_once_and_no_other(parsers: Any, name: str) -> No
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_text_may_come_before_calls_that_are_strict(parsers: Any, name: str) -> None:
-    """With `auto` the model may write anything, and its calls keep to the schema."""
+    """With `auto`, the model may write any text before its calls. The calls must fit the schema."""
     rng = random.Random(name)
     offered = [tool("few", {"few": PARAMETERS["few"]}, required=["few"])]
     request = request_of(offered, "auto")

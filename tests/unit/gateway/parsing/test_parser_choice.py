@@ -1,4 +1,4 @@
-"""The parsers of a model are chosen by what its chat template shows."""
+"""The parsers for a model's answers are chosen by the chat template."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from pdmesh.services.gateway.parsing.parser_choice import AUTO, NONE, ParserNames, parser_names
 from pdmesh.services.gateway.text.tokenizer import AnswerMarks
 
-# The lines of real templates that show a call and the end of reasoning.
+# Lines of real templates that show a tool call and the end of the reasoning.
 HERMES = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 QWEN3 = HERMES + "{%- if '</think>' in content %}"
 CODER = "<tool_call>\n<function=example_function_name>\n<parameter=example>"
@@ -52,7 +52,7 @@ def test_a_setting_wins_over_the_template() -> None:
 
 
 def test_every_default_is_a_name_that_vllm_knows() -> None:
-    """They are read from its files, since importing vLLM takes long."""
+    """The names are read from the files of vLLM, because importing vLLM takes long."""
     import importlib.util
     from pathlib import Path
 

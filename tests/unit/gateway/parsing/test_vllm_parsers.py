@@ -1,6 +1,6 @@
-"""Answers of several model families through vLLM's parsers.
+"""vLLM's parsers read the answers of several model families.
 
-However their tokens are divided into pieces, a client gets the same output as from plain vLLM.
+In whichever pieces the tokens come, a client gets the same output as from plain vLLM.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tokenizers.decoders import DecodeStream
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing vLLM raises warnings
 
 
 @dataclass(frozen=True)
 class Family:
-    """The output of a model family: its special tokens, its whole tokens, and an answer."""
+    """An answer of a model family, with the special tokens and the whole tokens of the family."""
 
     tool: str
     reasoning: str
@@ -133,7 +133,7 @@ TOOLS: Final = [
 
 @cache
 def tokenizer_of(name: str) -> Tokenizer:
-    """A tokenizer with byte merges from the answer itself, so tokens may end within its marks."""
+    """A tokenizer whose byte merges are made from the answer. So a token may end within a mark."""
     family = FAMILIES[name]
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -174,7 +174,7 @@ def parsers() -> Any:
 
 @dataclass
 class Told:
-    """All deltas of a choice together, without the random ids of tool calls."""
+    """All deltas of a choice put together, without the random ids of tool calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -276,7 +276,7 @@ def in_vllm(name: str) -> Told:
 
 
 def cuts(ids: Sequence[int]) -> Iterator[list[Sequence[int]]]:
-    """The tokens in two pieces, for each place of the cut, then one by one, and in threes."""
+    """The tokens in two pieces for each place of the cut, then one by one, then three by three."""
     yield from ([ids[:at], ids[at:]] for at in range(1, len(ids)))
     yield [ids[at : at + 1] for at in range(len(ids))]
     yield [ids[at : at + 3] for at in range(0, len(ids), 3)]
@@ -294,9 +294,7 @@ def test_an_answer_reads_as_in_plain_vllm(parsers: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_cut_anywhere_gives_the_same_output(parsers: Any, name: str) -> None:
-    """Tokens come in parts like these: from prefill, decode, and the instances after a
-    migration.
-    """
+    """Tokens come in pieces from prefill, decode, and the instances after a migration."""
     choices, ids = Choices(parsers, name), ids_of(name)
     uncut = choices.told([ids])
     for parts in cuts(ids):
@@ -307,8 +305,8 @@ def test_an_answer_cut_anywhere_gives_the_same_output(parsers: Any, name: str) -
 def test_a_choice_whose_tokens_are_fed_again_continues_where_it_was(
     parsers: Any, name: str
 ) -> None:
-    """After its process has died, the parser gets the tokens again; here that happens at each
-    token.
+    """When the parser's process has died, a new one gets all tokens again. Here that happens after
+    each token.
     """
     choices, ids = Choices(parsers, name), ids_of(name)
     uncut = choices.told([ids])
@@ -360,7 +358,7 @@ def test_a_parser_that_does_not_fit_the_tokenizer_is_refused(parsers: Any) -> No
 
 
 class _Child:
-    """The parser process itself. It has what a `ParserRequests` has for `Choices`."""
+    """The parser process itself. It has the method of `ParserRequests` that `Choices` calls."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
@@ -390,7 +388,7 @@ def test_a_call_that_is_cut_off_leaves_no_traceback_in_the_log(is_whole: bool) -
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         child = _Child(process)
-        child.reply()  # it has started
+        child.reply()  # the reply that the process has started
         child.handle(LoadParsers("hermes", tokenizer, {"eos_token": "<eos>"}, "", "hermes", ""))
         choices = Choices(child, "hermes")
         choice = choices.open(is_whole=is_whole)
@@ -425,13 +423,13 @@ def test_a_constraint_begins_after_the_reasoning_unless_the_prompt_ends_it(
         ("deepseek_v3", {"thinking": True}, "</think>"),
         ("step3", {}, "</think>"),
         ("deepseek_v3", {}, ""),
-        ("granite", {}, None),  # a sentence ends it, not a single token
+        ("granite", {}, None),  # a sentence ends the reasoning, and no single token
     ],
 )
 def test_tools_that_need_no_form_are_taken_whatever_ends_the_reasoning(
     parsers: Any, reasoning: str, variables: dict[str, bool], end: str | None
 ) -> None:
-    """Some parsers hold their end token under a name of their own, or in a parser within."""
+    """Some parsers keep their end token under another name, or in an inner parser."""
     from pdmesh.services.gateway.parsing.frames import (
         LoadParsers,
         ParserDone,
@@ -456,7 +454,9 @@ def test_tools_that_need_no_form_are_taken_whatever_ends_the_reasoning(
 def test_reasoning_tokens_are_counted_between_their_marks_streamed_or_not(
     parsers: Any, name: str, begins_in_prompt: bool
 ) -> None:
-    """The tokens are random: many are parts of a character and add no text by themselves."""
+    """The tokens are random. Many of them are parts of a character, which add no text by
+    themselves.
+    """
     from pdmesh.services.gateway.parsing.frames import FeedAnswer, OpenAnswer
 
     inner, family, rng = tokenizer_of(name), FAMILIES[name], random.Random(7)

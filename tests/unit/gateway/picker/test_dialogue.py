@@ -1,4 +1,7 @@
-"""What the picker says to the proxy, part by part."""
+"""The endpoint picker's answers to a proxy, part by part.
+
+The picker tells a proxy in front of the mesh which gateway takes a request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a pooling runner needs of a gateway, with instances that do what a test says."""
+"""Fakes for a runner of pooling calls.
+
+Their instances answer batches as a test's script says.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def spec_of(*sizes: int, model: PoolingModel = MODEL) -> PoolingSpec:
     return PoolingSpec("embeddings", model, PoolingTask.EMBED, inputs)
 
 
-# What an instance says about a batch, in its order; nothing more follows.
+# The events of an instance about a batch, in order. No further event follows.
 Said = Sequence[tuple[Event, SessionEvent | None]]
 Script = Callable[[str, Any, int], Said]
 
@@ -70,17 +73,17 @@ class _Session:
 
 @dataclass
 class FakeShared:
-    """Collaborators, fleet, sessions and room of the runner in one."""
+    """The collaborators of the runner in one: fleet, sessions and waiting room."""
 
     script: Script
     instance_ids: list[str] = field(default_factory=lambda: ["a", "b", "c"])
     asked: list[tuple[str, int]] = field(default_factory=list)
     num_aborts: int = 0
-    num_told: int = 0  # batches about which an instance has said all that it says
+    num_told: int = 0  # the number of batches whose events have all been sent
     poison: PoisonBook = field(default_factory=PoisonBook)
     budget: RetryBudget = field(default_factory=RetryBudget)
     slos: Slos = field(default_factory=lambda: Slos(LIMITS))
-    fingerprint: str = "new"  # of the only revision of the model that is served
+    fingerprint: str = "new"  # the only served revision of the model
     hash_secret: bytes = b"secret"
     _keys: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -133,7 +136,7 @@ class FakeShared:
 
 
 class FakeFrontend:
-    """It also is its own observer."""
+    """A frontend that is also the observer of its calls."""
 
     def __init__(self, script: Script) -> None:
         self.shared = FakeShared(script)
@@ -158,7 +161,7 @@ class FakeFrontend:
 
 
 class FakePermit:
-    """What was charged, and what of it was kept."""
+    """Records the tokens that were charged, and how many of them were used."""
 
     def __init__(self) -> None:
         self.charged = 0

@@ -1,4 +1,7 @@
-"""A call for vectors: what its batches do together, what it is charged, and how long it is open."""
+"""A call for vectors is divided into batches.
+
+The tests cover failures of batches, charges, and how long a call is open.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ TWO_BATCHES = spec_of(16_000, 16_000)
 
 
 async def test_a_call_is_open_until_its_answer_is_written() -> None:
-    """A client that reads slowly holds the answer's memory all the while."""
+    """While a client reads slowly, the answer still takes memory."""
     runner = RunnerUnderTest(lambda _, pool, key: answered(pool, key))
     async with runner.answered(spec_of(3, 4)) as answer:
         assert len(answer.vectors()) == 2
@@ -90,7 +93,7 @@ async def test_numbers_that_are_not_finite_are_no_answer() -> None:
 
 
 async def test_inputs_that_two_engines_die_of_are_refused_next_time() -> None:
-    """This holds whether or not an instance can still report that its engine has died."""
+    """It makes no difference whether the instance can still report the death of its engine."""
 
     def script(instance_id: str, pool: Any, key: int) -> Said:
         died = LegFailed(key, EngineFailed("x", reason="ENGINE_DIED"))
@@ -104,7 +107,9 @@ async def test_inputs_that_two_engines_die_of_are_refused_next_time() -> None:
 
 
 async def test_deaths_under_several_batches_of_a_call_are_not_added_up() -> None:
-    """Each batch saw one death, of an instance of its own: the inputs are not to blame."""
+    """Each batch saw the death of another instance. One death per batch does not make the inputs
+    poison.
+    """
     victims = {1: "a", 2: "b"}
 
     def script(instance_id: str, pool: Any, key: int) -> Said:
@@ -139,7 +144,7 @@ async def test_an_answered_batch_is_not_to_blame_though_its_call_failed() -> Non
 
 
 async def test_a_client_that_leaves_pays_for_what_was_begun() -> None:
-    """Else it could use the instances for nothing, by leaving just before the answer."""
+    """Otherwise a client could leave just before each answer and never pay."""
 
     def script(instance_id: str, pool: Any, key: int) -> Said:
         return [(LegAccepted(key), None)] if pool.inputs[0][0] == 1 else []
@@ -163,7 +168,9 @@ async def test_a_call_that_fails_costs_nothing() -> None:
 
 
 async def test_all_inputs_of_a_call_are_computed_by_one_revision_of_the_model() -> None:
-    """Vectors of two models do not compare: a model that is replaced computes all of them anew."""
+    """Vectors of two revisions cannot be compared. If the model is replaced, all inputs are
+    computed again.
+    """
     revisions: list[tuple[int, str]] = []
 
     def script(instance_id: str, pool: Any, key: int) -> Said:

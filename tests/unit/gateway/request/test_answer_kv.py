@@ -1,4 +1,9 @@
-"""Which answers are told to which prefill, and how likely their chats are said to go on."""
+"""A prefill is told which decode has the KV of an answer.
+
+The prefill can then fetch this KV before the chat's next turn.
+
+The message includes the chance that the chat continues.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +53,7 @@ class Fleet:
 
 @dataclass
 class Sessions:
-    """The sessions of all instances: what is sent, and where."""
+    """Stands in for the sessions of all instances. It records each command and its receiver."""
 
     sent: list[tuple[str, Command]] = field(default_factory=list)
 
@@ -149,7 +154,7 @@ def test_the_chance_rises_when_chats_go_on() -> None:
 
 
 def test_prompts_of_a_group_with_another_fingerprint_are_recognised() -> None:
-    """The first instance of the model is of another group than the chat's."""
+    """The first instance of the model is in another group than the chat."""
     kv, sessions = answer_kv(
         record("other-prefill", model_fingerprint="g"), record("prefill-0"), record("decode-0")
     )

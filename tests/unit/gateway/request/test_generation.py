@@ -1,4 +1,7 @@
-"""The shell of a choice carries out effects in their order, and lets token 1 out first."""
+"""The shell of one choice of a call carries out effects in order.
+
+Token 1 is sent to the client first.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ TICKET = TicketHeld("t1", 10.0, Ticket(ticket_id="t1"))
 
 
 class Instance:
-    """A session that records what is sent, in one list for all instances."""
+    """Stands in for a session. All instances record their commands in one list."""
 
     worked = None
     has_slot = True
@@ -56,7 +59,7 @@ def write_soon(log: list[str]) -> None:
 
 
 def offered_to_a_decode(log: list[str]) -> Generation:
-    """Prefill has just drawn token 1."""
+    """A choice for which the prefill has just drawn token 1."""
     keys, instance, nothing = itertools.count(1), Instance(log), SimpleNamespace()
     nothing.flush = nothing.feed = lambda *_: ""
     nothing.has_stops = False

@@ -1,4 +1,4 @@
-"""The data about a request that the master gets."""
+"""The data about a request in plan queries and in commands to instances."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_logit_shaping_reaches_the_instance_unchanged() -> None:
 
 
 def test_a_request_for_an_adapter_names_the_model_and_the_content_everywhere() -> None:
-    """Block names, salt, plan and legs need the content, or they would match KV of other
-    content.
+    """Block names, salt, plan and legs depend on the adapter's content. Otherwise KV of other
+    content would match.
     """
     tokens = array("I", range(130))
     record = InstanceRecord(instance_id="p", incarnation=1, model_fingerprint="f", block_size=64)

@@ -1,6 +1,4 @@
-"""A stream with fast tokens is written to at most once per interval; a slow stream is never
-delayed.
-"""
+"""A fast stream is written at most once per interval. A slow stream is never delayed."""
 
 from __future__ import annotations
 
@@ -53,7 +51,9 @@ async def test_an_end_is_sent_at_once_even_if_tokens_are_held_back() -> None:
 
 
 async def test_a_token_after_the_interval_is_not_delayed() -> None:
-    """It wakes the writer in the same turn of the loop; a timer would need another turn."""
+    """The token wakes the writer in the same turn of the event loop. A timer would need another
+    turn.
+    """
     call = call_with(interval_s=0.5)
     call.on_tokens()
     assert await woken_within(call, 60.0)

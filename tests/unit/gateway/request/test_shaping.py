@@ -1,4 +1,4 @@
-"""The effects of a client's sampling parameters and of the model's own defaults."""
+"""Tests how a client's parameters and a model's defaults shape the logits of an answer."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def test_logit_biases_are_clamped_and_sorted(tokenizer: Tokenizer) -> None
 async def test_bad_words_are_forbidden_at_a_beginning_and_after_a_space(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A word counts after a space only if that changes its first token and not the number of
-    tokens.
+    """A bad word is also forbidden after a space if the space changes its first token but not the
+    number of its tokens.
     """
     ids = {"ab": [1], " ab": [2], "c": [3], " c": [9, 3], "d": [4], " d": [4]}
 

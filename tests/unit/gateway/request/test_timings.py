@@ -1,4 +1,4 @@
-"""When a request reached its stages, from the events of its legs."""
+"""The times at which a request reached its stages, from the events of its legs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from pdmesh.services.gateway.request.timings import Timings
 TICKET = TicketHeld("t", 10.0)
 
 
-PREFILL, DECODE, PREFILL_2, DECODE_2 = 1, 2, 3, 4  # keys of legs
+PREFILL, DECODE, PREFILL_2, DECODE_2 = 1, 2, 3, 4  # the keys of the legs
 
 
 def noted(*events: tuple[float, Event], kv_transfer_us: int = 0) -> Timings:
-    """The timings; each decode is offered the request just before its first event."""
+    """The timings after these events. Each decode is offered the request just before its first
+    event.
+    """
     timings = Timings()
     timings.kv_transfer_us = kv_transfer_us
     offered = 0
@@ -57,8 +59,8 @@ def test_a_decode_that_accepted_before_token_1_caused_no_wait() -> None:
 
 
 def test_a_second_prefill_does_not_count_as_a_decode() -> None:
-    """The first prefill died, and its KV with it, before a decode accepted the request. The wait
-    for a decode begins anew with the next token.
+    """The first prefill died before a decode accepted the request, and its KV was lost. The wait
+    for a decode starts again with the next token.
     """
     again = FirstToken(PREFILL_2, 8, None, TICKET, 0)
     timings = noted(
@@ -84,7 +86,7 @@ def test_a_lost_early_decode_does_not_count_as_accepted() -> None:
 
 
 def test_time_after_the_kv_arrived_does_not_count_as_a_wait_for_a_decode() -> None:
-    """A stream that moves in its middle is prefilled and handed over again."""
+    """A stream that migrates halfway is prefilled and handed over again."""
     timings = noted(
         (1.0, LegAccepted(PREFILL)),
         (2.0, FirstToken(PREFILL, 7, None, TICKET, 0)),

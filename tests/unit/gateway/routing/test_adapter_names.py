@@ -1,4 +1,7 @@
-"""A client may name an adapter instead of a model; the board says which content it has now."""
+"""A client may name an adapter instead of a model.
+
+A board of the registry says which content the name stands for.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 class Site:
     def __init__(self) -> None:
-        bucket: Any = MemoryBucket()  # a fake
+        bucket: Any = MemoryBucket()  # a fake in place of a KvBucket
         self.bucket = bucket
         self.board = Board(bucket, RegisteredAdapter)
         self.names = AdapterNames()

@@ -1,5 +1,6 @@
-"""A gateway that ranks by itself gives a canary the share of the requests that the master last
-wrote (S24).
+"""A gateway without a master gives a canary group its share of the requests (S24).
+
+The share is the one that the master has last written.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ BOTH = (ROLE_PREFILL, ROLE_DECODE)
 
 
 class Site:
-    """Two pairs of group `a`, and the canary's instances that a test asks for. A gateway's fleet
-    follows the record of upgrades.
+    """A fleet with two pairs of group `a` and the wanted instances of the canary group.
+
+    The gateway's view of this fleet follows the record of upgrades.
     """
 
     def __init__(self, canary: tuple[Role.ValueType, ...] = BOTH) -> None:
@@ -59,7 +61,7 @@ class Site:
         await self.store.keep_upgrades(Upgrades(upgrades=[upgrade]), last)
 
     def ask(self, excluded: tuple[str, ...] = ()) -> str:
-        """The group of the first prefill."""
+        """The group of the prefill that is ranked first."""
         prefills, decodes = self.fleet.least_loaded(Wanted("m"), "chat", excluded, lambda i, n: 0)
         assert {c.pair for c in decodes} >= {prefills[0].pair} or not decodes
         return self.registry.records[prefills[0].instance_id].group_id
@@ -75,7 +77,7 @@ async def test_a_canary_gets_its_share_and_nothing_while_it_leaves() -> None:
     await site.write(Upgrade(scenario="chat", back="version 2: chat-0: sick"))
     assert site.share() == 0.0
     await site.write(Upgrade(scenario="other", canary_share=0.5))
-    assert site.ask() == "a"  # the scenario has no shares: the fewest open legs decide
+    assert site.ask() == "a"  # the scenario has no shares now, so the fewest open legs decide
 
 
 async def test_the_last_known_share_applies_while_the_store_is_away() -> None:

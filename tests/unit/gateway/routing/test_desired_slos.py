@@ -1,4 +1,4 @@
-"""Gateways follow the SLOs of the desired state as soon as it changes (S9, S44)."""
+"""Gateways use the SLOs of the desired state as soon as it changes (S9, S44)."""
 
 from __future__ import annotations
 

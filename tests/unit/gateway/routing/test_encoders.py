@@ -1,4 +1,4 @@
-"""Which encoders a gateway asks for an instance that computes prompts."""
+"""Tests which encoders a gateway asks to encode images for an instance that computes prompts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def asked_for(computes: InstanceRecord, *more: InstanceRecord) -> list[str]:
 async def test_only_an_instance_that_fetches_embeddings_gets_an_encoder(
     role: Role.ValueType,
 ) -> None:
-    """An instance of an older release ends its session at the word that embeddings are ready. All
-    of the gateway's legs there would be lost, and the prompt would count their deaths.
+    """An instance of an older release ends its session when it gets the unknown message about
+    embeddings. All the gateway's legs there would be lost, and the deaths would count against the
+    prompt.
     """
     assert asked_for(record("new", role, fetches_embeddings=True)) == ["encoder"]
     assert asked_for(record("old", role)) == []
@@ -57,7 +58,7 @@ async def test_an_encoder_serves_its_own_group_only() -> None:
 
 @pytest.mark.fault("F34")
 async def test_an_instance_gets_no_encoder_from_which_it_cannot_fetch() -> None:
-    """Another encoder of the group gets the images then."""
+    """Another encoder of the group encodes the images."""
     computes = record("new", ROLE_PREFILL, fetches_embeddings=True)
     other = record("other", ROLE_ENCODER)
     avoided = computes.avoided_encoders.add(instance_id="encoder", incarnation=1)

@@ -1,4 +1,6 @@
-"""A picker's plan is used once, in time, and by the request that it was made for."""
+"""A plan that an endpoint picker hands to a gateway is used once, in time, and only for its own
+request.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def test_a_changed_byte_makes_it_void(at: int) -> None:
 
 
 def test_the_hash_secret_signs_no_plan_itself() -> None:
-    """Other uses of the secret must not make signatures that are taken for a plan's."""
+    """The secret has other uses, whose signatures must not be valid for a plan."""
     clock = Clock()
     made = plan()
     plans(clock).issue(made)

@@ -1,6 +1,4 @@
-"""A gateway that ranks by itself follows cordons and faults from the boards in the registry
-(S42).
-"""
+"""A gateway without a master follows cordons and faults from the registry's boards (S42)."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.req("S42", "S36")
 
 
 class Site:
-    """Two prefills and two decodes of incarnation 1, and a gateway's fleet that follows both
+    """Two prefills and two decodes of incarnation 1, and a gateway's view that follows both
     boards.
     """
 
@@ -71,9 +69,11 @@ async def test_a_cordoned_instance_gets_no_request_even_if_it_reports_ready() ->
     assert site.ranked() == "p-0 p-1 d-0 d-1"
     await site.cordon("p-0", LEAVE_MODE_AT_ONCE)
     assert site.ranked() == "p-1 d-0 d-1"
-    assert site.fleet.candidate("p-0", 1, Wanted("m")) is None  # not even by an older plan
+    # an older plan cannot use the instance either
+    assert site.fleet.candidate("p-0", 1, Wanted("m")) is None
     await site.cordon("p-1", LEAVE_MODE_AT_ONCE)
-    assert site.ranked() == "d-0 d-1"  # both phases, rather than a cordoned one
+    # the decodes do both phases, so that no cordoned prefill is needed
+    assert site.ranked() == "d-0 d-1"
     await site.cordon("d-0", LEAVE_MODE_AT_ONCE)
     await site.cordon("d-1", LEAVE_MODE_AT_ONCE)
     assert site.ranked() == ""
@@ -90,14 +90,14 @@ async def test_a_leaving_instance_gets_only_requests_that_no_other_can_take() ->
     assert site.ranked() == "p-0 p-1 d-0 d-1"
     assert (
         site.fleet.candidate("d-0", 1, Wanted("m")) is not None
-    )  # the master may still plan it until its substitute is there
+    )  # the master may plan this instance until its substitute is there
 
 
 @pytest.mark.parametrize(
     ("level", "incarnation", "held_back", "expected"),
     [
         (Level.PROCESS, 1, "", "p-1 d-0 d-1"),
-        (Level.PROCESS, 2, "", "p-0 p-1 d-0 d-1"),  # of another incarnation
+        (Level.PROCESS, 2, "", "p-0 p-1 d-0 d-1"),  # the fault is of another incarnation
         (Level.PROCESS, 1, "cap", "p-0 p-1 d-0 d-1"),
         (Level.TRANSIENT, 1, "", "p-0 p-1 d-0 d-1"),
     ],

@@ -1,4 +1,4 @@
-"""Which revision of a model a call is bound to, and when it is gone."""
+"""A call for vectors is bound to one revision of its model, until the revision is gone."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_another_scenario_does_not_replace_a_revision() -> None:
 
 
 def test_a_revision_that_makes_other_numbers_is_another_model() -> None:
-    """The answer's size and the tokens were decided for the first one."""
+    """The size of the answer and the tokens were decided for the old revision."""
     fleet = fleet_of(record("a", "old"))
     needs = pinned(fleet)
     fleet.see([record("b", "new", PoolingFacts(FACTS.tasks, 16))])

@@ -1,4 +1,4 @@
-"""Questions about cached prefixes outlive a change of leader."""
+"""A gateway's question about cached prefixes outlives a change of leader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdmesh.v1.scheduler_service_pb2 import MatchPrefixRequest, MatchPrefixRespo
 
 
 class Master:
-    """Answers when `may_answer` is set."""
+    """A master that answers only once `may_answer` is set."""
 
     def __init__(self) -> None:
         self.asked, self.may_answer = asyncio.Event(), asyncio.Event()

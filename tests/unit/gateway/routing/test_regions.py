@@ -1,4 +1,4 @@
-"""To which region a gateway sends requests while no master answers."""
+"""The region to which a gateway sends requests while no master answers."""
 
 from __future__ import annotations
 

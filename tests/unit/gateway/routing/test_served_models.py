@@ -1,4 +1,4 @@
-"""What a gateway knows of its models follows their instances."""
+"""A gateway knows its models by the records of their instances."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seeing(facts: ImageFacts | None) -> InstanceRecord:
 
 
 def test_images_are_taken_as_by_most_of_the_instances_that_take_any() -> None:
-    """The record that comes first says nothing about the others."""
+    """The first record does not decide for the others."""
     few, many = ImageFacts(7, (7, 7), 4), ImageFacts(7, (7, 7, 7), 8)
     served = ServedModels()
     served.see([seeing(None), seeing(few), seeing(many), seeing(None), seeing(many)], 0.0)

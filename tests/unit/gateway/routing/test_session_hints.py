@@ -1,4 +1,7 @@
-"""Which instances are told of a session's state, and of which blocks."""
+"""The instances that are told when a chat session pauses, resumes or ends.
+
+A hint names the blocks that it is about.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ PROMPT = prompt_of()
 
 
 class Instances:
-    """Fleet and sessions: who exists, and what was sent to whom."""
+    """Stands in for fleet and sessions. It records each hint and its receiver."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, SessionHint]] = []
@@ -55,7 +58,10 @@ class Instances:
         self.sent.append((record.instance_id, command.session_hint))
 
     def ended(self, state: SessionState, *ids: str, session: str = "s") -> list[tuple[str, int]]:
-        """Who was told of a call on these instances, or that failed, and of how many blocks."""
+        """End a call on these instances. Without instances, the call has failed.
+
+        Returns the instances that got a hint, each with the number of blocks in it.
+        """
         self.sent.clear()
         served = [ServedChoice(PROMPT, ANSWER, ids)] if ids else []
         self.told.ended(session, state, PROMPT, served)

@@ -1,5 +1,8 @@
-"""The commands of one turn of the event loop go to an instance in messages within gRPC's limit.
-Prompts that an instance has not answered count as slots taken, and waiters hear when they do not.
+"""A session is the one stream from a gateway to an instance.
+
+The commands of one turn of the event loop are sent in messages within gRPC's limit. A prompt that
+the instance has not answered counts as a taken slot. Waiting prompts hear when the slot is free
+again.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ def prefill(key: int, num_bytes: int) -> Command:
 def test_commands_keep_their_order_and_no_message_is_too_large(
     num: int, num_bytes: int, num_messages: int
 ) -> None:
-    """There are 256 prompts of 131,072 tokens, as from a few calls at once."""
+    """The case with 256 prompts has 131,072 tokens in each, which a few calls can send at once."""
     commands = [prefill(key, num_bytes) for key in range(num)]
     sent = [SessionRequest(commands=some) for some in messages(commands)]
     assert [c.prefill.key for message in sent for c in message.commands] == list(range(num))
@@ -67,7 +70,9 @@ class Owner:
 
 
 class Offers:
-    """An open session to an instance with four slots; `freed` is what waiters are told."""
+    """An open session to an instance with four slots. `freed` has the numbers that waiters were
+    told.
+    """
 
     def __init__(self) -> None:
         self.freed: list[int] = []
@@ -92,7 +97,7 @@ class Offers:
         self.session._on_response(SessionResponse(events=events, load=load))
 
     def leave(self, key: int) -> None:
-        """The client of a prompt leaves."""
+        """Let the client of a prompt leave."""
         self.session.forget(key)
         self.session.send(Command(abort=Abort(key=key)))
 
@@ -108,7 +113,9 @@ async def one_slot_is_offered() -> Offers:
 
 
 async def test_a_prompt_that_is_given_up_leaves_its_slot_to_a_waiter() -> None:
-    """Its abort goes first, as the instance may have accepted it by now."""
+    """The instance may already have accepted the first prompt, so its abort is sent before the next
+    prompt.
+    """
     offers = await one_slot_is_offered()
     offers.waiting = [2]
     offers.leave(1)
@@ -119,7 +126,7 @@ async def test_a_prompt_that_is_given_up_leaves_its_slot_to_a_waiter() -> None:
 
 
 async def test_prompts_that_are_given_up_at_once_leave_all_their_slots() -> None:
-    """A prefill that computes in lockstep gets its next batch when all have left."""
+    """A prefill that computes in lockstep gets its next batch when all prompts have left."""
     offers = Offers()
     offers.told(num_free=2)
     offers.offer(1, 2)
@@ -159,7 +166,7 @@ async def test_an_accepted_prompt_frees_no_slot() -> None:
 
 
 async def test_a_prompt_that_a_load_has_counted_is_not_counted_again() -> None:
-    """An instance answers some prompts late, and tells its load before."""
+    """An instance may report its load before it has answered the latest prompts."""
     offers = Offers()
     offers.told(num_free=0)
     offers.offer(1)

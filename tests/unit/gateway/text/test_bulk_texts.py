@@ -1,4 +1,4 @@
-"""The texts of vectors and scores: each is encoded once, beside the texts of chats."""
+"""The input texts for vectors and scores are encoded once, without delaying the texts of chats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = "paris is " * 10_000
 
 
 class Counting:
-    """A real tokenizer that notes which texts it encodes, and waits for `gate`."""
+    """A real tokenizer that records the lengths of its texts, and waits for `gate`."""
 
     def __init__(self, *, has_special: bool = True) -> None:
         self._inner = Tokenizer(WordLevel(WORDS, unk_token="[UNK]"))
@@ -42,7 +42,7 @@ class Counting:
         return self._inner.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
     def encode_batch(self, texts: Sequence[Any], add_special_tokens: bool) -> Any:
-        """Beside `encode_batch_fast`, the only method that lets other threads run meanwhile."""
+        """Of the library's other methods, only this one lets other threads run during the call."""
         return self._inner.encode_batch(texts, add_special_tokens=add_special_tokens)
 
     def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""A conversation becomes the prompt that plain vLLM makes of it."""
+"""A conversation becomes the same prompt as in plain vLLM."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def rendered(source: str, *contents: str | Sequence[str]) -> str:
     ],
 )
 def test_a_template_gets_contents_in_the_form_that_it_reads(source: str, expected: str) -> None:
-    """As in plain vLLM: parts if the template reads parts, and otherwise lines of one text."""
+    """As in plain vLLM, a template that reads parts gets parts. Other templates get one text with a
+    line for each part.
+    """
     assert rendered(source, "x", ["a", "b"], []) == expected
 
 
@@ -165,7 +167,9 @@ def test_a_template_that_recurses_too_deeply_leads_to_a_refusal() -> None:
     ],
 )  # fmt: skip
 def test_images_are_parts_or_come_before_the_text(source: str, expected: str) -> None:
-    """As in plain vLLM, which prepends the placeholders that a template without parts lacks."""
+    """As in plain vLLM, the placeholders are put before the text if the template does not read
+    parts.
+    """
     content = ["a", ImageMark("<image>"), "b", ImageMark("<image>")]
     template = ChatTemplate(source, {}, 1000)
     assert template.render(Conversation([{"role": "user", "content": content}])) == expected

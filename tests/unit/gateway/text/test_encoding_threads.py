@@ -1,4 +1,7 @@
-"""Text waits for a thread in bounded batches, and short text never waits behind long text."""
+"""Texts wait for encoding threads in batches of bounded size.
+
+A short text never waits behind a long one.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ LONG = "x" * 70_000
 
 
 class Encoder:
-    """An encoder whose token is the text's length. It blocks on request and remembers its
-    batches.
+    """An encoder that returns the length of a text as its token.
+
+    It can be blocked with `gate`, and records its batches.
     """
 
     def __init__(self) -> None:
@@ -67,7 +71,7 @@ async def test_a_short_text_does_not_wait_for_a_long_one() -> None:
     long = asyncio.create_task(queues.encode(encoder, EncodingJob(LONG)))
     await until(lambda: encoder.batches == [[len(LONG)]])
     short = asyncio.create_task(queues.encode(encoder, EncodingJob("abc")))
-    await until(lambda: encoder.batches[1:] == [[3]])  # another thread has it already
+    await until(lambda: encoder.batches[1:] == [[3]])  # another thread encodes the short text now
     encoder.gate.set()
     assert list(await short) == [3, 0]
     assert (await long)[0] == len(LONG)
@@ -116,7 +120,7 @@ async def test_each_text_is_encoded_by_the_tokenizer_of_its_model() -> None:
 async def test_as_many_long_texts_are_encoded_at_once_as_there_are_threads(
     num_long_threads: int,
 ) -> None:
-    """One thread would be the bound of a gateway, however many processors it has."""
+    """With one thread only, more processors would not help a gateway."""
     encoder = Encoder()
     queues = EncodingQueues(num_threads=1, num_long_threads=num_long_threads)
     encoder.gate.clear()

@@ -108,7 +108,7 @@ async def test_a_killed_process_is_replaced(
 async def test_an_innocent_grammar_is_compiled_again_alone(
     checks: GrammarChecks, process: GrammarProcess, model: Tokenizer, ending: signal.Signals
 ) -> None:
-    """The process dies while it compiles this grammar, but earlier grammars are to blame."""
+    """The process dies while it compiles this grammar, but an earlier grammar may be to blame."""
     await checks.grammar(of_schema({"type": "integer"}), model, ANYONE)
     first = process._process
     assert first is not None
@@ -122,7 +122,10 @@ async def test_an_innocent_grammar_is_compiled_again_alone(
 
 
 class ScriptedChecker:
-    """Compiles when it is let, and tells in which order; it may be killed by some grammars."""
+    """Compiles a grammar each time that `turn` is released, and records the order.
+
+    A test can let some grammars kill the checker.
+    """
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -267,7 +270,7 @@ async def test_the_number_of_waiting_checks_is_bounded(
 async def test_models_share_the_process_and_come_back_to_it(
     checks: GrammarChecks, model: Tokenizer, tmp_path: Path
 ) -> None:
-    """The process keeps a few vocabularies, and gets a dropped one again."""
+    """The process keeps only a few vocabularies. If a dropped one is needed, it is sent again."""
     models = [model, *(Tokenizer.load(tmp_path, max_chars=1000) for _ in range(MAX_VOCABULARIES))]
     for number in range(3):
         for each in models:

@@ -1,4 +1,4 @@
-"""The names of an answer's blocks continue those of its prompt."""
+"""The block names of an answer continue those of its prompt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_without_blocks_there_are_no_names() -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 def test_a_long_prompt_is_hashed_in_steps(num_steps: int) -> None:
-    """Between two of them, the loop may serve others."""
+    """Between two steps, the event loop may do other work."""
     step = 4 * CHUNK_BLOCKS * 16
     tokens = array("I", random.Random(3).choices(range(1000), k=num_steps * step + 17))
     prompt, kept = prompt_of(tokens), KeptHashes()

@@ -1,6 +1,6 @@
 """Prompts of conversations with tools equal those of plain vLLM's renderer.
 
-Each template handles tools, calls and results in another way, as templates of real models do.
+The templates handle tools, calls and results in different ways, like the templates of real models.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.fakes.tiny_model import write_tiny_model
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's imports warn
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing vLLM raises warnings
 
-# Like Hermes and Qwen: tools as JSON lines, text only, results gathered under one user.
+# As in Hermes and Qwen: tools as JSON lines, contents as text, results joined in one user turn.
 HERMES: Final = """
 {%- if tools %}<|im_start|>system
 {% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% endif %}
@@ -57,7 +57,7 @@ HERMES: Final = """
 </think>
 
 {% endif %}{% endif %}"""
-# Like Llama 3: indented JSON, a date, one call for a message, parts of a content.
+# As in Llama 3: indented JSON, a date, one call per message, contents in parts.
 LLAMA: Final = """
 {{- bos_token }}
 {%- if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}
@@ -76,7 +76,7 @@ LLAMA: Final = """
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
-# Like Mistral: all calls in one list, with their ids; a filter over the messages.
+# As in Mistral: all calls in one list with their ids, and a filter over the messages.
 MISTRAL: Final = """
 {%- set user_messages = messages | selectattr('role', 'equalto', 'user') | list %}
 {%- if tools is defined and tools %}[AVAILABLE_TOOLS]{% for tool in tools %}
@@ -93,7 +93,7 @@ MISTRAL: Final = """
 {%- else %}[{{ message['role'] }}]{{ message['content'] }}
 {%- if message['name'] %} {{ message['name'] }}{% endif %}
 {%- endif %}{% endfor %}{{ user_messages | length }}"""
-# Like DeepSeek and Qwen 3: reasoning before the last question is left out.
+# As in DeepSeek and Qwen 3: the reasoning before the last question is left out.
 THINKING: Final = """
 {%- set ns = namespace(last=-1) %}
 {%- for message in messages %}
@@ -214,7 +214,7 @@ def of_vllm(model_dir: Path, template: str, body: dict[str, Any]) -> str:
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
     tokenizer.chat_template = template
-    # Any: of vLLM's configuration, only what its renderer reads.
+    # The Any stands for the part of vLLM's configuration that its renderer reads.
     config: Any = SimpleNamespace(
         model=str(model_dir),
         tokenizer=str(model_dir),
@@ -261,6 +261,7 @@ def test_a_prompt_equals_plain_vllms(model_dir: Path, family: str, case: str) ->
         return
     expected = of_vllm(model_dir, TEMPLATES[family], body)
     if (family, case) == ("llama", "a developer among systems"):
-        # Plain vLLM gives the merged text to a template that reads only parts, which loses it.
+        # This template reads only parts. Plain vLLM merges the system messages into one text, which
+        # such a template does not show.
         expected = expected.replace("<system>", "<system>A\n\nB\nC")
     assert tokenizer.render_chat(conversation_of(request)) == expected

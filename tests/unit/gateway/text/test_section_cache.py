@@ -1,4 +1,7 @@
-"""A chat's next turn encodes only what is new in it, within a bound of memory, for one tenant."""
+"""The next turn of a chat encodes only its new sections.
+
+The cache of sections is bounded and used by one tenant only.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ chats = st.lists(section, min_size=1, max_size=6)
 
 
 class Encoder:
-    """A token is a character's number. It counts what it encodes."""
+    """Makes a token of each character, and records the encoded texts."""
 
     def __init__(self) -> None:
         self.encoded: list[str] = []
@@ -52,7 +55,7 @@ def test_an_equal_section_after_another_text_is_another_section() -> None:
 
 
 def test_a_tenant_reuses_nothing_of_anothers() -> None:
-    """Else it could tell by the time of an answer what another tenant sent."""
+    """Otherwise the time to an answer would tell which texts another tenant has sent."""
     cache, encoder = SectionCache(1 << 20), Encoder()
     cache.encode(["secret", "x"], b"one", encoder)
     encoder.encoded.clear()
@@ -83,7 +86,9 @@ def test_tokens_are_those_of_the_whole_text_at_any_bound(
 
 
 class Bounded(RuleBasedStateMachine):
-    """Any chats of any tenants: memory is counted, and bounded."""
+    """Encodes any chats of any tenants, and checks that the cache's memory is counted and
+    bounded.
+    """
 
     def __init__(self) -> None:
         super().__init__()

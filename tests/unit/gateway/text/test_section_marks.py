@@ -1,4 +1,4 @@
-"""A text is cut only where its sections are tokenized alone as they are within the text."""
+"""A text is cut into sections only where each section has the same tokens alone as in the text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from pdmesh.services.gateway.text.section_marks import SectionMarks
 
 START, END, WIDE, WORD = "<|start|>", "<|end|>", "<wide>", "word"
-# Also beginnings of marks, white space, and characters of several bytes.
+# Some are beginnings of marks, white space, or characters of several bytes.
 PIECES = [START, END, WIDE, WORD, "<|", "|>", "start", " ", "\n", "a", "b", "ab", "é", "日本", "  "]
 ALPHABET = "".join(sorted(set("".join(PIECES)))) + "▁xyz"
 texts = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
@@ -89,7 +89,7 @@ def test_only_tokens_that_are_found_whatever_is_beside_them_are_marks() -> None:
     assert marks is not None
     assert all(marks.pattern.fullmatch(name) for name in (START, END))
     assert not any(marks.pattern.search(name) for name in (WIDE, WORD))
-    # Here a text may hold another token that begins within a mark, or ends in it.
+    # In this vocabulary, another token may begin within a mark or end in it.
     assert marks_of(TOKENIZERS["names of one token within others"], 0) is None
     longer = built([mark(START), mark(END), mark(START + "x")])
     (only,) = [m for m in [marks_of(longer, 0)] if m is not None]

@@ -1,5 +1,6 @@
-"""Text from tokens as they arrive: their addition to the prompt's text, in whole characters and
-without a loss at the end.
+"""A stream of tokens becomes text that continues the prompt's text.
+
+Each piece has whole characters, and nothing is lost at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def stream_after(name: str, prompt: Sequence[int], stops: tuple[str, ...] = ()) 
 
 
 def streamed(name: str, prompt: Sequence[int], tokens: Sequence[int], sizes: Sequence[int]) -> str:
-    """The text of the tokens in pieces of these sizes, then the rest at once."""
+    """The text after the tokens were fed in pieces of these sizes, and the rest at once."""
     stream, shown, rest = stream_after(name, prompt), "", list(tokens)
     for size in sizes:
         shown, rest = shown + stream.feed(rest[:size]), rest[size:]
@@ -36,7 +37,9 @@ def streamed(name: str, prompt: Sequence[int], tokens: Sequence[int], sizes: Seq
 
 
 def units(name: str) -> st.SearchStrategy[list[list[int]]]:
-    """Tokens that belong together: a piece, all bytes of a character, a special token."""
+    """Lists of tokens that belong together: a piece, the bytes of a character, or a special
+    token.
+    """
     size = TOKENIZERS[name].get_vocab_size()
     if name == "byte level":
         whole = [ids(text) for text in (*CHARACTERS, "the", " word", "\n", "o über")]
@@ -60,7 +63,7 @@ def test_a_stream_adds_what_the_answer_adds_to_the_text_of_the_prompt(name: str)
     def check(before: list[list[int]], after: list[list[int]], sizes: list[int]) -> None:
         prompt, tokens = flat(before), flat(after)
         base, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + tokens)
-        if whole.startswith(base):  # a decoder may also change the text before
+        if whole.startswith(base):  # a decoder may also change the text before the answer
             assert streamed(name, prompt, tokens, sizes) == whole[len(base) :]
 
     check()
@@ -68,7 +71,7 @@ def test_a_stream_adds_what_the_answer_adds_to_the_text_of_the_prompt(name: str)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_gives_the_text_of_plain_vllm(name: str) -> None:
-    """The reference is the class of the library that vLLM uses, started with the prompt's
+    """The reference is the library's stream class that vLLM uses, started with the prompt's
     tokens.
     """
     tokenizer = TOKENIZERS[name]
@@ -134,7 +137,7 @@ def test_an_answer_may_complete_the_last_character_of_the_prompt(name: str) -> N
 
 
 def test_tokens_without_text_are_not_decoded_again_with_each_further_token() -> None:
-    """An answer that ignores EOS may consist only of EOS tokens."""
+    """An answer that ignores EOS may consist of EOS tokens alone."""
     tokenizer = TOKENIZERS["llama"]
     lengths: list[int] = []
 
@@ -168,8 +171,8 @@ def test_any_chunking_gives_the_same_text_and_never_half_a_character(seed: int) 
 def test_whole_characters_before_an_incomplete_one_are_shown_at_the_end(
     stops: tuple[str, ...],
 ) -> None:
-    """max_tokens cuts the stream in the middle of a character whose first half came with a
-    space.
+    """max_tokens cuts the answer in the middle of a character. The token with the first half also
+    has whole characters.
     """
     size = BYTE_LEVEL.get_vocab_size()
     half = next(i for i in range(size) if BYTE_LEVEL.decode([i]) == " caf\ufffd")

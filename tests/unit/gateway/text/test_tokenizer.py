@@ -1,4 +1,4 @@
-"""Text in, tokens out, and whole characters back."""
+"""A tokenizer encodes text, and decodes tokens to whole characters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_text_survives_any_split_into_tokens(
     tokenizer: Tokenizer, text: str, cuts: list[int]
 ) -> None:
-    """The tiny tokenizer splits every character that is not ASCII over several tokens."""
+    """The tiny tokenizer splits each character outside ASCII into several tokens."""
     text = text.replace("\ufffd", "?")
     ids = list(tokenizer._encode(text, add_special_tokens=False))
     stream = tokenizer.text_stream(())
@@ -77,7 +77,9 @@ async def test_long_text_is_encoded_alike_off_the_loop(tokenizer: Tokenizer) -> 
 async def test_a_chat_that_grows_is_encoded_as_if_each_turn_were_its_first(
     tmp_path_factory: pytest.TempPathFactory, turns: list[str]
 ) -> None:
-    """Text between special tokens is long and short, and may hold the name of one itself."""
+    """The texts between special tokens are long or short, and may contain the name of a special
+    token.
+    """
     template = "{% for m in messages %}<eos>{{ m['content'] }}{% endfor %}"
     sections = SectionCache(1 << 20)
     directory = write_tiny_model(tmp_path_factory.mktemp("chats"), template)
@@ -101,7 +103,7 @@ async def test_the_next_turn_of_a_long_chat_is_encoded_from_the_last_one_on(
     before = sections.num_encoded_tokens
     await tokenizer.encode(f"{chat}<eos>more", add_special_tokens=False, owner="tenant")
     assert sections.num_encoded_tokens - before < before / 10
-    # Neither another tenant's chats, nor texts that are no chats.
+    # Other tenants and texts that are not chats reuse nothing.
     await tokenizer.encode(chat, add_special_tokens=False, owner="another")
     assert sections.num_encoded_tokens - before > before
     reused = sections.num_reused_tokens
@@ -124,7 +126,7 @@ def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [3, [3, 4]])
 def test_the_end_token_of_the_tokenizer_ends_an_answer_too(tmp_path: Path, named: object) -> None:
-    """A generation_config that names only the base model's EOS does not remove the chat's EOS."""
+    """The chat's EOS still ends an answer if generation_config names only the base model's EOS."""
     write_tiny_model(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
@@ -133,7 +135,7 @@ def test_the_end_token_of_the_tokenizer_ends_an_answer_too(tmp_path: Path, named
 
 
 def test_the_json_of_a_tokenizer_is_that_of_its_file(tmp_path: Path) -> None:
-    """The library would generate it again, and hold the interpreter's lock meanwhile."""
+    """The library would generate the JSON again, and hold the interpreter's lock for that time."""
     directory = write_tiny_model(tmp_path)
     path = directory / "tokenizer.json"
     text = json.dumps(json.loads(path.read_text()), indent=7)

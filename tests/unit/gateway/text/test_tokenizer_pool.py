@@ -1,4 +1,7 @@
-"""The tokenizers of many models in one gateway: fetched, checked, bounded, one parsed at a time."""
+"""The tokenizers of a gateway's models.
+
+They are fetched from instances, checked, bounded in memory, and parsed one at a time.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,12 @@ RULES = TokenizerRules(max_chars=10_000)
 
 
 class Library:
-    """An instance that serves the files of many models, as a test orders."""
+    """An instance that serves the files of many models. A test controls its answers."""
 
     def __init__(self) -> None:
         self.texts: dict[str, TextFiles] = {}
         self.num_asked = 0
-        self.num_busy = 0  # how many of the next callers get Overloaded
+        self.num_busy = 0  # how many of the next requests are refused as Overloaded
         self.busy_ms = 10
         self.gate = asyncio.Event()
         self.gate.set()
@@ -91,7 +94,7 @@ async def library() -> AsyncIterator[Library]:
 
 @pytest.fixture
 async def hanging() -> AsyncIterator[Library]:
-    """An instance that takes requests and answers none."""
+    """An instance that accepts requests and does not answer them."""
     async with serving_library() as library:
         library.gate.clear()
         yield library
@@ -209,7 +212,7 @@ async def test_while_an_instance_is_silent_another_one_is_asked(
 async def test_an_instance_that_was_silent_may_still_answer(
     tmp_path: Path, hanging: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All instances are slow on a machine that has just been restarted."""
+    """On a machine that has just been restarted, all instances are slow."""
     monkeypatch.setattr("pdmesh.services.gateway.text.tokenizer_pool._SILENT_S", 0.05)
     text = hanging.add(write_tiny_model(tmp_path / "m"))
     async with pool_of() as pool:
@@ -322,7 +325,7 @@ async def test_if_an_instance_is_gone_another_one_is_asked(
 async def test_a_dropped_tokenizer_is_freed_when_its_last_call_ends(
     tmp_path: Path, library: Library
 ) -> None:
-    """The reference count frees it: a gateway rarely collects garbage, and never its first
+    """The reference count must free it. A gateway rarely collects garbage, and never its first
     objects.
     """
     texts = [library.add(write_tiny_model(tmp_path / str(i), shift=i)) for i in range(2)]
@@ -351,7 +354,7 @@ async def test_a_dropped_tokenizer_is_freed_when_its_last_call_ends(
 
 
 def write_large_model(folder: Path, number: int, num_words: int = 8_000) -> Path:
-    """Half a megabyte of vocabulary."""
+    """Write a model whose vocabulary has half a megabyte."""
     write_tiny_model(folder, shift=1)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -367,14 +370,14 @@ def resident_bytes() -> int:
 async def test_a_hundred_models_take_only_the_memory_of_those_that_fit(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten fit. A hundred, each requested twice, take about as much memory as ten."""
+    """Ten models fit. A hundred models, each requested twice, take about as much memory as ten."""
     monkeypatch.setattr("pdmesh.services.gateway.text.tokenizer_pool._REST_RATIO", 0.0)
     texts = [library.add(write_large_model(tmp_path / str(i), i)) for i in range(100)]
     files = read_text_files(tmp_path / "0")
     assert files.num_bytes < text_files.MAX_BYTES
     async with (
         pool_of() as warm
-    ):  # the first tokenizer of a process takes extra memory, which does not count
+    ):  # the first tokenizer of a process takes extra memory, which does not count here
         await warm.get("m", texts[0], library.sources)
     before = resident_bytes()
     room = 10 * (5 * files.num_bytes + (1 << 20)) + 1000

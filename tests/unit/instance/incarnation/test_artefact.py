@@ -1,4 +1,6 @@
-"""Artefacts of a model for one role: only what was built is loaded."""
+"""An artefact is a model's files for one role, with a manifest. Only a verified artefact is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -153,8 +155,8 @@ def cached_settings(cache: Path) -> Settings:
 async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
     damage: Callable[[Path], None], model_dir: Path, tmp_path: Path
 ) -> None:
-    """A copy that a power cut left half written has the name of a whole copy, so every later load
-    would fail on it.
+    """After a power cut, a half-written copy has the name of a whole one. Without a check, every
+    later load would fail on it.
     """
     path = artefact.build(model_dir, "prefill", tmp_path / "p")
     copy = artefact.fetch(artefact.read(path), tmp_path / "cache")
@@ -174,7 +176,7 @@ async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
 async def test_the_engine_gets_the_digests_of_the_files_that_were_verified(
     is_elsewhere: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the role spec names another folder, these are not the artefact's digests."""
+    """If the role spec names another folder, the artefact's digests do not apply to it."""
     path = artefact.build(model_dir, "prefill", tmp_path / "p")
     asked: list[EngineSettings] = []
 

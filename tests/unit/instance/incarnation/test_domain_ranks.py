@@ -1,4 +1,7 @@
-"""An instance as a rank: where ranks meet, and what assignment and record say of it."""
+"""An instance as a rank of a data-parallel domain.
+
+The tests cover the address where the ranks meet, and the rank in the assignment and the record.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,9 @@ def test_an_impossible_rank_is_refused_with_its_field(domain: Domain, field: str
 
 
 def test_an_incarnation_is_a_rank_of_one_formation_only() -> None:
-    """The leader died after it had told some ranks. The next one forms another domain."""
+    """The leader died after it had informed some of the ranks. The next leader forms another
+    domain.
+    """
     instance = InstanceLife(5)
     instance.handle(life.Assigned(assigned(RANK)), 0.0)
     other = DomainRank("chat-d9", 1, 2, "10.0.0.2:29550")

@@ -1,4 +1,4 @@
-"""How an instance's role changes its settings."""
+"""Tests how the role of an instance changes the instance's settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdmesh.instance.incarnation.role_settings import (
 from pdmesh.instance.settings import InstanceSettings
 
 INFO = EngineInfo("sim", "m", "f", 64, 1000, 4096, 2048)
-ENGINE: Any = None  # not used
+ENGINE: Any = None  # the engine is not used here
 
 
 @pytest.mark.req("S40", "S53")
@@ -31,7 +31,7 @@ ENGINE: Any = None  # not used
 def test_only_a_decode_accepts_more_requests_than_it_has_slots(
     role: Role, num_waiting: int
 ) -> None:
-    """A prompt that would have to wait at a prefill is refused: another prefill may be idle."""
+    """A prefill refuses a prompt that would have to wait, because another prefill may be idle."""
     settings = InstanceSettings(num_slots=4, max_waiting=3)
     capacity = capacity_of(settings, role, BuiltEngine(ENGINE, 1 << 20, 1 << 20), INFO)
     assert (capacity.num_slots, capacity.max_waiting) == (4, num_waiting)
@@ -56,7 +56,7 @@ def test_only_instances_that_generate_are_pipelines(role: Role) -> None:
 
 
 def assigned(text: str, role: Role = Role.DECODE, **settings: Any) -> Speculation:
-    """What the engine gets if the master assigns this option."""
+    """The engine's speculation if the master assigns this option to an instance of this role."""
     spec = RoleSpec(role, "g", "s", options=(("speculation", text),))
     given = settings_for(InstanceSettings(**settings), spec, {})
     return engine_settings(given, role, 1).speculation

@@ -1,4 +1,7 @@
-"""Failures as events: reporting one never waits for the bus, and their number is bounded."""
+"""Failures are published as events.
+
+A report never waits for the bus, and the number of waiting events is bounded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an instance shows at /metrics of its engine."""
+"""The metrics of an instance about its engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdmesh.instance.legs.host import InstanceHost
 
 
 def host(**extra: float) -> Any:
-    """An `InstanceHost` whose engine has these statistics; nothing else of it is read."""
+    """Stands in for an `InstanceHost`. Only the statistics of its engine are read."""
     it = object.__new__(InstanceHost)
     it.engine = SimpleNamespace(stats=lambda: SimpleNamespace(extra=extra))
     return it

@@ -1,5 +1,6 @@
-"""How an instance's host handles its engine's outputs when a gateway gives a leg up at the same
-time.
+"""An instance's host handles its engine's outputs while a gateway gives a leg up.
+
+A leg is a request's stay on one instance.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from tests.support.logs import capture_logs_of
 
 
 class EndedEngine:
-    """An engine whose job has ended by itself. The host has not read that yet, and there is nothing
-    left to abort.
+    """An engine whose job has already ended, so that an abort has no effect. The host has not read
+    the end yet.
     """
 
     def __init__(self, end: Output) -> None:
@@ -134,8 +135,8 @@ def prefill(key: int, max_tokens: int = 1) -> pb.Command:
     ],
 )
 async def test_a_client_that_leaves_as_its_prefill_ends_costs_no_slot(end: Output) -> None:
-    """The job's end has not been read when the abort comes. After both, no output mentions the
-    staging range.
+    """The abort comes before the host has read the end of the job. After the end, no further output
+    releases the staging range.
     """
     host = InstanceHost(cast(Engine, EndedEngine(end)), Admission(capacity()), time.monotonic)
     outbox = host.open("gateway-0")
@@ -163,7 +164,7 @@ def make_host(engine: EndedEngine, **changes: Callable[[], str]) -> InstanceHost
 
 @pytest.mark.fault("F39")
 def test_the_holder_of_a_ticket_cannot_guess_another() -> None:
-    """A ticket is enough to pull a prompt's KV, so its id has 128 random bits."""
+    """Whoever has a ticket's id can pull a prompt's KV, so the id has 128 random bits."""
     engine = EndedEngine(Failed(1, "", ""))
     tickets = tickets_of(make_host(engine), engine, 16)
     assert len(tickets) == 16
@@ -187,7 +188,9 @@ def test_a_tickets_secret_is_an_argument_so_that_a_run_can_be_repeated() -> None
 
 
 def test_a_command_of_a_later_release_ends_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Field 99 of `Command`, which no release has yet. The commands beside it are carried out."""
+    """The unknown command is field 99 of `Command`, which no release has yet. The commands sent
+    beside it are carried out.
+    """
     later = pb.Command.FromString(b"\x9a\x06\x02\x08\x05")
     engine = EndedEngine(Failed(1, "", ""))
     host = make_host(engine)

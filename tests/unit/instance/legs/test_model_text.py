@@ -1,4 +1,4 @@
-"""An instance gives its model's text files to gateways, over gRPC and within bounds."""
+"""An instance sends its model's text files to gateways over gRPC, within bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The images of a command: in order, within the prompt, and their data only for a prefill."""
+"""The images in a command must be in order and within the prompt.
+
+Only a prefill gets their data.
+"""
 
 from __future__ import annotations
 

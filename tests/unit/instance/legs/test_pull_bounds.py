@@ -1,5 +1,7 @@
-"""How long an instance's host lets an early decode pull: the time of a pull, from the decode's turn
-on. The wait for the turn has no bound here.
+"""Tests how long the host of a decode lets an early decode pull KV.
+
+The time of a pull counts from the decode's turn on. This test sets no bound on the wait for that
+turn.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ PULL_S = 0.05
 
 
 class ToldEngine:
-    """An engine whose outputs are those that a test gives it."""
+    """An engine whose outputs the test supplies."""
 
     def __init__(self) -> None:
         self.say: asyncio.Queue[list[Output]] = asyncio.Queue()
@@ -130,8 +132,8 @@ async def running() -> AsyncIterator[Site]:
 
 
 async def test_the_deadline_of_an_early_pull_runs_from_its_turn_until_its_kv_has_arrived() -> None:
-    """Three legs were joined one after the other. The first has no turn yet, and the second has all
-    its KV.
+    """Three legs get token 1 one after another. The first one has no turn yet, and the second one
+    already has all its KV.
     """
     async with running() as site:
         for key in (1, 2, 3):
@@ -160,7 +162,7 @@ async def test_the_deadline_of_a_pull_that_begins_before_prefill_ends_runs_from_
 
 
 async def test_the_host_reports_a_turn_after_a_wait_and_that_the_leg_is_accepted() -> None:
-    """An older gateway knows no stages, and waits for the acceptance."""
+    """A gateway of an older release does not know the stages, and waits for the acceptance."""
     async with running() as site:
         site.start(1, is_early=False)
         await site.engine.say.put([KvPulling(1)])

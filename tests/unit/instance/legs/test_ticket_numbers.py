@@ -1,4 +1,4 @@
-"""A decode refuses a ticket whose numbers cannot be those of its prompt."""
+"""A decode refuses a ticket whose numbers do not fit its prompt."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_ticket_of_this_prompt_is_taken_from_any_number_of_ranks(
 @pytest.mark.req("S3")
 @pytest.mark.parametrize("kv_bytes", [1, 2 * 32, 3 * 32 + 2 * 32, 2 * 3 * 32])
 def test_layers_with_a_window_or_a_state_send_less_than_all_blocks(kv_bytes: int) -> None:
-    """Of a layer with a state, one block; and neither more nor less."""
+    """A layer with a state sends exactly one block."""
     capacity = replace(CAPACITY, windows=(0, STATE_WINDOW))
     assert len(parse(start(9, 3 * 32 + 32), capacity).prompt) == 9
     with pytest.raises(InvalidRequest, match="belongs to another prompt"):

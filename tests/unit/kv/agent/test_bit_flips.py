@@ -1,5 +1,6 @@
-"""Each bit of each control message of a pull is changed on the way, and no request ever gets
-another's KV (F34).
+"""No request gets another request's KV if a bit of a control message changes on the way (F34).
+
+The tests change each bit of each control message of a pull.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from tests.fakes.kv.pair import (
 
 LAYOUT = KvLayout(num_layers=1, num_blocks=1, block_bytes=64)
 SIZE = LAYOUT.total_bytes
-# The names differ in one bit, and so do the pulls.
+# The two names differ in one bit, and so do the ids of their pulls.
 DATA = {name: pattern(SIZE, seed) for seed, name in enumerate(("t", "u"))}
 
 
 @dataclass
 class Flip:
-    """Changes one bit of message number `message`, counted over both directions."""
+    """Changes one bit of message number `message`. Messages of both directions are counted."""
 
     message: int
     bit: int
@@ -77,8 +78,8 @@ async def _pull_both(pair: KvPair, flip: Flip) -> None:
 @pytest.mark.fault("F34")
 async def test_no_bit_changed_on_the_way_gives_a_request_the_kv_of_another() -> None:
     async with kv_pair(MemoryTransport) as pair:
-        await _pull_both(pair, Flip(-1, 0))  # this opens the connections
-        for message in range(6):  # two each of PULL, META and ACK
+        await _pull_both(pair, Flip(-1, 0))  # without a change, to open the connections
+        for message in range(6):  # PULL, META and ACK of two pulls
             bit, flip = 0, Flip(message, 0)
             await _pull_both(pair, flip)
             while flip.has_hit:
@@ -90,7 +91,7 @@ async def test_no_bit_changed_on_the_way_gives_a_request_the_kv_of_another() -> 
 
 @pytest.mark.fault("F34")
 async def test_a_sound_answer_to_another_pull_is_refused() -> None:
-    """A sender that confuses two pulls gives such an answer: its checksums are right, but the bytes
+    """A sender that confuses two pulls gives this answer. The checksums are right, but the bytes
     belong to the other pull.
     """
     async with kv_pair(MemoryTransport) as pair:

@@ -1,4 +1,4 @@
-"""The pool of outgoing KV connections: bounded, with the least recently used dropped first."""
+"""The pool of outgoing KV connections is bounded, and drops the least recently used one first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Line:
 
 @dataclass
 class Exchange:
-    """A transport whose peers all answer; it knows which connections are open."""
+    """A transport whose peers all answer. It records which connections are open."""
 
     open_lines: list[Line] = field(default_factory=list)
     num_opened: int = 0

@@ -1,5 +1,6 @@
-"""Pulls that are given up, or lose their peer, at the worst moment: no landing range may be lost
-(S49).
+"""A pull is given up or loses its peer at the worst moment. No landing range may be lost (S49).
+
+A landing is the memory range that a pull writes to.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LANDING = ArenaRange(4096, LAYOUT.total_bytes)
 
 
 class DyingPeerTransport(MemoryTransport):
-    """Each peer that it connects to dies right after the handshake."""
+    """A transport whose peers die right after the handshake."""
 
     async def connect(self, address: str, timeout_s: float) -> KvConnection:
         connection = await super().connect(address, timeout_s)
@@ -54,8 +55,8 @@ class DyingPeerTransport(MemoryTransport):
 
 @pytest.mark.fault("F2")
 async def test_a_peer_that_dies_as_the_connection_opens_fails_the_pull_at_once() -> None:
-    """The peer's end is reported before the pull, which waited for the connection, runs again. So
-    nothing would ever end the pull.
+    """The loss of the peer is reported while the pull still waits for the connection. If the pull
+    began afterwards, nothing would ever end it.
     """
     async with kv_pair(DyingPeerTransport) as pair:
         pair.stage(LAYOUT, lease_s=30)
@@ -68,7 +69,7 @@ async def test_a_peer_that_dies_as_the_connection_opens_fails_the_pull_at_once()
 
 
 class InstantAgent(KvAgent):
-    """An agent whose pulls succeed at once; `at_end` is called when they do."""
+    """An agent whose pulls succeed at once. `at_end` is called just before."""
 
     at_end: Callable[[], None] = staticmethod(lambda: None)
 
@@ -78,7 +79,7 @@ class InstantAgent(KvAgent):
 
 
 class Events(list[AgentEvent]):
-    """The agent's events; another thread can wait for them."""
+    """Records the agent's events. Another thread can wait for the first one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ TICKET = ticket_for("memory:nobody", LAYOUT)
 
 @pytest.mark.fault("F27")
 def test_a_pull_cancelled_before_the_agent_starts_it_gives_its_landing_back() -> None:
-    """The agent is busy with the checksum of a long prompt when the client leaves."""
+    """The client leaves while the agent is busy with the checksum of a long prompt."""
     events = Events()
     with agent_thread(events) as (thread, agent):
         is_free = threading.Event()
@@ -131,7 +132,7 @@ def test_a_pull_cancelled_before_the_agent_starts_it_gives_its_landing_back() ->
 
 @pytest.mark.fault("F27")
 def test_a_pull_cancelled_as_it_succeeds_gives_its_landing_back() -> None:
-    """The bytes are the caller's by then, but the caller no longer wants them."""
+    """The bytes already belong to the caller, but the caller no longer wants them."""
     events = Events()
     with agent_thread(events) as (thread, agent):
         has_pull = threading.Event()
@@ -181,7 +182,9 @@ BAD_TICKETS = {
 
 @pytest.mark.parametrize("field", BAD_TICKETS)
 async def test_a_ticket_that_cannot_be_asked_for_gives_the_landing_back(field: str) -> None:
-    """The range is the agent's until the agent gives it back, so it must do so after any error."""
+    """The agent owns the landing range until it gives the range back. So it must do so after any
+    error.
+    """
     async with kv_pair(MemoryTransport) as pair:
         ticket = dataclasses.replace(ticket_for(pair.address, LAYOUT), **BAD_TICKETS[field])  # type: ignore[arg-type]
         with pytest.raises(KvTransferFailed, match=field) as caught:
@@ -200,7 +203,9 @@ async def test_a_landing_outside_the_arena_is_given_back_too() -> None:
 
 
 async def test_a_ticket_with_too_long_a_name_is_neither_kept_nor_staged() -> None:
-    """Its renewals could not be encoded, and would fail the tick that renews all other leases."""
+    """The renewals of this ticket could not be encoded. They would fail the tick that renews all
+    other leases.
+    """
     async with kv_pair(MemoryTransport) as pair:
         ticket = ticket_for(pair.address, LAYOUT, "x" * 129)
         with pytest.raises(KvTransferFailed, match="ticket_id"):
@@ -226,9 +231,7 @@ async def test_a_fetch_that_cannot_be_asked_for_frees_its_targets() -> None:
 
 
 def test_calls_to_an_agent_that_has_ended_fail_and_free_their_resources() -> None:
-    """This happens while an engine stops: the caller waits for an answer, and then for its
-    range.
-    """
+    """While an engine stops, a caller may still wait for an answer, and then for its range."""
     events, freed = Events(), threading.Event()
     with agent_thread(events) as (thread, _):
         thread.close()
@@ -243,7 +246,8 @@ def test_calls_to_an_agent_that_has_ended_fail_and_free_their_resources() -> Non
 
 
 SMALL = KvLayout(1, 4, 16 << 10, FINGERPRINT)
-LONG = KvLayout(1, 4, 4 << 20, FINGERPRINT)  # its checksums are computed and compared in a thread
+# the agent makes and compares its checksums in a thread
+LONG = KvLayout(1, 4, 4 << 20, FINGERPRINT)
 
 
 @pytest.mark.fault("F34")
@@ -251,7 +255,7 @@ LONG = KvLayout(1, 4, 4 << 20, FINGERPRINT)  # its checksums are computed and co
 async def test_checksums_that_cannot_be_made_fail_the_pull_at_once(
     monkeypatch: pytest.MonkeyPatch, layout: KvLayout
 ) -> None:
-    """An example is that no thread can be started any more."""
+    """For example, no further thread can be started."""
 
     def broken(*_: object) -> bytes:
         raise MemoryError("no room")
@@ -290,7 +294,7 @@ async def test_checksums_that_cannot_be_compared_fail_the_pull_at_once(
 
 
 async def test_a_bug_in_a_tick_does_not_stop_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only ticks end leases, enforce deadlines and cut connections of frozen peers."""
+    """Only ticks end leases, enforce deadlines and abort connections of frozen peers."""
     async with kv_pair(MemoryTransport) as pair:
         pair.stage(LAYOUT, lease_s=0.2)
         ticks: list[bool] = []
@@ -326,7 +330,9 @@ async def test_a_message_that_hits_a_bug_ends_only_its_own_connection(
 
 @pytest.mark.req("S49")
 async def test_a_connection_in_use_is_not_dropped_for_another() -> None:
-    """A connection is also in use if a lease is renewed over it, or if a pull waits for it."""
+    """A connection is also in use while a lease is renewed over it, or while a pull waits for
+    it.
+    """
     async with kv_pair(MemoryTransport) as pair:
         pair.stage(LAYOUT)
         receiver = pair.receiver
@@ -371,7 +377,8 @@ def test_layers_that_complete_no_part_do_not_wake_the_agents_thread() -> None:
         thread.open("t", 1, whole, layout, 60.0).result(30)
         for layer in range(layout.num_layers):
             thread.ready("t", layer + 1)
-        # This call is queued after all calls of `ready`, so they have been handled at its end.
+        # This call is queued after all calls of `ready`. When it ends, the agent has handled all of
+        # them.
         thread.stage("u", 1, ArenaRange(0, 0), KvLayout(0, 0, 8), 5.0).result(30)
         assert told == [16, 24, 28, 29, 30, 31, 32, 0]
     finally:
@@ -379,7 +386,7 @@ def test_layers_that_complete_no_part_do_not_wake_the_agents_thread() -> None:
 
 
 class SlowToConnect(MemoryTransport):
-    """A transport whose connections open only when `may_connect` is set."""
+    """A transport whose connections open only after `may_connect` is set."""
 
     may_connect: asyncio.Event
 
@@ -398,7 +405,7 @@ class SlowToConnect(MemoryTransport):
 async def test_the_end_of_prefill_bounds_the_silence_of_an_early_pull_that_still_connects(
     opens: bool,
 ) -> None:
-    """Once prefill is done, silence is a fault at any stage of the pull. Here the peer is cut off
+    """Once the prefill is done, silence is a fault at any stage of a pull. Here the peer is cut off
     while the connection opens.
     """
     async with kv_pair(SlowToConnect) as pair:
@@ -410,7 +417,7 @@ async def test_the_end_of_prefill_bounds_the_silence_of_an_early_pull_that_still
         pair.receiver.expect("t", 0.05)
         if opens:
             pair.sender.open("t", 1, ArenaRange(4096, LAYOUT.total_bytes), LAYOUT, 30.0)
-            transport.may_connect.set()  # but nothing comes over the connection
+            transport.may_connect.set()  # the connection opens, but brings nothing
         with pytest.raises(KvTransferFailed) as caught:
             await asyncio.wait_for(pull, 60)
         assert caught.value.reason == PullFailure.TIMEOUT
@@ -420,8 +427,8 @@ async def test_the_end_of_prefill_bounds_the_silence_of_an_early_pull_that_still
 
 
 async def test_the_end_of_prefill_bounds_the_silence_of_a_pull_that_begins_after_it() -> None:
-    """The pull and the news of prefill's end are posted to the agent's loop together, but the
-    pull's task starts only after the news was handled.
+    """The pull and the message that the prefill is done arrive together. The task of the pull
+    starts after the message is handled.
     """
     async with kv_pair(MemoryTransport) as pair:
         pair.sender.open("t", 1, ArenaRange(4096, LAYOUT.total_bytes), LAYOUT, 30.0)

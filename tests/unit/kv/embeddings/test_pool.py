@@ -1,4 +1,4 @@
-"""What an encoder lends stays in place until it is given back."""
+"""The image embeddings that an encoder lends stay in place until they are given back."""
 
 from __future__ import annotations
 

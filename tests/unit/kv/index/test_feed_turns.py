@@ -1,4 +1,7 @@
-"""A large snapshot and a large removal leave the event loop to others in between."""
+"""The prefix index loads a large snapshot, or removes a large instance, in small steps.
+
+The event loop can do other work between two steps.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ RECORD = InstanceRecord(
 
 
 class View:
-    """A registry with one instance."""
+    """A view of the registry with one instance."""
 
     is_connected = True
 
@@ -47,7 +50,7 @@ async def fetch(record: InstanceRecord) -> Snapshot:
 
 
 async def seen_until(index: PrefixIndex, is_done: Callable[[], bool]) -> set[int]:
-    """How many blocks the index had at each turn of the loop until `is_done`."""
+    """The numbers of blocks that the index had at the turns of the event loop until `is_done`."""
     seen = set[int]()
     async with asyncio.timeout(60):
         while not is_done():

@@ -1,4 +1,6 @@
-"""Where snapshots come from."""
+"""The end of a snapshot's stream: a closed channel is a failure, and a cancelled caller stays
+cancelled.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pdmesh.kv.index.snapshot_sources import _gather
 
 
 class Closed:
-    """A stream whose channel is closed: grpc.aio raises CancelledError in its reader."""
+    """A stream of a closed channel. grpc.aio raises CancelledError in the reader of such a
+    stream.
+    """
 
     async def __aiter__(self) -> AsyncIterator[None]:
         raise asyncio.CancelledError

@@ -1,5 +1,6 @@
-"""The file store: an acknowledged block is there whole, or found bad and removed. It is never half
-there, and never another's.
+"""The file store has each acknowledged block as a whole, or finds that it is bad and removes it.
+
+The store never returns half a block or another block.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def put(store: FileStore, key: int, owner: bytes = OWNER, position: int = 0) -> 
 
 
 def get(store: FileStore, key: int, owner: bytes = OWNER) -> bool:
-    """Whether the block is there and good; if so, it must have the right bytes."""
+    """Say whether a good block is there. If so, check that it has the right bytes."""
     out: ByteArray = np.zeros(BLOCK, np.uint8)
     try:
         found = store.get(name_of(key), owner, out) is not None
@@ -179,7 +180,9 @@ for key in range(1, 100):
 def test_a_writer_killed_at_any_point_leaves_whole_blocks_or_none(
     make: Make, tmp_path: Path, clock: Clock, point: str
 ) -> None:
-    """Every acknowledged block is there, and the block that was being written is not half there."""
+    """After the kill, every acknowledged block is there. The block that was being written is
+    absent.
+    """
     done = subprocess.run(
         [sys.executable, "-c", WRITER, str(tmp_path), f"{point}=sigkill@4"],
         capture_output=True,
@@ -236,8 +239,8 @@ def test_kept_blocks_stay_whichever_instance_evicts(make: Make, clock: Clock) ->
 @pytest.mark.req("S96")
 @pytest.mark.parametrize("writes_ahead", [False, True])
 def test_kept_blocks_never_fill_the_store(make: Make, clock: Clock, writes_ahead: bool) -> None:
-    """Files may be kept by pins of several models, by pins that were removed while no instance ran,
-    or by a clock that was a year ahead.
+    """Too many files may be kept by pins of several models, by pins that were removed while no
+    instance ran, or by a clock that was a year ahead.
     """
     store = make(quota=8 * FILE)
     true_time = clock.now
@@ -271,7 +274,9 @@ def test_an_owner_beyond_its_share_is_evicted_first(make: Make, clock: Clock) ->
 
 @pytest.mark.req("S105")
 def test_files_of_other_models_count_and_are_evicted_too(make: Make, clock: Clock) -> None:
-    """After an upgrade, the old model's blocks are of no use, but they fill the disk."""
+    """After an upgrade, the blocks of the old model are useless, but they take space on the
+    disk.
+    """
     old, new = make(model="old", quota=4 * FILE), make(quota=4 * FILE)
     for key in range(4):
         put(old, key)
@@ -316,7 +321,7 @@ def test_a_full_disk_raises_and_leaves_nothing_behind(
 
 @dataclass
 class SmallDisk:
-    """A disk that is full at a number of bytes in a directory, whatever the quota."""
+    """A disk on which a directory may have only this many bytes, whatever the quota."""
 
     folder: Path
     num_bytes: int
@@ -346,7 +351,7 @@ def test_a_disk_smaller_than_the_quota_works_by_evicting_blocks(
 def test_a_full_disk_without_a_count_of_bytes_gets_room_by_evicting(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An earlier release, which kept no count, had filled it."""
+    """The files are from an earlier release, which kept no count."""
     before = make(quota=100 * FILE)
     for key in range(40):
         put(before, key)
@@ -386,7 +391,9 @@ def test_the_store_is_not_emptied_if_other_programs_take_the_freed_space(
 
 @pytest.mark.fault("F33")
 def test_several_writers_keep_one_quota_together(tmp_path: Path) -> None:
-    """Each writer once filled the quota by itself: four writers reached 3.9 times the quota."""
+    """Each writer once filled the quota by itself, so that four writers reached 3.9 times the
+    quota.
+    """
     child = (
         "import sys, time; from pathlib import Path; import numpy as np\n"
         "from pdmesh.kv.tiers.file_format import checksum_of, identity_of\n"
@@ -397,9 +404,10 @@ def test_several_writers_keep_one_quota_together(tmp_path: Path) -> None:
         "    data = np.full(block, n, np.uint8)\n"
         "    name = bytes([int(sys.argv[2])]) * 15 + bytes([n])\n"
         "    store.put(name, bytes(8), data, checksum_of(data))\n"
-        # A single listing is no snapshot. Files in both of two listings existed at the same moment.
+        # A listing of a directory takes a while. A file that is in two listings existed between
+        # them.
         "    files = set(Path(sys.argv[1]).rglob('*.kv')) & set(Path(sys.argv[1]).rglob('*.kv'))\n"
-        "    assert len(files) <= 30 + 4, len(files)\n"  # each writer may be writing one more
+        "    assert len(files) <= 30 + 4, len(files)\n"  # each writer may be writing one more block
     )
     writers = [
         subprocess.Popen([sys.executable, "-c", child, str(tmp_path), str(n)]) for n in range(4)
@@ -428,7 +436,7 @@ def test_a_lost_or_wrong_count_is_computed_again(make: Make, tmp_path: Path) -> 
     assert put(again, 5)
     assert again.bytes_used == 6 * FILE
     for path in files(tmp_path):
-        path.unlink()  # removed from outside, without counting
+        path.unlink()  # another program removes the files, so the count is wrong
     for key in range(10, 20):
         assert put(again, key)
     assert again.bytes_used == 10 * FILE
@@ -445,7 +453,7 @@ def test_a_stored_file_knows_its_owner_and_name(make: Make) -> None:
 def test_hosts_with_the_same_process_ids_write_under_different_names(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hosts share the directory, and in containers every writer may be process 1."""
+    """The hosts share the directory. In containers, every writer may have process id 1."""
     names: list[str] = []
     rename = Path.rename
 

@@ -1,5 +1,6 @@
-"""A disk that does not answer at all: no request waits for it, no calls pile up behind it, and it
-keeps no process from ending (F33).
+"""A disk that does not answer (F33).
+
+No request waits for the disk, only a bounded number of calls hang, and a process can still end.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ HANG_S = 1.0
 
 
 class HangingStore(FileStore):
-    """A store as on a file server that went away: no call returns until the server is back."""
+    """A store on a file server that is gone. Calls return only when the server is back."""
 
     def __init__(self, answers: threading.Event, store: FileStore) -> None:
         self.__dict__ = store.__dict__
@@ -67,7 +68,7 @@ class HangingStore(FileStore):
 async def hanging(
     folder: Path, num_slots: int = 16
 ) -> AsyncIterator[tuple[Rig, HangingStore, threading.Event]]:
-    """A file tier over a disk that hangs while the event is not set; `CHAIN` is in it."""
+    """A file tier that contains `CHAIN`. Its disk hangs until the event is set."""
     r = rig(folder, num_slots=num_slots, lookup_s=0.05)
     fill(r.pool, CHAIN)
     r.stack.stored(CHAIN)
@@ -115,7 +116,7 @@ async def test_loads_that_hang_are_bounded_by_the_threads_they_hold(tmp_path: Pa
     async with hanging(tmp_path) as (r, store, answers):
         store.contains = r.store.contains  # type: ignore[method-assign]  # of what is cached, lookups answer
         (await asyncio.wait_for(r.stack.fetch(CHAIN, OWNER, 0, 0.2), PATIENCE_S)).close()
-        await until(lambda: store.num_calls == 4)  # one per thread
+        await until(lambda: store.num_calls == 4)  # one call in each thread
         assert r.stack.num_loading == 6
         r.clock.skipped_s += HANG_S
         r.stack.report()
@@ -170,8 +171,8 @@ async def test_a_bug_in_the_store_costs_one_block_and_not_the_writer(tmp_path: P
 
 @pytest.mark.fault("F33")
 async def test_slow_work_with_progress_does_not_count_as_hung(tmp_path: Path) -> None:
-    """Counting a large directory may take longer than the time after which a call counts as
-    hanging.
+    """Counting the files of a large directory may take longer than the time after which a call
+    counts as hanging.
     """
     r = rig(tmp_path)
     steps = threading.Semaphore(0)
@@ -199,8 +200,8 @@ async def test_slow_work_with_progress_does_not_count_as_hung(tmp_path: Path) ->
 
 @pytest.mark.fault("F33")
 def test_a_process_ends_while_its_disk_hangs(tmp_path: Path) -> None:
-    """Its block is a pipe without a writer: opening it takes forever, as on a file server that is
-    gone.
+    """The block's file is a pipe without a writer. Opening the pipe takes forever, as with a file
+    server that is gone.
     """
     script = textwrap.dedent(
         f"""

@@ -1,4 +1,4 @@
-"""The pool in memory, used from several threads."""
+"""The pool of KV blocks in host memory, used by several threads."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def read_some(pool: HostPool, wrong: list[str], seed: int) -> None:
 
 @pytest.mark.req("S78")
 def test_readers_and_writers_of_several_threads_never_see_a_changed_block() -> None:
-    """There are four slots for sixteen blocks, so every put evicts. A pinned block must stay whole
+    """Sixteen blocks share four slots, so every put evicts one. A pinned block must keep its bytes
     while others are replaced.
     """
     pool, wrong, is_over = HostPool(4 * SLOT_BYTES, BLOCK_BYTES), list[str](), threading.Event()

@@ -1,4 +1,7 @@
-"""The tiers together: a block in any tier is served whole and in bounded time, or not at all."""
+"""The tiers together: host pool, peers' pools and files.
+
+A block in any tier is served as a whole and in bounded time, or not served.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ async def running(folder: Path, **options: Any) -> AsyncIterator[Rig]:
 
 
 async def written(r: Rig, names: list[bytes]) -> None:
-    """The blocks are in the file store and nowhere else."""
+    """Write the blocks to the file store and remove them from the pool."""
     fill(r.pool, names)
     r.stack.stored(names)
     assert await asyncio.to_thread(r.files.flush, 60)
@@ -56,7 +59,7 @@ async def written(r: Rig, names: list[bytes]) -> None:
 
 
 def check(lease: BlockLease, names: list[bytes], tiers: list[Tier]) -> None:
-    """The lease has these blocks from these tiers, with the right bytes."""
+    """Check that the lease has these blocks from these tiers, with the right bytes."""
     assert lease.tiers == tiers
     used = lease.use(lease.first, len(names))
     assert [block.name for block in used] == names
@@ -77,9 +80,8 @@ async def test_the_host_pool_serves_what_it_holds(tmp_path: Path) -> None:
 
 @pytest.mark.req("S77")
 async def test_a_lease_covers_what_the_engine_may_have_evicted_meanwhile(tmp_path: Path) -> None:
-    """The engine has reported that it holds three blocks.
-
-    That report may be old, so the lease also pins these blocks if the pool has them, at no cost.
+    """The engine has reported that it holds three blocks, but may have evicted them since. If the
+    pool has them, the lease pins these blocks as well, at no cost.
     """
     async with running(tmp_path) as r:
         await written(r, CHAIN)
@@ -106,8 +108,8 @@ async def test_the_file_store_serves_and_promotes_to_the_pool(tmp_path: Path) ->
 
 @pytest.mark.req("S78", "S105")
 async def test_a_pinned_block_has_a_file_that_lives_as_long_as_the_pin(tmp_path: Path) -> None:
-    """The block may be pinned before it is stored or after. When the pin ends, its file is like any
-    other.
+    """The block may be stored before or after the pin. When the pin ends, the file is kept no
+    longer than others.
     """
 
     def until_of(r: Rig, name: bytes) -> float:
@@ -156,7 +158,7 @@ def held_by(num_blocks: int = len(CHAIN)) -> PeerHolding:
 
 
 async def finds_nothing(names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
-    """The index knows nothing yet of a chat that has just ended."""
+    """The index does not know the blocks of a chat that has just ended."""
     return ()
 
 
@@ -181,7 +183,7 @@ async def test_a_prompt_joins_a_prefetch_under_way(tmp_path: Path) -> None:
     peer = FakePeer(CHAIN, delay_s=0.1)
     async with running(tmp_path, num_slots=64, peers=peer) as r:
         prefetch(r)
-        prefetch(r)  # a second choice of the call gave the same answer
+        prefetch(r)  # two choices of a call gave the same answer
         assert r.counts.total(Tier.PEER, TierEvent.PREFETCHED) == 6
         lease = await r.stack.fetch(CHAIN, OWNER, 0, 60.0, finds_nothing)
         check(lease, CHAIN, [Tier.PEER] * 6)
@@ -206,7 +208,7 @@ async def test_a_prompt_is_served_by_a_prefetch_that_ends_during_its_look(tmp_pa
 async def test_nothing_is_prefetched_that_saves_no_time(
     tmp_path: Path, chance: float, recompute_s: float
 ) -> None:
-    """A load takes 1 ms a block here."""
+    """In this test, a load takes 1 ms per block."""
     async with running(tmp_path, num_slots=64, peers=FakePeer(CHAIN)) as r:
         r.stack.costs.recompute_block_s = recompute_s
         prefetch(r, chance=chance)
@@ -226,7 +228,7 @@ async def test_of_too_many_blocks_the_first_are_prefetched(
     most: int,
     timeout_s: float,
 ) -> None:
-    """Too many for the loads under way, for the pool, or for the time."""
+    """The blocks exceed the number of loads, the size of the pool, or the time."""
     monkeypatch.setattr(prefetch_bounds, "MAX_PREFETCHING", most)
     async with running(tmp_path, num_slots=num_slots, peers=FakePeer(CHAIN)) as r:
         prefetch(r, timeout_s=timeout_s)
@@ -263,7 +265,7 @@ async def test_each_block_comes_from_the_fastest_tier_that_has_it(tmp_path: Path
     async with running(tmp_path, peers=peer) as r:
         await written(r, CHAIN)
         fill(r.pool, CHAIN[:2])
-        r.stack.costs.loaded(Tier.FILE, 1, 5.0)  # the file tier was slow recently
+        r.stack.costs.loaded(Tier.FILE, 1, 5.0)  # the file tier has recently been slow
         lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0, peer.find)
         check(lease, CHAIN, [Tier.HOST] * 2 + [Tier.PEER] * 2 + [Tier.FILE] * 2)
         lease.close()
@@ -271,7 +273,7 @@ async def test_each_block_comes_from_the_fastest_tier_that_has_it(tmp_path: Path
 
 @pytest.mark.req("S106")
 async def test_the_tiers_are_asked_at_the_same_time(tmp_path: Path) -> None:
-    """Neither tier answers until the other has been asked."""
+    """Each tier answers only when the other one has been asked, too."""
     peer = FakePeer(CHAIN[:2])
     both = threading.Barrier(2)
     async with running(tmp_path, peers=peer) as r:
@@ -416,7 +418,7 @@ async def test_a_full_disk_stores_nothing_serves_its_blocks_and_recovers(
 
     async with running(tmp_path) as r:
         fill(r.pool, names_of(99))
-        # The oldest block: it is evicted before the disk counts as full.
+        # This is the oldest block. It is evicted before the disk counts as full.
         r.stack.stored(names_of(99), 100)
         assert await asyncio.to_thread(r.files.flush, 60)
         await written(r, CHAIN[:2])
@@ -430,8 +432,9 @@ async def test_a_full_disk_stores_nothing_serves_its_blocks_and_recovers(
             lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0)
             check(lease, CHAIN, [Tier.FILE] * 2 + [Tier.HOST] * 4)
             lease.close()
-        await until(lambda: not r.files._readers.num_open)  # or it would count as hanging
-        r.clock.skipped_s += 1.0  # the probe's interval
+        # otherwise an open read would count as hanging
+        await until(lambda: not r.files._readers.num_open)
+        r.clock.skipped_s += 1.0  # the interval between probes
         r.stack.stored(CHAIN[4:5], 4)
         await until(lambda: r.files.state is DiskState.OK)
         assert [f.reason for f in r.stack.report().faults] == ["KV_TIER_RECOVERED"]
@@ -478,8 +481,8 @@ async def test_reports_are_increments_and_net_changes(tmp_path: Path) -> None:
 
 @pytest.mark.req("S96")
 async def test_the_files_of_a_popular_prompt_are_kept_too(tmp_path: Path) -> None:
-    """These files are read once, and then memory serves the blocks. If files were evicted by their
-    last use only, these would be the first.
+    """These files are read once, and then memory serves the blocks. By last use alone, these files
+    would be evicted first.
     """
     async with running(tmp_path, num_slots=32) as r:
         fill(r.pool, CHAIN)
@@ -501,8 +504,8 @@ async def test_the_files_of_a_popular_prompt_are_kept_too(tmp_path: Path) -> Non
 async def test_thousands_of_requests_with_random_aborts_leave_nothing_pinned(
     tmp_path: Path, num_requests: int
 ) -> None:
-    """Prompts share prefixes, the pool holds a tenth of the blocks, and a third of the requests are
-    aborted.
+    """Prompts share prefixes, and the pool has room for a tenth of the blocks. A third of the
+    requests is aborted.
     """
     rng = random.Random(5)
     prompts = [names_of(*(100 * family + n for n in range(12))) for family in range(12)]
@@ -537,8 +540,8 @@ async def test_thousands_of_requests_with_random_aborts_leave_nothing_pinned(
 
 
 async def test_a_cancelled_lookup_of_peers_cancels_nothing_else(tmp_path: Path) -> None:
-    """A lookup is cancelled when the channel to the index is closed while it waits. If that also
-    cancelled the fetch, the request would be lost.
+    """A lookup is cancelled if its channel to the index is closed. If that cancelled the fetch as
+    well, the request would be lost.
     """
 
     async def find(*_: object) -> Any:

@@ -1,4 +1,8 @@
-"""Two workers' endpoints stay in step, whatever hellos get no answer or cross."""
+"""The UCX endpoints of two workers stay in step, even if hellos get no answer or cross each other.
+
+UCX pairs the endpoints of two workers in the order in which they are made. A turn is the number of
+an endpoint in that order.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ HERE, THERE = b"here", b"there"
 
 @dataclass(eq=False)
 class Raw:
-    """UCX's endpoint."""
+    """Stands in for UCX's endpoint."""
 
     address: bytes
     is_closed: bool = False
@@ -89,7 +93,7 @@ def test_within_one_worker_hellos_have_even_turns_since_ucx_pairs_each_with_the_
     answer = worker.endpoints.answering(HERE, asked.turn)
     assert (asked.turn, answer.turn) == (0, 1)
     assert worker.endpoints.follow(HERE, asked, answer.turn) is asked
-    assert worker.endpoints.next(HERE).turn == 2  # without an answer
+    assert worker.endpoints.next(HERE).turn == 2  # the hello of turn 2 gets no answer
     assert worker.endpoints.next(HERE).turn == 4
 
 

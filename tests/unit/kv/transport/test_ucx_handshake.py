@@ -1,5 +1,6 @@
-"""Addresses and the two messages that open a connection: a message with any changed bit, or made
-with another key, is ignored.
+"""The address of a KV agent, and the two messages that open a connection.
+
+A message is ignored if a bit changed or if it was made with another key.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ def test_an_address_is_parsed_into_its_parts() -> None:
 def test_an_address_with_a_changed_character_never_reaches_ucx() -> None:
     address = handshake.Address(WORKER, KEY, 0xABC)
     text = str(address)
-    end = text.index("/")  # the incarnation after it is compared on arrival
+    end = text.index("/")  # the incarnation follows and is compared when the hello arrives
     for at in range(end):
         for other in "Aaf0-_.x":
-            with contextlib.suppress(ValueError):  # the unused bits after the last byte may change
+            # changes of the unused bits after the last byte have no effect
+            with contextlib.suppress(ValueError):
                 changed = text[:at] + other + text[at + 1 :]
                 assert handshake.parse_address(changed) == address
 

@@ -1,4 +1,4 @@
-"""What the benches of long prompts and of a lone stream conclude from what they measured."""
+"""The reports of the benches for long prompts and for a lone stream."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SAMPLE = Sample("new", 60_000, 10.0, 50.0, 200.0, 5.0, 1.5)
 @pytest.mark.parametrize(
     ("loop_ms", "others_ms", "num_cores", "per_s"),
     [
-        (18.0, 50.0, 64, 50.0),  # the loop and the lock, whatever the cores
-        (5.0, 60.0, 4, 2000 / 60),  # two threads for long texts
-        (5.0, 5.0, 1, 100.0),  # the core
+        (18.0, 50.0, 64, 50.0),  # limited by the loop and the lock, with any number of cores
+        (5.0, 60.0, 4, 2000 / 60),  # limited by the two threads for long texts
+        (5.0, 5.0, 1, 100.0),  # limited by the single core
     ],
 )
 def test_a_gateway_takes_what_its_narrowest_part_takes(
@@ -73,12 +73,12 @@ def test_the_longest_of_few_is_in_the_tail_and_not_in_the_median() -> None:
 def test_a_ratio_is_that_of_one_round() -> None:
     turns = [
         turn(situation, stack, [slow * (2.0 if stack == OURS else 1.0) * busy])
-        for slow in (1.0, 10.0, 3.0)  # the machine, from round to round
+        for slow in (1.0, 10.0, 3.0)  # how slow the machine is in each round
         for situation, busy in ((ALONE, 1.0), (STEADY, 4.0))
         for stack in (OURS, PASSED)
     ]
     text = lone_stream.as_markdown(turns, Loads((), 3.0, (), 1.0))
-    # The longest is exact; quantiles are those of buckets.
+    # The longest time is exact. Quantiles are rounded to buckets.
     for row, ratio in (
         (f"{ALONE} | ours / passthrough", 2.0),
         (f"{STEADY} | {OURS}, beside / alone", 4.0),
@@ -113,7 +113,7 @@ def test_only_the_load_beside_differs_between_situations() -> None:
 async def test_an_open_loop_asks_as_often_as_its_times_say_and_ends_on_a_signal(
     pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Times between requests are drawn; these are all equal."""
+    """The times between requests are random. In this test they are all equal."""
     monkeypatch.setattr("random.expovariate", lambda rate: 1 / rate)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: _Canned(pause_s), "127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""An environment is made once, and what cannot be had is said in one line."""
+"""The environment of a peer system is made once. If it cannot be made, one line says why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PINNED = Packages(("peer==1.0",), ("needed",))
 
 
 class Pip:
-    """Notes the commands instead of running them; fails the one that has `fails`."""
+    """Records the commands instead of running them. The command that contains `fails` fails."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails, self.commands = fails, list[Sequence[str]]()

@@ -1,4 +1,8 @@
-"""Ratios are of one round, bars are judged by medians, and without a peer nothing is claimed."""
+"""The report that compares the mesh with peer systems.
+
+Ratios are taken within a round, and medians decide about bars. Without a peer's measurements, the
+report claims nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,11 @@ def whole(stack: str, rate: float, ttft_ms: float) -> list[Turn]:
 
 
 def test_a_ratio_is_that_of_two_stacks_in_one_round() -> None:
-    """The machine was four times slower in the second round, for both."""
+    """In the second round, the machine was four times as slow, for both stacks."""
     rounds = [
         [turn(OURS, 800), turn(DYNAMO_PD, 400)],
         [turn(DYNAMO_PD, 100), turn(OURS, 200)],
-        [turn(OURS, 1000)],  # Dynamo had died
+        [turn(OURS, 1000)],  # Dynamo has died, so it has no turn
     ]
     assert ratios(rounds, OURS, DYNAMO_PD, RATE) == [2.0, 2.0]
 

@@ -1,4 +1,7 @@
-"""The comparison of placement on families: constants are chosen elsewhere; what a front is."""
+"""The comparison of placement policies on families of workloads.
+
+The constants for a family are chosen on the other families.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ def outcome(policy: str, reuse: float, mean: float, p95: float = 100, p99: float
 
 
 def test_the_constants_of_a_family_are_chosen_without_it() -> None:
-    """The first is best on a and c, but so bad on b that it is chosen only where b is judged."""
+    """The first prices are best on a and c but very bad on b. So they are chosen only if b is left
+    out.
+    """
     first, second = Prices(future=1.0), Prices(future=2.0)
     tried = {first: {"a": 1.0, "b": 9.0, "c": 1.0}, second: {"a": 2.0, "b": 1.0, "c": 2.0}}
     assert [chosen_without(tried, name) for name in ("a", "b", "c", "")] == [
@@ -71,7 +76,7 @@ def test_the_tool_and_document_families_have_the_lengths_and_sharing_that_they_i
 @pytest.mark.req("S108")
 @pytest.mark.parametrize("seed", [1, 2])
 def test_agents_spread_over_the_instances_and_stay_at_home(seed: int) -> None:
-    """A policy that follows prefixes alone sends all of them to one instance."""
+    """A policy that only follows prefixes sends all agents to one instance."""
     ours = play("agents, 2 instances", seed, None)
     assert ours.busiest <= 1.3
     assert ours.home_percent >= 95

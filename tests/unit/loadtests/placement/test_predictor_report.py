@@ -1,4 +1,6 @@
-"""The bench of the predictor: reports are judged before they are learnt from, and so is noise."""
+"""The bench of the predictor. Each report is compared with the prediction before the predictor
+learns from the report.
+"""
 
 from __future__ import annotations
 

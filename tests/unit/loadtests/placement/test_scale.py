@@ -1,4 +1,4 @@
-"""What a decision computes, counted: it must not grow with the mesh (S94)."""
+"""The work of one placement decision, counted in bytecodes, does not grow with the mesh (S94)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.req("S94")
 
 
 class Bytecodes:
-    """Counts every bytecode that Python executes while it is entered."""
+    """Counts the bytecodes that Python executes inside of the `with` block."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -53,11 +53,11 @@ def test_a_decision_executes_as_much_in_a_large_mesh_as_in_a_small_one() -> None
     counts = {}
     for size in (800, 2000):
         decider = Decider(*build(size))
-        decider.run(20)  # what is made once, for the set of instances, is not counted
+        decider.run(20)  # the work that is done once per set of instances is not counted
         with Bytecodes() as executed:
             decider.run(20)
         counts[size] = executed.count
-    assert counts[800] > 20 * 96  # it scores 96 prefills
+    assert counts[800] > 20 * 96  # each decision scores 96 prefills
     assert counts[2000] == pytest.approx(counts[800], rel=0.03)
 
 
@@ -68,7 +68,9 @@ def test_a_decision_scores_exactly_as_many_however_often_an_instance_is_drawn() 
 
 @pytest.mark.req("F24")
 def test_a_pair_that_exchanges_no_kv_makes_no_other_decision_dearer() -> None:
-    """One decode avoids one prefill of 240: no decision looks at all pairs for it."""
+    """One decode avoids one of 240 prefills. For that reason alone, no decision may look at all
+    pairs.
+    """
     decider, counts = Decider(*build(400, 0.6)), list[int]()
     fleet = decider.placement.fleet
     identity = fleet.instances["decode-0"].identity
@@ -113,7 +115,7 @@ def test_candidates_are_those_that_a_look_at_all_pairs_finds(
     assert isinstance(plan, Plan)
     fits = {(d, p): exchange.fit(d, p) for d in _DECODES for p in _PREFILLS}
     if Fit.GOOD not in fits.values():
-        assert not plan.decodes  # one instance does both
+        assert not plan.decodes  # one instance does both phases
         return
     may = {p for d, p in fits if fits[d, p] is not Fit.EJECTED}
     assert {c.instance_id for c in plan.prefills} == may

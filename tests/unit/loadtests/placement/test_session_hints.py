@@ -1,4 +1,4 @@
-"""The bench of session hints: its rows differ by the hints alone."""
+"""The bench of session hints. Its rows differ only in the hints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of speculation by batch compares the turns of one round."""
+"""The report of speculation by batch size compares the turns within each round."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from loadtests.speculation.batches import COPIES, DRAWS, Turn, prompts, rows, ta
 
 
 def turns(slowdown: float) -> list[Turn]:
-    """Copies are drawn in half of the time, and draws at batch 32 take `slowdown` times as long."""
+    """Copies are drawn in half the time. Draws in batches of 32 take `slowdown` times as long."""
     made = []
     for kind in (COPIES, DRAWS):
         for batch in (1, 32):
-            for machine in (1.0, 3.0, 1.5):  # times as slow, for both engines of a round
+            for machine in (1.0, 3.0, 1.5):  # how slow the machine is in a round, for both engines
                 ratio = 0.5 if kind == COPIES else slowdown if batch == 32 else 1.0
                 num_proposed = 100 if kind == COPIES else 10
                 made += [

@@ -1,4 +1,4 @@
-"""The measurement of proposals: answers are edits of the prompt, and every token is drawn."""
+"""The measurement of proposals on answers that are edits of their prompts. Every token is drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[4]
 
 
 class Perfect:
-    """It proposes the answer itself, or something else."""
+    """A proposer that proposes the right tokens, or only wrong ones."""
 
     def __init__(self, answer: list[int], *, is_right: bool) -> None:
         self.answer, self.is_right, self.num_drawn = answer, is_right, 0

@@ -1,4 +1,6 @@
-"""The loop of the adapters outlives its own bugs: the master plans requests beside it."""
+"""The loop that looks after adapters survives its own bugs, because the same master plans
+requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a caller of the admin API is, and which role it has."""
+"""The identity and the role of a caller of the admin API."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KEY = ec.generate_private_key(ec.SECP256R1())
 
 @dataclass
 class Call:
-    """What the master sees of a call."""
+    """Stands in for a gRPC call. It has the parts that the master reads."""
 
     address: str
     authorization: str = ""
@@ -157,7 +157,7 @@ async def test_a_certificate_has_the_role_in_its_name(
     shown = Call(ELSEWHERE, certificate=ProcessIdentity(name, "ann"))
     found = await caller(AdminAccess(""), shown)
     assert found == AdminCaller(f"{name}/ann", "certificate", role, ELSEWHERE)
-    with pytest.raises(NotAllowed):  # where a token is set, it is needed beside the certificate
+    with pytest.raises(NotAllowed):  # if a token is set, a certificate alone is not enough
         await caller(AdminAccess(TOKEN), shown)
     shown.authorization = f"Bearer {TOKEN}"
     assert (await caller(AdminAccess(TOKEN), shown)).role is AdminRole.ADMIN

@@ -1,4 +1,4 @@
-"""Every method of the admin API is behind its role, and every change is told."""
+"""Every method of the admin API needs a role, and every change is published as an event."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 
 class Servicer:
-    """Remembers what was called; every method that may change something does."""
+    """Records the called methods. Each method that may change something does so."""
 
     def __init__(self) -> None:
         self.called: list[str] = []

@@ -1,5 +1,6 @@
-"""The operators' page: AdminService as JSON over HTTP, with the same checks, and closed to pages of
-other sites.
+"""The operators' page offers AdminService as JSON over HTTP, with the same checks.
+
+Pages of other sites are refused.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ async def test_an_invalid_request_gets_a_readable_refusal(site: Site) -> None:
 async def test_no_foreign_page_and_no_other_machine_changes_anything_without_a_token(
     site: Site, headers: dict[str, str], client: str, url: str, says: str
 ) -> None:
-    """The page may be from another site in the operator's browser, or have a name that leads here
-    (DNS rebinding).
+    """In the operator's browser, the request may come from another site's page, or from a page
+    whose name leads to this machine (DNS rebinding).
     """
     async with browser(site, client=client, url=url) as each:
         status, answer = await ask(
@@ -117,7 +118,9 @@ async def test_no_foreign_page_and_no_other_machine_changes_anything_without_a_t
 async def test_with_mutual_tls_calls_of_other_machines_are_refused_even_with_the_token(
     site: Site,
 ) -> None:
-    """The port asks for no certificate, and who reads the network would have the token."""
+    """The page's port asks for no certificate, so anyone who reads the network would have the
+    token.
+    """
     token = "a-token-of-16-characters"
     site.admin._access = AdminAccess(token)
     headers = JSON | {"authorization": f"Bearer {token}"}

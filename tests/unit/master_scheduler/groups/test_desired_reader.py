@@ -1,4 +1,4 @@
-"""A large desired state is parsed in a thread, and no code visits all groups for each scenario."""
+"""A large desired state is parsed in a thread, so that the event loop can do other work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGE = "scenarios:\n  chat: {allow_single: true}\ngroups:\n" + "".join(
     for i in range(NUM)
 )
 LARGE += "regions: [eu, us]\n"
-MIN_TURNS = 5  # a blocked loop turns once or twice
+MIN_TURNS = 5  # a blocked event loop turns once or twice
 
 T = TypeVar("T")
 
@@ -42,8 +42,9 @@ async def site() -> AsyncIterator[Site]:
 
 
 class Turns:
-    """How often the loop turned during each piece of work, counted by a task that sleeps
-    briefly.
+    """Counts the turns of the event loop during each piece of work.
+
+    A task that sleeps for a short time counts them.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Turns:
 async def test_the_loop_turns_while_a_large_file_is_compared_applied_and_read(
     site: Site,
 ) -> None:
-    """4,096 groups once took 4 s on the loop, and the leader lost its lease."""
+    """With 4,096 groups, the event loop was once blocked for 4 s, and the leader lost its lease."""
     turns = Turns()
     diff_request, apply_request = (
         pb.DiffDesiredRequest(text=LARGE),
@@ -75,7 +76,8 @@ async def test_the_loop_turns_while_a_large_file_is_compared_applied_and_read(
     diff = await turns.during("diff", site.ask("DiffDesired", diff_request))
     assert len(diff.changes) > NUM
     await turns.during("apply", site.ask("ApplyDesired", apply_request))
-    assert site.loop.current is None  # not read yet: nothing acts on the earlier version
+    # the new version has not been read, and the earlier one must not be used
+    assert site.loop.current is None
     await turns.during("read", site.loop.round())
     assert site.loop.current is not None
     assert len(site.loop.current[0].groups) == NUM
@@ -110,7 +112,7 @@ async def test_only_a_few_texts_are_handled_at_once_and_further_ones_are_refused
 def test_a_list_that_is_too_long_is_parsed_only_up_to_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A list of a megabyte once took 15 s, and the master died of it."""
+    """A list of a megabyte once took 15 s to parse, and the master died."""
     num_parsed = 0
     parse = yaml.parse
 

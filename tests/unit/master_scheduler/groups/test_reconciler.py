@@ -1,5 +1,7 @@
-"""The shell of the group controller: when it may decide, what it restores, and which instances it
-keeps out.
+"""The shell of the group controller, which reads the registry and writes assignments.
+
+The tests cover when the shell may decide, which lost data it restores, and which instances it takes
+out of service.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ async def serving(site: Site) -> None:
 async def test_a_new_master_that_cannot_read_the_desired_state_changes_nothing_and_says_so(
     site: Site,
 ) -> None:
-    """An upgrade of the master that no longer takes a field must not drain the fleet."""
+    """A master of another release may not know a field of the file. That must not drain the
+    fleet.
+    """
     await serving(site)
     await site.apply(UNREADABLE)
     site.leadership = (True, 2)
@@ -55,7 +59,7 @@ async def test_a_new_master_that_cannot_read_the_desired_state_changes_nothing_a
 
 
 async def test_a_master_that_no_longer_leads_reports_no_groups(site: Site) -> None:
-    """It once reported for ever how they were when it lost the lead."""
+    """A master that had lost the lead once reported its last view of the groups for ever."""
     await serving(site)
     assert site.loop.controller.reports
     site.leadership = (False, 1)
@@ -88,7 +92,7 @@ async def test_nothing_is_decided_from_a_view_that_may_be_old(site: Site, which:
     getattr(site, which).is_up = False
     await site.loop.round()
     assert site.loop.paused
-    assert site.loop.current is None  # plans wait, too
+    assert site.loop.current is None  # plans of moves wait, too
     assert not site.stages()
     getattr(site, which).is_up = True
     await site.loop.round()
@@ -103,7 +107,8 @@ async def test_without_a_desired_state_an_outage_has_no_aftereffects(site: Site)
     assert site.loop.paused == "the view of the instances out of service is not current"
     site.out_of_service_bucket.come_back()
     await site.loop.round()
-    assert site.loop.paused  # the server answers, but its content has not been read yet
+    # the server answers again, but the bucket's entries have not been read yet
+    assert site.loop.paused
     site.reopen()
     await site.loop.round()
     assert not site.loop.paused
@@ -121,22 +126,22 @@ async def test_a_wiped_desired_state_and_wiped_cordons_are_written_back(site: Si
         bucket.come_back(is_wiped=True)
     site.reopen()
     assert site.fleet.instances["p-0"].is_out_of_service
-    site.leadership = (False, 1)  # only the leader writes
+    site.leadership = (False, 1)  # a master that does not lead writes nothing
     await site.loop.round()
     assert await site.store.version() is None
     site.leadership = (True, 2)
     await site.loop.round()
     assert await site.store.version() == before
     assert list(site.stored_out_of_service()) == ["p-0"]
-    await site.start()  # and the next leader knows them
+    await site.start()  # the next leader knows the cordons, too
     assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
 
 
 async def test_a_leaders_own_write_counts_before_the_store_reports_it(site: Site) -> None:
-    """Otherwise its next decision would rest on a state that it has just changed."""
+    """Otherwise the leader's next decision would be based on the state before its own write."""
     await site.start()
     for watch in site.desired_bucket.watches:
-        watch.is_live = False  # the watch delivers later
+        watch.is_live = False  # the watch delivers entries later
     book = site.view.desired
     await book.apply(CHAT, expected_version=None, author="ann", reason="")
     await book.adjust(pb.Adjustments(epoch=1, fired={"night": 7.0}))
@@ -145,7 +150,7 @@ async def test_a_leaders_own_write_counts_before_the_store_reports_it(site: Site
     assert (site.view.version.version, site.view.version.text) == (1, CHAT)
     assert site.view.fired == {"night": 7.0}
     assert list(site.view.upgrades) == ["default"]
-    await book.adjust(pb.Adjustments(epoch=1))  # compared with our own write
+    await book.adjust(pb.Adjustments(epoch=1))  # this write follows the leader's own last write
     for watch in site.desired_bucket.watches:
         watch.open()
     assert site.view.version.text == CHAT
@@ -158,7 +163,7 @@ async def test_data_written_after_a_wipe_is_not_overwritten_by_older_data(
     await serving(site)
     site.desired_bucket.come_back(is_wiped=True)
     view = site.view.desired
-    await site.apply(UNREADABLE)  # by another process, before the watch is open again
+    await site.apply(UNREADABLE)  # another process writes before the watch is open again
     view.missing.add("current")
     await view.restore()
     found = await site.store.version()
@@ -172,7 +177,7 @@ async def test_a_leader_that_is_voted_out_within_a_round_writes_nothing_more(sit
     site.add("i-1")
     await site.apply(CHAT)
     await site.start()
-    # The master leads as it looks, as it begins, and at its first write.
+    # The master leads at the first look, at the beginning of the round, and at the first write.
     asked = iter([(True, 1), (True, 1), (True, 1)])
     site.loop._leadership = lambda: next(asked, (False, 1))
     await site.loop.round()
@@ -187,7 +192,7 @@ async def test_a_leader_that_is_voted_out_within_a_round_writes_nothing_more(sit
 async def test_if_two_masters_change_an_entry_one_gets_an_error(site: Site) -> None:
     await serving(site)
     late = site.out_of_service_bucket.watches[0]
-    late.is_live = False  # its view is old
+    late.is_live = False  # this master's view is old
     await site.out_of_service_bucket.put(
         "p-0", b'{"instanceId": "p-0", "mode": "LEAVE_MODE_AT_ONCE"}'
     )
@@ -240,14 +245,15 @@ async def test_only_instances_can_be_cordoned(site: Site) -> None:
 
 
 async def test_faults_eject_at_most_a_fifth_of_the_instances_over_time(site: Site) -> None:
-    """A sensor that goes wrong at one instance after the other never triggers a rule that looks
-    only at one moment.
+    """Faults may come one after another from a faulty sensor. A limit on simultaneous faults would
+    never stop them.
     """
     for i in range(10):
         site.add(f"p-{i}", ROLE_PREFILL, "chat")
     await site.apply(CHAT)
     await site.start()
-    await site.cordon("p-9", LEAVE_MODE_AT_ONCE)  # an operator's cordon does not count
+    # an instance that an operator cordoned does not count towards the fifth
+    await site.cordon("p-9", LEAVE_MODE_AT_ONCE)
     for i in range(9):
         site.break_(f"p-{i}", Level.LOST)
         await site.loop.round()
@@ -273,7 +279,7 @@ async def test_an_uncordoned_instance_is_ejected_again_only_for_new_faults(
     await site.loop.round()
     assert (
         site.out_of_service.left(LEAVE_MODE_AT_ONCE) == set()
-    )  # the fault judge has not heard of it yet
+    )  # the fault judge has not heard of the release yet
     site.break_("p-0", Level.LOST, since=2.0)
     await site.loop.round()
     assert site.out_of_service.left(LEAVE_MODE_AT_ONCE) == {"p-0"}
@@ -285,7 +291,8 @@ async def test_a_drain_of_a_serving_instance_that_no_group_manages_is_refused(si
     await site.start()
     with pytest.raises(InvalidRequest, match="cordon it"):
         await site.cordon("p-0", LEAVE_MODE_DRAIN)
-    await site.cordon("i-0", LEAVE_MODE_DRAIN)  # it gets no role
+    # a drain of a blank instance is allowed, which then gets no role
+    await site.cordon("i-0", LEAVE_MODE_DRAIN)
     await site.cordon("p-0", LEAVE_MODE_AT_ONCE)
     assert site.fleet.instances["p-0"].is_out_of_service
 

@@ -1,4 +1,4 @@
-"""The last hour is summed once a step, however many pages ask for it."""
+"""The history of the last hour is summed once per step, however many pages ask for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_callers_within_a_step_get_one_answer_and_later_ones_the_next_step() -> 
     answers.handle(EndedRequest("r-1", "chat", "completed"), now[0])
     now[0] += 0.5
     first = overview.history()
-    assert not sum(first.scenarios[0].num_answered)  # the running step is left out
+    assert not sum(first.scenarios[0].num_answered)  # the present step is left out
     now[0] = 11 * STEP_S - 0.001
     assert overview.history() is first
     now[0] = 11 * STEP_S

@@ -1,4 +1,4 @@
-"""What the master reads from load reports, and writes into plans."""
+"""The numbers that the master reads from load reports and writes into plans."""
 
 from __future__ import annotations
 

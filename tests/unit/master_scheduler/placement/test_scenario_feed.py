@@ -1,4 +1,4 @@
-"""The master reads what gateways report about a finished request."""
+"""The numbers that the master reads from a gateway's report about a finished request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Plans are carried out: a schedule lends a group at night and takes it back, one move at a time,
-with the real controller.
+"""Plans of moves are carried out with the real group controller, one move at a time.
+
+For example, a schedule lends a group at night and takes it back in the morning.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ DESIRED = Desired(
 
 
 class Site:
-    """The part of a GroupReconciler and its view that the plan loop uses, over simulated
-    instances.
+    """Stands in for a GroupReconciler and its view, with simulated instances.
+
+    It has only the members that the plan loop uses.
     """
 
     def __init__(self, desired: Desired, num: int) -> None:
@@ -71,7 +73,7 @@ class Site:
         self.world = World(desired, num=num)
         self.fleet = Fleet()
         self.wall = NIGHT - 3600
-        self.used = {Role.PREFILL: 1, Role.DECODE: 1}  # slots of each instance
+        self.used = {Role.PREFILL: 1, Role.DECODE: 1}  # the slots in use at each instance, by role
         self.is_up, self.paused = True, ""
         self.windows = ScenarioWindows()
         self.loop = self.new_loop()
@@ -84,13 +86,13 @@ class Site:
         )  # fmt: skip
 
     def elect(self) -> None:
-        """Another master leads from now on; it knows what the registry knows."""
+        """Let another master lead. It knows only what the registry has."""
         self.world.elect()
         self.loop = self.new_loop()
 
     @property
     def view(self) -> SimpleNamespace:
-        """The part of a ClusterView that is read; the site is its book of the desired state."""
+        """Stands in for a ClusterView. The site itself is the view's book of the desired state."""
         return SimpleNamespace(
             fleet=self.fleet,
             desired=self,
@@ -154,12 +156,12 @@ async def test_a_group_is_lent_at_night_and_back_before_the_morning() -> None:
     assert sorted(site.world.counts()) == ["a"]
     assert site.world.observe().wanted.num_lent == {"": 4}
     await site.loop.round()
-    site.world.elect()  # another leader: what fired does not fire again
+    site.world.elect()  # after the election, a time that has fired does not fire again
     site.settle()
     site.wall = NIGHT + 60
     await site.loop.round()
     assert len(site.stored.groups) == 1
-    site.wall = MORNING - 200  # early enough for the groups to be back in time
+    site.wall = MORNING - 200  # early enough for the group to be back in time
     await site.loop.round()
     assert not site.stored.groups
     site.settle()
@@ -184,7 +186,7 @@ async def test_a_group_that_took_long_to_set_up_is_taken_back_earlier_the_next_m
     await at(NIGHT + DAY)
     await at(MORNING + DAY - 1200)
     assert [g.pool for g in site.stored.groups] == ["training"]
-    await at(MORNING + DAY - 850)  # 1.5 times as long as the set-up took
+    await at(MORNING + DAY - 850)  # 1.5 times the duration of the last set-up
     assert not site.stored.groups
 
 
@@ -203,7 +205,7 @@ async def test_an_adjustment_that_a_file_overruled_stays_gone_when_the_file_is_r
     site.desired = replace(DESIRED, groups={"a": Group("chat", 2, 2), "b": Group("chat", 3, 1)})
     await site.loop.round()
     site.settle()
-    site.desired = DESIRED  # rolled back in the middle of the night
+    site.desired = DESIRED  # the file is rolled back in the middle of the night
     site.settle()
     await site.loop.round()
     assert not site.stored.groups
@@ -296,7 +298,7 @@ async def test_a_reclaim_that_finds_no_instances_ends_its_plan_and_serves_when_t
 
 @pytest.mark.req("S28")
 async def test_a_role_change_within_a_group_does_not_count_as_a_lack_of_instances() -> None:
-    """The group lacks an instance until the one that leaves is blank."""
+    """The group lacks an instance only until the leaving instance is blank."""
     site = Site(Desired(groups={"a": Group("chat", 2, 4)}), num=6)
     site.settle()
     await site.loop.round()
@@ -357,9 +359,9 @@ async def test_a_move_that_could_not_be_written_is_tried_again() -> None:
 async def test_groups_are_added_and_removed_by_the_clock_within_a_second_and_one_at_a_time() -> (
     None
 ):
-    """In the evening the groups are removed, and another scenario's group takes the instances.
+    """In the evening the groups are removed, and a group of another scenario takes the instances.
 
-    They are added at eight, as the schedule says, and not earlier.
+    At eight o'clock they are added again, and not earlier.
     """
     text = """
     scenarios: {chat: {}, batch: {}}
@@ -385,7 +387,7 @@ async def test_groups_are_added_and_removed_by_the_clock_within_a_second_and_one
     assert await at(NIGHT - 1) == day
     site.wall = NIGHT
     await site.loop.round()
-    assert lent(site) == ["chat-2"]  # the second group follows when the first is done
+    assert lent(site) == ["chat-2"]  # the second group follows when the first move is complete
     assert await at(NIGHT + 1) == ["chat-0", "nightly"]
     assert {g.pool for g in site.stored.groups} == {"off"}
     assert site.world.num_lent == {}
@@ -410,8 +412,8 @@ def lent(site: Site) -> list[str]:
 @pytest.mark.fault("F12")
 @pytest.mark.req("S11", "S21")
 async def test_a_new_leader_continues_the_scheduled_moves_of_the_old_one() -> None:
-    """The schedule fired and will not fire again, so the rest of its plan is stored beside the time
-    that it fired for.
+    """The schedule will not fire again. So the rest of the plan is stored with the time for which
+    the schedule fired.
     """
     site = Site(LEND_TWO, num=12)
     site.settle()
@@ -496,9 +498,9 @@ async def test_longer_prompts_turn_a_decode_into_a_prefill_if_the_ratio_is_auto(
 async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That holds even if a substitute serves before the window ends.
+    """The window is useless even if a substitute serves before its end.
 
-    Each decision is logged with the groups' loads and the moves.
+    Each decision is logged with the loads of the groups and the moves.
     """
     scenarios = {"chat": Scenario(has_auto_ratio=True)}
     site = Site(Desired(scenarios=scenarios, groups={"a": Group("chat", 3, 3)}), num=7)
@@ -537,8 +539,8 @@ async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
 
 @pytest.mark.req("S29", "S41")
 async def test_a_prefill_becomes_a_decode_though_waiting_prompts_hold_all_prefill_slots() -> None:
-    """Prompts keep their slots until a decode has their KV. Judged by slots, no prefill could be
-    spared; judged by compute, one can.
+    """Prompts keep their slots until a decode has their KV. By slots in use, no prefill could be
+    spared. By compute, one can.
     """
     scenarios = {"chat": Scenario(has_auto_ratio=True)}
     site = Site(Desired(scenarios=scenarios, groups={"a": Group("chat", 3, 3)}), num=6)

@@ -1,5 +1,7 @@
-"""An operator or a profile changes a ratio: the plan consists of checked single moves, like
-the monitor's, and its decisions are shown.
+"""An operator or a profile changes the ratio of prefills to decodes.
+
+As with the monitor, the plan consists of single moves that are checked, and its decisions are
+shown.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ async def test_a_profile_plans_every_group_towards_its_best_split() -> None:
     assert "b_p/T_p 0.333/s, b_d/T_d 1/s" in told.reason
     assert [g.num_prefill for g in told.groups] == [2, 2]
     with pytest.raises(CannotMove, match="has not examined"):
-        # The epoch is one that the site has not seen.
+        # The site has not seen this epoch.
         site.loop.profiled("chat", Profile(1.0, 1, 1.0, 1), 2)
 
 

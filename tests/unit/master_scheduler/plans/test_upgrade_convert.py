@@ -1,4 +1,4 @@
-"""What is kept of an upgrade is all that the next leader knows of it."""
+"""The stored record of an upgrade contains everything that the next leader needs."""
 
 from __future__ import annotations
 

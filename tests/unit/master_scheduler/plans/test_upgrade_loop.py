@@ -1,5 +1,6 @@
-"""The shell of upgrades: it writes records before it acts on them, restores the previous version,
-and applies and promotes canaries.
+"""The shell of upgrades writes a record before it acts.
+
+It restores the previous version of the desired state, and applies and promotes canaries.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ groups:
 
 @pytest.fixture
 async def site() -> AsyncIterator[Site]:
-    """A site that serves release 1, as its records say."""
+    """A site whose instances serve release 1, according to their records."""
     site = Site()
     site.add("p-0", ROLE_PREFILL, "chat")
     site.add("d-0", ROLE_DECODE, "chat")
@@ -63,8 +64,8 @@ async def site() -> AsyncIterator[Site]:
 async def test_a_new_version_reaches_no_group_before_its_turn_and_survives_the_leader(
     site: Site,
 ) -> None:
-    """There is no blank instance for a successor, and the two instances may not leave. So the
-    upgrade waits, under any leader.
+    """There is no blank instance for a successor, and neither of the two instances may leave. So
+    the upgrade waits, whoever leads.
     """
     await site.apply(text("2"))
     for epoch in (1, 2):
@@ -104,8 +105,8 @@ async def test_the_previous_version_is_restored_unless_an_operator_applied_anoth
 async def test_a_version_that_cannot_be_restored_is_requested_only_once(
     site: Site, is_kept: bool
 ) -> None:
-    """The bucket was wiped and holds only the current version, or an earlier release accepted a
-    text that this release cannot read.
+    """Either the bucket was wiped and has only the current version, or this release cannot read the
+    earlier version's text.
     """
     await site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text("2"), canary_share=0.1))
     if is_kept:
@@ -130,14 +131,14 @@ async def test_a_version_that_cannot_be_restored_is_requested_only_once(
 @pytest.mark.req("S24")
 @pytest.mark.fault("F12")
 async def test_a_record_that_another_leader_wrote_meanwhile_is_not_overwritten(site: Site) -> None:
-    """Two leaders overlap for a moment. The later record is kept, and a decision from the older one
-    is made again.
+    """For a moment there are two leaders. The later record is kept, and the decision based on the
+    older one must be made again.
     """
     await site.apply(text("2"))
     await site.loop.round()
     late = site.desired_bucket.watches[-1]
     assert late._key == "upgrades"
-    late.is_live = False  # its view is old
+    late.is_live = False  # this leader's view is old
     others = upgrades_to(site.view.upgrades, epoch=1)
     others.upgrades[0].outcome = "of the other one"
     await site.desired_bucket.put("upgrades", MessageToJson(others).encode())
@@ -177,8 +178,8 @@ async def test_a_canary_without_a_change_is_refused(site: Site) -> None:
 async def test_a_canary_that_is_being_rolled_back_is_not_promoted(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operator promotes the canary while the store writes that it is bad. The later write must
-    not undo that.
+    """The operator promotes the canary while the store writes that the canary is bad. The promotion
+    must not undo that.
     """
     await site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text("2"), canary_share=0.1))
     for _ in range(3):

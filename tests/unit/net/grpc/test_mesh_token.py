@@ -1,5 +1,6 @@
-"""The mesh's token on inner calls: every channel sends it, and every server checks it before
-anything else.
+"""The mesh's token on calls between processes.
+
+Every channel sends the token, and every server checks it before anything else.
 """
 
 from __future__ import annotations
@@ -78,11 +79,12 @@ async def test_a_call_without_the_token_reaches_no_handler(
 
 
 async def test_a_call_without_the_token_is_refused_before_its_message_for_any_method() -> None:
-    """Otherwise a stranger could make the server read 64 MiB before it refuses the call."""
+    """Otherwise a stranger could make the server read 64 MiB before the server refuses the call."""
     async with serving(TOKEN) as (address, _), rpc.channel(address, "") as channel:
-        open_stream: Any = channel.stream_stream  # grpc-stubs requires serializers
+        # the stubs of grpc-stubs would require serializers
+        open_stream: Any = channel.stream_stream
         for method in (STATUS, "/nobody.Service/Method"):
-            call = open_stream(method)()  # no message is ever sent
+            call = open_stream(method)()  # no message is sent on the stream
             assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -102,11 +104,11 @@ async def test_a_mesh_without_a_token_asks_for_none() -> None:
 async def test_calls_between_processes_ignore_proxies_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Found by a user behind a company proxy: the mesh said that it was ready, and answered every
-    request with 503.
+    """A user behind a company proxy found this. The mesh was ready, and answered every request with
+    503.
     """
     for variable in ("http_proxy", "https_proxy", "grpc_proxy"):
-        monkeypatch.setenv(variable, "http://127.0.0.1:1")  # nothing listens there
+        monkeypatch.setenv(variable, "http://127.0.0.1:1")  # nothing listens on this port
     for variable in ("no_proxy", "no_grpc_proxy"):
         monkeypatch.delenv(variable, raising=False)
     async with serving(TOKEN) as (address, _), rpc.channel(address) as channel:

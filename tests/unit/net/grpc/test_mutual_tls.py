@@ -1,5 +1,6 @@
-"""Mutual TLS on inner calls: who is served, who is refused and how the refusal is named, and new
-certificates without a restart.
+"""Mutual TLS on calls between processes: who is served, who is refused, and how a refusal is named.
+
+New certificates take effect without a restart.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def the_process_is_as_before() -> Iterator[None]:
 
 @asynccontextmanager
 async def serving(folder: CertificateFolder) -> AsyncIterator[tuple[InstanceRecord, Any]]:
-    """A server with this certificate, which is the process's own while the block runs."""
+    """Run a server with this certificate. While the block runs, this process uses it, too."""
     with using_certificates(folder):
         server, servicer = rpc.server(), CountingServicer()
         rpc.add_service(server, DESCRIPTOR.services_by_name["InstanceService"], servicer)
@@ -104,7 +105,9 @@ async def test_a_process_of_the_mesh_is_served(ours: TestAuthority) -> None:
 async def test_callers_without_a_valid_certificate_of_the_mesh_reach_no_handler(
     ours: TestAuthority, theirs: TestAuthority
 ) -> None:
-    """TLS 1.3 tells the caller no reason; that its own files are at fault, each process says."""
+    """With TLS 1.3, the caller does not learn the reason. A process that has bad files itself
+    reports that.
+    """
     stranger = theirs.issue("operator", "o")
     (stranger / "ca.crt").write_bytes((ours.root / "ca.crt").read_bytes())
     folders = [
@@ -120,7 +123,7 @@ async def test_callers_without_a_valid_certificate_of_the_mesh_reach_no_handler(
 
 
 def _unchecked(folder: Path) -> CertificateFolder:
-    """As an attacker reads it, without the checks of `CertificateFolder`."""
+    """The certificate as an attacker reads it, without the checks of `CertificateFolder`."""
     chain, key, authorities = (
         (folder / name).read_bytes() for name in ("tls.crt", "tls.key", "ca.crt")
     )
@@ -194,7 +197,7 @@ async def test_a_role_calls_only_its_own_methods(ours: TestAuthority) -> None:
 async def test_a_process_of_another_trust_domain_is_refused(
     ours: TestAuthority, tmp_path: Path
 ) -> None:
-    """One authority may serve several meshes."""
+    """One authority may issue certificates for several meshes."""
     other = ProcessIdentity("operator", "o", "other.example.org")
     ours.authority.issue(other, tmp_path / "other", days=1)
     async with (
@@ -211,7 +214,7 @@ async def test_a_process_of_another_trust_domain_is_refused(
 def test_a_caller_says_only_what_its_certificate_says() -> None:
     gateway = ProcessIdentity("gateway", "g-0")
     check_says(gateway, "g-0", "gateway_id")
-    check_says(None, "anything", "gateway_id")  # no mutual TLS
+    check_says(None, "anything", "gateway_id")  # without mutual TLS, any name is accepted
     with pytest.raises(WrongPeer, match="is for gateway/g-0, not 'g-1'") as refused:
         check_says(gateway, "g-1", "gateway_id")
     assert refused.value.field == "gateway_id"
@@ -220,7 +223,7 @@ def test_a_caller_says_only_what_its_certificate_says() -> None:
 async def test_new_certificates_of_a_new_authority_take_effect_while_streams_run(
     ours: TestAuthority, theirs: TestAuthority
 ) -> None:
-    """Both sides trust both authorities for a while, as in any change of an authority."""
+    """As in any change of an authority, both sides trust both authorities for a while."""
     server, client = ours.issue("prefill", "p-0"), ours.issue("gateway", "g-0")
     folder, own = CertificateFolder(server), CertificateFolder(client)
     both = b"".join((each.root / "ca.crt").read_bytes() for each in (ours, theirs))
@@ -237,9 +240,10 @@ async def test_new_certificates_of_a_new_authority_take_effect_while_streams_run
                 (place / file).write_bytes((new / file).read_bytes())
         text = await stub.GetModelText(GetModelTextRequest(), timeout=CALL_S).read()
         assert text.name == "config.json"
-        await stream.write(SessionRequest())  # the old connection goes on
+        await stream.write(SessionRequest())  # the old connection stays open
         await stream.read()
-        # A process that trusts the new authority alone is served, and one of the old is not.
+        # A process that trusts only the new authority is served. A process of the old authority is
+        # refused.
         for authority, is_served in ((theirs, True), (ours, False)):
             if authority is ours:
                 for place in (server, client):

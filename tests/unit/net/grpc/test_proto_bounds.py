@@ -1,4 +1,4 @@
-"""Messages of very many fields are refused before they are parsed (F30)."""
+"""Messages with very many fields are refused before they are parsed (F30)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def framed(tag: int, data: bytes) -> bytes:
 
 
 def check_largest_honest() -> None:
-    """Check a conversation with as many fields as allowed."""
+    """Check a conversation that has as many fields as allowed."""
     message = pb.ChatMessage(role="user", content="x" * 100)
     request = pb.ChatRequest(messages=[message] * (MOST // 3 - 1))
     check_num_fields(request.SerializeToString(), request.DESCRIPTOR, MOST)
@@ -66,7 +66,7 @@ def test_long_text_and_many_token_ids_pass() -> None:
 )
 def test_bytes_that_are_not_a_message_are_left_to_the_parser(data: bytes) -> None:
     def check() -> None:
-        with contextlib.suppress(InvalidRequest):  # it may have too many fields
+        with contextlib.suppress(InvalidRequest):  # the bytes may look like too many fields
             check_num_fields(data, pb.ChatRequest.DESCRIPTOR, MOST)
 
     assert cost_ratio(check, check_largest_honest) <= 10

@@ -1,4 +1,4 @@
-"""A gRPC server whose start is cancelled halfway."""
+"""The start of a gRPC server, which may be cancelled halfway, and the bound on connections."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.support.attack.raw_http2 import HELLO
 
 @pytest.mark.req("S23")
 async def test_a_server_whose_start_is_cancelled_does_not_listen() -> None:
-    """Found by the nemesis: a group was changed while an instance loaded for it, and the instance's
-    server could no longer be stopped.
+    """The nemesis tests found this. A group changed while an instance loaded for it, and the
+    instance's server could no longer be stopped.
     """
     server = rpc.server()
     port = server.add_insecure_port("127.0.0.1:0")
     starting = asyncio.create_task(rpc.start(server))
-    await asyncio.sleep(0)  # now the start has begun
+    await asyncio.sleep(0)  # the start has begun after this
     await asyncio.sleep(0)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -41,8 +41,8 @@ async def test_a_server_that_is_started_listens() -> None:
 async def test_incoming_and_outgoing_connections_share_one_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """20,000 connections of a stranger without a token once took all descriptors of a master, which
-    then lost its lease.
+    """A stranger without a token once opened 20,000 connections to a master. The connections used
+    up the master's file descriptors, and the master lost its lease.
     """
     monkeypatch.setattr(rpc, "_MAX_CONNECTIONS", 3, raising=False)
     server = rpc.server()

@@ -1,4 +1,4 @@
-"""Incoming messages: their number is bounded, and none takes forever."""
+"""Incoming messages are bounded in number, and none may take forever."""
 
 from __future__ import annotations
 

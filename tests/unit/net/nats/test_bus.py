@@ -1,4 +1,4 @@
-"""The end of a connection to NATS."""
+"""Tests how a connection to NATS is closed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.net.nats.bus import NatsBus
 
 
 class Client:
-    """nats-py's client, as far as its end matters: it cancels each of its tasks once."""
+    """Stands in for the client of nats-py, which cancels each of its tasks once when it closes."""
 
     def __init__(self) -> None:
         self.num_swallowed = 0
@@ -19,7 +19,7 @@ class Client:
         self._reconnection_task: asyncio.Task[None] | None = None
 
     async def reconnect(self) -> None:
-        """Loses two cancellations, as `wait_for` does when it already has its result."""
+        """Swallow two cancellations, as `wait_for` does when its result is already there."""
         while True:
             try:
                 await asyncio.Event().wait()
@@ -36,7 +36,7 @@ class Client:
 
 @pytest.mark.fault("F18")
 async def test_a_reconnection_that_swallows_a_cancellation_still_ends() -> None:
-    """Otherwise the end of the event loop would wait for it forever."""
+    """Otherwise the end of the event loop would wait for this task forever."""
     client: Any = Client()
     client._reconnection_task = asyncio.create_task(client.reconnect())
     await asyncio.sleep(0)
@@ -61,7 +61,7 @@ async def test_a_bus_that_is_closed_by_a_task_of_its_client_does_not_wait_for_it
 
 
 async def test_a_wait_that_is_cancelled_does_not_cancel_the_task_that_closes_the_bus() -> None:
-    """Both wait for the end of one socket."""
+    """Both tasks wait for the end of one socket."""
     client: Any = Client()
     closed = asyncio.get_running_loop().create_future()
 

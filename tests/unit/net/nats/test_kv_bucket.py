@@ -1,4 +1,4 @@
-"""The watch of a bucket goes on, whatever its callbacks do."""
+"""The watch of a bucket continues even if its callbacks raise errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from pdmesh.net.nats.kv_bucket import KvEntry, KvWatch
 
 
 class QuietServer:
-    """The parts of a NatsBus, its client and a KvBucket that a watch of an empty bucket uses."""
+    """Stands in for a server with an empty bucket.
+
+    It has the members of NatsBus, its client and KvBucket that a watch uses.
+    """
 
     name = "things"
     is_connected = False
@@ -38,7 +41,7 @@ class QuietServer:
 
 
 class Server(QuietServer):
-    """A server whose bucket has one entry, which goes to each consumer."""
+    """A server whose bucket has one entry. Each new consumer gets the entry."""
 
     is_connected = True
 
@@ -69,8 +72,8 @@ class Server(QuietServer):
 @pytest.mark.fault("F20")
 @pytest.mark.parametrize("num_bad", [1, 2, 1000])
 async def test_an_entry_whose_callback_raises_is_handed_out_again_a_few_times(num_bad: int) -> None:
-    """Such an entry was once lost: the view lacked it until the key was written again. If it was
-    the last entry, the view never became live.
+    """Such an entry was once lost, and the view lacked it until the key was written again. If it
+    was the last entry, the view never became live.
     """
     server: Any = Server()
     loaded, taken = asyncio.Event(), []
@@ -92,8 +95,8 @@ async def test_an_entry_whose_callback_raises_is_handed_out_again_a_few_times(nu
 
 @pytest.mark.fault("F20")
 async def test_a_watch_survives_a_bug_in_its_callback() -> None:
-    """If the watch ended, the process would go on forever with its old view, since nothing awaits
-    the task.
+    """Nothing awaits the watch's task. If the task ended, the process would continue forever with
+    an old view.
     """
     loaded = asyncio.Event()
     num_resets = 0

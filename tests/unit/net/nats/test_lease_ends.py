@@ -19,7 +19,7 @@ def test_an_entry_is_due_a_lease_after_its_last_renewal_and_then_after_longer_pa
     assert ends.due(5.0) == {"a": 3}
     assert ends.due(5.5) == {"a": 3, "b": 2}
     dues = [second for second in range(60, 100) if "b" in ends.due(float(second))]
-    assert {later - earlier for earlier, later in pairwise(dues)} == {3}  # a lease
+    assert {later - earlier for earlier, later in pairwise(dues)} == {3}  # the length of a lease
     ends.renewed("b", 9, now=100.0)
     assert [at for at in (103.0, 103.4, 103.5) if "b" in ends.due(at)] == [103.0, 103.5]
 

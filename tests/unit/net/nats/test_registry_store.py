@@ -1,4 +1,7 @@
-"""When a view takes an expired record for a dead process: not while its bucket takes no writes."""
+"""Tests when a view takes an expired record for the death of its process.
+
+While the bucket refuses writes, no process can renew its record, so none counts as dead.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ LEASE_S = 0.3
 
 
 class Bus:
-    """A server that answers all the time."""
+    """A NATS server that always answers."""
 
     is_connected, stable_since = True, 0.0
 
@@ -30,7 +33,7 @@ class Bus:
 
 
 class Bucket:
-    """A bucket of a cluster, which may have no leader."""
+    """A bucket of a NATS cluster, which may have no leader."""
 
     def __init__(self) -> None:
         self.has_leader = True
@@ -71,7 +74,7 @@ class Bucket:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """In place of the bucket of every registry."""
+    """The bucket that every registry in the test uses."""
     made = Bucket()
     monkeypatch.setattr(registry, "KvBucket", lambda *_, **__: made)
     return made
@@ -94,10 +97,10 @@ async def test_expired_records_are_judged_only_a_lease_after_writes_are_taken_ag
 
     bucket.has_leader = False
     await until(lambda: bucket.num_refused >= 2)
-    for name in ("me", "other"):  # as the next leader reports it
+    for name in ("me", "other"):  # the next leader of the cluster reports both as expired
         bucket.on_entry(KvEntry(name, None, 200, is_expired=True))
     seen = bucket.num_refused
-    await until(lambda: bucket.num_refused >= seen + 4)  # longer than a lease
+    await until(lambda: bucket.num_refused >= seen + 4)  # this takes longer than a lease
     assert gone == []
 
     bucket.has_leader = True
@@ -112,7 +115,7 @@ async def test_expired_records_are_judged_only_a_lease_after_writes_are_taken_ag
 async def test_a_record_that_nobody_renews_is_asked_for_and_gone_once_the_server_says_so(
     bucket: Bucket,
 ) -> None:
-    """The server does not tell of the end of a lease."""
+    """The server does not report the end of a lease."""
     view = await NatsRegistry(Bus(), LEASE_S).watch()  # type: ignore[arg-type]
     gone: list[str] = []
     view.on_change(lambda change: None if change.record else gone.append(change.instance_id))
@@ -134,12 +137,13 @@ async def test_a_record_that_nobody_renews_is_asked_for_and_gone_once_the_server
 async def test_nothing_is_asked_while_the_watch_is_not_live(
     bucket: Bucket,
 ) -> None:
-    """It will show again what is there."""
+    """When the watch is live again, it shows all entries."""
     view = await NatsRegistry(Bus(), LEASE_S).watch()  # type: ignore[arg-type]
     bucket.is_live = False
     await bucket.put("other", record_of("other"))
     bucket.kept.clear()
-    await asyncio.sleep(3 * LEASE_S)  # that nothing happens has no condition to wait for
+    # to show that nothing happens, there is no condition to wait for
+    await asyncio.sleep(3 * LEASE_S)
     assert bucket.asked == []
     bucket.is_live = True
     await until(lambda: not view.records)
@@ -160,7 +164,7 @@ async def test_a_listener_that_fails_keeps_no_death_from_the_others(
     view.on_change(lambda change: None if change.record else gone.append(change.instance_id))
     for name in "ab":
         await bucket.put(name, record_of(name))
-    for name in "ab":  # they die, one after the other
+    for name in "ab":  # they die one after another
         del bucket.kept[name]
         await until(lambda: name in gone)  # noqa: B023
     await view.close()
@@ -172,7 +176,8 @@ async def test_a_view_behind_its_watch_does_not_ask_over_and_over_for_what_is_re
     view = await NatsRegistry(Bus(), 2.0).watch()  # type: ignore[arg-type]
     for name in ("same", "renewed"):
         await bucket.put(name, record_of(name))
-    bucket.kept["renewed"] = replace(bucket.kept["renewed"], revision=99)  # the watch is behind
+    # the view has not yet seen the renewal
+    bucket.kept["renewed"] = replace(bucket.kept["renewed"], revision=99)
     await until(lambda: bucket.asked.count("same") >= 4)  # at 2.0, 2.25, 2.75 and 3.75 s
     assert bucket.asked.count("renewed") <= 2  # at 2.0, and perhaps at 4.0 s
     assert set(view.records) == {"same", "renewed"}

@@ -1,4 +1,4 @@
-"""Whether the NATS server answers, by echoes alone."""
+"""Tests whether the NATS server answers, judged only by the echoes of the client's own messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def test_an_echo_after_an_outage_restores_it_from_now_on() -> None:
 
 
 def test_a_break_that_no_look_saw_is_told_as_both() -> None:
-    """The loop was late: what followed the bus must still hear that events were lost."""
+    """The event loop was late, so no check saw the outage. The subscribers must still hear that
+    events were lost.
+    """
     server = connected(10.0)
     assert server.echo(10.0 + OUTAGE_S) == [LOST, RESTORED]
     assert server.stable_since == 10.0 + OUTAGE_S
@@ -53,7 +55,7 @@ def test_the_end_of_the_connection_is_a_loss_at_once_and_only_once() -> None:
     server = connected(10.0)
     assert server.disconnected() == [LOST]
     assert server.disconnected() == []
-    assert server.look(10.1) == []  # the last echo is recent: the client connects again
+    assert server.look(10.1) == []  # the last echo is recent, and the client connects again
     assert server.echo(10.2) == [RESTORED]
 
 

@@ -1,4 +1,4 @@
-"""Which keys of a JWK set can sign tokens."""
+"""Tests which keys of a JWK set can sign tokens."""
 
 from __future__ import annotations
 

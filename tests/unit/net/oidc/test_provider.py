@@ -1,4 +1,4 @@
-"""What is taken from an OpenID provider, and what is not."""
+"""Tests how keys are fetched from an OpenID provider, and which answers are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ KEYS = {"keys": [{"kty": "RSA"}]}
 
 @contextlib.contextmanager
 def serving(pages: Mapping[str, Any]) -> Iterator[str]:
-    """Pages by path: JSON, bytes, or a status with a location."""
+    """Serve these pages by path. A page is JSON, bytes, or a status with a location. Yields the
+    address.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings of an OpenID provider are checked when a process starts."""
+"""The settings of an OpenID provider are checked when a process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh's own authority: its certificates as other programs read them."""
+"""The mesh's own certificate authority, whose certificates other programs must accept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_certificate_has_the_process_its_names_and_its_addresses(tmp_path: Pat
 
 
 def test_python_s_own_strict_tls_accepts_the_certificates(tmp_path: Path) -> None:
-    """RFC 5280 to the letter: other programs (NATS, Redis, Envoy) are at least as lenient."""
+    """Python's strict check follows RFC 5280 exactly. NATS, Redis and Envoy are not stricter."""
     ours = TestAuthority(tmp_path)
     ends = []
     for side, role in ((ssl.PROTOCOL_TLS_SERVER, "nats"), (ssl.PROTOCOL_TLS_CLIENT, "gateway")):
@@ -82,7 +82,7 @@ def test_a_key_of_another_authority_is_refused(tmp_path: Path) -> None:
 def test_a_new_certificate_leaves_the_other_authorities_until_they_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While an authority is replaced, others still have certificates of the old one."""
+    """While an authority is replaced, other processes still have certificates of the old one."""
     old, new = (TestAuthority(tmp_path / name).authority for name in ("old", "new"))
     monkeypatch.setattr("pdmesh.net.tls.authority._AUTHORITY_DAYS", -1)
     ended = TestAuthority(tmp_path / "ended").authority

@@ -1,4 +1,4 @@
-"""A process's certificate files: which are refused, and when new ones take effect."""
+"""The certificate files of a process: which are refused, and when new files take effect."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _expired(authority: TestAuthority, folder: Path) -> None:
 
 
 def _strange(authority: TestAuthority, folder: Path) -> None:
-    """A certificate of another authority, beside ours."""
+    """Replace the certificate by one of another authority. The trusted authorities stay."""
     other = TestAuthority(authority.root.parent / "theirs").issue("prefill", "p-0")
     for name in ("tls.crt", "tls.key"):
         shutil.copy(other / name, folder / name)
@@ -53,13 +53,13 @@ def _other_key(authority: TestAuthority, folder: Path) -> None:
 
 
 def _nameless(authority: TestAuthority, folder: Path) -> None:
-    """The authority's own certificate, which names no process."""
+    """Replace the certificate by the authority's own, which names no process."""
     shutil.copy(authority.root / "ca.crt", folder / "tls.crt")
     shutil.copy(authority.root / "ca.key", folder / "tls.key")
 
 
 def _client_only(authority: TestAuthority, folder: Path) -> None:
-    """As an issuer makes it that was asked for a client's certificate."""
+    """Replace the certificate by one that is only for clients."""
     issued = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
     builder = (
         x509.CertificateBuilder()
@@ -116,7 +116,7 @@ def test_a_certificate_that_is_not_valid_yet_is_refused(folder: Path) -> None:
 def test_a_new_certificate_is_used_from_the_time_from_which_it_is_valid(
     authority: TestAuthority, folder: Path
 ) -> None:
-    """The clock of the machine that issues certificates may be ahead."""
+    """The clock of the machine that issued the certificate may be ahead."""
     now = [datetime.now(UTC)]
     found = CertificateFolder(folder, lambda: now[0])
     first = found.latest()
@@ -166,12 +166,15 @@ def test_a_certificate_of_another_process_never_replaces_the_own_one(
 def test_a_chain_with_an_authority_in_between_is_accepted(
     authority: TestAuthority, folder: Path, tmp_path: Path
 ) -> None:
-    """cert-manager writes the certificate and those between it and the root into tls.crt."""
+    """cert-manager writes the certificate and all certificates between it and the root into
+    tls.crt.
+    """
     root = TestAuthority(tmp_path / "root").root / "ca.crt"
     with (folder / "tls.crt").open("ab") as chain:
         chain.write((authority.root / "ca.crt").read_bytes())
     assert CertificateFolder(folder).latest()
-    with (folder / "ca.crt").open("ab") as authorities:  # two roots, while one replaces the other
+    # two roots are trusted while one replaces the other
+    with (folder / "ca.crt").open("ab") as authorities:
         authorities.write(root.read_bytes())
     assert CertificateFolder(folder).latest()
 
@@ -180,7 +183,7 @@ def test_a_chain_with_an_authority_in_between_is_accepted(
 def test_the_end_of_the_authority_counts_as_the_certificate_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: float, is_usable: bool
 ) -> None:
-    """TLS accepts nothing of an authority that has ended."""
+    """TLS accepts no certificate of an authority that has expired."""
     monkeypatch.setattr("pdmesh.net.tls.authority._AUTHORITY_DAYS", days)
     folder = TestAuthority(tmp_path / "short").issue("prefill", "p-0", days=1)
     if is_usable:

@@ -1,5 +1,6 @@
-"""Each check of `make audit` finds what it looks for, accepts what is explained, and reports an
-explanation that explains nothing.
+"""The checks of `make audit` find each kind of fault, and accept faults that are explained.
+
+An explanation without a fault is reported.
 """
 
 from __future__ import annotations

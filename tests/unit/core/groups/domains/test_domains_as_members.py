@@ -1,6 +1,7 @@
-"""A data-parallel domain is one member of its group. Each test is one story.
+"""A data-parallel domain, a set of instances called ranks, is one member of its group.
 
-The property test (`tests/property/control/test_domain_machine.py`) covers all orders of events.
+Each test is one story. The property test (`tests/property/control/test_domain_machine.py`) covers
+all orders of events.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def of_ranks(prefill: int, decode: int, group: Group) -> Desired:
     return Desired(services={"default": service}, groups={"chat": group})
 
 
-PAIR = of_ranks(2, 4, Group("default", 2, 2))  # 2 prefills of 2 ranks, 2 decodes of 4
+PAIR = of_ranks(2, 4, Group("default", 2, 2))  # two prefills of 2 ranks, two decodes of 4 ranks
 
 
 @pytest.mark.req("S75", "S121")
@@ -33,7 +34,7 @@ def test_a_group_of_domains_is_set_up_whole_and_each_rank_knows_its_place() -> N
         places = [world.given[i].role_spec.domain for i in ranks]
         address = f"{ranks[0]}:2"
         assert places == [DomainRank(domain_id, n, 4, address) for n in range(4)]
-        for i in ranks:  # each rank of a decode is connected to each rank of each prefill
+        for i in ranks:  # each rank of a decode is a peer of each rank of each prefill
             assert len(world.processes[i].life.verified_peers) == 4
 
 
@@ -47,8 +48,8 @@ def test_a_group_waits_for_the_instances_of_all_its_ranks() -> None:
 
 @pytest.mark.req("S35", "S121")
 def test_the_death_of_a_rank_replaces_its_domain_and_no_other() -> None:
-    """The other ranks' engines would wait for the dead one. They become blank, and are ranks again:
-    a spare instance and the survivors make the new domain.
+    """The engines of the other ranks would wait for the dead rank for ever. So the other ranks
+    become blank and form a new domain together with a spare instance.
     """
     world = World(PAIR, num=13)
     world.settle()
@@ -74,7 +75,9 @@ def test_the_death_of_a_rank_replaces_its_domain_and_no_other() -> None:
 
 @pytest.mark.req("S28", "S31", "S121")
 def test_a_domain_counts_as_one_so_its_loss_leaves_the_minimum_of_the_scenario() -> None:
-    """Eight ranks in one domain are not two instances: the loss of one is the loss of all."""
+    """The loss of one rank is the loss of the whole domain. So the ranks of a domain do not count
+    as several instances.
+    """
     world = World(PAIR, num=13)
     world.settle()
     first = world.domains("chat", Role.DECODE)
@@ -129,7 +132,9 @@ def test_a_rank_that_cannot_load_fails_its_domain_and_is_the_last_choice_afterwa
 @pytest.mark.req("S15", "S121")
 @pytest.mark.parametrize("first_to_report", range(4))
 def test_ranks_report_in_any_order(first_to_report: int) -> None:
-    """A real mesh found this: rank 1 had taken its role, rank 0 had not reported anything yet."""
+    """This failed once on a real mesh: rank 1 had taken its role before rank 0 reported
+    anything.
+    """
     world = World(of_ranks(1, 4, Group("default", 2, 2)), num=10)
     world.round()
     one = next(
@@ -161,7 +166,7 @@ def test_another_size_is_another_revision_and_the_old_domains_leave_when_it_serv
 
 @pytest.mark.req("S121")
 def test_the_control_plane_holds_domains_of_eight_through_deaths_and_a_new_leader() -> None:
-    """Production domains have 8 ranks (1TP8DP). Forty-eight instances, six of them spare."""
+    """Domains in production have 8 ranks (1TP8DP). Six of the 48 instances are spare."""
     world = World(of_ranks(2, 8, Group("default", 5, 4)), num=48)
     world.settle()
     for n in range(6):

@@ -1,4 +1,4 @@
-"""One instance in place of a domain's ranks, and the ranks again."""
+"""A domain's ranks are folded into one member of the group, and unfolded again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blank instances become the ranks of a domain."""
+"""Tests which blank instances become the ranks of a domain."""
 
 from __future__ import annotations
 

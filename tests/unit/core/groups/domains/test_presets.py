@@ -1,4 +1,4 @@
-"""Domains in a file: sizes by number or by the name of a proven shape."""
+"""A file gives the sizes of domains as numbers or by the name of a proven shape."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_impossible_size_is_refused_with_its_field(text: str, field: str) -> 
 
 def test_a_size_is_part_of_the_revision_and_no_size_leaves_it_as_it_was() -> None:
     plain = Service(model="m")
-    assert revision_of(plain, "kv/1") == "9a60cedfe902"  # as computed before there were domains
+    assert revision_of(plain, "kv/1") == "9a60cedfe902"  # the revision before domains existed
     assert revision_of(Service(model="m", dp_size={Role.DECODE: 2}), "kv/1") != "9a60cedfe902"
 
 

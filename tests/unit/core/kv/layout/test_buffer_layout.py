@@ -1,4 +1,4 @@
-"""Sizes and offsets of the contiguous buffer."""
+"""Sizes and offsets in the contiguous buffer that holds a prompt's KV for a transfer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def test_smollm2_has_23040_bytes_per_token() -> None:
         (
             KvShape(40, 40, 128, "float16"),
             40 * 2 * 5120 * 2,
-        ),  # MHA: the paper's 2 * hidden * 2 bytes
-        (KvShape(32, 8, 128, "bfloat16"), 131_072),  # GQA: 8 of 32 heads
+        ),  # the paper's MHA model: 2 * hidden size * 2 bytes
+        (KvShape(32, 8, 128, "bfloat16"), 131_072),  # GQA with 8 of 32 heads
         (KvShape(32, 8, 128, "fp8_e4m3"), 65_536),
-        (KvShape(32, 8, 128, "int8", scale_bytes=8), 65_536 + 32 * 8 * 8),  # fp32 for K and for V
+        # int8 with one fp32 scale for K and one for V
+        (KvShape(32, 8, 128, "int8", scale_bytes=8), 65_536 + 32 * 8 * 8),
     ],
 )
 def test_bytes_per_token_follow_heads_and_precision(shape: KvShape, token_bytes: int) -> None:
@@ -64,7 +65,7 @@ layouts = st.builds(
 
 @st.composite
 def windowed(draw: st.DrawFn) -> KvLayout:
-    """Each layer has its own first block; some have none left."""
+    """A layout in which each layer has another first block. A layer may have no block left."""
     layout = draw(layouts)
     first = st.integers(0, layout.num_blocks)
     return replace(layout, first_blocks=tuple(draw(first) for _ in range(layout.num_layers)))

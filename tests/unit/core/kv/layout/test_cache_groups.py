@@ -1,4 +1,7 @@
-"""Which blocks the next token needs in a layer that sees all tokens, or only a window of them."""
+"""The blocks that the next token needs, in layers with and without a window.
+
+A cache group has the layers that need the same share of a text: all of it, a window, or a state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Engines with equal fingerprints may exchange KV; a refusal says in what both sides differ."""
+"""Engines may exchange KV only if their fingerprints are equal.
+
+A refusal names the difference.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,9 @@ def test_without_stages_a_fingerprint_is_what_it_was_before_there_were_any() -> 
 @pytest.mark.req("S120", "S57")
 @pytest.mark.parametrize("kind", [STAGED, STAGED_BY_HEADS])
 def test_two_ranks_of_one_stage_never_meet_two_stages_of_one_rank(kind: KvFormat) -> None:
-    """Both have two addresses. Only their fingerprints differ, and whoever pulls compares them."""
+    """Both kinds of instance have two addresses. Only the fingerprints differ, and the pulling side
+    compares them.
+    """
     beside = replace(kind, stages=(), num_ranks=2 * kind.num_ranks)
     others = [beside, replace(kind, stages=(15, 16)), replace(kind, stages=(11, 10, 10))]
     for other in others:
@@ -73,7 +78,7 @@ def test_two_ranks_of_one_stage_never_meet_two_stages_of_one_rank(kind: KvFormat
 
 @pytest.mark.req("S120", "S57")
 def test_in_a_pipeline_the_ranks_of_a_stage_share_its_heads() -> None:
-    heads = str(STAGED_BY_HEADS)  # 8 heads
+    heads = str(STAGED_BY_HEADS)  # the model has 8 heads
     assert kv_format.rank_bytes(heads, 800, our_ranks=2, their_ranks=8) == 200
     assert kv_format.rank_bytes(heads, 100, our_ranks=8, their_ranks=2) == 400
     assert kv_format.rank_bytes(heads, 100, our_ranks=2, their_ranks=1) is None

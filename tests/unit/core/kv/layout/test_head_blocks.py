@@ -1,4 +1,7 @@
-"""Heads of blocks move between caches with different strides, with the bytes that slicing gives."""
+"""Heads of KV blocks move between caches with different strides.
+
+The moved bytes equal those that slicing gives.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ RANKS = (1, 2, 4, 8)
 
 @st.composite
 def meetings(draw: st.DrawFn) -> tuple[int, int, int]:
-    """Heads (MHA and GQA alike: what counts are kv heads), source ranks, destination ranks."""
+    """The numbers of KV heads, source ranks and destination ranks.
+
+    MHA and GQA need no distinction, because only KV heads count.
+    """
     heads = draw(st.sampled_from((1, 2, 4, 8, 16, 32)))
     return heads, draw(st.sampled_from(RANKS)), draw(st.sampled_from(RANKS))
 
@@ -34,26 +40,26 @@ def meetings(draw: st.DrawFn) -> tuple[int, int, int]:
 # -- on tensors -----------------------------------------------------------------------------------
 
 NUM_LAYERS, NUM_BLOCKS, TOKENS, HEAD_DIM = 2, 7, 4, 8
-# The layouts of vLLM's kernels: the axes of the tensor, and their order in memory.
+# The layouts of vLLM's kernels. Each pair: the axes of the tensor, and their order in memory.
 LAYOUTS = (
     ("kbnhc", "kbnhc"),  # flash attention: [2, blocks, tokens, heads, head size]
-    ("bknhc", "bknhc"),  # the same with blocks first
-    ("kbnhc", "kbhnc"),  # its HND variant, heads before tokens
+    ("bknhc", "bknhc"),  # flash attention with blocks first
+    ("kbnhc", "kbhnc"),  # flash attention's HND variant, heads before tokens
     (
         "bhnc",
         "bnhc",
     ),  # vLLM 0.32: one tensor per layer, K and V in the content, tokens first in memory
-    ("bhnc", "bhnc"),  # the same, heads first
-    ("bhnc", "hbnc"),  # heads outermost
+    ("bhnc", "bhnc"),  # vLLM 0.32 with heads before tokens
+    ("bhnc", "hbnc"),  # vLLM 0.32 with heads outermost
 )
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)
 class Cache:
-    """One rank's paged cache in one layout: a tensor per layer."""
+    """The paged cache of one rank in one layout, with a tensor per layer."""
 
-    layers: list[npt.NDArray[np.uint16]]  # logical views, strided
+    layers: list[npt.NDArray[np.uint16]]  # strided views with logical axes
     where: HeadBlocks
     axes: str
 
@@ -76,7 +82,7 @@ def make_cache(axes: str, memory_order: str, num_heads: int) -> Cache:
 
 
 def put(cache: Cache, layer: int, block: int, kv: npt.NDArray[np.uint16]) -> None:
-    """Write a block from [K or V, token, head, content], as a model would."""
+    """Write a block, given as [K or V, token, head, content], into the cache's layout."""
     at = [slice(None)] * len(cache.axes)
     at[cache.axes.index("b")] = block  # type: ignore[call-overload]  # an index where slices were
     view = cache.layers[layer][tuple(at)]
@@ -88,7 +94,9 @@ def put(cache: Cache, layer: int, block: int, kv: npt.NDArray[np.uint16]) -> Non
 
 
 def gather_heads(cache: Cache, ids: list[int]) -> Bytes:
-    """[layer][head][block][...], by the arithmetic that the device operators share."""
+    """Gather the blocks as [layer][head][block][...], with the arithmetic of the device
+    operators.
+    """
     where = cache.where
     out = np.zeros(NUM_LAYERS * where.heads.count * len(ids) * where.head_bytes, np.uint8)
     for start, layer, head, block in _slots(where, ids):
@@ -134,7 +142,9 @@ def test_the_moved_bytes_equal_a_slice_of_the_whole(
     seed: int,
     num_used: int,
 ) -> None:
-    """The strides of the two caches may differ, as long as a head's block travels in one order."""
+    """The strides of the two caches may differ, as long as both keep a head's block in one
+    order.
+    """
     num_heads, num_sources, num_destinations = meeting
     if ("k" in source_layout[0]) != ("k" in target_layout[0]):
         target_layout = source_layout

@@ -1,4 +1,4 @@
-"""Which rank holds which heads, and what it pulls from which source."""
+"""Tests which heads each rank holds, and which heads a rank pulls from each source rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ RANKS = (1, 2, 4, 8)
 
 @st.composite
 def meetings(draw: st.DrawFn) -> tuple[int, int, int]:
-    """Heads (MHA and GQA alike: what counts are kv heads), source ranks, destination ranks."""
+    """The numbers of KV heads, source ranks and destination ranks.
+
+    MHA and GQA need no distinction, because only KV heads count.
+    """
     heads = draw(st.sampled_from((1, 2, 4, 8, 16, 32)))
     return heads, draw(st.sampled_from(RANKS)), draw(st.sampled_from(RANKS))
 

@@ -1,4 +1,7 @@
-"""A rank of a pipeline meets its own stage's ranks, and no others."""
+"""The place of a rank in a pipeline.
+
+A stage's ranks have the same layers, and exchange KV only with ranks of the same stage.
+"""
 
 from __future__ import annotations
 

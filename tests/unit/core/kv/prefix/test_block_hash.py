@@ -1,4 +1,4 @@
-"""Names of KV blocks: equal exactly where the KV is equal."""
+"""The names of KV blocks are equal exactly where the KV is equal."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ images = st.lists(st.tuples(st.integers(0, 23), st.binary(min_size=32, max_size=
 def test_a_name_stands_for_the_images_that_begin_before_its_end(
     a: list[tuple[int, bytes]], b: list[tuple[int, bytes]], size: int
 ) -> None:
-    """All images have the same tokens, so the tokens do not tell them apart."""
+    """All images take the same placeholder tokens, so tokens alone do not distinguish images."""
     first, second = sorted(a), sorted(b)
     names = [block_hashes(ROOT, [0] * 24, size, images=each) for each in (first, second)]
     for end, (one, other) in enumerate(zip(*names, strict=True), 1):

@@ -1,4 +1,4 @@
-"""Chunks of hashes that are kept are exactly those that hashing anew gives."""
+"""Block hashes that are kept for later prompts equal freshly computed ones."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def hashed(kept: KeptHashes, root: bytes, tokens: array[int], size: int) -> list
     st.lists(
         st.tuples(
             st.sampled_from([ROOT, OTHER_ROOT]),
-            st.integers(0, 1),  # the text
-            st.integers(0, 5 * CHUNK_BLOCKS),  # how much of it
-            st.integers(0, 5 * CHUNK_BLOCKS),  # from where on it is another text
+            st.integers(0, 1),  # which text
+            st.integers(0, 5 * CHUNK_BLOCKS),  # the number of its tokens
+            # from this token on, the text is replaced by another one
+            st.integers(0, 5 * CHUNK_BLOCKS),
             st.integers(1, 3),
         ),
         min_size=1,

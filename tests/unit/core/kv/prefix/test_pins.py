@@ -1,4 +1,4 @@
-"""Which prefixes may be pinned at the same time."""
+"""Pins are operators' orders to keep prefixes in pools and files. Their number is limited."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_pins_are_bounded_in_number_and_in_blocks_of_each_fingerprint() -> None:
     full = {f"p{n}": {"fp": 1} for n in range(MAX_PINS)}
     with pytest.raises(InvalidRequest, match="remove one"):
         check_room("new", {"fp": 1}, full)
-    check_room("p0", {"fp": 1}, full)  # it replaces the pin of that id
+    check_room("p0", {"fp": 1}, full)  # this replaces the existing pin of that id
     half = {"a": {"fp": MAX_BLOCKS - 2}}
     check_room("b", {"fp": 2, "other": MAX_BLOCKS}, half)
     with pytest.raises(InvalidRequest, match="too many"):

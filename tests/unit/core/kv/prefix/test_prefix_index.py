@@ -1,4 +1,7 @@
-"""The unified hash map: matching, gaps, bounds, cost."""
+"""The prefix index knows which KV blocks each instance holds.
+
+The tests cover matching, gaps, bounds and cost.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ def chain(n: int, start: int = 0) -> list[bytes]:
 
 @pytest.mark.req("S102")
 def test_a_block_behind_a_missing_one_does_not_count() -> None:
-    """The paper's algorithm would credit p1 with four blocks, but blocks 2 and 3 are of no use."""
+    """The paper's algorithm would count four blocks for p1. But blocks 2 and 3 are useless without
+    block 1.
+    """
     index = PrefixIndex()
     index.apply(IndexDelta("p0", 1, 1, stored=chain(4)))
     index.apply(IndexDelta("p1", 1, 1, stored=[block(0), block(2), block(3)]))
@@ -73,7 +78,7 @@ def test_a_large_snapshot_is_loaded_in_bounded_steps_and_deltas_wait_for_its_end
             index.check_invariants()
             assert index.apply(IndexDelta("p0", 1, 3, stored=[block(1)])) is DeltaOutcome.STALE
             assert index.apply(IndexDelta("p0", 1, 5, stored=[block(7)])) is DeltaOutcome.WAITS
-    assert num_steps == 20  # 15,000 that it names, and 5,000 that it does not
+    assert num_steps == 20  # the snapshot's 15,000 blocks, and 5,000 old ones that it lacks
     assert outcome is DeltaOutcome.APPLIED
     assert index.version("p0") == (1, 5)
     assert index.blocks("p0") == {*chain(15_000, start=5_000), block(7)}
@@ -191,7 +196,7 @@ def test_names_that_are_pinned_are_forgotten_last() -> None:
         index.apply(IndexDelta("p0", 1, sequence, stored=chain(5, start=10 * sequence)))
         index.check_invariants()
     assert index.match(chain(3)) == {"p0": 3}
-    index.pin(index.blocks("p0"))  # these are all blocks
+    index.pin(index.blocks("p0"))  # a pin of all blocks
     index.apply(IndexDelta("p0", 1, 30, stored=chain(5, start=500)))
     assert index.num_blocks == 10, "one of them had to go"
     index.check_invariants()
@@ -226,7 +231,9 @@ def test_a_prefix_may_lie_in_two_tiers_of_one_instance_but_not_in_two_instances(
 
 @pytest.mark.req("S99")
 def test_a_walk_over_blocks_takes_as_long_with_a_thousand_instances_as_with_ten() -> None:
-    """Every instance holds the whole prompt, which is the worst case for a walk by instance."""
+    """Every instance holds the whole prompt. That is the worst case for a walk instance by
+    instance.
+    """
     assert _slowdown(PrefixIndex) < 2
 
 
@@ -260,7 +267,7 @@ def test_a_walk_ends_where_no_instance_holds_more() -> None:
 
 
 def _slowdown(make: Callable[[], Index]) -> float:
-    """How much longer 256 blocks take with 1,000 instances than with 10."""
+    """The time of a match of 256 blocks with 1,000 instances, divided by the time with 10."""
     prompt = chain(256)
     indexes = {10: make(), 1000: make()}
     for num_instances, index in indexes.items():
@@ -272,9 +279,9 @@ def _slowdown(make: Callable[[], Index]) -> float:
 
 
 def _walk_s(walks: dict[int, tuple[Index, list[bytes]]]) -> dict[int, float]:
-    """The best time of a match in each index. The indexes are measured in turn.
+    """The shortest time of a match in each index, measured in turn.
 
-    The time of a match of one block is subtracted: it is the cost of making the answer.
+    The time to match one block is subtracted, because it is the cost of making the answer.
     """
     whole, one = dict.fromkeys(walks, math.inf), dict.fromkeys(walks, math.inf)
     for _ in range(7):
@@ -288,7 +295,7 @@ def _walk_s(walks: dict[int, tuple[Index, list[bytes]]]) -> dict[int, float]:
 
 @pytest.mark.req("S77", "S107")
 def test_blocks_of_host_pools_extend_the_prefix_that_an_instance_holds() -> None:
-    """a holds blocks 0 to 3 in its engine, b holds 2 to 5 and c holds 8 in its host pool."""
+    """Instance a holds blocks 0 to 3 in its engine. In host pools, b holds 2 to 5 and c holds 8."""
     prompt = [bytes([i]) * 16 for i in range(10)]
     index = PrefixIndex()
     index.apply(IndexDelta("a", 1, 1, stored=prompt[:4]))

@@ -1,4 +1,4 @@
-"""Which instance is asked for a snapshot next."""
+"""The order in which instances are asked for snapshots of their cached blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pdmesh.core.kv.prefix.snapshot_order import IndexFirst, Repairs
 
 @pytest.mark.fault("F20")
 def test_instances_that_do_not_answer_delay_the_others_only_by_their_own_turns() -> None:
-    """Four unreachable instances once took all the places, and no other instance's gap was ever
-    filled.
+    """Four unreachable instances once took all the places for requests. So the gap of the fifth
+    instance was never filled.
     """
     repairs, now = Repairs(), 0.0
     for name in ("dead-0", "dead-1", "dead-2", "dead-3", "well"):
@@ -21,7 +21,7 @@ def test_instances_that_do_not_answer_delay_the_others_only_by_their_own_turns()
         started = repairs.start(now)
         assert started, "no instance is asked, although one waits"
         asked += started
-        now += 5.0  # the longest a fetch takes
+        now += 5.0  # the timeout of a fetch
         for name in started:
             repairs.ended(name, name == "well", now)
         repairs.check_invariants()
@@ -45,7 +45,7 @@ def test_a_pause_doubles_up_to_its_bound() -> None:
 
 
 def test_a_change_during_a_request_is_requested_again() -> None:
-    """The snapshot under way may be older than the gap."""
+    """The snapshot that is being fetched may be older than the gap."""
     repairs = Repairs()
     repairs.want("p0", 0.0)
     assert repairs.start(1.0) == ["p0"]

@@ -1,4 +1,4 @@
-"""How often chats go on is learned from the prompts that begin with an earlier answer."""
+"""The chance that a chat continues, learned from prompts that begin with an earlier answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_a_chat_is_given_up_after_the_horizon_and_not_before() -> None:
 
 
 def test_when_many_answers_are_undecided_the_chance_is_no_other() -> None:
-    """Of 100 answers a second, each of whose chats goes on after a minute, few are followed."""
+    """There are 100 answers a second, and each chat continues after a minute. With `max_answers=8`,
+    only few of them are followed.
+    """
     known = AnswerReuse(max_answers=8)
     for number in range(50_000):
         known.answered("chat", name(number), number / 100)

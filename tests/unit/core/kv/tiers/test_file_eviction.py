@@ -1,4 +1,4 @@
-"""Which KV files are evicted first, and how far."""
+"""Tests which KV files are evicted first, and how many."""
 
 from __future__ import annotations
 

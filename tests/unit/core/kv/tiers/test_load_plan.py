@@ -1,4 +1,6 @@
-"""The load plan against all other plans, by brute force."""
+"""The plan to load blocks from several sources is as good as the best plan of a brute-force
+search.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ sources = st.lists(
 
 
 def duration(chosen: list[Source]) -> float:
-    """Sources load at the same time; each source loads its blocks one after the other."""
+    """The time to load the chosen blocks.
+
+    Sources load in parallel. Each source loads its blocks one after another.
+    """
     return max((s.cost.of(chosen.count(s)) for s in set(chosen)), default=0.0)
 
 
@@ -59,7 +64,7 @@ def test_a_plan_is_the_best_of_all_lengths(
             chosen.append(source)
         position += run.count
     assert position <= max(first, num_blocks)
-    # Take the fastest source for each block, and try every length: none saves more.
+    # No length saves more time if each block comes from its fastest source.
     every: list[Source] = []
     most = 0.0
     for block in range(first, num_blocks):

@@ -1,4 +1,4 @@
-"""The owner of blocks: the same for one salt, and nothing that reveals it."""
+"""A block's owner is derived from its salt without revealing the salt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which peers an instance asks for the blocks of a prompt."""
+"""Tests which peers an instance asks for the blocks of a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def asked(*owners: PoolOwner, num_blocks: int = 3, corrupt: frozenset[KvSource])
 @pytest.mark.parametrize(
     "owner",
     [
-        replace(A, source=KvSource("a", 2)),  # another incarnation than the index knows
+        replace(A, source=KvSource("a", 2)),  # the index knows another incarnation
         replace(A, kv_region="there"),
         replace(A, addresses=()),
         replace(A, source=KvSource("me", 1)),

@@ -1,4 +1,4 @@
-"""In which order blocks leave a pool."""
+"""The order in which blocks are evicted from a host pool."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def used(book: PoolBook, name: bytes) -> None:
 
 @pytest.mark.req("S78", "S96")
 def test_the_order_of_eviction() -> None:
-    """Free slots go first, then blocks that were never asked for again, by age, then the others.
+    """Free slots are used first. Then blocks leave that were never asked for again, oldest first,
+    and then the others.
 
-    Pinned and kept blocks never go.
+    Pinned and kept blocks never leave.
     """
     book = PoolBook(6, keep_after=3)
     a, b, c, d, e, f = stored(book, *range(6))
@@ -50,8 +51,8 @@ def test_the_order_of_eviction() -> None:
 
 @pytest.mark.req("S96")
 def test_a_system_prompt_stays_however_many_other_prompts_come() -> None:
-    """Each of the others is asked for again, too. If only the least recent use counted, they would
-    push it out.
+    """Each of the other prompts is asked for again, too. With plain LRU, they would push the system
+    prompt out.
     """
     book = PoolBook(16, keep_after=4)
     system = stored(book, 1, 2)
@@ -141,7 +142,7 @@ def test_the_blocks_of_a_paused_session_go_last_until_its_time_is_over() -> None
     book = PoolBook(8, held_share=0.5, owner_held_share=1.0)
     session = stored(book, 1, 2)
     book.hold("s", b"a", [*session, bytes([3]) * 16], until=10.0)
-    session += stored(book, 3)  # what was stored later, too
+    session += stored(book, 3)  # the block that was stored after the hold began
     for key in range(10, 40):
         (name,) = stored(book, key)
         used(book, name)

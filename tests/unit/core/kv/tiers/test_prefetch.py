@@ -1,4 +1,4 @@
-"""How many blocks are brought before a prompt needs them."""
+"""Tests how many blocks are prefetched before a prompt needs them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ COST = Cost(latency_s=0.1, block_s=0.01)
 @pytest.mark.parametrize(
     ("timeout_s", "num_slots", "num_loading", "most"),
     [
-        (2.2, 10_000, 0, 100),  # half of the time, less the latency
-        (0.1, 10_000, 0, 0),  # not even the first arrives in time
-        (1000.0, 80, 0, 10),  # an eighth of the pool
+        (2.2, 10_000, 0, 100),  # half of the time less the latency, at 0.01 s a block
+        (0.1, 10_000, 0, 0),  # not even the first block arrives in time
+        (1000.0, 80, 0, 10),  # an eighth of the pool's slots
         (1000.0, 80, 4, 6),
-        (1000.0, 80, 11, 0),  # prompts load already
+        (1000.0, 80, 11, 0),  # loads for prompts use up the limit
         (1000.0, 1 << 20, 0, MAX_PREFETCHING),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which instances and blocks paused sessions hold, and for how long."""
+"""Holds keep the blocks of paused chat sessions on their instances for a limited time."""
 
 from __future__ import annotations
 

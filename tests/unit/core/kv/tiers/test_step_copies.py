@@ -1,4 +1,4 @@
-"""Which blocks a step loads from the host pool, and which it saves to it."""
+"""Tests which blocks an engine's step loads from the host pool, and which it saves there."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_blocks_are_saved_as_they_become_full_under_their_mesh_names() -> None:
 
 
 def test_blocks_that_have_left_a_window_are_neither_saved_nor_loaded() -> None:
-    """vLLM has them in a request's list with the id of its null block."""
+    """vLLM replaces such blocks in a request's list by its null block."""
     core = planner()
     core.scheduled("a", 12, 4, lambda: [[NULL_BLOCK, NULL_BLOCK, 12, 13]])
     assert core.take_plan().saves == [PoolSave(NAMES[:4], OWNER, ((12, 13),))]
@@ -119,7 +119,7 @@ def test_after_a_pulled_prompt_only_the_answer_is_saved() -> None:
 
 
 def test_the_block_that_token_1_completes_is_saved_at_the_decode() -> None:
-    """The prefill drew token 1, but has no KV of it."""
+    """The prefill drew token 1 but did not compute its KV."""
     core = StepCopyPlanner(4)
     core.add("a", SALT, TOKENS[:8], None, is_pulled=True)
     core.scheduled("a", 7, 1, lambda: BLOCKS)

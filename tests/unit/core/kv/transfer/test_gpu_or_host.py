@@ -1,4 +1,4 @@
-"""Where KV waits and lands, by what was found on a machine."""
+"""Tests whether KV transfers use GPU or host memory, decided by the features of the machine."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def test_the_path_is_the_device_where_ucx_reaches_its_memory(
     [
         ("auto", CLUSTER, ""),
         ("device", CLUSTER, ""),
-        ("host", CLUSTER, ""),  # RDMA out of host memory, as asked
+        ("host", CLUSTER, ""),  # RDMA from host memory, as the operator asked
         ("host", replace(CLUSTER, reads_gpu_memory=""), ""),
-        ("auto", replace(CLUSTER, device="cpu"), ""),  # no GPU, and so no fallback
+        ("auto", replace(CLUSTER, device="cpu"), ""),  # without a GPU, host memory is no fallback
         ("auto", LAPTOP, "KV is sent to a loopback address"),
         ("auto", replace(LAPTOP, is_local=False), "UCX has no RDMA here, only cma, posix, self"),
         ("host", replace(CLUSTER, transports=GPU), "UCX has no RDMA here"),

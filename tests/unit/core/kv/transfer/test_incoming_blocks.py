@@ -1,4 +1,8 @@
-"""When a load's blocks are written, complete or released, and when its landing ranges are free."""
+"""Tests when the blocks of a load are written, complete or released, and when its landings are
+free.
+
+A load pulls KV into landing ranges and copies it into an engine's blocks.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +76,8 @@ def test_a_cancelled_load_keeps_its_blocks_until_the_copy_under_way_has_ended() 
 
 @pytest.mark.fault("F27")
 def test_kv_that_lands_after_the_end_is_not_scattered() -> None:
-    """The agent's thread learns of the end later than the engine learns that the blocks are
-    free.
+    """The agent's thread learns late that the pull has ended. The engine may already reuse the
+    blocks.
     """
     blocks = IncomingBlocks(max_pulls=1)
     blocks.handle(start(1), now=0.0)

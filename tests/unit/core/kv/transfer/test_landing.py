@@ -1,4 +1,4 @@
-"""When the landing range of one pull is free."""
+"""Tests when the landing range that a pull writes to may be reused."""
 
 from __future__ import annotations
 

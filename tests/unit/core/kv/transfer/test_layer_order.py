@@ -1,4 +1,4 @@
-"""Which layers are sent within a step."""
+"""Tests which layers of KV are sent after each layer of a step is computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdmesh.core.kv.transfer.layer_order import LayerOrder
 
 
 def sent(order: LayerOrder, hooks: list[int]) -> tuple[list[list[int]], list[int]]:
-    """A step: the layers sent after each hook, and those sent at its end."""
+    """Run a step. Returns the layers sent after each hook, and those sent at the step's end."""
     return [list(order.told(layer)) for layer in hooks], list(order.end_step())
 
 

@@ -1,4 +1,4 @@
-"""When a waiting ticket is renewed."""
+"""Tests when a decode renews the lease of a ticket whose pull waits."""
 
 from __future__ import annotations
 

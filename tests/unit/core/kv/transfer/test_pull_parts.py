@@ -1,4 +1,4 @@
-"""The parts that a pull moves in: all that is wanted, in order, and none too large."""
+"""A pull is divided into parts of bounded size, which hold all wanted bytes in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ layouts = st.builds(
 
 @st.composite
 def pulls(draw: st.DrawFn) -> tuple[KvLayout, int, tuple[int, int] | None, int]:
-    """A layout, the first block wanted, the heads wanted, and the size of a part."""
+    """A layout, its first wanted block, the wanted heads, and the size of a part."""
     num_heads = draw(st.integers(1, 4))
     layout = KvLayout(
         draw(st.integers(0, 6)), draw(st.integers(0, 9)), 8 * num_heads, num_heads=num_heads
@@ -49,7 +49,7 @@ def test_parts_hold_exactly_what_is_wanted_in_order(
     parts = pull_parts(layout, first, heads, chunk)
     head, num_heads = heads or (0, layout.num_heads)
     unit = layout.block_bytes // layout.num_heads
-    held = [  # the buffer's head blocks, in order
+    held = [  # the head blocks in the order of the buffer
         (layer, h, block)
         for layer in range(layout.num_layers)
         for h in range(layout.num_heads)
@@ -84,7 +84,7 @@ def test_a_whole_prompt_that_fits_one_part_is_one_range(layout: KvLayout) -> Non
 
 
 def test_short_layers_share_a_part_with_each_other_and_not_with_a_long_one() -> None:
-    """As in Gemma 3: five layers of six have a window."""
+    """In Gemma 3, five of six layers have a window."""
     layout = KvLayout(12, 100, 64, first_blocks=(90, 90, 90, 90, 90, 0) * 2)
     parts = pull_parts(layout, chunk_bytes=6400)
     assert [(part.first_layer, part.end_layer) for part in parts] == [

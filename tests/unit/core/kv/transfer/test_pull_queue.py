@@ -1,4 +1,6 @@
-"""Which pulls may begin: bounded by number and by bytes, for each source separately."""
+"""Tests which pulls may begin. For each source, the number and the bytes of running pulls are
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,8 @@ def test_few_long_pulls_or_many_short_ones_run_at_a_time() -> None:
 
 @pytest.mark.fault("F23", "F24")
 def test_pulls_that_wait_for_one_source_delay_no_others() -> None:
-    """However many pulls from a slow source run or wait, another source's pulls begin at once and
-    get their share.
+    """Pulls from another source begin at once, however many pulls from a slow source run or
+    wait.
     """
     queue: PullQueue[str] = PullQueue(max_active=4, max_bytes=100)
     assert add(queue, "slow", 300, "slow") == ["slow"]
@@ -94,7 +96,7 @@ def test_overdue_pulls_are_all_dropped_before_another_begins() -> None:
 
 @dataclass
 class _Watched:
-    """A queue, and what became of each added pull."""
+    """A queue, and which of the added pulls have begun and ended."""
 
     queue: PullQueue[int] = field(default_factory=lambda: PullQueue(max_active=3, max_bytes=100))
     added: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -118,7 +120,7 @@ class _Watched:
 def test_every_pull_begins_once_and_in_the_order_of_its_source(
     steps: list[tuple[int, int, str]],
 ) -> None:
-    """A source that never sends anything delays only its own pulls."""
+    """A silent source delays only its own pulls."""
     watched = _Watched()
     queue = watched.queue
     for number, (choice, num_bytes, source) in enumerate(steps):

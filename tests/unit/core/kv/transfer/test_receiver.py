@@ -1,4 +1,4 @@
-"""A receiver's pulls in cases that a random walk rarely meets."""
+"""The receiver's side of pulls, in cases that random tests rarely meet."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_missed_deadline_fails_at_once_and_frees_after_the_abort() -> None:
 
 @pytest.mark.fault("F24")
 def test_a_sender_that_answers_in_time_keeps_its_connection() -> None:
-    """A prefill that is late for one request must not cost the others their transfers."""
+    """A prefill that is late for one request must not lose the transfers of other requests."""
     book = requested()
     book.handle(rx.Tick(), now=2.0)
     assert book.handle(rx.PullRefused(5, 1, "KV_REFUSED_STOPPED"), now=2.1) == [rx.FreeLanding(1)]
@@ -132,9 +132,9 @@ def test_a_pull_given_up_before_its_first_part_ends_with_the_answer() -> None:
 
 @pytest.mark.fault("F25", "F27")
 def test_a_pull_given_up_long_before_its_deadline_does_not_wait_for_it() -> None:
-    """Found by the nemesis: the message that asked for the KV was lost, and the client left. Slot
-    and landing range stayed taken for minutes, since a pull that waits for prefill may take as long
-    as its request.
+    """The nemesis tests found this. The message that asked for the KV was lost, and the client
+    left. A pull that waits for prefill has the deadline of its request, so slot and landing stayed
+    taken for minutes.
     """
     book = requested(deadline=600.0)
     assert book.handle(rx.CallerLeft(1), now=1.0) == [rx.SendAck(1, False)]
@@ -145,7 +145,7 @@ def test_a_pull_given_up_long_before_its_deadline_does_not_wait_for_it() -> None
 
 
 def with_neighbour(deadline: float = 600.0) -> PullBook:
-    """Pull 1, whose caller leaves while a part is on its way, and pull 2 on the same connection."""
+    """Two pulls on one connection. The caller of pull 1 leaves while a part is on its way."""
     book = requested(deadline=600.0)
     book.handle(rx.PullRequested(2, 5, 100, 100, deadline), now=0.0)
     book.handle(meta(length=60), now=0.1)
@@ -154,12 +154,12 @@ def with_neighbour(deadline: float = 600.0) -> PullBook:
     return book
 
 
-OVER = 1.1 + PULL_DRAIN_S + STOP_S  # when the time to drain a given-up pull is over
+OVER = 1.1 + PULL_DRAIN_S + STOP_S  # when the time to drain the abandoned pull is over
 
 
 @pytest.mark.fault("F24", "F27")
 def test_a_pull_that_is_not_drained_in_time_does_not_harm_other_pulls() -> None:
-    """The link is slow, or the sender never sends what it announced."""
+    """The link is slow, or the sender never sends the bytes that it announced."""
     book = with_neighbour()
     book.handle(meta(length=40, pull_id=2), now=4.0)
     assert book.handle(rx.Tick(), now=OVER) == [rx.RetirePeer(5)]
@@ -193,9 +193,7 @@ def test_a_retired_connection_is_closed_even_if_all_its_bytes_arrive_later() -> 
 
 @pytest.mark.fault("F4", "F27")
 def test_a_sender_that_was_never_heard_loses_all_its_pulls() -> None:
-    """The sender is frozen or the link is cut: its other pulls need not wait for their
-    deadlines.
-    """
+    """The sender is frozen or the link is cut, so pull 2 need not wait for its deadline."""
     book = with_neighbour()
     assert book.handle(rx.Tick(), now=OVER) == [rx.AbortPeer(5)]
 
@@ -232,11 +230,11 @@ def test_a_sender_that_dies_after_its_last_byte_does_not_fail_the_pull() -> None
 @pytest.mark.parametrize(
     "second",
     [
-        meta(40, 50),  # a gap
-        meta(20, 50),  # an overlap
-        meta(30, 80),  # past the end
+        meta(40, 50),  # leaves a gap
+        meta(20, 50),  # overlaps the part before
+        meta(30, 80),  # goes past the end
         meta(30, 0),
-        meta(30, 50, num_bytes=90),  # another size
+        meta(30, 50, num_bytes=90),  # announces another total size
     ],
 )
 def test_parts_that_are_not_contiguous_are_a_protocol_error(second: rx.MetaArrived) -> None:
@@ -270,7 +268,7 @@ def test_silence_ends_a_pull_long_before_its_deadline_and_progress_does_not() ->
     book = PullBook()
     book.handle(rx.PullRequested(1, 7, 100, 100, deadline=60.0, stall_s=2.0), now=0.0)
     assert book.handle(rx.Tick(), now=1.9) == [rx.TellSilent(1)]
-    for number in range(5):  # the link is slow, but each part comes in time
+    for number in range(5):  # the link is slow, but each part arrives in time
         now = 1.9 * (number + 1)
         book.handle(rx.MetaArrived(7, 1, 100, 20 * number, 20, is_inline=False), now=now)
     assert book.handle(rx.Tick(), now=9.5 + 1.9) == []

@@ -1,4 +1,7 @@
-"""A sender's tickets in cases that a random walk rarely meets."""
+"""The sender's tickets, in cases that random tests rarely meet.
+
+A ticket is the right to pull one prompt's staged KV.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from pdmesh.core.model import Tick
 
 LAYOUT = KvLayout(num_layers=4, num_blocks=4, block_bytes=10)
 WHOLE = KvPart(0, 160, (KvSpan(0, 160),), 0, 4)
-LAYERS = pull_parts(LAYOUT, chunk_bytes=40)  # one layer each
+LAYERS = pull_parts(LAYOUT, chunk_bytes=40)  # each part is one layer
 
 
 def book_with_ticket(
@@ -169,7 +172,8 @@ def test_short_parts_that_are_in_place_are_sent_as_one() -> None:
     [
         (KvLayout(num_layers=32, num_blocks=2, block_bytes=32 << 10), 1, 1, 4),
         (KvLayout(num_layers=64, num_blocks=2, block_bytes=40_000), 0, 4, 5),
-        (KvLayout(num_layers=3000, num_blocks=2, block_bytes=64), 1, 6, 6),  # in spans
+        # limited by the number of spans
+        (KvLayout(num_layers=3000, num_blocks=2, block_bytes=64), 1, 6, 6),
     ],
 )
 def test_joined_parts_keep_the_bounds_of_a_part(
@@ -193,7 +197,9 @@ def test_joined_parts_keep_the_bounds_of_a_part(
 
 @pytest.mark.fault("F35")
 def test_only_its_engine_ends_an_open_ticket() -> None:
-    """The range is still being written; if it were freed, another ticket would get it."""
+    """The engine still writes the range. If the ticket ended, the range would be given to another
+    ticket.
+    """
     book = book_with_ticket(num_ready=3, chunk_bytes=40)
     assert book.handle(Tick(), now=1e6) == []
     assert book.handle(tx.LayersReady("t", 4), now=1e6) == []
@@ -264,8 +270,8 @@ def test_a_send_to_a_frozen_receiver_is_aborted_at_the_end_of_the_lease() -> Non
 def test_a_send_that_outlives_its_lease_does_not_cost_others_their_connection(
     sign: tx.SenderEvent,
 ) -> None:
-    """The client left, so its ticket is not renewed. But a peer that takes or renews other tickets
-    is not frozen.
+    """The client has left, so nobody renews the ticket. But a peer that takes or renews other
+    tickets is not frozen.
     """
     book = book_with_ticket()
     book.handle(tx.OpenAsked("other", 1, LAYOUT, 60.0, 40), now=0.0)
@@ -351,9 +357,8 @@ def test_a_ticket_for_two_takers_waits_for_both() -> None:
 
 @pytest.mark.req("S57")
 def test_a_pull_by_a_rank_of_a_failed_decode_does_not_count_for_the_next_decode() -> None:
-    """A decode of two ranks fails when one of them has its part.
-
-    Both ranks of the next decode must get their parts.
+    """A decode of two ranks fails after one rank has its part. Both ranks of the next decode must
+    still get their parts.
     """
     book = book_with_ticket()
     for peer, decode in ((1, 5), (3, 6), (4, 6)):

@@ -1,5 +1,6 @@
-"""Which instances should exchange KV: what one decode finds out, and what follows from the reports
-of all decodes.
+"""Tests which sources of KV a decode excludes after faults, and which pairs the master excludes.
+
+The master decides by the reports of all decodes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pdmesh.core.request.events import Candidate
 
 P0, P0_AGAIN, P1 = KvSource("p0", 1), KvSource("p0", 2), KvSource("p1", 1)
 CORRUPT, UNREACHABLE, SLOW = SourceFault.CORRUPT, SourceFault.UNREACHABLE, SourceFault.SLOW
-QUICK = (0.1, 1.0)  # seconds of the wait for the KV, and of computing it
+QUICK = (0.1, 1.0)  # seconds of waiting for the KV, and of computing it instead
 LATE = (3.0, 1.0)
 
 
@@ -34,7 +35,7 @@ def test_the_third_corrupt_pull_makes_a_decode_refuse_a_source_for_a_minute() ->
     assert [record.failed(P0, "KV_CORRUPT", t) for t in (0.0, 1.0)] == [None, None]
     assert (
         record.succeeded(P0, *QUICK, 1.5) is None
-    )  # a good pull does not clear the record of corruption
+    )  # a good pull does not delete the record of corruption
     assert record.failed(P0, "KV_CORRUPT", 2.0) is CORRUPT
     assert record.ejects(P0, 61.9)
     assert not record.ejects(P0_AGAIN, 3.0), "a restarted source has a clean record"
@@ -100,7 +101,7 @@ def test_a_pull_that_proves_nothing_about_its_source_neither_strikes_nor_clears(
 
 @pytest.mark.fault("F24")
 def test_pulls_that_waited_together_are_one_observation() -> None:
-    """A decode that was paused for a while finds all of its sources slow at once."""
+    """A decode that was paused finds all of its sources slow at the same moment."""
     record = sources()
     assert [record.succeeded(P0, *LATE, 10.0 + t) for t in (0.0, 0.1, 0.2, 2.9)] == [None] * 4
     assert record.succeeded(P0, *LATE, 13.1) is None

@@ -1,4 +1,4 @@
-"""Which part of a ticket may be logged, and which number each refusal has on the wire."""
+"""The log text of a ticket hides its id, and each refusal has a number in the wire format."""
 
 from __future__ import annotations
 

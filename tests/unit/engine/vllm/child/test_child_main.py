@@ -1,4 +1,4 @@
-"""vLLM's children end with their host, even while they are starting."""
+"""A child process of vLLM ends when its host ends, even during its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that a processor cannot run are refused in one clear line, before an engine starts."""
+"""Settings that need missing CPU features are refused in one line before an engine starts."""
 
 from __future__ import annotations
 

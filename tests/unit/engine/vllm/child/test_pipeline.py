@@ -1,4 +1,4 @@
-"""What does not go with a pipeline is refused before anything starts, in one line that names it."""
+"""Settings that a pipeline does not support are refused in one line before anything starts."""
 
 from __future__ import annotations
 

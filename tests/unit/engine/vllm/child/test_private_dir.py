@@ -1,4 +1,4 @@
-"""The directory of an engine's sockets."""
+"""The private directory for the sockets of an engine."""
 
 from __future__ import annotations
 

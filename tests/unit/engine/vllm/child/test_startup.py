@@ -1,4 +1,4 @@
-"""What is said if vLLM does not start."""
+"""The error if vLLM does not start, and whether the start is tried again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pdmesh.engine.vllm.child.startup import build, engine_config, missing_libra
 from pdmesh.engine.vllm.host.stats import SchedulerView
 from pdmesh.errors import EngineFailed, EngineMisconfigured
 
-pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
-# As transformers says it: several lines, the first one empty.
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM itself raises these warnings
+# The error text of transformers has several lines, and the first one is empty.
 TORCHVISION = """
 Qwen2VLVideoProcessor requires the Torchvision library but it was not found in your environment.
 Please restart your runtime after installation.
@@ -43,7 +43,7 @@ def test_it_ends_the_start_as_other_causes_do(monkeypatch: pytest.MonkeyPatch) -
 
 
 class _Arguments(BaseModel):
-    """As vLLM's configurations are: pydantic checks them, field by field and as a whole."""
+    """Like vLLM's configurations, pydantic checks each field and then the whole."""
 
     seed: int = 0
     block_size: int = 16

@@ -1,4 +1,7 @@
-"""The cache groups of a model, as vLLM specifies them, and those that the mesh cannot move."""
+"""A model's cache groups are read from vLLM's specification.
+
+Groups that the mesh cannot move are refused.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM's specifications")
-pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM itself raises these warnings
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -37,7 +40,7 @@ from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches  # noq
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.group_caches import GroupCaches  # noqa: E402
 
-SIZES: dict[str, Any] = {  # Any: numbers and a dtype
+SIZES: dict[str, Any] = {  # the values are numbers and a dtype
     "block_size": 16,
     "num_kv_heads": 2,
     "head_size": 64,
@@ -56,7 +59,7 @@ STATE = MambaSpec(
 
 
 def config(*specs: Any) -> KVCacheConfig:
-    """Group n has the layers 2 n and 2 n + 1."""
+    """A cache configuration in which group n has the layers 2 n and 2 n + 1."""
     groups = [KVCacheGroupSpec([f"{2 * n}", f"{2 * n + 1}"], spec) for n, spec in enumerate(specs)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
@@ -68,7 +71,8 @@ def config(*specs: Any) -> KVCacheConfig:
         ([WINDOW], (100,)),
         ([WINDOW, FULL, WINDOW], (100, 0, 100)),
         ([SlidingWindowSpec(**SIZES, sliding_window=100, extra_retained_tokens=3)], (103,)),
-        ([FullAttentionSpec(**SIZES, sliding_window=100)], (0,)),  # the hybrid manager is off
+        # vLLM's hybrid cache manager is off
+        ([FullAttentionSpec(**SIZES, sliding_window=100)], (0,)),
         ([MLAAttentionSpec(**{**SIZES, "num_kv_heads": 1})], (0,)),
         ([STATE, FULL, WINDOW], (STATE_WINDOW, 0, 100)),
     ],
@@ -107,7 +111,9 @@ def test_a_state_that_may_lie_elsewhere_is_refused_in_one_line(
 
 
 def test_blocks_of_a_state_are_seen_whole_with_the_padding_up_to_other_layers_blocks() -> None:
-    """vLLM's view of a layer leaves the padding out; its layers share one allocation."""
+    """vLLM's view of a layer does not show the padding. All layers of the state share one
+    allocation.
+    """
     found = config(STATE, FULL)
     memory = torch.arange(4 * 8 * PAGE_BYTES, dtype=torch.int64).to(torch.int8)
     at = SimpleNamespace(
@@ -141,7 +147,8 @@ def test_states_of_another_shape_or_number_format_are_another_kind_of_kv() -> No
 
 @pytest.mark.req("S120")
 @pytest.mark.parametrize("is_packed", [True, False])
-@pytest.mark.parametrize("shape", [(8, 2, 16, 128), (8, 16, 2, 100)])  # cut by heads, opaque
+# the first is cut by heads, the second is opaque
+@pytest.mark.parametrize("shape", [(8, 2, 16, 128), (8, 16, 2, 100)])
 def test_all_stages_of_a_pipeline_have_one_layout(shape: tuple[int, ...], is_packed: bool) -> None:
     def stage(first: int, end: int, **more: torch.Tensor) -> dict[str, torch.Tensor]:
         own = {f"model.layers.{n}.self_attn.attn": torch.zeros(shape) for n in range(first, end)}

@@ -1,4 +1,4 @@
-"""What vLLM stores, as the fingerprint names it."""
+"""The fingerprint names the format in which vLLM stores KV."""
 
 from __future__ import annotations
 
@@ -189,9 +189,9 @@ def test_the_longest_prompt_counts_where_rope_is_scaled_by_it(
         ((10, 4, 16, 256), "bhnc"),
         ((2, 10, 16, 4, 128), "kbnhc"),
         ((10, 2, 16, 4, 128), "bknhc"),
-        ((20, 4, 8, 256), None),  # blocks split for a kernel
-        ((10, 8, 16, 256), None),  # not the heads of this rank
-        ((10, 1, 16, 576), None),  # latent attention, whose model has one head, not four
+        ((20, 4, 8, 256), None),  # a block is split in two for a kernel
+        ((10, 8, 16, 256), None),  # the number of heads differs from this rank's
+        ((10, 1, 16, 576), None),  # latent attention has one head, and this model has four
     ],
 )
 def test_the_axes_of_a_gpu_cache_are_known_by_its_shape(

@@ -1,7 +1,7 @@
-"""Latent attention (MLA), as vLLM specifies it: one head of which every rank has a copy.
+"""Latent attention (MLA) in vLLM: KV has one head, and every rank has a copy of it.
 
-The cache is made by vLLM's own function from its specification; a model of this kind is
-run by tests/e2e/caches/test_latent.py.
+vLLM's own function makes the caches from the specification. tests/e2e/caches/test_latent.py runs a
+model of this kind.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM's specifications")
-pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM itself raises these warnings
 
 import torch  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
@@ -43,7 +43,7 @@ SPEC = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=576, dt
 
 
 def caches_of(spec: MLAAttentionSpec) -> dict[str, Any]:
-    """Each layer's cache, as vLLM's model runner makes it."""
+    """The cache of each layer, made as vLLM's model runner does."""
     made = {}
     for layer in range(NUM_LAYERS):
         raw = torch.zeros(NUM_BLOCKS * spec.page_size_bytes, dtype=torch.int8)
@@ -144,7 +144,7 @@ def test_what_keeps_no_state_for_each_token_is_refused_in_one_line() -> None:
 
 @pytest.mark.req("S126")
 def test_an_indexer_s_cache_beside_it_is_refused() -> None:
-    """Sparse attention (DeepSeek V3.2) has layers of other sizes for the index."""
+    """Sparse attention (DeepSeek V3.2) keeps its index in layers of another size."""
     index = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=132, dtype=torch.uint8)
     caches = {**caches_of(SPEC), "index": caches_of(index)["layer.0"]}
     with pytest.raises(ValueError, match="different layouts"):

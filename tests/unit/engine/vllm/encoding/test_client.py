@@ -1,4 +1,4 @@
-"""The host of a vLLM prefill beside ranks that cannot fetch from the encoder."""
+"""The host of a vLLM prefill whose ranks cannot fetch images' embeddings from the encoder."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ REQUEST: dict[str, Any] = {
 
 
 class Ranks:
-    """The workers, without their socket. Each answers every fetch with (images, failure)."""
+    """Stands in for the workers. Each rank answers every fetch with (number of images, failure)."""
 
     def __init__(self, *answers: tuple[int, str]) -> None:
         self.answers = answers
         self.on_message: Callable[[ToHost], None] = lambda _: None
         self.fetches: list[int] = []
-        self.asked: dict[str, int] = {}  # images of the last fetch, with their lengths
+        # the images of the last fetch, with their numbers of tokens
+        self.asked: dict[str, int] = {}
         self.forgotten: list[int] = []
 
     def __call__(self, on_message: Callable[[ToHost], None], _: object) -> Ranks:
@@ -73,7 +74,10 @@ class Ranks:
 async def landed(
     ranks: Ranks, num_legs: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[int], Mapping[str, float]]:
-    """For prompts one after another: the images that landed for each; and what was counted."""
+    """Run prompts one after another.
+
+    Returns the number of images that arrived for each prompt, and the counters.
+    """
     monkeypatch.setattr(client, "ControlServer", ranks)
     host = client.EmbeddingClient(len(ranks.answers))
     await host.listen(Path(), lambda _: None)

@@ -1,4 +1,4 @@
-"""What an encoder on vLLM does with images that several jobs, or no jobs any more, await."""
+"""A vLLM encoder with images that several jobs wait for, and with images that no job waits for."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pdmesh.engine.vllm.encoding.config import VllmEncoderConfig
 from pdmesh.engine.vllm.encoding.engine import VllmEncoderEngine
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM itself raises these warnings
 BATCH = 2
 
 
 class NeverMade:
-    """A processor that is slower than any client's patience."""
+    """Stands in for an image processor that never ends."""
 
     def __init__(self) -> None:
         self.num_begun = 0
@@ -61,14 +61,14 @@ async def test_of_images_whose_clients_left_no_more_than_a_batch_is_encoded() ->
 async def test_an_image_that_another_job_awaits_is_not_dropped() -> None:
     engine, images = encoder()
     for leg in range(1, 8):
-        engine.encode(job(leg, image=min(leg, 6)))  # the last two await the same image
+        engine.encode(job(leg, image=min(leg, 6)))  # legs 6 and 7 wait for the same image
     await until(lambda: images.num_begun == 6)
     for leg in range(1, 7):
         engine.abort(leg)
     await until(lambda: engine.stats().num_running == BATCH + 1)
     assert 7 in engine._jobs
     assert len(engine._jobs) == 1
-    engine.encode(job(8, image=5))  # it was dropped, so it begins anew
+    engine.encode(job(8, image=5))  # the image was dropped, so it is processed again
     await until(lambda: images.num_begun == 7)
     assert engine.stats().num_running == BATCH + 2
     assert 8 in engine._jobs

@@ -13,7 +13,7 @@ def test_a_request_loads_what_it_was_told_and_drops_it_at_its_end() -> None:
     assert planner.has("a")
     assert not planner.has("c")
     planner.allocated("a")
-    planner.allocated("c")  # it is encoded in the step
+    planner.allocated("c")  # c is encoded in this step
     planner.finished(MINE)
     plan = planner.take(1)
     assert plan.loads == [(5, "a")]
@@ -22,7 +22,7 @@ def test_a_request_loads_what_it_was_told_and_drops_it_at_its_end() -> None:
 
 
 def test_another_request_with_the_same_image_gets_nothing_of_it() -> None:
-    """It may end later than the request that fetched them."""
+    """The other request may end later than the request for which the embeddings were fetched."""
     planner = EmbeddingPlanner()
     planner.consider(MINE)
     planner.consider({"pdmesh": "store"})
@@ -36,7 +36,7 @@ def test_another_request_with_the_same_image_gets_nothing_of_it() -> None:
 
 
 def test_a_step_without_tokens_drops_nothing_and_the_next_one_does() -> None:
-    """vLLM's first model runner throws the plan of such a step away."""
+    """vLLM's first model runner discards the plan of a step without tokens."""
     planner = EmbeddingPlanner()
     planner.finished(MINE)
     assert planner.take(0).dropped_legs == []

@@ -1,4 +1,4 @@
-"""What became of the fetches of a prompt's embeddings."""
+"""The outcome of the fetches of one prompt's embeddings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ pytestmark = pytest.mark.req("S129", "S130")
 
 
 def over(outcome: int | str | None) -> Future[Sequence[bytes]]:
-    """A fetch that brought so many images, failed for a reason, or was cancelled."""
+    """A fetch that brought this number of images, failed for this reason, or was cancelled
+    (None).
+    """
     future: Future[Sequence[bytes]] = Future()
     if outcome is None:
         future.cancel()
@@ -31,7 +33,7 @@ def over(outcome: int | str | None) -> Future[Sequence[bytes]]:
     [
         ([2], (2, "")),
         ([2, 3], (5, "")),
-        ([1, 3], (1, "")),  # the encoder has evicted the second image
+        ([1, 3], (1, "")),  # the encoder has evicted the second image of the first fetch
         ([0, 3], (0, "")),
         ([2, 1], (3, "")),
         ([2, PullFailure.TIMEOUT], (0, PullFailure.TIMEOUT)),

@@ -1,4 +1,4 @@
-"""vLLM's names of an adapter follow from its content, and a refusal says why in one line."""
+"""vLLM's names for an adapter are made from its content. A refusal has a reason of one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A, B = "0" * 64, "f" * 64
 
 
 class Llm:
-    """Takes every adapter, unless `refuses` says why not."""
+    """Stands in for vLLM, which takes every adapter unless `refuses` has a reason."""
 
     def __init__(self) -> None:
         self.added: list[Any] = []
@@ -36,7 +36,7 @@ class Llm:
 
 @pytest.fixture(autouse=True)
 def vllm_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two names of vLLM that are used here: importing vLLM takes seconds."""
+    """Replace the two names of vLLM that are used here, because importing vLLM takes seconds."""
 
     def request(lora_name: str, lora_int_id: int, lora_path: str) -> SimpleNamespace:
         return SimpleNamespace(name=lora_name, id=lora_int_id, path=lora_path)

@@ -1,4 +1,4 @@
-"""Frames between a vLLM worker and its host."""
+"""The frames that a vLLM worker and its host exchange over a socket."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ async def test_a_worker_notices_that_its_host_is_gone(tmp_path: Path) -> None:
 
 @pytest.mark.req("S14")
 async def test_ranks_that_greet_in_any_order_are_listed_by_rank(tmp_path: Path) -> None:
-    """Their addresses become those of the record, one per device, in the order of the devices. A
-    greeting may be repeated.
+    """The record has the address of each rank in the order of the devices. A greeting may be
+    repeated.
     """
     server = ControlServer(lambda _: None, lambda _: None)
     await server.listen(tmp_path / "c.sock")
@@ -109,7 +109,7 @@ async def test_ranks_that_greet_in_any_order_are_listed_by_rank(tmp_path: Path) 
 
 
 async def test_a_bug_at_either_end_closes_the_connection(tmp_path: Path) -> None:
-    """Otherwise later messages would be lost, and both ends would take each other for healthy."""
+    """Otherwise later messages would be lost, and each end would take the other one for healthy."""
 
     def broken(_: object) -> None:
         raise RuntimeError("a bug")

@@ -1,4 +1,4 @@
-"""What a started vLLM tells the mesh about itself."""
+"""A started vLLM describes itself to the mesh."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_both_ranks_are_described() -> None:
 
 @pytest.mark.req("S120")
 def test_a_pipelines_tickets_have_the_bytes_of_its_largest_stage() -> None:
-    """A range of that size holds any stage's share. Stages of 3 and 2 layers, 512 bytes each."""
+    """The stages have 3 and 2 layers of 512 bytes each. A range with the size of the largest stage
+    has room for each stage's share.
+    """
     first, last = (
         RankHello(0, 2, 1, "a", "f", 11, 1536, 3),
         RankHello(1, 2, 2, "b", "f", 11, 1024, 2),
@@ -42,7 +44,9 @@ def test_a_pipelines_tickets_have_the_bytes_of_its_largest_stage() -> None:
 
 
 def test_layers_with_a_window_make_tickets_smaller_and_count_as_full_in_the_capacity() -> None:
-    """Of 100 tokens the next one sees 20 in layer 1: tokens 81 to 99, in blocks 5 and 6 of 7."""
+    """After 100 tokens, the next one sees 19 of them in layer 1: tokens 81 to 99, in blocks 5 and 6
+    of 7.
+    """
     hello = RankHello(0, 1, 1, "a", "f", 41, 1024, 2, (0, 20), 2, 1)
     endpoint = endpoint_of(replace(CONFIG, max_model_len=256), 16, [hello])
     job = PrefillJob(1, "r", 0, array("I", range(100)), Sampling(max_tokens=1), "t")

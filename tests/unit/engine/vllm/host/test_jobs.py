@@ -1,4 +1,7 @@
-"""What one vLLM engine tells its host, from facts that arrive in two ways and in any order."""
+"""Tests what a vLLM engine reports to its host.
+
+The facts come from vLLM and from its workers, in any order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's cache events, translated to mesh hashes."""
+"""vLLM's cache events are translated to the mesh's block names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ NAMES = block_hashes(ROOT, TOKENS, 4)
 
 
 def stored(first: int, last: int, salt: str | None = ROOT.hex()) -> BlockStored:
-    """Blocks `first`..`last` of TOKENS; vLLM's hash of block i is b"v<i>"."""
+    """The event that blocks `first` to `last` (exclusive) of TOKENS were stored. vLLM's hash of
+    block i is b"v<i>".
+    """
     return BlockStored(
         [b"v%d" % i for i in range(first, last)],
         b"v%d" % (first - 1) if first else None,
@@ -58,7 +60,7 @@ def test_a_block_reported_twice_changes_nothing() -> None:
 
 
 def test_only_the_events_of_one_cache_group_count() -> None:
-    """vLLM reports a block for each group, and a group with a window drops it first."""
+    """vLLM reports a block for each cache group. A group with a window drops the block first."""
     view = names()
     view.group = 1
     mine, others = stored(0, 2), stored(0, 4)
@@ -89,7 +91,7 @@ def test_clearing_starts_the_view_again() -> None:
 
 
 def test_after_a_gap_only_later_events_count() -> None:
-    """The lost batch removed block 0, and no later event would say so again.
+    """The lost batch may have removed block 0, and no later event would report that again.
 
     The block is still known as a parent.
     """
@@ -108,7 +110,9 @@ def test_blocks_without_a_salt_have_no_name() -> None:
 
 
 def test_blocks_of_which_only_some_are_told_get_no_names() -> None:
-    """Of layers with a window, vLLM caches the last blocks and tells the tokens of all."""
+    """In layers with a window, vLLM stores only the last blocks, but the event has the tokens of
+    all blocks.
+    """
     view = names()
     view.handle(0, [stored(0, 1)])
     last = BlockStored([b"v2"], b"v0", TOKENS[4:], 4, [None])
@@ -123,7 +127,7 @@ def test_the_memory_of_names_is_bounded_and_forgotten_names_are_reported() -> No
 
 
 def test_a_batch_is_read_as_vllm_packs_it() -> None:
-    """The batch is an array, events are tagged maps, and unknown fields are skipped."""
+    """The batch is an array, and its events are tagged maps. Unknown fields are skipped."""
     event = {
         "type": "BlockStored",
         "block_hashes": [b"v0"],
@@ -143,7 +147,7 @@ def test_a_batch_is_read_as_vllm_packs_it() -> None:
 
 
 async def test_events_that_cannot_be_read_end_the_engine(tmp_path: Path) -> None:
-    """If they were skipped, the mesh's index would be wrong for as long as the engine lives."""
+    """If such events were skipped, the mesh's index would be wrong until the engine ends."""
     engine = VllmEngine(VllmConfig("p0", 1, tmp_path, "m"))
     engine._private_dir = tmp_path
     context = zmq.asyncio.Context()
@@ -163,8 +167,8 @@ async def test_events_that_cannot_be_read_end_the_engine(tmp_path: Path) -> None
 
 @pytest.mark.req("S80", "S128")
 def test_images_are_part_of_the_names_as_gateways_make_them() -> None:
-    """Two images begin in the first block. One of them continues in the next blocks, which another
-    event reports.
+    """Two images begin in the first block. One of them continues in the next blocks, which are in
+    another event.
     """
     one, two = bytes(32), b"x" * 32
     expected = block_hashes(ROOT, TOKENS, 4, images=[(1, one), (2, two)])

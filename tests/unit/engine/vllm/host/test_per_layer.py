@@ -1,6 +1,4 @@
-"""Per-layer hand-overs of one vLLM engine: what the host learns of prefills, and how token 1 is
-set.
-"""
+"""Hand-overs of a vLLM engine in per-layer mode: the host's reports of prefills, and token 1."""
 
 from __future__ import annotations
 
@@ -181,8 +179,8 @@ def test_blocks_of_a_cached_prefix_go_with_the_first_chunk() -> None:
 
 
 def test_a_preempted_prompt_continues_from_where_it_was() -> None:
-    """It has other blocks now, but what was gathered from the first ones is KV of the same
-    tokens.
+    """The prompt has other blocks now. The KV gathered from the first blocks is still right,
+    because the tokens are the same.
     """
     core = storing()
     core.scheduled("a", 0, 5, lambda: BLOCKS)
@@ -199,7 +197,7 @@ def test_an_aborted_prompt_drops_its_ticket() -> None:
 
 
 def test_an_early_decode_with_nothing_to_pull_waits_for_token_1() -> None:
-    """Otherwise vLLM would compute at once from the stand-in for token 1."""
+    """Otherwise vLLM would compute at once, with the placeholder instead of token 1."""
     core = HandoffPlanner(CacheGroups(4))
     ticket = Ticket("t1", "r", 0, "prefill-0", 7, "fp", 8, 120, ("addr",), 5000)
     core.add("b", load_params(2, ticket, ArenaRange(0, 4096), 100.0, 8, is_early=True), 9)

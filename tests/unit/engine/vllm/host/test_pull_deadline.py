@@ -1,5 +1,6 @@
-"""When the host of a vLLM engine stops waiting for a pull's result: a pull's time after its turn
-began, however long steps take.
+"""Tests when the host of a vLLM engine gives up a pull.
+
+The deadline counts from the start of the pull, however long the engine's steps take.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ WAITS, ARRIVED, SILENT = 1, 2, 3
 async def test_a_deadline_covers_the_pull_but_no_wait_for_its_turn_or_for_a_slot(
     tmp_path: Path,
 ) -> None:
-    """Three loads begin before a step that is longer than a pull. One waits for its turn, one waits
-    for a slot, and the third reports nothing.
+    """Three loads begin before a step that takes longer than a pull. One waits for its turn, one
+    waits for a slot, and one reports nothing.
     """
     config = VllmConfig(instance_id="decode-0", incarnation=1, model="m", model_dir=tmp_path)
     engine = VllmEngine(config)

@@ -1,4 +1,7 @@
-"""A request for an adapter begins when vLLM has loaded it, and holds it until vLLM is done."""
+"""A request for an adapter begins when vLLM has loaded the adapter.
+
+The request uses the adapter until vLLM has ended the request.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,14 @@ LAYER = "model.layers.0.self_attn.q_proj.weight"
 
 
 class Llm:
-    """Answers a request with one token on demand, and notes the order of all calls."""
+    """Stands in for vLLM. It answers a request with one token on demand, and records all calls in
+    order.
+    """
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, Any]] = []
         self.queues: dict[str, asyncio.Queue[Any]] = {}
-        self.asked: dict[str, tuple[int, float]] = {}  # priority, arrival
+        self.asked: dict[str, tuple[int, float]] = {}  # (priority, arrival) of each request
 
     async def add_lora(self, request: Any) -> None:
         self.heard.append(("load", request.name))
@@ -69,7 +74,7 @@ class Llm:
 
 @pytest.fixture(autouse=True)
 def vllm_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of vLLM that are used here: importing vLLM takes seconds."""
+    """Replace the names of vLLM that are used here, because importing vLLM takes seconds."""
 
     def lora(lora_name: str, lora_int_id: int, lora_path: str) -> SimpleNamespace:
         return SimpleNamespace(name=lora_name, id=lora_int_id, path=lora_path)
@@ -135,7 +140,7 @@ async def test_a_request_begins_when_its_adapter_is_loaded_and_gives_it_back(
     site.submit(1, a)
     site.submit(2, None)
     await until(lambda: len(site.llm.queues) == 2)
-    site.submit(3, b)  # one slot, and leg 1 uses it
+    site.submit(3, b)  # leg 1 uses the only slot
     assert site.llm.heard.index(("load", f"adapter-{a.digest}")) < site.llm.heard.index(
         ("add", f"adapter-{a.digest}")
     )
@@ -182,12 +187,12 @@ async def test_a_request_whose_adapter_cannot_be_loaded_never_reaches_vllm(tmp_p
 
 
 async def test_a_request_given_up_while_its_adapter_loads_ends_at_once(tmp_path: Path) -> None:
-    """Otherwise requests for an adapter on a hanging store would pile up."""
+    """Otherwise requests for an adapter on a hanging store would accumulate."""
     site = Site(tmp_path)
     a, b = site.adapter("a", 1), site.adapter("b", 2)
     site.submit(1, a)
     await until(lambda: "i-1" in site.llm.queues)
-    for leg in range(2, 20):  # one slot, and leg 1 uses it
+    for leg in range(2, 20):  # leg 1 uses the only slot
         site.submit(leg, b)
     await until(lambda: site.adapters.host.num_waiting == 18)
     for leg in range(2, 20):
@@ -203,7 +208,7 @@ async def test_a_request_given_up_while_its_adapter_loads_ends_at_once(tmp_path:
 
 
 async def test_a_request_given_up_before_its_images_are_decoded_never_is(tmp_path: Path) -> None:
-    """Otherwise a client that sends and cancels would fill the room of decoders."""
+    """Otherwise a client that sends and cancels requests would fill the queue of the decoders."""
     site = Site(tmp_path)
     llm: Any = site.llm
     site.requests.images = VllmImages(llm, ImageFacts(1, (1,), 8))
@@ -224,7 +229,7 @@ async def test_vllm_gets_the_priority_and_the_order_of_arrival_whatever_a_reques
     site = Site(tmp_path)
     a, b = site.adapter("a", 1), site.adapter("b", 2)
     site.submit(1, a)
-    site.submit(2, b, priority=4)  # one slot, and leg 1 uses it
+    site.submit(2, b, priority=4)  # leg 1 uses the only slot
     site.submit(3, None, priority=0)
     await until(lambda: len(site.llm.queues) == 2)
     site.llm.finish("i-1")

@@ -1,4 +1,4 @@
-"""The sampling parameters that vLLM gets, and how its log probabilities are passed on."""
+"""The sampling parameters for vLLM, and the log probabilities that vLLM returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdmesh.engine.vllm.host.sampling import CONSTRAINT_FAILED, drawn, num_told,
 
 
 def flat(rows: list[list[tuple[int, float, int]]]) -> Any:
-    """Log probabilities as vLLM's FlatLogprobs: the first position is empty."""
+    """Log probabilities in the form of vLLM's FlatLogprobs, whose first position is empty."""
     starts, ends = [0], [0]
     entries: list[tuple[int, float, int]] = []
     for row in rows:
@@ -82,7 +82,7 @@ def test_an_error_shows_whether_the_constraint_is_its_cause(
 
 
 def test_the_logprobs_of_requested_token_ids_come_in_the_order_of_vllm() -> None:
-    """The drawn token comes first, and appears only once."""
+    """The drawn token comes first, and is not repeated if the client requested it, too."""
     values = {7: -2.0, 9: -0.5, 4: -3.0}
     choices = {token: SimpleNamespace(logprob=value) for token, value in values.items()}
     completion = SimpleNamespace(finish_reason=None, token_ids=[7], logprobs=[choices])

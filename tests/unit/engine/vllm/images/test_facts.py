@@ -1,4 +1,4 @@
-"""Which models' images the mesh serves, as their processor shows."""
+"""Tests whether the mesh serves a model's images, decided by trying the model's image processor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_other_models_serve_none(process: Process, config: dict[str, Any]) -> No
 
 
 def test_a_processor_may_refuse_extreme_sizes() -> None:
-    """Many cannot tell the channels of a single pixel. Such an image fails its own request."""
+    """Many processors cannot find the colour channels of a single pixel. Such an image fails only
+    its own request.
+    """
 
     def process(placeholder: int, size: tuple[int, int]) -> Sequence[int]:
         if size == (1, 1):
@@ -82,14 +84,14 @@ def _other_tokens(placeholder: int, size: tuple[int, int]) -> Sequence[int]:
 @pytest.mark.parametrize(
     ("process", "config"),
     [
-        (by_rule(replace(RULE, max_pixels=20_000)), {}),  # seen only with a large image
-        (by_rule(replace(RULE, min_pixels=900)), {}),  # only with a small one
+        (by_rule(replace(RULE, max_pixels=20_000)), {}),  # shows only with a large image
+        (by_rule(replace(RULE, min_pixels=900)), {}),  # shows only with a small image
         (by_rule(replace(RULE, factor=12)), {}),
         (by_rule(), {"begins_at": 1}),
         (by_rule(), {"hf_config": Namespace(image_token_id=IMAGE_TOKEN)}),
         (by_rule(), {"hf_config": Namespace(vision_config=Namespace(spatial_merge_size=2))}),
         (
-            by_rule(),  # rows of tokens that are not those of the patches
+            by_rule(),  # merges the patches into other rows than the tokens have
             {
                 "hf_config": Namespace(
                     image_token_id=9, vision_config=Namespace(spatial_merge_size=4)

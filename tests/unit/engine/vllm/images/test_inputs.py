@@ -1,4 +1,4 @@
-"""The inputs of a vLLM request with images."""
+"""The inputs of a vLLM request that has images."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_vllms_only_thread_for_images_processes_them_in_their_order() -> N
 
 @pytest.mark.usefixtures("vllm_without_vllm")
 async def test_the_name_of_an_image_tells_the_tenants_apart() -> None:
-    """Otherwise the time of an answer would tell which images another tenant sent."""
+    """Otherwise the time to an answer would tell whether another tenant has sent the same image."""
     (one, _), (again, _), (other, _) = [(await made(salt=salt)).names for salt in ("a", "a", "b")]
     assert one == again != other
     digest = digest_of(png(1, 8, 8)).hex()
@@ -117,7 +117,7 @@ async def test_a_cancelled_request_is_neither_decoded_nor_processed(
 
 
 GRIDDED = ImageFacts(9, (), 8, GridRule(10, 400, 40_000))
-TALL = PromptImage(1, 6, digest_of(png(1, 20, 30)), png(1, 20, 30), 3)  # three rows of two
+TALL = PromptImage(1, 6, digest_of(png(1, 20, 30)), png(1, 20, 30), 3)  # three rows of two tokens
 
 
 async def gridded(image: PromptImage, prompt: Sequence[int] = (1, *[9] * 6, 2)) -> Any:
@@ -128,7 +128,7 @@ async def gridded(image: PromptImage, prompt: Sequence[int] = (1, *[9] * 6, 2)) 
 @pytest.mark.req("S129")
 @pytest.mark.usefixtures("vllm_without_vllm")
 async def test_a_decode_gets_the_rows_in_which_an_image_stands() -> None:
-    """The same as the prefill finds in the pixels, and nothing else."""
+    """The decode gets the same rows that the prefill reads from the pixels, and nothing else."""
     pytest.importorskip("torch")
     (made,) = (await gridded(TALL)).items
     found = await gridded(replace(TALL, data=b""))
@@ -158,7 +158,7 @@ async def test_an_image_without_rows_is_a_misfit_where_positions_depend_on_them(
 @pytest.mark.req("S129")
 @pytest.mark.usefixtures("vllm_without_vllm")
 async def test_an_image_that_is_shown_on_its_side_is_refused() -> None:
-    """The gateway saw other rows than the processor, which turned the image."""
+    """The processor turned the image, so it has other rows than the gateway saw."""
     with pytest.raises(ImageUnusable, match="turn it"):
         await gridded(replace(TALL, num_rows=2))
     for num_tokens, num_rows in ((4, 2), (6, 1), (6, 6)):
@@ -171,7 +171,9 @@ async def test_an_image_that_is_shown_on_its_side_is_refused() -> None:
 @pytest.mark.usefixtures("vllm_without_vllm")
 @pytest.mark.parametrize("is_prefill", [True, False])
 async def test_images_side_by_side_are_refused(is_prefill: bool) -> None:
-    """Otherwise the step fails that computes them, and with it all requests of the engine."""
+    """Otherwise the step that computes the images would fail, and with it all requests of the
+    engine.
+    """
     data = TALL.data if is_prefill else b""
     two_images = [replace(TALL, data=data), replace(TALL, position=7, data=data)]
     images = VllmImages(model(by_rule(), rule=GRIDDED.grid), GRIDDED)

@@ -1,4 +1,4 @@
-"""Pictures as vLLM reads them, and what may be wrong with their files."""
+"""Tests how image files are opened for vLLM, and which faults of a file are found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("PIL")
 def test_a_size_that_is_not_the_headers_is_refused_before_it_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the reader of headers overlooks."""
+    """This check finds sizes that the gateway's reader of headers has overlooked."""
     from PIL import ImageFile
 
     def load(*_: object) -> None:
@@ -43,7 +43,7 @@ def test_a_prefill_checks_the_header_again(data: bytes) -> None:
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_real_files_have_the_size_that_their_header_says(form: str) -> None:
-    """With what files often hold before their pixels."""
+    """The files have comments and other data that often precede the pixels."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 

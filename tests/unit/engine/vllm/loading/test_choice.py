@@ -1,4 +1,6 @@
-"""Which loader an engine gets, and what is reported of its files before vLLM starts."""
+"""Tests which loader an engine gets, and which faults of its files are reported before vLLM
+starts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One rank by itself: equal weights, sequential reads, one allocation; faults name a file."""
+"""A stream of weights for one rank.
+
+The weights equal the library's, the reads are sequential, and memory is allocated once. An error
+names its file.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 FIRST: Shapes = {
     "embed": ("F32", (40, 64)),
     "flags": ("BOOL", (3,)),
-    "odd.norm": ("BF16", (65,)),  # not aligned, since three bytes precede it
+    "odd.norm": ("BF16", (65,)),  # not aligned, because three bytes precede this tensor
     "layer.0": ("BF16", (96, 32)),
     "none": ("F16", (0, 7)),
     "scale": ("F32", ()),
@@ -52,7 +56,7 @@ def stream_of(folder: Path, window_bytes: int, disk: NotedDisk | None = None) ->
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bit for bit: random bytes hold NaNs, which equal nothing."""
+    """Compare bit by bit, because random bytes contain NaNs."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
@@ -60,7 +64,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def expected(folder: Path) -> dict[str, Any]:
-    """The library's own reading of all files."""
+    """All tensors as the safetensors library reads them."""
     return {
         name: tensor
         for file in names(folder)
@@ -121,7 +125,7 @@ def test_one_allocation_serves_all_files_and_is_shorter_than_they_are(folder: Pa
 
 @pytest.mark.req("S86")
 def test_a_tensor_that_the_model_keeps_is_not_overwritten(folder: Path) -> None:
-    """Some models collect tensors of a layer before they use them."""
+    """Some models collect the tensors of a layer before they use them."""
     whole, stream = expected(folder), stream_of(folder, 700)
     kept = list(stream)
     assert all(same(tensor, whole[name]) for name, tensor in kept)
@@ -130,11 +134,13 @@ def test_a_tensor_that_the_model_keeps_is_not_overwritten(folder: Path) -> None:
 
 @pytest.mark.req("S87")
 def test_the_next_window_is_read_while_a_window_is_copied(tmp_path: Path) -> None:
-    """The model asks for no more until the disk has read the window after the one that it has."""
+    """The model asks for its next tensor only after the disk has read the window after the present
+    one.
+    """
     write_weights(tmp_path / "model.safetensors", SECOND)
     disk = NotedDisk()
     for number, _ in enumerate(stream_of(tmp_path, 1, disk), 1):
-        wait_for_reads(disk, 2 + min(number + 1, len(SECOND)))  # two of the header
+        wait_for_reads(disk, 2 + min(number + 1, len(SECOND)))  # two reads are for the header
 
 
 def wait_for_reads(disk: NotedDisk, count: int) -> None:
@@ -182,7 +188,7 @@ def test_a_tensor_that_its_file_lacks_is_named_with_the_file(folder: Path) -> No
 
 
 def test_a_read_that_never_ends_is_given_up_and_the_file_is_named(folder: Path) -> None:
-    """A network disk may hang for ever; the thread that waits for it is left behind."""
+    """A network disk may hang for ever. The thread that waits for the disk is abandoned."""
     file = names(folder)[1]
     stuck = StuckDisk(file, (folder / file).stat().st_size - 10)
     options = WeightStreamOptions(700, wait_s=0.2, open_file=stuck.open)
@@ -230,7 +236,7 @@ class Stuck:
 
 
 def test_a_model_that_changes_loaded_weights_is_told_so(folder: Path) -> None:
-    """Other ranks see the same memory, so they would load what this one wrote."""
+    """All ranks of a machine share the memory, so another rank would load the changed weights."""
     changed = ((name, tensor.zero_()) for name, tensor in stream_of(folder, 1 << 20))
     with pytest.raises(WeightsUnreadable, match="changes loaded weights in place"):
         list(changed)

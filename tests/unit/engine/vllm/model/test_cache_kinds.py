@@ -1,4 +1,4 @@
-"""Models that keep more than KV by token are refused, and the refusal names what they have."""
+"""Models that keep other data than KV per token are refused. The error names these data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.engine.vllm.model.cache_kinds import check_cache_kinds, may_reuse_pr
 from pdmesh.errors import EngineMisconfigured
 
 
-def model(**facts: object) -> Any:  # Any: it stands for vLLM's ModelConfig
+def model(**facts: object) -> Any:  # the Any stands for vLLM's ModelConfig
     usual: dict[str, object] = {
         "served_model_name": "m",
         "has_inner_state": False,
@@ -81,7 +81,7 @@ def test_states_beside_attention_move_but_tiers_keep_none(
 def test_layers_that_use_the_kv_of_others_are_refused_and_a_model_that_could_have_some_is_not() -> (
     None
 ):
-    """Gemma 3n has them; models of its family may have none."""
+    """Gemma 3n has such layers. Other models of its family may have none."""
     check_cache_kinds(
         model(hf_text_config=SimpleNamespace(num_kv_shared_layers=0)), reuses_prefixes=True
     )
@@ -92,7 +92,7 @@ def test_layers_that_use_the_kv_of_others_are_refused_and_a_model_that_could_hav
 
 
 def test_kv_that_depends_on_more_than_the_tokens_before_it_is_not_moved() -> None:
-    """Of such a model (prefix LM, R-SWA), vLLM caches no prefixes although it was asked to."""
+    """For such a model (prefix LM, R-SWA), vLLM switches prefix caching off."""
     with pytest.raises(
         EngineMisconfigured, match="depends on more than the tokens before it"
     ) as caught:
@@ -105,7 +105,7 @@ def test_kv_that_depends_on_more_than_the_tokens_before_it_is_not_moved() -> Non
     [
         (False, "cpu", True, True),
         (False, "cpu", False, False),
-        (True, "cpu", False, True),  # its kernel is the reason, not the model
+        (True, "cpu", False, True),  # the kernel forbids prefix caching here, not the model
         (True, "cuda", False, False),
     ],
 )

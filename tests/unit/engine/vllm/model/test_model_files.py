@@ -1,5 +1,6 @@
-"""A model's name is a hash of its files. Each file is hashed once, and a cached hash that another
-user could have written is not used.
+"""A model's name is a hash of its files.
+
+Each file is hashed once. A cached hash that another user could have written is not used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pdmesh.errors import EngineFailed
 
 pytestmark = pytest.mark.req("S17", "S80")
 WEIGHTS = "model.safetensors"
-HEAD = b"header and embeddings" * 100_000  # 2 MB that all checkpoints of one layout share
+HEAD = b"header and embeddings" * 100_000  # 2 MB that are equal in all checkpoints of one layout
 OLD = b"k_proj v_proj: before"
 NEW = b"k_proj v_proj: after!"
 Loaded = tuple[ModelFiles, FileDigests]
@@ -44,7 +45,7 @@ def cache_dir(tmp_path: Path) -> Path:
 
 
 def later() -> float:
-    """A time at which the files that a test writes count as settled."""
+    """A time at which the files that a test has written count as unchanged for long enough."""
     return time.time() + 2 * SETTLED_S
 
 
@@ -151,7 +152,7 @@ def test_files_that_an_artefact_verified_are_not_read_again(model_dir: Path) -> 
 
 
 def forge(path: Path) -> None:
-    """Replace the cached digests with impossible ones, and leave the rest as it was."""
+    """Replace the cached digests by impossible ones, and leave the rest of the entry."""
     read = json.loads(path.read_text())
     for entry in read["files"].values():
         entry[-1] = "0" * 64
@@ -234,7 +235,7 @@ def test_a_doubtful_cache_is_ignored(why: str, model_dir: Path, cache_dir: Path)
 def test_a_file_that_was_changed_just_now_is_not_remembered(
     model_dir: Path, cache_dir: Path
 ) -> None:
-    """A second change within one tick of the file system's clock would not show."""
+    """The file system would not show a second change within one tick of its clock."""
     now = (model_dir / WEIGHTS).stat().st_ctime_ns / 1e9
     FileDigests(cache_dir, clock=lambda: now).of(model_dir, [WEIGHTS])
     assert json.loads(stored(cache_dir).read_text())["files"] == {}
@@ -267,7 +268,7 @@ def test_if_the_cache_cannot_be_made_files_are_hashed_each_time(
 def test_the_cache_works_on_a_file_system_without_locks(
     model_dir: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An example is a home on NFS whose lock daemon is down."""
+    """For example, the lock daemon of a home directory on NFS is down."""
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
@@ -296,7 +297,7 @@ def test_the_cache_lies_in_the_home_of_the_user(
 
 def test_hashing_ends_when_the_engine_is_no_longer_wanted(model_dir: Path, cache_dir: Path) -> None:
     ours, theirs = digests(cache_dir), digests(cache_dir)
-    with theirs._cache(model_dir):  # another process hashes the folder
+    with theirs._cache(model_dir):  # another process is hashing the folder
         ours.stop()
         with pytest.raises(EngineFailed, match="no longer wanted"):
             ours.of(model_dir, [WEIGHTS])
@@ -344,7 +345,8 @@ def test_a_file_that_was_linked_touched_or_left_unchanged_is_not_hashed(
 ) -> None:
     files, ours = loaded
     files.check_unchanged(ours)
-    os.link(model_dir / WEIGHTS, model_dir.parent / "link")  # building an artefact does this
+    # this happens when an artefact is built
+    os.link(model_dir / WEIGHTS, model_dir.parent / "link")
     files.check_unchanged(ours)
     (model_dir / WEIGHTS).touch()
     files.check_unchanged(ours)

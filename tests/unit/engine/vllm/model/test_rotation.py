@@ -1,4 +1,6 @@
-"""Models that vLLM's rotation for CPUs computes wrongly use its operation in PyTorch."""
+"""vLLM's rotation kernel for CPUs is wrong for some models, which use PyTorch's operation
+instead.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pdmesh.engine.vllm.model.rotation import rotate_rightly, rotation_text
 CONVOLUTIONS = SimpleNamespace(layer_types=["conv", "full_attention"])
 
 
-def config(  # Any: it stands for vLLM's VllmConfig
+def config(  # the Any stands for vLLM's VllmConfig
     *operations: str, facts: object = None, use_mla: bool = False, device: str = "cpu"
 ) -> Any:
     return SimpleNamespace(
@@ -58,13 +60,13 @@ def test_kv_of_the_kernel_and_of_pytorch_have_other_fingerprints_where_they_diff
     assert kernel != right
     assert kernel
     assert right
-    assert rotation_text(config("all")) == []  # the fingerprints of other models stay
+    assert rotation_text(config("all")) == []  # the fingerprints of other models stay as they were
     assert rotation_text(config("all", facts=CONVOLUTIONS, device="cuda")) == []
 
 
 @pytest.mark.vllm
 def test_vllm_s_kernel_for_cpus_still_turns_heads_apart_wrongly() -> None:
-    """The reason for all this: once it fails, the module can go."""
+    """If this test fails, vLLM has mended its kernel, and the module can be removed."""
     torch = pytest.importorskip("torch")
     ops = pytest.importorskip("vllm._custom_ops")
     num_tokens, heads, size = 8, 4, 32
@@ -77,7 +79,8 @@ def test_vllm_s_kernel_for_cpus_still_turns_heads_apart_wrongly() -> None:
     for query in (flat, apart):
         ops.rotary_embedding(positions, query, query.clone(), size, cache, True)
     right = flat.reshape(given.shape)
-    num_turned = num_tokens // heads  # whose rows are among the first `num_tokens`
+    # the kernel turns only the tokens whose rows are among the first `num_tokens` rows
+    num_turned = num_tokens // heads
     assert (apart - right).abs().max() > 0.1
     assert torch.equal(apart[num_turned:], given[num_turned:])
     assert not torch.equal(right[num_turned:], given[num_turned:])

@@ -1,4 +1,4 @@
-"""A later stage has room for its inputs even if vLLM never profiled the model."""
+"""A later pipeline stage has memory for its inputs even if vLLM never profiled the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ runners = pytest.importorskip("vllm.v1.worker.gpu_model_runner")
 
 from pdmesh.engine.vllm.model.stage_inputs import make_room_for_inputs  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM itself raises these warnings
 
 
 @pytest.mark.req("S120")
@@ -36,7 +36,8 @@ def test_room_is_made_once_and_inputs_are_copied_into_it(monkeypatch: pytest.Mon
         device=torch.device("cpu"),
     )
     sent = IntermediateTensors({"hidden": torch.ones(3, 2)})
-    with pytest.raises(AssertionError):  # vLLM's own; if this passes, the patch can go
+    # vLLM without the patch; if it raises nothing, the patch can be removed
+    with pytest.raises(AssertionError):
         runner_class.sync_and_gather_intermediate_tensors(runner, 3, sent, True)
     make_room_for_inputs()
     make_room_for_inputs()

@@ -1,4 +1,4 @@
-"""Mamba-2 on a CPU computes one block in a step: longer steps are refused at the start."""
+"""Mamba-2 on a CPU computes only one block in a step. Longer steps are refused at the start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRANITE = {"mamba_chunk_size": 256}
 NEMOTRON = {"chunk_size": 256}
 
 
-def config(  # Any: it stands for vLLM's VllmConfig
+def config(  # the Any stands for vLLM's VllmConfig
     step_tokens: int,
     facts: dict[str, int],
     *,

@@ -1,4 +1,4 @@
-"""What a failed request of vLLM means for the mesh, and when a step may be long."""
+"""Tests how the mesh treats a pooling request that failed in vLLM, and when a step may be long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.errors import EngineFailed, InvalidRequest
 
 
 class ClientError(Exception):
-    """Stands in for vLLM's base class of the client's errors."""
+    """Stands in for vLLM's base class of errors that the client caused."""
 
 
 class ValidationError(ClientError):

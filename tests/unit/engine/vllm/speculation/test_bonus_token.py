@@ -1,4 +1,4 @@
-"""The token behind a whole proposal, drawn by vLLM's own sampler."""
+"""The token after a proposal that was accepted as a whole, drawn by vLLM's own sampler."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 pytest.importorskip("vllm")
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM itself raises these warnings
 STOP, OTHER, VOCABULARY = 7, 9, 10
 
 
 def drawn(min_tokens: list[int], outputs: list[list[int]], proposed: list[list[int]]) -> list[int]:
-    """What the sampler draws for each row, if the model prefers the stop token."""
+    """The tokens that the sampler draws for the rows, if the model prefers the stop token."""
     from vllm import SamplingParams
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
@@ -80,7 +80,8 @@ def test_an_answer_that_is_long_enough_with_its_proposal_may_end() -> None:
     try:
         count_proposed_tokens()
         count_proposed_tokens()
-        # Tokens 3 to 6 are proposed, so the next one is the seventh, or in the last row the third.
+        # Tokens 3 to 6 are proposed, so the drawn token is the seventh. In the last row it is the
+        # third.
         assert drawn(*rows) == [STOP, STOP, OTHER, OTHER]
     finally:
         Sampler.apply_logits_processors = unpatched

@@ -1,4 +1,4 @@
-"""On a CPU, each checked token is drawn with its own request's temperature, top_k and top_p."""
+"""On a CPU, each checked token is drawn with the temperature, top_k and top_p of its request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from pdmesh.engine.vllm.speculation.cpu_sampling import (  # noqa: E402 - it nee
 @pytest.mark.req("S111")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 def test_a_value_is_there_once_for_each_token_of_its_request(dtype: str) -> None:
-    """vLLM's own kernel returns what was in memory for all but int64."""
+    """Except for int64, vLLM's own kernel does not write the result, which keeps the old bytes of
+    the memory.
+    """
     values = torch.tensor([3, 4, 5], dtype=getattr(torch, dtype))
     got = expanded(values, torch.tensor([2, 2, 5], dtype=torch.int32), 5)
     assert got.dtype == values.dtype
@@ -36,9 +38,9 @@ def test_fractions_stay_and_the_greedy_temperature_becomes_one() -> None:
 
 
 @pytest.mark.req("S111")
-@pytest.mark.filterwarnings("default")  # vLLM's own
+@pytest.mark.filterwarnings("default")  # vLLM itself raises these warnings
 def test_logits_of_checked_tokens_are_constrained_as_their_request_asks() -> None:
-    """Through vLLM's own function, with a top_k, which ended the engine."""
+    """vLLM's own function is called with a top_k. Without our patch, that ended the engine."""
     sampler = pytest.importorskip("vllm.v1.sample.rejection_sampler")
     mend_drawing_on_cpu()
     mend_drawing_on_cpu()
@@ -77,7 +79,7 @@ def test_a_step_without_proposals_only_draws(num_proposed: int) -> None:
 @pytest.mark.req("S111", "S118")
 @pytest.mark.parametrize("counts", [[2, 0, 1, 0], [0, 3, 0, 1], [1, 1, 1], [0, 0, 0, 4]])
 def test_rows_without_proposals_get_no_random_numbers(counts: list[int]) -> None:
-    """The other rows recover the tokens that they would have recovered beside them."""
+    """The other rows recover the same tokens as they would beside rows without proposals."""
     asked = Asked(counts)
     assert recover_one_by_one(*asked.arguments()) == asked.expected()
     assert only_where_proposed(recover_one_by_one)(*asked.arguments()) == asked.expected()
@@ -86,17 +88,17 @@ def test_rows_without_proposals_get_no_random_numbers(counts: list[int]) -> None
 
 @dataclass
 class Seeds:
-    """All that is read of vLLM's `SamplingMetadata`. A generator is named by its row."""
+    """The part of vLLM's `SamplingMetadata` that is read. A generator is the name of its row."""
 
     generators: dict[int, str]
 
 
 class Asked:
-    """Rows that propose `counts` tokens each; all but row 1 have a seed."""
+    """Rows that propose `counts` tokens each. All rows but row 1 have a seed."""
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts
-        self.num_rows: list[int] = []  # that got random numbers, by call
+        self.num_rows: list[int] = []  # the number of rows that got random numbers, for each call
 
     def arguments(self) -> tuple[Any, ...]:
         ends = torch.tensor(self.counts).cumsum(0)
@@ -112,14 +114,14 @@ class Asked:
 def recover_one_by_one(
     max_spec_len: int,
     counts: list[int],
-    ends: Any,  # tensors
+    ends: Any,  # `ends` and `tokens` are tensors
     tokens: Any,
     draft_probs: None,
     target_probs: None,
     seeds: Seeds,
     num_rows: list[int],
 ) -> list[tuple[int, str]]:
-    """Each proposed token with its row's generator, as vLLM's kernel walks through them."""
+    """Pair each proposed token with the generator of its row, in the order of vLLM's kernel."""
     found = []
     for row, end in enumerate(ends.tolist()):
         begin = int(ends[row - 1]) if row else 0

@@ -1,4 +1,4 @@
-"""Methods that would not work are refused in one line before vLLM starts."""
+"""Speculation methods that would not work are refused in one line before vLLM starts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_draft_or_a_head_is_named_by_its_folder(method: Method) -> None:
 
 @pytest.mark.req("S113")
 def test_a_draft_that_is_not_there_ends_the_start_at_once(tmp_path: Path) -> None:
-    """Its folder is read before vLLM is imported, as the model's is."""
+    """As for the model itself, the draft's folder is read before vLLM is imported."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     draft = replace(LOOKUP, method=Method.DRAFT_MODEL, model=str(tmp_path / "nothing"))
@@ -71,7 +71,7 @@ def test_suffix_decoding_names_the_package_that_is_missing() -> None:
 
 
 def test_suffix_decoding_needs_a_fixed_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's proposer takes the number of tokens from its configuration."""
+    """vLLM's proposer takes the number of tokens from its configuration, which is fixed."""
     monkeypatch.setattr("pdmesh.engine.vllm.speculation.methods.find_spec", lambda _: object())
     suffix = replace(LOOKUP, method=Method.SUFFIX)
     assert refused(suffix).field == "speculation.schedule"

@@ -1,4 +1,8 @@
-"""Each request has its own cursor, wherever it stands in vLLM's batch, until vLLM forgets it."""
+"""Each request has its own cursor, in any row of vLLM's batch.
+
+The cursor is the place in the text from which the answer copies. The cursor lasts until vLLM
+forgets the request.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ LENGTH = 4096
 
 
 class Runner:
-    """vLLM's runner as far as the proposer sees it: rows in any order, and known requests."""
+    """Stands in for vLLM's model runner, with known requests and rows in any order."""
 
     def __init__(self, max_model_len: int = LENGTH) -> None:
         config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
@@ -30,7 +34,7 @@ class Runner:
         drawn: Sequence[int] = (),
         max_tokens: int = LENGTH,
     ) -> None:
-        """`max_tokens`: without those that were drawn before."""
+        """Begin a request. `max_tokens` does not include the tokens that were drawn before."""
         self.texts[request_id] = [*prompt, *drawn]
         params = SimpleNamespace(max_tokens=max_tokens, extra_args={NUM_DRAWN: len(drawn)})
         self.requests[request_id] = SimpleNamespace(
@@ -41,7 +45,7 @@ class Runner:
         del self.texts[request_id], self.requests[request_id]
 
     def step(self, drawn: Mapping[str, Sequence[int]], num: int = 4) -> dict[str, list[int]]:
-        """One step with these rows, in this order."""
+        """Run a step with these rows in this order. Returns the proposals."""
         texts = np.zeros((len(drawn), LENGTH), dtype=np.int32)
         lengths = np.zeros(len(drawn), dtype=np.int32)
         for row, (request_id, tokens) in enumerate(drawn.items()):
@@ -69,7 +73,7 @@ def test_a_row_keeps_its_cursor_when_the_batch_changes() -> None:
         "b": [211, 212, 213, 214],
         "c": [311, 312, 313, 314],
     }
-    # Request a has ended, and c takes its row.
+    # Request a has ended, and c takes the row of a.
     runner.forget("a")
     got = runner.step({"c": [311, 312], "b": [211, 212, 213, 214, 215]})
     assert got == {"c": [313, 314, 315, 316], "b": [216, 217, 218, 219]}
@@ -78,7 +82,7 @@ def test_a_row_keeps_its_cursor_when_the_batch_changes() -> None:
 @pytest.mark.req("S49")
 @pytest.mark.parametrize("drawn", [[], [110, 111, 112]])
 def test_nothing_is_proposed_beyond_the_end_of_the_answer(drawn: list[int]) -> None:
-    """The step after this one draws one token more than it was proposed."""
+    """The step after this one draws one more token than it checks."""
     runner = Runner()
     runner.begin("a", text(100), drawn, max_tokens=5)
     first = drawn[-1] + 1 if drawn else 110
@@ -100,7 +104,9 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
 
 
 def test_a_preempted_request_goes_on_where_it_was() -> None:
-    """vLLM takes it from the batch, but keeps it; its text comes back with the next step."""
+    """vLLM removes the request from the batch but does not forget it. The request's text is there
+    again in the next step.
+    """
     runner = Runner()
     runner.begin("a", [*text(100), *text(100)])
     runner.begin("b", text(200))
@@ -111,7 +117,7 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
 
 @pytest.mark.req("S117")
 def test_a_request_that_comes_with_drawn_tokens_goes_on_in_their_copy() -> None:
-    """A hand-over or a migration: prompt and answer come together."""
+    """After a hand-over or a migration, prompt and drawn tokens arrive together."""
     runner = Runner()
     runner.begin("moved", text(100), drawn=[120, 121, 122, 123])
     assert runner.step({"moved": [124]})["moved"] == [125, 126, 127, 128]
@@ -127,7 +133,9 @@ def test_a_prompt_in_chunks_proposes_nothing() -> None:
 
 @pytest.mark.req("S118")
 def test_a_step_that_may_propose_nothing_does_nothing() -> None:
-    """In a large batch, the schedule says 0. A later step catches up with what was drawn."""
+    """For a large batch, the schedule allows no proposals. A later step catches up with the drawn
+    tokens.
+    """
     runner = Runner()
     runner.begin("a", text(100))
     assert runner.step({"a": [110]}, num=0) == {"a": []}
@@ -147,7 +155,9 @@ def test_a_cursor_that_is_far_behind_is_made_anew() -> None:
 
 
 def test_another_text_under_the_same_id_is_followed() -> None:
-    """Its proposals may be worse at first; a shorter text replaces the old one at once."""
+    """A shorter text replaces the old one at once. With a longer one, the first proposals may be
+    worse.
+    """
     runner = Runner()
     runner.begin("a", text(100))
     runner.step({"a": [110, 111]})

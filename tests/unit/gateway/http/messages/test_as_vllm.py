@@ -1,4 +1,4 @@
-"""A conversation in Anthropic's format becomes the messages that plain vLLM makes of it."""
+"""A conversation in Anthropic's format becomes the same messages as in plain vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdmesh.services.gateway.http.messages.translation import chat_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing vLLM raises warnings
 
 CALL = {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": [1, {"x": "é"}]}}
 TOOL = {"name": "look", "description": "d", "input_schema": {"properties": {"at": {}}}}
@@ -60,7 +60,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """What a message says, however its parts are held."""
+    """The contents of a message in one form, however its parts were given."""
     found = msgspec.to_builtins(message) if isinstance(message, msgspec.Struct) else dict(message)
     content = found.get("content") or ""
     if isinstance(content, list):

@@ -1,4 +1,4 @@
-"""How a message ends, and how it shows arguments that are not an object."""
+"""The stop reasons of a message, and tool arguments that are not an object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request to the Messages API becomes the chat that plain vLLM makes of it."""
+"""A request to the Messages API becomes the same chat as in plain vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A response's text has the log probabilities of its own tokens, however the tokens come."""
+"""A response's text has the log probabilities of its own tokens, in whichever pieces they come."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from pdmesh.services.gateway.http.responses.text_logprobs import TextLogprobs
 from pdmesh.services.gateway.text.choice_text import TextDelta, ToolCallDelta
 
-# A recorded answer: each token, and the text that its parser gave with it.
+# A recorded answer. Each token comes with the text that the parser emitted after it.
 RAIN = "\U0001f327".encode()
 RECORDED: list[tuple[bytes, str]] = [
     (b"<think>", ""),
@@ -24,7 +24,7 @@ RECORDED: list[tuple[bytes, str]] = [
     (b" ", " "),
     (RAIN[:2], ""),
     (RAIN[2:], "\U0001f327"),
-    (b" <", ""),  # could have begun a call
+    (b" <", ""),  # the parser waits, because a tool call could begin like this
     (b"3", " <3"),
     (b"</s>", ""),
 ]
@@ -45,7 +45,7 @@ def entries_of(*tokens: bytes) -> list[dict[str, Any]]:
 
 
 def found(cuts: tuple[int, ...]) -> list[dict[str, Any]]:
-    """What is found if the tokens come in pieces that end at the `cuts`."""
+    """The log probabilities that are found if the tokens come in pieces that end at the `cuts`."""
     text_logprobs, told = TextLogprobs(), []
     begin = 0
     for end in (*cuts, len(RECORDED)):
@@ -57,7 +57,7 @@ def found(cuts: tuple[int, ...]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("num_cuts", [0, 1, 2, len(RECORDED) - 1])
 def test_reasoning_and_marks_are_left_out(num_cuts: int) -> None:
-    """The reasoning has the same words as the text."""
+    """The reasoning contains the same words as the text."""
     for cuts in combinations(range(1, len(RECORDED)), num_cuts):
         assert found(cuts) == [entry(i) for i in OF_TEXT], cuts
 
@@ -80,7 +80,7 @@ def test_a_part_of_a_mark_is_not_the_text() -> None:
 
 
 def test_text_that_no_tokens_spell_gets_the_last_ones_of_its_length() -> None:
-    """A replacement character, for example."""
+    """A replacement character is such a text."""
     entries = entries_of(b"hm", b"</think>", b"a", b"\xff")
     assert TextLogprobs().of(delta("a\ufffd"), entries)[-1] == entries[-1]
     assert TextLogprobs().of(delta("x"), []) == []

@@ -1,4 +1,4 @@
-"""The items of a request to Responses become the messages that plain vLLM makes of them."""
+"""The items of a request to the Responses API become the same messages as in plain vLLM."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def chat(asked: Any, **fields: Any) -> list[Any]:
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """What a message says, however its parts are held."""
+    """The contents of a message in one form, however its parts were given."""
     found = msgspec.to_builtins(message) if isinstance(message, msgspec.Struct) else dict(message)
     calls = [
         (c["id"], c["function"]["name"], c["function"]["arguments"])
@@ -66,7 +66,7 @@ def plain(message: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
+@pytest.mark.filterwarnings("ignore")  # importing vLLM raises warnings
 @pytest.mark.parametrize("instructions", [None, "brief"])
 @pytest.mark.parametrize("asked", INPUTS)
 def test_the_chat_is_that_of_vllm(asked: Any, instructions: str | None) -> None:

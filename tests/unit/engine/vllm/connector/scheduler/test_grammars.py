@@ -1,4 +1,7 @@
-"""A request's matcher has taken what other engines drew, and token 1 once that is known."""
+"""The grammar matcher of a request on vLLM starts after the tokens that other engines drew.
+
+If token 1 is not known yet, the matcher gets that token later.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from pdmesh.engine.vllm.connector.scheduler.grammars import Grammars, drawing_of
 from pdmesh.engine.vllm.host.sampling import BEGINS_AFTER
 from pdmesh.engine.vllm.sampling_extras import NUM_DRAWN
 
-pytest.importorskip("xgrammar")  # comes with vLLM
+pytest.importorskip("xgrammar")  # xgrammar is a dependency of vLLM
 torch = pytest.importorskip("torch")
 
 GRAMMAR = grammar_of(AskedGrammar(GrammarKind.CHOICE, json.dumps(["time water", "time", "over"])))
@@ -54,9 +57,7 @@ def test_a_matcher_continues_after_the_drawn_tokens(model: Path) -> None:
 
 
 def test_tokens_that_cannot_have_been_drawn_fail_the_request(model: Path) -> None:
-    """The request fails at its next token, so that the host learns that the constraint is the
-    cause.
-    """
+    """The request fails at its next token. So the host learns that the constraint is the cause."""
     wrong = load_vocabulary(model, 0).tokenize_str("water")
     drawing = drawing_of(Grammars(model, 0), request(wrong, len(wrong)))
     mask = torch.zeros((1, 4), dtype=torch.int32)

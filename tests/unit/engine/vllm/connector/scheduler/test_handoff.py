@@ -1,4 +1,4 @@
-"""The scheduler's half of the hand-over: what each step must gather, pull and give back."""
+"""The scheduler's half of the hand-over: what each step must gather, pull and release."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def test_a_block_beyond_the_prompt_is_not_pulled(num_tokens: int) -> None:
 
 
 def test_of_a_layer_with_a_window_only_the_blocks_that_the_next_token_sees_move() -> None:
-    """The window of 6 tokens begins at token 5 of 10: block 0 is not needed, and vLLM freed it."""
+    """The window of 6 tokens begins at token 5 of 10. Block 0 is not needed, and vLLM has freed
+    it.
+    """
     groups = CacheGroups(4, (0, 6))
     lists = [[10, 11, 12, 13], [0, 21, 22, 23]]
     core = HandoffPlanner(groups)
@@ -115,14 +117,14 @@ def test_after_a_pull_nothing_of_the_prompt_is_computed() -> None:
     core = loading()
     core.allocated("b", BLOCKS, 9)
     core.take_plan()
-    core.allocated("b", BLOCKS, 0)  # vLLM allocates again for the tokens after the prompt
+    core.allocated("b", BLOCKS, 0)  # vLLM calls this again for the tokens after the prompt
     core.scheduled("b", 9, 1, lambda: BLOCKS)
     assert core.take_plan() == StepPlan(entered=[Entered(2, 0)])
 
 
 def test_a_request_preempted_after_its_pull_computes_its_own_kv() -> None:
-    """The ticket is taken, but the tokens are known, so vLLM recomputes them as for any preempted
-    request.
+    """The ticket has been used, but all tokens are known. So vLLM recomputes the KV, as it does for
+    any preempted request.
     """
     core = loading()
     core.allocated("b", BLOCKS, 9)

@@ -1,4 +1,4 @@
-"""Which images a vLLM request has, and whether they can be computed here."""
+"""The images of a vLLM request, and whether this engine can compute them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdmesh.engine.vllm.images.processing import GRID
 
 
 def request(*images: tuple[int, int, bytes, object]) -> Any:
-    """Of each image: its place, its number of tokens, its digest and its data."""
+    """A request with these images. Each has a position, a number of tokens, a digest and data."""
     features = [
         Namespace(mm_position=Namespace(offset=at, length=size), identifier=digest.hex(), data=data)
         for at, size, digest, data in images

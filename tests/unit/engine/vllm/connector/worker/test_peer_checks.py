@@ -1,5 +1,6 @@
-"""Probes between the ranks of two vLLM instances: the host's half, the worker's half, and the
-agents' threads below them.
+"""The ranks of two vLLM instances probe each other over real KV agents.
+
+The host starts the probes, and its workers send them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def ranks(count: int, incarnation: int) -> Iterator[list[tuple[AgentThread, str]
 def host_of(
     receivers: list[tuple[AgentThread, str]], num_heads: int
 ) -> tuple[PeerChecks, list[Probed]]:
-    """A host with these workers, and the messages that they sent to it."""
+    """A host with these workers, and the list of the messages that they send to it."""
     loop, heard = asyncio.get_running_loop(), list[Probed]()
 
     def hear(message: RankMessage) -> None:
@@ -105,7 +106,8 @@ async def test_if_the_numbers_of_ranks_differ_a_rank_probes_those_whose_heads_it
 
 @pytest.mark.req("S55", "S57")
 async def test_connections_grow_with_the_ranks_and_not_with_their_square() -> None:
-    """Two prefills and two decodes with two ranks each have 8 connections; all pairs would be 16.
+    """Two prefills and two decodes of two ranks each have 8 connections. With all pairs of ranks
+    there would be 16.
 
     Pulls open no further connections.
     """
@@ -148,7 +150,7 @@ async def test_connections_grow_with_the_ranks_and_not_with_their_square() -> No
 
 
 async def staged(prefill: list[tuple[AgentThread, str]], layout: KvLayout) -> Ticket:
-    """Stage a prompt on every rank."""
+    """Stage a prompt on every rank. Returns its ticket."""
     ticket_id, size = secrets.token_hex(8), layout.total_bytes
     for agent, _ in prefill:
         await asyncio.wrap_future(agent.stage(ticket_id, 0, ArenaRange(0, size), layout, 20.0))

@@ -1,4 +1,7 @@
-"""One prompt pulled from several ranks: where each piece lands, and when the whole pull is over."""
+"""A prompt is pulled from several ranks in pieces.
+
+The tests cover where each piece is written, and when the whole pull ends.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,9 @@ def test_pieces_tile_the_landing_range_and_have_different_offsets(
 def test_every_rank_gets_each_head_of_each_of_its_layers_once_and_every_source_is_told(
     stages: tuple[int, ...], num_heads: int, at_source: int, here: int
 ) -> None:
-    """`at_source` and `here`: ranks of a stage. Only a layer's own stage has it."""
+    """`at_source` and `here` are numbers of ranks per stage. Only the stage of a layer has its
+    KV.
+    """
     num_stages, num_layers = max(1, len(stages)), stages or (2,)
     ticket = of_ranks(at_source * num_stages)
     told: dict[int, int] = {}
@@ -71,7 +76,7 @@ def test_every_rank_gets_each_head_of_each_of_its_layers_once_and_every_source_i
         num_bytes = 64 * num_mine * num_layers[place.stage]
         found = share.pieces(ticket, LANDING, num_bytes)
         assert {piece.source_rank for piece in found} == set(share.sources(len(ticket.addresses)))
-        got: list[tuple[int, int]] = []  # (the head of the model, the head here)
+        got: list[tuple[int, int]] = []  # (head of the model, head on this rank)
         for piece in found:
             source = RankPlace(piece.source_rank, at_source * num_stages, stages)
             assert source.stage == place.stage, "it has other layers"
@@ -122,7 +127,8 @@ def test_a_pull_is_over_with_its_last_piece() -> None:
 def test_one_failure_cancels_the_others_and_waits_for_them() -> None:
     whole, (first, second, third), told = together(10, 20, 30)
     came(first, 10)
-    third.set_running_or_notify_cancel()  # its bytes are on their way: it ends after they arrive
+    # its bytes are on their way, so this pull ends only after they arrive
+    third.set_running_or_notify_cancel()
     second.set_exception(KvTransferFailed("gone", reason="KV_PEER_LOST"))
     assert told == []
     third.set_result(PullResult(30, 0.0))

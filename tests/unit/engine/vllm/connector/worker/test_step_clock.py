@@ -1,4 +1,7 @@
-"""A rank's times of its steps: a forward and then a draw, which may be asked for later."""
+"""A rank measures the times of its steps.
+
+A step has a forward and then a draw, between which the rank may wait.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def test_waiting_between_forward_and_draw_is_not_computing() -> None:
 
 
 def test_a_draw_without_a_forward_is_no_step() -> None:
-    """vLLM draws nothing in a step that only moves KV."""
+    """In a step that only moves KV, vLLM draws nothing."""
     now = Hands()
     clock = StepClock(now)
     clock.draw(lambda: now.move(1))
@@ -56,7 +59,7 @@ def test_steps_that_are_not_taken_are_bounded() -> None:
 def test_a_runner_that_is_timed_again_counts_each_step_once_and_by_the_new_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each engine of a process has its own clock."""
+    """Each engine that a process starts has its own clock."""
     now = Hands()
 
     class GPUModelRunner:

@@ -1,5 +1,6 @@
-"""The vLLM engine's tiers without vLLM: the scheduler's half plans, and the ranks' half carries the
-plan out.
+"""The KV tiers of the vLLM engine, tested without vLLM.
+
+The scheduler's half plans loads and saves, and each rank's half carries them out.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ NAMES = tuple(block_hashes(ROOT, TOKENS, 4))
 
 
 class ArrayCaches:
-    """A paged cache of two layers in plain memory."""
+    """A paged cache of two layers in host memory."""
 
     def __init__(self, num_blocks: int = 32, block_bytes: int = 2048) -> None:
         rng = np.random.default_rng(1)
@@ -67,7 +68,7 @@ class ArrayCaches:
 
 
 class Rank:
-    """A worker, and the messages that it sends to the host."""
+    """A rank's worker, and the messages that it sends to its host."""
 
     def __init__(self) -> None:
         self.caches = ArrayCaches()
@@ -126,8 +127,8 @@ def rank(expected_deaths: list[str]) -> Iterator[Rank]:
 def test_a_part_of_the_tiers_that_dies_ends_the_worker(
     rank: Rank, what: str, expected_deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise its host would wait for each fetch and learn nothing more about disks and blocks,
-    but take the worker for healthy.
+    """Otherwise the worker would still look healthy. Its host would wait for each fetch, and would
+    get no more reports about disks and blocks.
     """
 
     def broken(*_: object) -> None:
@@ -154,15 +155,15 @@ def test_blocks_saved_by_one_step_are_loaded_into_other_blocks_by_a_later_step(r
 def test_computing_is_timed_from_the_beginning_of_the_step_whenever_vllm_asks_for_loads(
     rank: Rank,
 ) -> None:
-    """In steps that load nothing, vLLM calls for loads after the forward.
+    """In a step that loads nothing, vLLM asks for loads only after the forward.
 
-    Timed from that call, computing seemed to take 0.4 ms per block. So no load seemed to pay, and
-    all that the tiers held was computed again.
+    A time from then on would be far too short: 0.4 ms per block when this bug was found. With such
+    a time, no load seems to pay, and all blocks in the tiers are computed again.
     """
     costs = rank.worker.stack.costs
     costs.weight = 1.0
     rank.worker.begin()
-    rank.now += 3.0  # the forward
+    rank.now += 3.0  # the time of the forward
     plan = StepCopies(loads=[PoolLoad(9)], saves=[PoolSave(NAMES[:3], OWNER, ((4, 9, 2),))])
     plan.num_tokens = 12
     rank.worker.load(plan)
@@ -194,7 +195,7 @@ def test_every_rank_keeps_the_blocks_of_a_pinned_prefix(rank: Rank) -> None:
     rank.worker.save(StepCopies(saves=[PoolSave(NAMES[:2], OWNER, ((4, 9),))]))
     rank.until(lambda: any(isinstance(m, TierNews) and m.num_pinned == 2 for m in rank.said))
     others = [n.to_bytes(16, "big") for n in range(40)]
-    for name in others:  # more blocks than the pool has slots
+    for name in others:  # there are more blocks than slots in the pool
         rank.worker.save(StepCopies(saves=[PoolSave((name,), OWNER, ((7,),))]))
     assert rank.fetch(1, NAMES) == 2
     rank.worker.handle(ForgetLease(1))
@@ -225,8 +226,9 @@ def test_reports_of_a_rank_become_outputs_of_the_engine(rank: Rank) -> None:
     outputs: list[Output] = []
 
     def stored() -> tuple[set[bytes], int]:
-        """The stored names and their number, over all reports: a busy pool may report each block
-        by itself.
+        """The stored names and their number over all reports.
+
+        A busy pool may report each block by itself.
         """
         outputs[:] = [o for m in rank.said if isinstance(m, TierNews) for o in outputs_of(m)]
         counts = [o.report.counts for o in outputs if isinstance(o, TiersReported)]

@@ -1,5 +1,6 @@
-"""A vLLM worker's signs within a step: often enough to tell it from a worker that hangs, and not
-more often.
+"""A vLLM worker sends signs of work during a step, so that it is not taken for a hung worker.
+
+The number of signs per second is bounded.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def test_short_steps_give_a_sign_a_few_times_a_second() -> None:
 
 
 def test_a_step_that_computes_nothing_is_no_sign_of_work() -> None:
-    """vLLM runs empty steps without end while every request waits for its KV."""
+    """vLLM runs empty steps all the time while every request waits for its KV."""
     host = Host()
     for _ in range(10):
         host.signs.step(0)
@@ -67,7 +68,8 @@ def test_each_layer_of_an_adapter_that_is_loaded_is_a_sign(monkeypatch: pytest.M
     manager = pytest.importorskip("vllm.lora.model_manager").LoRAModelManager
     helper = pytest.importorskip("vllm.lora.peft_helper").PEFTHelper(4, 8, ["q_proj"])
     for kind, name in ((weights, "from_config"), (manager, "_get_lora_layer_weights")):
-        monkeypatch.setattr(kind, name, vars(kind)[name])  # so that it is put back
+        # so that the original is restored after the test
+        monkeypatch.setattr(kind, name, vars(kind)[name])
     signs: list[None] = []
     sign_adapter_loads(lambda: signs.append(None))
     for number in range(3):

@@ -1,4 +1,4 @@
-"""The worker's half of the hand-over, without vLLM: KV that comes in, and KV that goes out."""
+"""The worker's half of the hand-over, without vLLM: incoming and outgoing KV."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ NUM_LAYERS, NUM_BLOCKS, WIDTH = 3, 8, 16
 ONE = CacheGroups(4)
 
 
-ALL_CAME = PullResult(2 * NUM_LAYERS * WIDTH, 0.0)  # of two blocks
+ALL_CAME = PullResult(2 * NUM_LAYERS * WIDTH, 0.0)  # the result of a pull of two blocks
 
 
 class Caches:
-    """Layer l's block b is full of 10 l + b."""
+    """Every byte of block b in layer l is 10 l + b."""
 
     num_layers, num_heads, block_bytes = NUM_LAYERS, 1, WIDTH
 
@@ -86,7 +86,7 @@ class Caches:
 
 
 class Agent:
-    """An agent whose pulls end when the test says so."""
+    """Stands in for a KV agent. The test decides when a pull ends."""
 
     def __init__(self) -> None:
         self.arena = np.zeros(4096, np.uint8)
@@ -164,8 +164,8 @@ def load(n: int, *, is_early: bool = False, block_ids: tuple[int, ...] = (5, 6))
 
 
 def test_a_pull_without_bytes_frees_its_landing_without_a_step_of_vllm() -> None:
-    """All blocks were cached and the answer was one token. So vLLM may be idle when the ack has
-    gone out.
+    """All blocks were cached, and the answer is one token. So vLLM may be idle when the
+    acknowledgement is sent.
     """
     rank = Rank()
     rank.incoming.pull(load(3, block_ids=()))
@@ -252,8 +252,8 @@ def test_an_overdue_load_fails_without_a_strike_against_its_source() -> None:
 
 @pytest.mark.fault("F23", "F24")
 def test_all_overdue_loads_leave_the_queue_and_none_of_them_begins() -> None:
-    """Load 2 leaves the queue and makes room for load 3, which is overdue, too. If load 3 were
-    pulled and given up, its bytes would land in a range that another load has by then.
+    """When load 2 leaves the queue, there is room for load 3, which is overdue, too. If load 3 were
+    pulled and abandoned, its bytes could be written into a range that now belongs to another load.
     """
     rank = Rank(max_pulls=8)
     for n, num_bytes, timeout_s in ((1, 40, 1e9), (2, 40, 0.0), (3, 10, 0.0), (4, 10, 1e9)):
@@ -293,7 +293,9 @@ def test_the_deadline_of_a_pull_counts_from_its_start_and_a_silent_pull_lets_the
 
 @pytest.mark.fault("F8", "F23")
 def test_the_outcome_of_a_pull_is_reported_at_once_and_not_with_the_next_step() -> None:
-    """A step may take longer than a pull and its grace. In this test, vLLM asks for no results."""
+    """A step may take longer than a pull and its grace period. In this test, vLLM does not ask for
+    results.
+    """
     rank = Rank(max_pulls=1)
     for n in (1, 2, 3):
         rank.incoming.pull(load(n))
@@ -330,7 +332,7 @@ def test_an_early_load_is_complete_when_it_has_both_its_kv_and_token_1(
 
 
 def test_a_load_cancelled_just_after_it_arrived_is_not_passed_to_the_computation() -> None:
-    """vLLM asks for results once per step. A request may end after its load but before that
+    """vLLM asks for results once per step. A request may end after its load arrived and before that
     step.
     """
     rank = Rank()
@@ -378,7 +380,7 @@ def test_layers_are_gathered_as_they_are_computed_and_ready_with_the_last_chunk(
 
 @pytest.mark.req("S48")
 def test_a_layer_with_a_state_has_no_hook_and_is_gathered_with_the_next_layer_that_has() -> None:
-    """Layer 0 keeps a state, in the block of the last token; layers 1 and 2 have hooks."""
+    """Layer 0 keeps a state, which is in the block of the last token. Layers 1 and 2 have hooks."""
     rank = Rank(groups=CacheGroups(4, (STATE_WINDOW, 0)), group_of=(0, 1, 1))
     rank.outgoing.open(ORDER)
     first = StorePart(STORE, 0, 2, ((), (4, 5)), is_last=False)
@@ -396,12 +398,12 @@ def test_a_layer_with_a_state_has_no_hook_and_is_gathered_with_the_next_layer_th
 
 
 def windowed() -> Rank:
-    """Layer 1 has a window of 4 tokens; the others need all tokens."""
+    """A rank whose layer 1 has a window of 4 tokens. The other layers need all tokens."""
     return Rank(groups=CacheGroups(4, (0, 4)), group_of=(0, 1, 0))
 
 
 def test_of_a_layer_with_a_window_only_the_window_is_gathered() -> None:
-    """Of 9 tokens the next one sees tokens 6 to 8 in layer 1, which are in blocks 1 and 2."""
+    """After 9 tokens, the next one sees tokens 6 to 8 in layer 1. They are in blocks 1 and 2."""
     rank = windowed()
     rank.outgoing.open(ORDER)
     first = StorePart(STORE, 0, 1, ((4,), ()), is_last=False)
@@ -463,7 +465,9 @@ def test_a_ticket_released_before_its_prompt_is_staged_is_ended_in_its_step() ->
 
 
 def test_kv_that_lands_after_a_cancel_is_not_scattered_into_freed_blocks() -> None:
-    """The agent's thread learns of the cancel later than vLLM learns that the blocks are free."""
+    """The agent's thread learns late of the cancellation. vLLM already considers the blocks
+    free.
+    """
     rank = Rank()
     rank.incoming.pull(load(1))
     rank.incoming.cancel(load(1))
@@ -485,7 +489,7 @@ def test_a_cancelled_load_keeps_its_blocks_until_the_range_under_way_is_scattere
     landing = threading.Thread(target=rank.agent.on_range["t1"], args=(0, np.zeros(16, np.uint8)))
     landing.start()
     assert entered.wait(60)
-    rank.incoming.cancel(load(1))  # on the step's thread, which does not wait for the copy
+    rank.incoming.cancel(load(1))  # in the thread of the step, which does not wait for the copy
     assert rank.incoming.take_results() == (set(), set())
     may_leave.set()
     landing.join(60)
@@ -494,8 +498,8 @@ def test_a_cancelled_load_keeps_its_blocks_until_the_range_under_way_is_scattere
 
 @pytest.mark.fault("F27")
 def test_ranges_that_land_while_loads_are_cancelled_never_reach_released_blocks() -> None:
-    """The agent's thread still delivers when the cancel comes, which may be at any point of a
-    copy.
+    """The agent's thread still delivers ranges when a load is cancelled, which may happen at any
+    point of a copy.
     """
     rank, num_loads = Rank(max_pulls=30), 30
     begun = [threading.Event() for _ in range(num_loads)]
@@ -523,7 +527,7 @@ def test_ranges_that_land_while_loads_are_cancelled_never_reach_released_blocks(
     for n in range(num_loads):
         assert begun[n].wait(60)
         rank.incoming.cancel(load(n, block_ids=(n,)))
-        while n not in released:  # a copy under way holds the blocks
+        while n not in released:  # a running copy keeps the blocks from being released
             received, failed = rank.incoming.take_results()
             assert not received
             released.update(int(key[1:]) for key in failed)

@@ -1,4 +1,6 @@
-"""A request that continues on another engine looks to vLLM's model runner like a preempted one."""
+"""A request that continues on another engine is shown to vLLM's model runner like a preempted
+one.
+"""
 
 from __future__ import annotations
 

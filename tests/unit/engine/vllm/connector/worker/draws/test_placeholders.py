@@ -1,4 +1,4 @@
-"""An answer stays as long as it is when ids of its tokens come late (S141)."""
+"""An answer keeps its length if the ids of its tokens arrive late (S141)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unpatched() -> Iterator[Any]:
 
 
 def batch(answers: list[list[int]], sampled: list[list[int]]) -> Any:
-    """Of requests a, b, ..., which all were in the step before."""
+    """A batch of the requests a, b and so on, which were all in the step before."""
     names = [chr(ord("a") + n) for n in range(len(answers))]
     return SimpleNamespace(
         req_ids=names,
@@ -39,7 +39,7 @@ def batch(answers: list[list[int]], sampled: list[list[int]]) -> Any:
 
 @pytest.mark.req("S141")
 def test_an_answer_whose_ids_nobody_asked_for_keeps_its_length(unpatched: Any) -> None:
-    """The second request needs ids, so the ids of both come from now on."""
+    """The second request needs token ids. So from now on, vLLM gets the ids of both requests."""
     answers = [[5, -1, -1, -1], [6, -1]]
     plain = [list(answer) for answer in answers]
     unpatched(batch(plain, [[8], [9]]))

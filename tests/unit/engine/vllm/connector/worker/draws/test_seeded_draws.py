@@ -1,4 +1,6 @@
-"""The position of a request's noise, whichever engine drew the answer's earlier tokens."""
+"""The random numbers for a token depend on its position, whichever engine drew the earlier
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,25 @@ SEED, NUM_TOKENS = 42, 40
 
 
 def word(generator: Any) -> int:
-    """One draw, as vLLM's sampler for CPUs makes it."""
+    """Draw as vLLM's sampler for CPUs does."""
     drawn = torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
     return int(drawn.item())
 
 
 def row(generator: Any) -> list[float]:
-    """One draw, as vLLM's sampler for any device makes it."""
+    """Draw as vLLM's sampler for other devices does."""
     return list(torch.empty(VOCABULARY).exponential_(generator=generator).tolist())
 
 
 def uninterrupted(draw: Any) -> list[Any]:
-    """Draws of the generator that plain vLLM makes once and never moves."""
+    """The draws of plain vLLM, which makes the generator once and never changes its position."""
     generator = torch.Generator(device="cpu")
     generator.manual_seed(SEED)
     return [draw(generator) for _ in range(NUM_TOKENS)]
 
 
 class Runner:
-    """The part of vLLM's runner that matters here, with one seeded request in its batch."""
+    """Stands in for vLLM's model runner, with one seeded request in its batch."""
 
     def __init__(self, num_drawn: int = 0, *, forward: str = "forward_cpu") -> None:
         def sample() -> None: ...
@@ -62,7 +64,7 @@ class Runner:
         generator = self.input_batch.generators[1]
         drawn = draw(generator)
         if is_discarded:
-            generator.set_offset(generator.get_offset() - 4)  # as vLLM does, on every device
+            generator.set_offset(generator.get_offset() - 4)  # as vLLM does on every device
         else:
             self.state.output_token_ids.append(7)
         return drawn
@@ -81,7 +83,7 @@ def test_a_request_that_migrates_at_any_token_draws_the_tokens_of_one_engine(
 
 
 def test_a_draw_that_is_discarded_is_drawn_again() -> None:
-    """Draws are discarded while a prompt is computed in chunks beside other requests' decodes."""
+    """vLLM discards draws while it computes a prompt in chunks beside decodes of other requests."""
     expected, runner = uninterrupted(word), Runner()
     for _ in range(3):
         assert runner.step(word, is_discarded=True) == expected[0]
@@ -89,7 +91,7 @@ def test_a_draw_that_is_discarded_is_drawn_again() -> None:
 
 
 def test_tokens_that_vllm_drops_are_drawn_again() -> None:
-    """vLLM drops tokens when KV fails to load: the request goes back to fewer tokens."""
+    """If KV fails to load, vLLM drops the tokens that depend on it."""
     expected, runner = uninterrupted(word), Runner(num_drawn=3)
     assert [runner.step(word) for _ in range(6)] == expected[3:9]
     del runner.state.output_token_ids[3 + 2 :]
@@ -105,7 +107,7 @@ def test_a_request_keeps_its_generator_when_it_leaves_the_batch_and_comes_back()
 
 @pytest.mark.req("S37", "S111")
 def test_with_speculation_a_draw_that_is_discarded_is_drawn_again() -> None:
-    """So token 1 does not depend on the chunks of its prompt. A chunk has no proposal."""
+    """A chunk of a prompt has no proposal. So token 1 does not depend on the number of chunks."""
     expected, runner = uninterrupted(word), Runner()
     runner.speculative_config = object()
     for _ in range(3):
@@ -115,12 +117,14 @@ def test_with_speculation_a_draw_that_is_discarded_is_drawn_again() -> None:
 
 @pytest.mark.req("S111")
 def test_no_noise_is_drawn_twice_once_a_proposal_was_checked() -> None:
-    """A check takes another amount of noise, and tokens are drawn in fewer steps."""
+    """The check of a proposal uses another amount of random numbers. It also draws several tokens
+    in one step.
+    """
     expected, runner = uninterrupted(word), Runner(num_drawn=5)
     runner.speculative_config = object()
     assert runner.step(word) == expected[5]
     assert runner.step(word, num_proposed=2) == expected[6], "the check itself is by position"
-    runner.state.output_token_ids += [7, 7]  # proposed, and accepted
+    runner.state.output_token_ids += [7, 7]  # two proposed tokens are accepted
     assert runner.step(word) == expected[7]
     assert runner.step(word, num_proposed=1) == expected[8]
 

@@ -1,4 +1,4 @@
-"""An answer that continues on another engine keeps what is left of its thinking budget."""
+"""An answer that continues on another engine keeps the rest of its thinking budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.connector.worker.draws.thinking_budgets import ThinkingBudgets
 from pdmesh.engine.vllm.host.sampling import sampling_params
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing vLLM raises warnings
 RUNNER: Final[Any] = SimpleNamespace(max_num_reqs=8, num_spec_tokens=0, device=torch.device("cpu"))
 VOCABULARY: Final = 6
 MARKS: Final = (
@@ -37,7 +37,7 @@ def params(budget: int, marks: ThinkingMarks) -> Any:
 
 
 def plain(budget: int, marks: ThinkingMarks, prompt: list[int], output: list[int]) -> Any:
-    """vLLM's own budget tracker, with one request that begins."""
+    """vLLM's own budget tracker with a request that begins."""
     config: Any = SimpleNamespace(
         reasoning_start_token_ids=list(marks.begin), reasoning_end_token_ids=list(marks.end)
     )
@@ -48,7 +48,7 @@ def plain(budget: int, marks: ThinkingMarks, prompt: list[int], output: list[int
 
 
 def joined(budget: int, marks: ThinkingMarks, prompt: list[int], output: list[int]) -> Any:
-    """Our budget tracker, with one request that continues after `output`."""
+    """Our budget tracker with a request that continues after `output`."""
     budgets = ThinkingBudgets(RUNNER)
     added = ((0, params(budget, marks), prompt, output),)
     budgets.sync_batch(BatchUpdate(1, (), added, ()))
@@ -56,7 +56,7 @@ def joined(budget: int, marks: ThinkingMarks, prompt: list[int], output: list[in
 
 
 def forced(holder: Any, output: list[int]) -> int | None:
-    """The one token that may be drawn next; None: any."""
+    """The only token that may be drawn next. None means that any token may be drawn."""
     logits = torch.zeros(1, VOCABULARY)
     holder.update_state([output], [[]])
     (row,) = holder.apply_to_logits(logits, False, [[]]).tolist()

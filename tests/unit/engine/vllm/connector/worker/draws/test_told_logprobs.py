@@ -1,4 +1,4 @@
-"""A request for the logprobs of named token ids changes nothing in its neighbours' answers."""
+"""A request for the logprobs of named token ids does not change other answers of the batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from pdmesh.engine.vllm.connector.worker.draws.told_logprobs import with_likeliest
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of vLLM's imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing vLLM raises warnings
 NUM_ROWS = 4
 
 
