@@ -75,7 +75,7 @@ def parse(text: str) -> KvFormat | None:
 
 
 def may_meet(fingerprint: str, our_ranks: int, their_ranks: int) -> bool:
-    """Whether instances of one fingerprint and these numbers of ranks may exchange KV."""
+    """Whether two instances with this fingerprint and these numbers of ranks may exchange KV."""
     return rank_bytes(fingerprint, 0, our_ranks, their_ranks) is not None
 
 

@@ -49,7 +49,8 @@ class _Wanted:
 class Repairs:
     """The snapshots that are wanted. All times are seconds of one monotonic clock.
 
-    `settle_s` is the wait before a snapshot is requested, because a late delta may fill the gap.
+    `settle_s` is the wait before a snapshot is requested. In this time the missing change may still
+    arrive.
     """
 
     max_in_flight: int = 4

@@ -3,10 +3,10 @@
 The receiver pulls layers in their order. So a layer may be announced only if the layer and all
 layers before it are computed. An engine calls a hook for each layer with attention when the layer
 is computed. There is no hook for layers that keep a state (such as linear attention). Such a layer
-counts as computed when the hook of a later layer is called. That is right only if the model
-computes its layers in the order in which it was built. Some models do not: Zamba2 builds its shared
-layers first. So layers of a model with states are sent early only after a whole step has shown this
-order, and never again after a step has broken it.
+counts as computed when the hook of a later layer is called. This is right only if the model's
+layers are computed in the order in which they were built. Some models do not: Zamba2 builds its
+shared layers first. So layers of a model with states are sent early only after a whole step has
+shown this order, and never again after a step has broken it.
 """
 
 from __future__ import annotations
