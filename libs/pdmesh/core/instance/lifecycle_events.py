@@ -84,7 +84,8 @@ class RefuseRequests:
 class Erase:
     """Stop everything and forget all state.
 
-    The process continues without a role, as a new incarnation. This is the last effect of an incarnation.
+    The process continues without a role, as a new incarnation. This is the last effect of the old
+    incarnation.
     """
 
 
