@@ -35,7 +35,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A place with some of the blocks. `held` masks their positions. `name` identifies a peer."""
+    """A place with some of the blocks. `held` is a mask of positions. `name` identifies a peer."""
 
     tier: Tier
     held: int

@@ -93,8 +93,9 @@ class StepCopyPlanner:
     ) -> None:
         """A request has arrived. `offer` is (leg, first, count) of its lease, if it has one.
 
-        Without a salt, the blocks have no names and are not saved. If the prompt's KV is pulled
-        from a prefill, only the answer is saved, because the prefill's pool has the prompt.
+        Without a `cache_salt`, from which block names are derived, the blocks are not saved. If the
+        prompt's KV is pulled from a prefill, only the answer is saved, because the prefill's pool
+        has the prompt.
         """
         if offer is not None:
             self._offers[key] = _Offer(*offer)

@@ -4,8 +4,8 @@ An arena is memory that is registered once for KV transfers. If the arena is on 
 KV past the host: by cuda_ipc to another GPU of the same machine, or by GPUDirect over RDMA to
 another machine. If UCX can do neither, the arena is in page-locked host memory, and the GPU's copy
 engines fill and empty it. UCX itself would copy an arena on the GPU through host memory in small
-pieces, while the KV agent waits. If `REQUIRE_RDMA` is set, an instance fails at its start if it
-would have to use tcp, or host memory for lack of a direct path.
+pieces, while the KV agent, which moves a rank's KV, waits. If `REQUIRE_RDMA` is set, an instance
+fails at its start if it would have to use tcp, or host memory for lack of a direct path.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ knows that no late write can reach the landing. But no landing is free while a c
 blocks may run.
 
 Pulls take turns (S53). A pull whose prompt is still being computed takes no turn, because its KV
-comes only as fast as prefill computes it. The load of such a pull is complete when the KV and token
-1 are both there.
+comes only as fast as prefill computes it. The load of such a pull is complete when the KV is there
+and prefill has drawn token 1.
 """
 
 from __future__ import annotations

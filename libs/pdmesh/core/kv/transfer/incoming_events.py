@@ -20,8 +20,8 @@ class LoadStarted:
 
     `landings` has the offsets of the ranges that the pull writes to. The load waits for its turn in
     the queue of `source`, for at most `timeout_s`. If `source` is None, the load does not wait. If
-    `is_early`, the load may start before token 1 is known. If `has_blocks` is false, the pull only
-    tells the sender that this rank already has all KV.
+    `is_early`, the load may start before prefill has drawn token 1. If `has_blocks` is false, the
+    pull only tells the sender that this rank already has all KV.
     """
 
     leg: int

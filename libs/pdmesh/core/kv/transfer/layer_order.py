@@ -24,11 +24,11 @@ class LayerOrder:
 
     num_layers: int
     without_hook: Collection[int] = frozenset()
-    _told: dict[int, None] = field(default_factory=dict)  # layers whose hook came, in that order
+    _told: dict[int, None] = field(default_factory=dict)  # layers whose hook was called, in order
     _last: int = -1  # the layer whose hook was called last in this step
     _num_done: int = 0  # how many layers, from the first on, this step has returned
-    _is_shown: bool = False  # in one whole step, the hooks of all layers came in order
-    _is_broken: bool = False  # in one step, the hooks came in another order
+    _is_shown: bool = False  # in one whole step, all hooks were called in order
+    _is_broken: bool = False  # in some step, hooks were called in another order
 
     def told(self, layer: int) -> range:
         """Record that the hook of a layer was called. Returns the layers that may be sent now.
