@@ -50,7 +50,7 @@ class Capacity:
     """The resources of an empty instance, and the kinds of legs that it takes."""
 
     works: frozenset[Work]
-    num_slots: int  # b_p or b_d
+    num_slots: int  # b_p or b_d in P/D-Serve
     num_blocks: int
     block_size: int  # tokens
     block_bytes: int  # bytes of a block on one rank, over all layers

@@ -2,7 +2,7 @@
 
 A step is scheduled, computed and processed. Processing reads the step's tokens and ends requests.
 With synchronous scheduling, the device waits while a step is scheduled or processed. With
-asynchronous scheduling, step n + 1 is scheduled while step n is computed, but not step n + 2.
+asynchronous scheduling, step n + 1, and no later step, is scheduled while step n is computed.
 
 Steps that compute nothing are not counted. A step is steady if no request begins in it, and if no
 request has ended since the step before. A wait of the device before a steady step is a sign of slow
@@ -53,7 +53,7 @@ class ComputedStep:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Each method must be called for one step after the other. All times are of one clock."""
+    """Call each method once per step, in the order of the steps. All times are of one clock."""
 
     totals: StepTotals = field(default_factory=StepTotals)
     _pending: list[_Scheduled] = field(default_factory=list)  # scheduled, but not yet computed
