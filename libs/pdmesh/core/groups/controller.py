@@ -2,10 +2,10 @@
 
 A group is a set of prefills and decodes that may hand KV to each other. An assignment is the
 master's order to one instance: its role, its group, and how far it may go. Each round compares the
-desired state with the records and assignments in the registry, and decides the next assignments.
-A new leader therefore continues every workflow from the registry, and repeats no step. Between
-rounds the controller remembers only how long each stage has lasted, how often a group has failed,
-and which steps it has announced. Every round follows these rules:
+desired state with the records and assignments in the registry, and decides the next assignments. A
+new leader therefore continues every workflow from the registry, and repeats no step. Between rounds
+the controller remembers little: how long each stage has lasted, which instances and groups have
+failed lately, and which steps it has announced. Every round follows these rules:
 
 - A new group takes blank instances, which have no role yet, only when there are enough for the
   whole group. The group begins to serve when every pair of its instances has a verified

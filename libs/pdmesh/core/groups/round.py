@@ -171,9 +171,10 @@ class Round:
         )
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Sequence[InstanceStatus]:
-        """The blank instances that may get a role, except those kept for borrowers of groups.
+        """The blank instances that may get a role.
 
-        If `racks` is not empty, only instances in these racks are included.
+        Those that are kept for pools, the borrowers of groups, are left out. If `racks` is not
+        empty, only instances in these racks are included.
         """
         free = self._all_blanks().free
         return [seen for seen in free if seen.rack in racks] if racks else free
