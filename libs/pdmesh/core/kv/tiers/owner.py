@@ -16,7 +16,7 @@ OWNER_BYTES: Final = 8
 def owner_of(cache_salt: str) -> bytes:
     """A digest of the owner's `cache_salt`.
 
-    On an instance, a block's `cache_salt` is the key under which block names are hashed, in hex.
+    In the mesh, a block's `cache_salt` is the key under which block names are hashed, in hex.
     The key itself must never be written. For a hold, `cache_salt` is a digest of the tenant.
     """
     return hashlib.blake2b(
