@@ -1,9 +1,11 @@
 """Applies adjustments to the desired state (S11, S28).
 
-The desired state is the operator's file of groups. An adjustment is a change to it that a plan of
-moves has made: other counts for one group, or the loan of the group to a pool. If the operator
-changes the counts of the group in the file, the adjustment becomes invalid. The caller must erase
-an invalid adjustment. Otherwise it would return when the file has the old counts again.
+The desired state is the operator's file of groups. A plan of moves changes groups in steps: one
+instance joins, leaves or changes its role, or one group is lent to a pool. A pool borrows whole
+groups for other work. An adjustment is the change to the desired state that such a plan has made:
+other counts for one group, or its loan. If the operator changes the counts of the group in the
+file, the adjustment becomes invalid. The caller must erase an invalid adjustment. Otherwise it
+would return when the file has the old counts again.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from pdmesh.core.moves.move import (
 class Adjustment:
     """The changed counts of a group.
 
-    `pool` names the pool that has borrowed the group, or is OFF_POOL. It is empty while the group
-    serves. When the adjustment was made, the desired state asked for `base` prefills and decodes
-    and for `base_fusion` fusion instances.
+    `pool` names the pool that has borrowed the group, or is OFF_POOL if the group is switched off.
+    It is empty while the group serves. When the adjustment was made, the desired state asked for
+    `base` prefills and decodes and for `base_fusion` fusion instances.
     """
 
     prefill: int

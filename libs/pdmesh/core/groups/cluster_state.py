@@ -2,7 +2,7 @@
 
 The desired state says which groups of instances the mesh should have. Instances report their state
 in records, and the controller gives them assignments. `Observed` has all of these for one round. A
-blank instance has no role yet.
+blank instance has no role yet. A scenario is a kind of requests with its own groups.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def wanted_of(
 ) -> WantedGroups:
     """The wanted groups and limits that follow from the desired state and its upgrades.
 
-    `kv_transport` is the version of the KV wire format. Instances whose versions differ never pair.
+    `kv_transport` is the version of the KV wire format. Instances whose versions differ exchange no
+    KV.
     """
     groups: dict[str, WantedGroup] = {}
     with_all = with_canaries(desired, upgrades)
@@ -173,8 +174,8 @@ class Observed:
     """The content of the registry at the beginning of a round.
 
     `version` is the version of the desired state, or 0 if none was ever applied. Instances that are
-    cordoned or ejected are either in `to_drain` or in `out_at_once`. The latter become blank at
-    once, without draining.
+    out of service (cordoned by an operator, or ejected for a fault) are either in `to_drain` or in
+    `out_at_once`. Those in `out_at_once` become blank without draining.
 
     `domains.folding` fills `domains` and `lost_ranks` when it puts one instance in place of each
     data-parallel domain. `domains` has the ranks of each complete domain, in order. `lost_ranks`

@@ -2,10 +2,10 @@
 
 A group is a set of prefills and decodes that may hand KV to each other. An assignment is the
 master's order to one instance: its role, its group, and how far it may go. Each round compares the
-desired state with the records and assignments in the registry, and decides the next assignments.
-A new leader therefore continues every workflow from the registry, and repeats no step. Between
-rounds the controller remembers only how long each stage has lasted, how often a group has failed,
-and which steps it has announced. Every round follows these rules:
+desired state with the records and assignments in the registry, and decides the next assignments. A
+new leader therefore continues every workflow from the registry, and repeats no step. Between rounds
+the controller remembers little: how long each stage has lasted, which instances and groups have
+failed lately, and which steps it has announced. Every round follows these rules:
 
 - A new group takes blank instances, which have no role yet, only when there are enough for the
   whole group. The group begins to serve when every pair of its instances has a verified
@@ -16,9 +16,10 @@ and which steps it has announced. Every round follows these rules:
 - A data-parallel domain, whose ranks compute one model together, is one member of a group. The
   `domains` package represents it as one instance during the round. The controller deals with ranks
   only when it chooses the blank instances for a new domain (S121).
-- An instance leaves if it is surplus, out of service or in a wrong place, or has another revision
-  or scenario. It leaves when its successors are ready, and only if the scenario keeps its minimum.
-  If there is no room for the successors, it leaves before they come (`leave.py`).
+- An instance leaves if it is surplus, out of service or in a wrong place, or if its group now has
+  another revision (version of the service) or scenario (kind of requests). It leaves when its
+  successors are ready, and only if the scenario keeps its minimum of instances. If there is no room
+  for the successors, it leaves before they come (`leave.py`).
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ class GroupController:
 
         Blank instances fill these places, if there are any. If an instance is lost before it ever
         served, its assignment may have killed it, and would kill every substitute as well. So the
-        loss counts as a failure of the group, unless the whole region is lost.
+        loss counts as a failure of the group, unless at least half of the region's instances are
+        lost with it.
         """
         # At most one failure per group, and one for its encoders: the loss of one node may take
         # several instances.
@@ -243,7 +245,7 @@ class GroupController:
         return RoleSpec(seen.role, seen.group_id, seen.scenario, seen.revision, domain=seen.domain)
 
     def _in_order(self, round_: Round) -> list[str]:
-        """Sort the groups. Serving ones come first, because they lack instances after a fault."""
+        """Sort the groups, serving ones first, since they lack instances only after a fault."""
 
         def rank(group_id: str) -> tuple[bool, str]:
             return (not any(m.is_ready for m in round_.members(group_id)), group_id)
@@ -470,8 +472,9 @@ class GroupController:
     def _writes(self, round_: Round, registry: Observed) -> Iterator[Effect]:
         """The changes to write to the registry.
 
-        This leader also rewrites unchanged assignments of an earlier leader, with its own epoch.
-        After that, the earlier leader can no longer write these assignments (I7).
+        This leader also rewrites unchanged assignments of an earlier leader, with its own epoch
+        (the number of its leadership). After that, the earlier leader can no longer write these
+        assignments (I7).
         """
         plan = unfolded(round_.plan, round_.domains)
         for instance_id in sorted(registry.given.keys() - plan.keys()):

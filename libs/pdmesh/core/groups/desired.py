@@ -22,7 +22,7 @@ from pdmesh.core.request.slo import ScenarioSlo
 
 DEFAULT_NAME: Final = "default"
 SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION, Role.POOLING, Role.ENCODER)
-CANARY_PREFIX: Final = "canary-"  # of the ids of groups that an upgrade adds to a scenario
+CANARY_PREFIX: Final = "canary-"  # begins the ids of groups that an upgrade adds
 _REVISION_HEX: Final = 12
 # Fields that have another form in the file. For example, `ratio: auto` means has_auto_ratio.
 _SAID_OTHERWISE: Final = frozenset({"has_auto_ratio", "action", "num_groups"})
@@ -56,12 +56,13 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class UpgradeLimits:
-    """The limits of the trial of a new revision (S24). Beyond them, the upgrade is rolled back.
+    """Limits for the trial of a new revision, which is a changed service (S24).
 
-    Groups get the new revision one after another. A group must be complete within
-    `group_timeout_s`. It is then on trial for `soak_s`, before the next group gets the revision.
-    During the trial, at most `max_failed_share` of its requests may fail. The prefill time T_p and
-    the time per token may be at most `max_slowdown` times as long as with the old revision.
+    An upgrade that exceeds a limit is rolled back. Groups get the new revision one after another. A
+    group must be complete within `group_timeout_s`. It is then on trial for `soak_s`, before the
+    next group gets the revision. During the trial, at most `max_failed_share` of the group's
+    requests may fail. The prefill time T_p and the time per token may be at most `max_slowdown`
+    times as long as with the old revision.
     """
 
     soak_s: float = 60.0
@@ -332,8 +333,9 @@ def _single_points(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem]
 def revision_of(service: Service, kv_transport: str) -> str:
     """A digest that is equal for instances that may exchange KV (S24).
 
-    The digest covers the model, the KV layout and the KV transport. It is empty if the service has
-    no values, because the instances then use their own settings.
+    The digest covers the KV transport and all values of the service, such as the model and its
+    options. It is empty if the service has no values, because the instances then use their own
+    settings.
     """
     if service == Service():
         return ""

@@ -1,5 +1,7 @@
-"""Decides which members of a group stay, how many members it lacks, and when each member may begin
-its next stage (S14-S19).
+"""Decides which members of a group stay, how many it lacks, and when members advance (S14-S19).
+
+A member advances from stage to stage: load, connect, serve. A blank instance, which has no role
+yet, can become a member.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ def partition_members(
 ) -> tuple[list[GroupMember], list[GroupMember]]:
     """The members to keep, and the others.
 
-    The others are surplus, have another scenario or revision, are in a wrong place, or are out of
-    service.
+    The others are surplus or out of service, are in a wrong place, or have another scenario or
+    revision than the group now has.
     """
     keep: list[GroupMember] = []
     others: list[GroupMember] = []

@@ -2,8 +2,8 @@
 
 The KV of a draft model, which speculation uses, travels in the same blocks as the model's KV. Some
 arguments of vLLM also change the content of a block. Prefills and decodes that differ in such
-options never pair. Each of them computes whole requests alone, so no failed hand-over shows the
-mistake to the operator.
+options never exchange KV. Each of them computes whole requests alone, so no failed hand-over shows
+the mistake to the operator.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Decides which instances of a group leave, and when (S26, S28, S31).
 
-A group is a set of instances that may hand KV to each other. Serving instances with an old revision
-or in a wrong place normally leave when their successors are ready. Blank instances, which have no
-role yet, become the successors. If there are too few blank instances, some serving instances leave
-first and become blank:
+A group is a set of instances that may hand KV to each other. A revision is a version of the service
+that the group runs. Serving instances with an old revision or in a wrong place normally leave when
+their successors are ready. Blank instances, which have no role yet, become the successors. If there
+are too few blank instances, some serving instances leave first and become blank:
 
 - Surplus instances leave one at a time. The next one leaves when the one before serves in its new
   place.
-- Of the instances with an old revision or scenario, as many leave as are needed. The same rule
-  applies to instances whose KV may cross regions although their group's KV may not, or vice versa.
+- If instances have an old revision or scenario, enough of them leave at once to make room for the
+  successors. The same rule applies to instances whose KV may cross regions although their group's
+  KV may not, or vice versa.
 - An instance in a wrong region or rack does not leave first, because it would make no room.
 
 `core.upgrade.controller` decides which group gets another revision, and when.
@@ -40,7 +41,8 @@ class GroupRecord:
     encoders_cool_until: float = 0.0  # until this time the group gets no new encoders
     short_since: float | None = None
     was_complete: bool = False
-    vacancies: dict[Role, deque[str]] = field(default_factory=dict)  # ids of replaced instances
+    # By role: the ids of the instances that have left a place which is still vacant.
+    vacancies: dict[Role, deque[str]] = field(default_factory=dict)
 
     def begin(self, revision: str) -> None:
         """Forget the failures of another revision."""
@@ -129,7 +131,7 @@ def _is_unfit(member: GroupMember, group: WantedGroup) -> bool:
 
 
 def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_short: int) -> str:
-    """Drain as many unfit instances as blank instances are missing.
+    """Drain enough unfit instances to make up for the missing blank instances.
 
     If too few may leave, none is drained, because the successors need all of the room. Returns the
     reason in this case, or an empty text.

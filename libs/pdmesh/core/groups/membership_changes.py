@@ -1,7 +1,8 @@
-"""Finds changes in the membership of groups, to be announced (S13).
+"""Finds the changes in the membership of groups, which are then announced (S13).
 
-A group is a set of instances that may hand KV to each other and to no instance outside. The tracker
-gets all present instances at each call, and returns the groups that differ from the last call.
+A group is a set of instances that may hand KV to each other and to no instance outside. At each
+call, the tracker receives all present instances, and returns the groups that have changed since the
+last call.
 """
 
 from __future__ import annotations

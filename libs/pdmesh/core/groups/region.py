@@ -39,7 +39,7 @@ def is_misplaced(member: GroupMember, group: WantedGroup) -> bool:
 
 
 def is_in_place(member: GroupMember, group: WantedGroup) -> bool:
-    """Whether a member is in its group's region and racks, and would make room by leaving."""
+    """Whether a member is in its group's region and racks, so that its leaving would make room."""
     is_in_region = group.region in (None, member.seen.region)
     return is_in_region and (not group.racks or member.seen.rack in group.racks)
 

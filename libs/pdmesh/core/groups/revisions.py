@@ -79,7 +79,7 @@ def is_canary(group_id: str) -> bool:
 def with_canaries(desired: Desired, upgrades: Upgrades) -> Desired:
     """Add the canary groups to the desired state.
 
-    A canary has its share of the scenario's instances of every role, rounded up.
+    For every role, a canary has its share of the scenario's instances, rounded up.
     """
     tried = [each for _, each in sorted(upgrades.items()) if each.canary_share]
     if not tried:
@@ -118,7 +118,7 @@ def _canary(own: Sequence[Group], upgrade: Upgrade) -> Group:
 
 
 def services(desired: Desired, upgrades: Upgrades) -> dict[str, Service]:
-    """The service that each group runs now, by its upgrade or else by the desired state."""
+    """The service that each group runs now. An upgrade has precedence over the desired state."""
     found: dict[str, Service] = {}
     for group_id, group in desired.groups.items():
         upgrade = upgrades.get(group.scenario)

@@ -1,7 +1,9 @@
-"""The working set of one round of the group controller.
+"""The data that the group controller works with in one round.
 
 In a round the controller compares the registry with the desired groups. `Round` has the content of
-the registry and the assignments that the controller plans for the living instances.
+the registry, and the assignments that the controller plans for the living instances. An assignment
+is the order to one instance: a role spec, which says what the instance should be, and a stage,
+which says how far it may go. A blank instance has no role yet.
 """
 
 from __future__ import annotations
@@ -169,9 +171,10 @@ class Round:
         )
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Sequence[InstanceStatus]:
-        """The blank instances that may get a role, except those kept for borrowers of groups.
+        """The blank instances that may get a role.
 
-        If `racks` is not empty, only instances in these racks are included.
+        Those that are kept for pools, the borrowers of groups, are left out. If `racks` is not
+        empty, only instances in these racks are included.
         """
         free = self._all_blanks().free
         return [seen for seen in free if seen.rack in racks] if racks else free
@@ -230,9 +233,9 @@ class Round:
     def capacity(self, scenario: str, without: str = "") -> Counter[Role]:
         """The number of members that take requests of the scenario, by role.
 
-        The instance `without` is left out.
-        Prefills and decodes count only where they can exchange KV. A fusion instance counts for
-        both. A canary never counts, because a rollback may remove it at any moment.
+        The instance `without` is left out. Prefills and decodes count only where they can exchange
+        KV. A fusion instance counts for both. A canary, an extra group that tries a new revision,
+        never counts, because a rollback may remove it at any moment.
         """
         cells: dict[tuple[str, str, str], Counter[Role]] = {}
         for instance_id, assignment in self.plan.items():

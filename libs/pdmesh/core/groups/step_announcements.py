@@ -1,6 +1,8 @@
 """Decides which steps of groups and instances are announced to operators, each once and in order.
 
-For example, an instance is loaded, ready, draining or lost, or a group is complete.
+For example, an instance is loaded, ready, draining or lost, or a group is complete. A phase is how
+far an instance has come, as it reports itself. A stage is how far it may go, as the controller
+orders.
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ class StepAnnouncer:
     def end(self, round_: Round) -> list[AnnounceStep]:
         """The other steps of this round, in order.
 
-        First come the announcements, then instances moved to a new stage, then released instances.
+        First come the controller's announcements, then new stages, then released instances.
         """
         given = round_.observed.given
         steps, self._announced = self._announced, []

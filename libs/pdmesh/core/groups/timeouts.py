@@ -1,7 +1,8 @@
 """Decides when an instance takes too long for a stage of its set-up or its departure.
 
-The group controller orders each instance from stage to stage: load, connect, serve, drain, blank.
-If a prefill and a decode do not connect in time, `unpaired` decides which of them is replaced.
+The group controller orders each instance from stage to stage: load, connect, serve, drain, blank. A
+blank instance has no role. If a prefill and a decode do not connect in time, `unpaired` decides
+which of them is replaced.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class StageClock:
     def is_erase_overdue(self, member: GroupMember, now: float) -> bool:
         """Whether a member has not become blank in time.
 
-        It hangs, or it does not follow this leader.
+        Such a member hangs, or does not follow this leader.
         """
         return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 

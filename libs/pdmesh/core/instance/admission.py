@@ -50,7 +50,7 @@ class Capacity:
     """The resources of an empty instance, and the kinds of legs that it takes."""
 
     works: frozenset[Work]
-    num_slots: int  # b_p or b_d
+    num_slots: int  # b_p or b_d in P/D-Serve
     num_blocks: int
     block_size: int  # tokens
     block_bytes: int  # bytes of a block on one rank, over all layers
@@ -62,12 +62,13 @@ class Capacity:
     model_fingerprint: str = ""
     model: str = ""  # the name that clients use
     num_ranks: int = 1
-    # For each answer, reserve at most this many tokens. Set for an engine that can preempt, since
-    # such an engine needs no room for all whole answers.
+    # For each answer, reserve at most this many tokens. Set for an engine that can preempt
+    # requests, since such an engine need not have room for every answer in full.
     max_reserved_output: int | None = None
     num_adapters: int = 0  # LoRA adapters that legs may use at once
     takes_images: bool = False
-    windows: tuple[int, ...] = ()  # tokens that each layer sees; 0: all; (): all in each layer
+    # By layer: how many of the last tokens it sees, 0 for all. Empty if every layer sees all.
+    windows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Ask:
     num_prompt_tokens: int
     max_tokens: int
     remaining_s: float
-    model_fingerprint: str | None = None  # for a decode, the one in the ticket
+    model_fingerprint: str | None = None  # for a decode, that of the KV to pull
     model: str = ""  # the model that the request names, or empty
     adapter: str = ""  # digest of the LoRA adapter that the leg computes with, or empty
     has_images: bool = False
@@ -90,7 +91,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A PREFILL's `range` is in the staging arena, a DECODE's in the landing arena. Else None."""
+    """A leg is admitted.
+
+    `range` is in the arena for staging if the work is PREFILL, in the arena for landing if it is
+    DECODE, and None for other work.
+    """
 
     leg: int
     range: ArenaRange | None
@@ -128,7 +133,7 @@ class Admission:
 
     capacity: Capacity
     is_draining: bool = False
-    version: int = 0  # of what `Load` reports; grows with each change
+    version: int = 0  # number of the state that `Load` reports; grows with each change
     _held: dict[int, _Held] = field(default_factory=dict)
     _num_blocks_used: int = 0
     _num_retrieving: int = 0
@@ -170,8 +175,7 @@ class Admission:
     def admit(self, ask: Ask, now: float) -> Admitted | Refused:
         """Reserve all that the leg needs. Otherwise return why not, and when to ask again.
 
-        A refusal changes nothing, except that an adapter without a slot may get a place in the
-        order of adapters.
+        A refusal changes nothing, except that an adapter without a slot may begin to wait for one.
         """
         assert ask.leg not in self._held
         num_blocks = self._blocks_for(ask)
@@ -248,7 +252,7 @@ class Admission:
         held.adapter = ""
 
     def _refuse_always(self, ask: Ask, num_blocks: int) -> Refused | None:
-        """A refusal that would hold for an empty instance, too."""
+        """A refusal that an empty instance would give, too."""
         capacity = self.capacity
         if ask.work not in capacity.works:
             return Refused(RefusalReason.WRONG_ROLE, detail=f"no {ask.work.name.lower()} here")
@@ -277,7 +281,7 @@ class Admission:
             return Refused(RefusalReason.EXPIRED, detail="the deadline has passed")
         if self.is_draining:
             return Refused(RefusalReason.DRAINING)
-        why = self._adapters.why_not(ask.adapter, now)  # asked first, as this records the turn
+        why = self._adapters.why_not(ask.adapter, now)  # first, because the call records the turn
         if len(self._held) >= self.num_places:
             return self._later(RefusalReason.BUSY, "no free slot")
         if ask.work is Work.DECODE and self._num_retrieving >= self.capacity.max_retrievals:
@@ -294,7 +298,7 @@ class Admission:
 
     @staticmethod
     def _least_len(ask: Ask) -> int:
-        """The prompt and the fewest useful tokens: token 1, and one more for a decode."""
+        """The prompt's length plus the fewest useful tokens: token 1, and one more for a decode."""
         if ask.work in _WITHOUT_ANSWER:
             return ask.num_prompt_tokens
         return ask.num_prompt_tokens + (2 if ask.work is Work.DECODE else 1)

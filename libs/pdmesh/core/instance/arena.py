@@ -1,8 +1,8 @@
-"""Decides which bytes of an arena a leg gets: the first free range that is long enough.
+"""Decides which bytes of an arena a request uses: the first free range that is long enough.
 
 An arena is memory that is mapped and registered with the transport once, for KV transfers. Requests
-only reserve ranges of it (S49). Ranges are aligned, so that two legs never share a page or a cache
-line. Free neighbours are merged.
+only reserve ranges of it (S49). Ranges are aligned, so that two requests never share a page or a
+cache line. Free neighbours are merged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ArenaAllocator:
 
     @property
     def size(self) -> int:
-        """Bytes that can be reserved: the size asked for, cut to the alignment."""
+        """Bytes that can be reserved: the size asked for, rounded down to the alignment."""
         return self._size
 
     @property

@@ -1,8 +1,8 @@
 """Decides whether an engine schedules a step while it computes the one before (S139 to S150).
 
 With this asynchronous scheduling, the next step is ready when a step ends, so the device does not
-wait for the CPU. In return, if an answer ends by a stop token or an abort, the engine computes one
-more token and discards it.
+wait for the CPU. But if an answer ends by a stop token or an abort, the engine has computed one
+token too many, which it discards.
 
 Even if the setting is ON, some engines schedule synchronously: engines of pooling models, engines
 for which vLLM does not support asynchronous scheduling, and engines with which it is not tested.
@@ -25,7 +25,7 @@ class AsyncScheduling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Schedules:
-    """The facts that decide. `hands_on_all` means a prefill, which draws one token per request."""
+    """The facts that decide. `hands_on_all` is true for a prefill, which draws token 1 only."""
 
     device: str
     is_pooling: bool = False

@@ -14,7 +14,7 @@ from typing import Final
 EngineArgs = Mapping[str, object]
 """vLLM's arguments by name. Values have JSON types. A number or a flag may also be text."""
 
-_USE: Final = {  # arguments for which the mesh has a setting, with its name
+_USE: Final = {  # for each argument, the setting of the mesh to use instead
     "model": "model_dir",
     "served_model_name": "model",
     "dtype": "dtype",

@@ -52,7 +52,7 @@ Effect = SendPing | DeclareHung
 class EngineWatchdog:
     """Watches one engine. Only `handle` changes its state.
 
-    Times are in seconds. `slow_s` must be longer than a layer takes.
+    Times are in seconds. `slow_s` must be longer than the computation of a layer takes.
     """
 
     slow_s: float
@@ -87,7 +87,7 @@ class EngineWatchdog:
         return 0.0 if self._silent_since is None else max(0.0, now - self._silent_since)
 
     def signal(self, now: float) -> Signal | None:
-        """What the instance reports against itself: first a suspicion, later a proof."""
+        """The fault of its engine that the instance reports: first a suspicion, later a proof."""
         silent_s = self.silent_s(now)
         if silent_s < self.slow_s:
             return None

@@ -22,7 +22,7 @@ class FreeSlots:
     soon as a full instance reports a free slot.
     """
 
-    # The instance refused a leg because it was full, and has not reported a free slot since.
+    # The instance refused a prompt because it was full, and has not reported a free slot since.
     is_full: bool = False
     # The free slots of the last report, without those that our prompts have taken since. None
     # before the first report.
@@ -54,11 +54,11 @@ class FreeSlots:
         self._offered[key] = self._num_loads
 
     def answered(self, key: int, *, is_accepted: bool) -> bool:
-        """Record the answer to a leg. Returns whether a slot may be left for a waiting prompt.
+        """Record the answer to an offer. Returns whether a slot may be left for a waiting prompt.
 
         An accepted prompt takes one of `num_free`, unless a report has come since the offer. Such a
-        report usually counts the prompt already. If the report was sent before the prompt arrived,
-        it does not count the prompt, but another report comes together with the acceptance.
+        report usually counts the prompt already. A report that was sent before the prompt arrived
+        does not count the prompt, but then another report comes together with the acceptance.
         """
         if key not in self._offered:
             return False
@@ -75,13 +75,13 @@ class FreeSlots:
         self._told_at = now
 
     def given_up(self, key: int) -> bool:
-        """Record that a leg was given up. True if a slot may be left for a waiting prompt."""
+        """Record that an offer was given up. True if a slot may be left for a waiting prompt."""
         return self._offered.pop(key, None) is not None
 
     def told(self, num_free: int, now: float) -> int:
         """Record a report of free slots. Returns how many waiting prompts may have room now.
 
-        If not more slots are free than before, no prompt is tried, because the instance may have
+        Unless more slots are free than before, no prompt is tried, because the instance may have
         rejected prompts for other reasons. Each prompt that waits for its answer counts as a taken
         slot. If that prompt is rejected, the rejection makes the gateway try a waiting prompt.
         """

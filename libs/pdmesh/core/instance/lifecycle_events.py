@@ -1,4 +1,8 @@
-"""The events and effects of an instance from its start until it serves; see `lifecycle.py`."""
+"""The events and effects of an instance from its start until it serves; see `lifecycle.py`.
+
+An assignment is the master's order to one instance. It has a role spec, which says what the
+instance should be, and the instance's peers. The peers of a decode are the prefills of its group.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ class PeerFailed:
 
 @dataclass(frozen=True, slots=True)
 class BecameIdle:
-    """No request runs and no staged KV waits. No request can come while they are refused."""
+    """No request runs, no staged KV waits for a decode, and new requests are refused."""
 
 
 Event = Assigned | Loaded | LoadFailed | PeerVerified | PeerFailed | BecameIdle | Tick
@@ -78,9 +82,10 @@ class RefuseRequests:
 
 @dataclass(frozen=True, slots=True)
 class Erase:
-    """Stop everything and forget all state. The process continues blank, as a new incarnation.
+    """Stop everything and forget all state.
 
-    This is the last effect of an incarnation.
+    The process continues without a role, as a new incarnation. This is the last effect of the old
+    incarnation.
     """
 
 

@@ -1,14 +1,14 @@
 """Collects which requests an instance admitted, and how long the prompts took, for load reports.
 
 A report covers the time since the last report. The master keeps a booking, which is planned work,
-for each request that it sends to an instance. The report tells it which bookings are done, and the
-times improve its predictions.
+for each request that it sends to an instance. The report tells the master which bookings are done,
+and the times improve its predictions. In `LoadBook`, a leg is a request's stay on this instance.
 
 An engine computes parts of several prompts in one step, so the time between the ends of two prompts
 says little about either prompt. Therefore prompts are timed together, as a span. A span begins when
 its first prompt could begin. It ends when no prompt is left, or with the step in which its
-`_SPAN_PROMPTS`th prompt ends. The number of entries is bounded. Requests beyond the bound are left
-out, and their bookings expire at the master.
+`_SPAN_PROMPTS`th prompt ends. The number of entries in a report is bounded. Requests beyond the
+bound are left out, and their bookings expire at the master.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Span:
     """Prompts that are timed together since `began`."""
 
     began: float = 0.0
-    beside_s: float = 0.0  # `LoadBook._beside_s` at that time
+    beside_s: float = 0.0  # `LoadBook._beside_s` when the span began
     num_prompts: int = 0
     num_steps: int = 0
 
@@ -131,9 +131,9 @@ class LoadBook:
     def _end_span(
         self, request_id: str = "", num_tokens: int = 0, num_cached_tokens: int = 0
     ) -> None:
-        """Add an entry with the time of the span. The entry is for the given prompt, the last one.
+        """Add an entry with the time of the span. The given prompt is the span's last one.
 
-        Without a prompt, all prompts of the span have entries already.
+        If no prompt is given, all prompts of the span already have entries.
         """
         span = self._span
         seconds = max(_LEAST_S, self._last_end - span.began)

@@ -22,5 +22,8 @@ DEFAULT_SLOTS: Final = {
 
 
 def keeps_kv(role: Role) -> bool:
-    """Whether instances of this role have KV for tiers. Pooling and encoding leave no KV."""
+    """Whether instances of this role have KV to keep in host memory and files.
+
+    Pooling and encoding leave no KV.
+    """
     return bool(WORKS[role] & {Work.PREFILL, Work.DECODE})

@@ -30,7 +30,7 @@ class Law:
     def prefill_s(
         self, num_tokens: int, num_cached: int = 0, batch: int = 1, longest: int = 0
     ) -> float:
-        """The time to compute `num_tokens` tokens, which is the sum over `batch` prompts.
+        """The time to compute `batch` prompts, which have `num_tokens` tokens to compute in all.
 
         Each prompt has `num_cached` more tokens that need no computing. `longest` is the largest
         number of tokens to compute for one prompt.

@@ -1,12 +1,12 @@
-"""Sums up where the time of an engine's steps goes, and if scheduling delays steps (S139, S140).
+"""Sums up how an engine's steps spend their time, and if scheduling delays them (S139, S140).
 
 A step is scheduled, computed and processed. Processing reads the step's tokens and ends requests.
 With synchronous scheduling, the device waits while a step is scheduled or processed. With
-asynchronous scheduling, step n + 1 is scheduled while step n is computed, but not step n + 2.
+asynchronous scheduling, step n + 1, and no later step, is scheduled while step n is computed.
 
 Steps that compute nothing are not counted. A step is steady if no request begins in it, and if no
-request has ended since the step before. Only before steady steps is the device's wait a sign of
-slow scheduling.
+request has ended since the step before. A wait of the device before a steady step is a sign of slow
+scheduling. Before other steps, it is not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """One step on the rank, which was busy for `busy_s` of the time from `begin` to `end`."""
+    """One step. The device computed for `busy_s` of the time from `begin` to `end`."""
 
     begin: float
     end: float
@@ -53,7 +53,7 @@ class ComputedStep:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Each method must be called for one step after the other. All times are of one clock."""
+    """Call each method once per step, in the order of the steps. All times are of one clock."""
 
     totals: StepTotals = field(default_factory=StepTotals)
     _pending: list[_Scheduled] = field(default_factory=list)  # scheduled, but not yet computed

@@ -2,13 +2,13 @@
 
 A lower priority number is more urgent. A request's turn is its arrival plus `CLASS_S` for each unit
 of its priority, and requests are served in the order of their turns. So a more urgent request
-overtakes an earlier one only if it arrives less than the difference of their priorities times
-`CLASS_S` later, and no request waits forever. Requests of one priority are served in order of
+overtakes an earlier one only if it arrives less than `CLASS_S` later for each unit by which their
+priorities differ. No request waits forever. Requests of one priority are served in order of
 arrival.
 
 A prompt that is being computed stands back for a more urgent prompt that could begin. Otherwise its
-own chunks would fill all steps. The prompt that stands back keeps its blocks, and continues when
-there is no such prompt any more.
+own chunks would fill all steps. The prompt that stands back keeps its blocks, and continues when no
+more urgent prompt waits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Final
 
 DEFAULT_PRIORITY: Final = 1  # for a tenant or a job that has no priority set
 MAX_PRIORITY: Final = 1_000_000
-# Half of the time that a gateway allows by default until the first token. So a request of the next
-# class is served in time as well.
+# Half of the time that a gateway allows by default until the first token. So a request whose
+# priority is less urgent by one is also served in time.
 CLASS_S: Final = 5.0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def max_answer_tokens(asked: int | None, default: int, room: int) -> int | None:
-    """The most tokens of an answer. None: the client asks for too many, so refuse the request.
+    """The most tokens of an answer, or None if the client asks for too many and must be refused.
 
     `room` is how many tokens the context leaves, at least one. `default` is used if the client asks
     for no number. In that case, an answer that needs more than `room` is cut, and not refused.

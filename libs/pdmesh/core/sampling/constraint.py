@@ -1,7 +1,7 @@
 """The form that an answer must have, and the token after which this form begins.
 
 A constraint holds for the whole answer, even if several engines draw its tokens one after another.
-An engine that continues an answer first feeds the tokens of the other engines to its matcher.
+An engine that continues an answer first feeds the earlier engines' tokens to its grammar matcher.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Constraint:
     """A form of an answer. `grammar` is in llguidance's syntax, and the gateway has checked it.
 
     The grammar begins after the token ids `begins_after`, which end the reasoning. If
-    `begins_after` is empty, the grammar begins with the first token of the answer. `asked_by` is
+    `begins_after` is empty, the grammar begins with the first token of the answer. `asked_by` names
     the client's field, which only gateways know.
     """
 

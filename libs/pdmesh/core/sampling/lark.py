@@ -1,4 +1,4 @@
-"""Writes the rules of a grammar in llguidance's Lark.
+"""Writes the rules of a grammar in Lark, as llguidance understands it.
 
 Some texts, such as `<tool_call>`, are one token of the vocabulary. The rules name the token in
 place of such a text. Otherwise a model could spell the text with other tokens, and parsers of

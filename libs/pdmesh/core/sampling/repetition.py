@@ -51,7 +51,7 @@ def repetition_rule(max_size: int, min_size: int, min_count: int) -> RepetitionR
 class RepetitionFinder:
     """Finds the rule's patterns in tokens that come one by one.
 
-    Only as many tokens as the longest pattern may have are kept.
+    It keeps only the last `max_size` tokens, the length of the longest pattern.
     """
 
     __slots__ = ("_num", "_places", "_recent", "_rule", "_runs")
@@ -59,7 +59,7 @@ class RepetitionFinder:
     def __init__(self, rule: RepetitionRule) -> None:
         self._rule = rule
         self._num = 0
-        self._recent: deque[int] = deque()  # the last tokens, as many as the longest pattern has
+        self._recent: deque[int] = deque()  # the last tokens, at most `max_size`
         self._places: dict[int, deque[int]] = {}  # by token: its positions in `_recent`
         # By distance d: how many of the last tokens equal the token d positions before them.
         self._runs: dict[int, int] = {}

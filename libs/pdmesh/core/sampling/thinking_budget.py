@@ -21,9 +21,10 @@ class ThinkingMarks:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """The longest reasoning. As in vLLM, the end mark is drawn `num_tokens` after the begin mark.
+    """The longest reasoning.
 
-    If the begin mark is in the prompt, the prompt's tokens after it are counted as well.
+    As in vLLM, the end mark follows the begin mark after at most `num_tokens`. If the begin mark is
+    in the prompt, the prompt's tokens after it are counted as well.
     """
 
     num_tokens: int

@@ -30,7 +30,7 @@ class NoGrammar(ValueError):
 def call_grammar(tag: _Node, tokens: Mapping[str, int] | None = None) -> str:
     """The grammar of `tag`, a structural tag with a format. Raises NoGrammar.
 
-    `tokens` has the ids of tokens that stand for a text of their own, by that text.
+    `tokens` has the ids of tokens that stand for a whole text such as `<tool_call>`, by that text.
     """
     grammar = _Grammar(LarkRules(tokens))
     node = tag.get("format")
@@ -60,7 +60,7 @@ class _Grammar:
         return write(self, node, depth + 1)
 
     def free_text_with(self, node: _Node) -> str:
-        """The rule for free text in which one of the tags follows after each trigger."""
+        """The rule for free text in which each trigger begins one of the tags."""
         text = self._text_before(node["triggers"])
         alternatives = []
         for trigger in node["triggers"]:

@@ -80,7 +80,8 @@ _QWEN: Final = _Style(
     "</parameter>",
     r"<\s*parameter\s*=|<\s*/\s*parameter\s*>|</function>|</?tool_call>",
 )
-# Qwen's own template puts each mark and value on its own line. Other models with its marks do not.
+# Qwen's own template puts each mark and value on its own line. Other models that use Qwen's marks
+# do not.
 _QWEN_IN_LINES: Final = replace(
     _QWEN, open="<parameter=KEY>\n", close="\n</parameter>", after=_LINE
 )

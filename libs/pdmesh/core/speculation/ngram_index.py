@@ -89,8 +89,8 @@ class NgramIndex:
     def next_after(self, near: int | None = None) -> int | None:
         """The position after an earlier place of the longest n-gram that ends the text.
 
-        Without `near`, this is the latest such place. With `near`, it is the nearest to `near` of
-        the `MAX_LINKS` latest places.
+        Without `near`, this is the latest such place. With `near`, it is the one of the `MAX_LINKS`
+        latest places that is nearest to `near`.
         """
         for table in self._tables:
             found = self._place(table, near)

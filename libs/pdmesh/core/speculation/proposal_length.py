@@ -25,7 +25,7 @@ LEAST_GAIN: Final = 1.05  # a smaller speedup may be lost when acceptance varies
 PROBE_EVERY: Final = 64
 # Once in so many steps, no token is proposed, to measure the cost of a check.
 PAUSE_EVERY: Final = 256
-_MEMORY: Final = 200  # checked tokens; earlier ones than these have little weight
+_MEMORY: Final = 200  # checked tokens; those before them have little weight
 _GRAIN: Final = 0.02  # acceptance is rounded to a multiple of this, so there are few schedules
 _BAND: Final = 0.03  # a smaller change of the acceptance is mostly noise, and is ignored
 _COST_BAND: Final = 1.5  # a change of the cost of a token by a smaller factor is ignored
@@ -51,7 +51,8 @@ class Speculation:
     """How tokens are proposed, for one setting of acceptance and cost.
 
     `token_cost` is the cost of checking one token, as a share of a step's fixed cost. If
-    `max_tokens` is 0, no token is ever proposed. If `is_fixed`, always propose `max_tokens`.
+    `max_tokens` is 0, no token is ever proposed. If `is_fixed`, exactly `max_tokens` are always
+    proposed.
     """
 
     max_tokens: int
@@ -135,7 +136,7 @@ class AdaptiveSpeculation:
 
     @property
     def _may_pause(self) -> bool:
-        """Whether steps without proposals are possible. A draft with KV needs every token's KV."""
+        """Whether steps without proposals are possible. A draft with KV needs it for each token."""
         return not (self.assumed.is_fixed or self.assumed.method.has_kv)
 
     def counts(self) -> list[int]:

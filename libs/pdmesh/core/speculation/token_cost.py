@@ -1,7 +1,7 @@
 """Measures the cost of one more token in a decode step, as a share of the step's fixed cost (S118).
 
 A step of n tokens takes about `fixed + n * each` seconds. A line that is fitted to the latest steps
-gives both numbers. The fit needs steps with different n. These come when requests begin or end, or
+gives both numbers. The fit needs steps with different n. These occur when requests begin or end, or
 when more or fewer tokens are proposed. Until n has varied enough, the assumed share is used.
 """
 
@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-_MEMORY: Final = 1000  # steps; earlier ones than these have little weight
+_MEMORY: Final = 1000  # steps; those before them have little weight
 _LEAST_STEPS: Final = 50
 _LEAST_SPREAD: Final = 0.03  # standard deviation of the numbers of tokens, divided by their mean
-_LONGEST: Final = 3.0  # a step that takes more times the expected time waited for something else
+_LONGEST: Final = 3.0  # a step this many times longer than expected waited for something else
 _LEAST, _MOST = 1e-4, 1.0  # a share outside these bounds is noise
 _PER_DECADE: Final = 10  # number of values per factor of 10 to which a share is rounded
 

@@ -4,8 +4,9 @@ A domain is a set of instances that compute one model together. These instances 
 engines of a mixture of experts step together, so if one rank is lost, the others wait for it. The
 group controller therefore treats a domain as one member of a group. Before a round of the
 controller, `folded` puts one instance in place of each complete domain, and names it by the
-domain's id. After the round, `unfolded` gives each rank the domain's assignment. The ranks of a
-broken domain stay single instances, which the controller makes blank.
+domain's id. After the round, `unfolded` gives each rank the domain's assignment, which is an order
+to take a role. The ranks of a broken domain stay single instances, which the controller makes
+blank.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def _assignment_of(first: InstanceStatus, given: Iterable[Assignment]) -> Assign
 
 
 def _named(assignment: Assignment) -> RoleSpec:
-    """The role spec of the whole domain, which is equal for the assignments of all ranks."""
+    """The domain's role spec (what an instance should be), equal for all ranks' assignments."""
     role_spec = assignment.role_spec
     assert role_spec.domain is not None
     return replace(role_spec, domain=replace(role_spec.domain, dp_rank=0))

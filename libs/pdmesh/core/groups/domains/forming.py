@@ -1,6 +1,7 @@
 """Decides which blank instances become the ranks of a new data-parallel domain (S121).
 
-The ranks of a domain compute one model together. A blank instance has no role yet.
+The ranks of a domain compute one model together. A blank instance has no role yet. A role spec says
+what an instance should be.
 """
 
 from __future__ import annotations
@@ -56,6 +57,6 @@ def chosen_ranks(
 
 
 def new_domain(role_spec: RoleSpec, number: int, ranks: Sequence[InstanceStatus]) -> RoleSpec:
-    """The role spec of a new domain with these ranks. `number` must be unique over all leaders."""
+    """The role spec of a new domain with these ranks. No other domain may get the same `number`."""
     domain = DomainRank(f"{role_spec.group_id}-d{number}", 0, len(ranks), ranks[0].domain_address)
     return replace(role_spec, domain=domain)

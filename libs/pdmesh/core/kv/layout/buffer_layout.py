@@ -2,8 +2,9 @@
 
 The buffer has one layer after the other. A layer has one head after the other, and a head has its
 blocks in the order of the prompt. The layout does not look into the bytes of a head's block, so
-these bytes may be packed as an engine likes. Engines with equal fingerprints pack alike.
-`core/kv/transfer/pull_parts.py` decides into which parts a transfer of the buffer is cut.
+these bytes may be packed as an engine likes. Engines exchange KV only if their fingerprints are
+equal (`compatibility.py`), and such engines pack alike. `core/kv/transfer/pull_parts.py` decides
+into which parts a transfer of the buffer is cut.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class KvShape:
     """The numbers that decide the size of a model's KV, or of one rank's share of it.
 
     `num_kv_heads` equals the number of query heads in MHA and is smaller in GQA. A quantised cache
-    may keep scales beside K and V of each token and head. They take `scale_bytes` together. Scales
-    of a whole tensor are part of the fingerprint instead, and need no `scale_bytes`.
+    may keep scales beside K and V of each token and head. These scales take `scale_bytes` for each
+    token and head. Scales of a whole tensor are part of the fingerprint instead, and need no
+    `scale_bytes`.
     """
 
     num_layers: int
@@ -40,7 +42,8 @@ class KvShape:
     def token_layer_bytes(self) -> int:
         """The bytes of K and V of one token in one layer, with their scales.
 
-        Without scales, this is the paper's 2 * hidden * precision, with hidden over KV heads only.
+        Without scales, this is 2 * hidden * precision of the P/D-Serve paper, where hidden covers
+        only the KV heads.
         """
         return self.num_kv_heads * (2 * self.head_dim * DTYPE_BYTES[self.dtype] + self.scale_bytes)
 
@@ -65,10 +68,11 @@ class KvSpan:
 class KvLayout:
     """The layout of one prompt's buffer on one rank.
 
-    The axes are layer, head and block. An item is the bytes of one head of a block. `block_bytes`
-    counts all heads of a block in one layer. A block that cannot be cut by heads counts as one
-    head. `first_blocks` gives for each layer the first block that is in the buffer, because some
-    layers see only a window of the last tokens. If it is empty, all blocks are in the buffer.
+    The axes are layer, head and block. An item is one head's bytes in one block and one layer.
+    `block_bytes` is the size of a block in one layer, with all heads. A block that cannot be cut by
+    heads counts as one head. `first_blocks` gives for each layer the first block that is in the
+    buffer, because some layers see only a window of the last tokens. If it is empty, all blocks are
+    in the buffer.
     """
 
     num_layers: int

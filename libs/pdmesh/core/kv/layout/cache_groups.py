@@ -1,6 +1,6 @@
 """Decides which blocks of a prompt each layer still needs: all, or only those of a window.
 
-A window is a number of last tokens to which the layer attends.
+A window is the number of last tokens to which a layer attends.
 
 Layers that need the same share of a text form a cache group. For each request, an engine keeps one
 list of block ids per group. Position i of every list is block i of the prompt. An entry is null if
@@ -20,9 +20,9 @@ from typing import Final
 NULL_BLOCK: Final = 0  # the id of an entry whose block has left its group's window
 STATE_WINDOW: Final = 2  # tokens: with this window, only the last block is needed
 BlockIds = tuple[tuple[int, ...], ...]
-"""Ids by cache group."""
+"""Block ids by cache group."""
 BlockLists = Sequence[Sequence[int]]
-"""A request's ids by cache group, from the request's first block on."""
+"""A request's block ids by cache group, from the request's first block on."""
 
 
 def first_needed(num_tokens: int, window: int, block_size: int) -> int:
@@ -35,7 +35,7 @@ def first_needed(num_tokens: int, window: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """The cache groups of a model. `windows` has tokens by group, 0 if all tokens are needed."""
+    """The cache groups of a model. `windows` has the window of each group, 0 for all tokens."""
 
     block_size: int
     windows: tuple[int, ...] = (0,)
@@ -74,7 +74,9 @@ class CacheGroups:
 def kv_bytes(
     num_tokens: int, block_size: int, block_bytes: int, windows: Sequence[int] = ()
 ) -> int:
-    """The bytes of a prompt that are sent. `block_bytes` is the size of a block over all layers.
+    """The bytes of KV that are sent for a prompt.
+
+    `block_bytes` is the size of a block over all layers.
 
     `windows` are by layer. Without `windows`, every layer needs all tokens.
     """

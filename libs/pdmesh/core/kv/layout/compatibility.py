@@ -1,10 +1,11 @@
 """Decides whether two engines may exchange KV, and says in words where they differ (S126).
 
-All that the engines must have in common is in one short string, the `model_fingerprint` of tickets,
-registry and index. Engines may exchange KV only if their strings are equal. If blocks can be cut by
-heads, the string has the number of heads, and the engines may have different numbers of ranks
-(`rank_heads.py`). If blocks are opaque bytes, the string has the number of ranks. If the layers are
-split over pipeline stages, the string has the number of layers of each stage (`rank_place.py`).
+All that the engines must have in common is in one short string, the `model_fingerprint`. It is in
+the registry, in the index, and in each ticket, which is the right to pull KV. Engines may exchange
+KV only if their strings are equal. If blocks can be cut by heads, the string has the number of
+heads, and the engines may have different numbers of ranks (`rank_heads.py`). If blocks are opaque
+bytes, the string has the number of ranks. If the layers are split over pipeline stages, the string
+has the number of layers of each stage (`rank_place.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def parse(text: str) -> KvFormat | None:
 
 
 def may_meet(fingerprint: str, our_ranks: int, their_ranks: int) -> bool:
-    """Whether instances of one fingerprint and these numbers of ranks may exchange KV."""
+    """Whether two instances with this fingerprint and these numbers of ranks may exchange KV."""
     return rank_bytes(fingerprint, 0, our_ranks, their_ranks) is not None
 
 

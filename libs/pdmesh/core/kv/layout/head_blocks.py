@@ -69,7 +69,7 @@ def opaque_blocks(num_blocks: int, block_bytes: int) -> HeadBlocks:
 def head_blocks(
     axes: str, shape: Sequence[int], strides: Sequence[int], item_bytes: int
 ) -> HeadBlocks:
-    """The cache in a tensor. `axes` names the dimensions, one letter each. Strides are in items.
+    """The layout of a cache in a tensor. `axes` has one letter per dimension. Strides are in items.
 
     "kbnhc" is flash attention's [2, blocks, tokens, heads, head size]. "bknhc" is the same with
     blocks first. In "bhnc", V follows K in the content. Raises ValueError if `axes` does not fit

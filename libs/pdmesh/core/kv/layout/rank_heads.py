@@ -4,8 +4,8 @@ Prefill (the source) and decode (the destination) may have different numbers of 
 consecutive KV heads of the model, or a copy of one head that other ranks hold too. A destination
 pulls each head that it needs from one source. With equal numbers of ranks, rank i pulls only from
 rank i. A source whose copies are not needed gets a pull without heads. This empty pull tells the
-source that it may release its buffer. Otherwise the source would keep the buffer until its lease
-ends.
+source that it may release its buffer. Without it, the source would keep the buffer until the lease
+of the KV ends.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def pieces(num_heads: int, num_sources: int, num_destinations: int, rank: int) -
 def _words_only(
     num_heads: int, num_sources: int, num_destinations: int, rank: int, found: list[Piece]
 ) -> list[Piece]:
-    """The empty pulls, which tell the sources of unused copies that these may be released.
+    """The empty pulls, which tell sources with unused copies to release their buffers.
 
     If several destinations take the same heads, only the first sends empty pulls.
     """

@@ -2,9 +2,10 @@
 
 Blocks with equal names are taken to have equal KV. A collision, even a deliberate one, would let
 two tenants share KV, so each block is hashed with BLAKE2b under a secret key. The key is the root
-of the chain. The root depends on the tenant, the salt, the model fingerprint (model, dtype, block
-size, layout), and the content of a LoRA adapter. The name of a block also depends on the images
-that begin before the block's end.
+of the chain. The root depends on the tenant, on a salt that the client may send, on the content of
+a LoRA adapter, and on the model fingerprint. The fingerprint covers the model, its dtype, the block
+size and the layout. The name of a block also depends on the images that begin before the block's
+end.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def tenant_root(
 ) -> bytes:
     """The key for the block names of one tenant under one model.
 
-    `secret` belongs to the deployment. `adapter` is the digest of the LoRA adapter that changes
-    the model, or empty.
+    `secret` is the deployment's secret key. `adapter` is the digest of the LoRA adapter that
+    changes the model, or empty.
     """
     parts = (tenant, salt, model_fingerprint, *((adapter,) if adapter else ()))
     message = b"".join(len(p.encode()).to_bytes(4, "little") + p.encode() for p in parts)

@@ -1,8 +1,8 @@
 """Keeps the block hashes of long prompts, in chunks, for later prompts that begin alike.
 
 A chat's next turn begins with the tokens of the turn before. A chunk has the hashes of 256 blocks.
-Looking up a chunk takes a fifth of the time of hashing its blocks one by one. The names of chunks
-are keyed with the root of a tenant's block names, so different tenants share no chunk.
+Looking up a chunk takes a fifth of the time of hashing its blocks one by one. The name of a chunk
+is a hash under the tenant's key, so different tenants share no chunk.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class KeptHashes:
 
 
 def _name(root: bytes, parent: bytes, data: bytes) -> bytes:
-    """A name that is unique among the chunks of one root.
+    """A name that is unique among the chunks with the same `root`.
 
     The name is unique because `parent` is empty or a whole hash, and because all chunks of one
     block size have equally long `data`.

@@ -1,8 +1,9 @@
-"""Checks pins, names their blocks, and bounds how much of a tier they take (S78, S96).
+"""Checks pins, names their blocks, and bounds their share of an instance's KV stores (S78, S96).
 
 A pin is an operator's order to keep the KV of a prefix, which many prompts begin with. A pin holds
-block names, not tokens. The names are the keyed, chained hashes of the prefix's full blocks, one
-set for each model fingerprint in use (ADR 0022). Pins take cache from all other prompts, so their
+block names, not tokens. The names are the keyed, chained hashes of the prefix's full blocks. They
+differ by model fingerprint, which is equal for engines that may exchange KV. So a pin has one set
+of names for each fingerprint in use (ADR 0022). Pins take cache from all other prompts, so their
 number, length and time are bounded.
 """
 
@@ -26,10 +27,9 @@ _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """The blocks of one pin, as an instance gets them.
+    """The blocks of one pin, as an instance receives them.
 
-    `until`, in Unix seconds, is the time until which the file store keeps the blocks. Nothing else
-    depends on `until`.
+    Only the file store reads `until`: it keeps the blocks until this Unix time, in seconds.
     """
 
     names: tuple[bytes, ...]
@@ -47,7 +47,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class WantedPin:
-    """An operator's request for a pin. Raises InvalidRequest, with the field, if it is invalid."""
+    """An operator's request for a pin. Raises InvalidRequest if a field is invalid."""
 
     pin_id: str
     tenant: str
@@ -66,7 +66,7 @@ class WantedPin:
             raise InvalidRequest(f"must be {MIN_TTL_S} to {MAX_TTL_S} s", field="ttl_s")
 
     def roots(self, secret: bytes, cuts: Iterable[Cut]) -> dict[Cut, bytes]:
-        """For each cut, the root of the block names of this tenant."""
+        """For each cut, the key under which this tenant's blocks are hashed."""
         return {
             cut: tenant_root(secret, self.tenant, self.cache_salt, cut.model_fingerprint)
             for cut in cuts
@@ -89,7 +89,8 @@ class WantedPin:
 def pinned_within(prefixes: Sequence[PinnedPrefix], num_blocks: int) -> dict[bytes, PinnedPrefix]:
     """The blocks that a store of `num_blocks` keeps for pins, each with its pin.
 
-    Earlier pins take precedence. Pinned blocks beyond `PINNED_SHARE` are treated like any other.
+    Earlier pins take precedence. Pinned blocks beyond `PINNED_SHARE` are treated like ordinary
+    blocks.
     """
     by_name = {name: prefix for prefix in prefixes for name in prefix.names}
     return {name: by_name[name] for name in list(by_name)[: int(PINNED_SHARE * num_blocks)]}

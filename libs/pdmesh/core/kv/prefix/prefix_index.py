@@ -1,15 +1,16 @@
-"""An index of which instances hold which KV blocks, and how much of a prompt (S98, S99, S102).
+"""Indexes the KV blocks of instances, and finds how much of a prompt each has (S98, S99, S102).
 
 The index maps each block to a bitmask of its holders. Instances report changes as numbered deltas.
-The deltas of one incarnation (one life of an instance) apply in order. Deltas beyond a gap wait,
-up to a bound, until the gap is filled or a snapshot covers it. A match counts blocks from the start
-of the prompt. It ends at the first block that the instance lacks, because later blocks are useless
-without that block.
+The deltas of one incarnation (one life of an instance) apply in order. Deltas beyond a gap wait
+until the gap is filled, or until a snapshot, which lists all blocks of the instance, covers the
+gap. At most `MAX_WAITING` deltas wait. A match counts blocks from the start of the prompt. It ends
+at the first block that the instance lacks, because later blocks are useless without that block.
 
-In the bitmask, each instance has two neighbouring bits, one for its engine and one for its host
-pool (KV in host memory). One shift of the mask therefore finds all holders in either tier. A
-block's name is stored once, and everything else refers to the block by a row number. Equal masks
-are one object, so comparing the holders of successive blocks is a comparison of pointers.
+An instance keeps blocks in two tiers: its engine, and its host pool, which is in host memory. In
+the bitmask, each instance has two neighbouring bits, one for each tier. One shift of the mask
+therefore finds all holders in either tier. A block's name is stored once, and everything else
+refers to the block by a row number. Equal masks are one object, so comparing the holders of
+successive blocks is a comparison of pointers.
 
 Loading a snapshot or removing an instance takes long if the instance has very many blocks. Both can
 be done in steps (`begin_snapshot`, `SnapshotLoad.step`, `retire_instance`, `sweep`), so that an
@@ -40,7 +41,7 @@ _SWEPT_WITH_A_DELTA = 256  # with each delta, so many blocks of gone instances a
 
 class DeltaOutcome(enum.Enum):
     APPLIED = "applied"
-    STALE = "stale"  # the delta is a repetition, came late, or its incarnation is over
+    STALE = "stale"  # the delta was repeated or late, or its incarnation is over
     GAP = "gap"  # earlier deltas are missing, so the caller should load a snapshot
     WAITS = "waits"  # the delta is applied after the snapshot that is being loaded
 
@@ -248,7 +249,7 @@ class PrefixIndex:
         blocks: Iterable[bytes],
         host: Iterable[bytes] = (),
     ) -> DeltaOutcome:
-        """Replace the blocks of the instance: it had `blocks` and `host` at `sequence`.
+        """Replace the instance's blocks with `blocks` and `host`, which it held at `sequence`.
 
         The call takes about a second for a million blocks. `begin_snapshot` does the same in steps.
         GAP means that deltas after the snapshot are still missing.
@@ -291,7 +292,7 @@ class PrefixIndex:
         return num_blocks
 
     def retire_instance(self, instance_id: str) -> int:
-        """Like `remove_instance`, but fast: the blocks take room until `sweep` drops them."""
+        """Like `remove_instance`, but fast: the blocks occupy room until `sweep` drops them."""
         holder = self._instances.pop(instance_id, None)
         if holder is None:
             return 0
@@ -316,7 +317,7 @@ class PrefixIndex:
         return bool(self._gone)
 
     def forget_history(self, instance_id: str) -> None:
-        """Accept removed incarnations again, because one may be alive though its lease ended."""
+        """Accept removed incarnations again: one whose lease has ended may still be alive."""
         self._retired.pop(instance_id, None)
 
     def match(self, block_hashes: Sequence[bytes], tier: Tier | None = None) -> dict[str, int]:
@@ -349,7 +350,7 @@ class PrefixIndex:
         return matches
 
     def peer_runs(self, block_hashes: Sequence[bytes]) -> PeerRuns:
-        """The runs of a prompt's blocks in host pools, the only tier that peers give from (S77)."""
+        """The runs of a prompt's blocks in host pools. Peers fetch from no other tier (S77)."""
         if not self.num_host_blocks:
             return NO_PEERS
         rows, masks, in_host = self._rows, self._masks, self._everyone << 1
@@ -376,7 +377,7 @@ class PrefixIndex:
     def take_forgotten(self) -> list[IndexDelta]:
         """The blocks that were evicted since the last call, per instance, for copies of this index.
 
-        The number of each delta is the number of the last delta applied for the instance.
+        Each returned delta has the `sequence` of the last delta that was applied for its instance.
         """
         forgotten, self._forgotten = self._forgotten, {}
         return [
@@ -489,7 +490,7 @@ class PrefixIndex:
         return self._drain(holder)
 
     def _drop_some(self, holder: _Holder, parts: Sequence[set[int]], max_blocks: int) -> int:
-        """Drop blocks and return how many. `parts` are for engine and host pool alternately."""
+        """Drop blocks and return how many. `parts` has rows, of engine and host pool by turns."""
         num_dropped = 0
         for number, rows in enumerate(parts):
             rank = number % len(TIERS)
@@ -566,13 +567,13 @@ class PrefixIndex:
         self._free.append(row)
 
     def _make_room(self) -> None:
-        """Make room for an entry, at the cost of instances that are gone if there are any."""
+        """Make room for one entry, from the blocks of gone instances if any are left."""
         self.sweep(1)
         if self.num_blocks >= self.max_blocks:
             self._evict_one()
 
     def _evict_one(self) -> None:
-        """Evict the next row that no prompt asked for since the hand passed, for all holders."""
+        """Evict the next block that no prompt asked for since the hand passed it."""
         row = self._next_victim()
         name, mask = self._name(row), self._masks[row]
         while mask:
@@ -588,7 +589,7 @@ class PrefixIndex:
             self._drop(row, holder.bits[rank], rank)
 
     def _next_victim(self) -> int:
-        """The row to evict. The hand moves one row further, because a new block takes this row."""
+        """Find the row to evict, and move the hand past it, because a new block takes this row."""
         first_pinned = -1
         while True:
             row, name = self._hand, self._names[self._hand]

@@ -49,7 +49,8 @@ class _Wanted:
 class Repairs:
     """The snapshots that are wanted. All times are seconds of one monotonic clock.
 
-    `settle_s` is the wait before a snapshot is requested, because a late delta may fill the gap.
+    `settle_s` is the wait before a snapshot is requested. In this time the missing change may still
+    arrive.
     """
 
     max_in_flight: int = 4
@@ -91,7 +92,7 @@ class Repairs:
             wanted.pause_s = min(2 * wanted.pause_s, self.max_pause_s)
 
     def next_start(self) -> float | None:
-        """When to call `start` next. None means not before a call of `want` or `ended`."""
+        """When to call `start` next. If None, a call of `want` or `ended` must come first."""
         if self._num_in_flight() >= self.max_in_flight:
             return None
         return min((w.due for w in self._wanted.values() if not w.is_in_flight), default=None)

@@ -1,4 +1,4 @@
-"""Predicts how likely the KV of a chat's answer is used again, from how often chats continued.
+"""Estimates the chance that the KV of an answer is used again, from how often chats continued.
 
 A chat has continued if a later prompt begins with the chat's last prompt and answer. Such a prompt
 contains the block name of the answer's last full block. If no prompt does so within ten minutes,
@@ -19,11 +19,13 @@ _FIRST: Final = 0.5  # the chance in a scope without known outcomes
 
 
 class AnswerReuse:
-    """Keeps one chance per scope, such as the model and scenario that chats have in common.
+    """Keeps one chance per scope.
+
+    A scope is what chats have in common, such as the model and the kind of requests.
 
     Times are in seconds, on the caller's clock. While the outcomes of `max_answers` answers are
-    unknown, further answers are not followed. So a busy hour has fewer followed answers, but the
-    share of them that continues is counted correctly.
+    unknown, further answers are not followed. So in a busy hour only some answers are followed, but
+    the chance is still estimated correctly.
     """
 
     __slots__ = ("_awaited", "_chances", "_max_answers")
@@ -40,7 +42,7 @@ class AnswerReuse:
         return len(self._awaited)
 
     def chance(self, scope: Hashable) -> float:
-        """How likely the next answer of this scope is used again, from 0 to 1."""
+        """The chance that the KV of this scope's next answer is used again, from 0 to 1."""
         return self._chances.get(scope, _FIRST)
 
     def answered(self, scope: Hashable, name: bytes, now: float) -> None:

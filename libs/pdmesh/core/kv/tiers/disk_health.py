@@ -21,7 +21,7 @@ class DiskState(StrEnum):
 
 @dataclass(slots=True)
 class _Gate:
-    """Reading or writing. After `limit` failures in a row, only one try per interval may pass."""
+    """Lets reads or writes pass. After `limit` failures in a row, one try per interval passes."""
 
     limit: int
     first_s: float

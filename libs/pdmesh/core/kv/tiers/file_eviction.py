@@ -1,10 +1,11 @@
 """Decides which KV files of a shared directory are evicted, and how many bytes may stay (S105).
 
-An owner is a tenant under one salt. Files of owners with more than their share of the quota are
-evicted first, then other files. In both cases, the least recently used file comes first. A file
-whose time of last use is in the future is kept until that time. But kept files must leave a quarter
-of the quota to the others. If the disk is full although the quota is not reached, files are evicted
-once, and again only after a block has been written.
+An owner is a tenant under one salt, a value from the client that keeps caches apart. Files of
+owners with more than their share of the quota are evicted first, then other files. In both cases,
+the least recently used file comes first. A file whose time of last use is in the future is kept
+until that time. But kept files must leave a quarter of the quota to the others. If the disk is full
+although the quota is not reached, files are evicted once, and again only after a block has been
+written.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _AGE_STEP_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A block's file. `used_at` is in wall-clock seconds, which the directory's hosts share."""
+    """A block's file. `used_at` is wall-clock time in seconds, because hosts share the files."""
 
     path: Path
     num_bytes: int
@@ -38,7 +39,7 @@ class StoredFile:
 
 
 def first_use(now: float, position: int) -> float:
-    """The time of last use of a new file, whose block is at `position` of its prompt.
+    """The time of last use to record for a new file, whose block is at `position` of its prompt.
 
     A block counts as a little older than the block before it, so that the end of a prompt is
     evicted before its beginning.
@@ -67,7 +68,7 @@ class FullDisk:
     _has_evicted: bool = False
 
     def may_evict(self) -> bool:
-        """Whether to evict files and try once more, after the disk was full for a block."""
+        """Whether to evict files and try once more, after a block did not fit on the disk."""
         may, self._has_evicted = not self._has_evicted, True
         return may
 

@@ -1,8 +1,9 @@
-"""Decides which tier serves which blocks of a prompt, and if loading beats computing (S76, S106).
+"""Decides which blocks of a prompt are loaded from which tier, and if that saves time (S76, S106).
 
-The blocks to load are an unbroken run of the prompt's blocks, which begins with the first block
-that the engine lacks. Each block comes from the fastest source that holds it, and sources work at
-the same time. The run ends where it saves the most time against computing.
+A tier is a place for KV: host memory, the host memory of peers, or files. The blocks to load are an
+unbroken run of the prompt's blocks, which begins with the first block that the engine lacks. Each
+block comes from the fastest source that holds it, and sources work at the same time. The run ends
+where loading saves the most time compared with computing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A place that holds some of the blocks. `name` identifies a peer. `held` masks positions."""
+    """A place with some of the blocks. `held` is a mask of positions. `name` identifies a peer."""
 
     tier: Tier
     held: int

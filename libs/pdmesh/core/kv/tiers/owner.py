@@ -1,4 +1,7 @@
-"""Names the owner of KV. Blocks belong to a tenant under one salt, and holds to a tenant."""
+"""Names the owner of KV: a tenant under one salt, which is a value from the client.
+
+A hold, which keeps a block for a paused session, belongs to the tenant, whatever its salts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ OWNER_BYTES: Final = 8
 
 @functools.lru_cache(maxsize=1024)
 def owner_of(cache_salt: str) -> bytes:
-    """A digest of the salt. The salt itself must never be written, since it keys block names."""
+    """A digest of the owner's `cache_salt`.
+
+    In the mesh, a block's `cache_salt` is the key under which block names are hashed, in hex.
+    The key itself must never be written. For a hold, `cache_salt` is a digest of the tenant.
+    """
     return hashlib.blake2b(
         cache_salt.encode(), digest_size=OWNER_BYTES, person=b"pdmesh-kv"
     ).digest()

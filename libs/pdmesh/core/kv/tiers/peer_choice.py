@@ -1,9 +1,9 @@
 """Decides from which peers' host pools an instance may fetch a prompt's blocks.
 
-The kv-cache-index names the peers, and may be out of date. So a peer must still have the
-incarnation (process life) that the registry knows. It must be in the region to which the instance's
-KV is confined, and must not have sent corrupt KV. `load_plan.py` decides whether fetching is faster
-than computing.
+A host pool has KV blocks in host memory. The kv-cache-index names the peers, and may be out of
+date. So it must name the incarnation (process life) that the peer has in the registry. The peer
+must be in the region to which the instance's KV is confined, and must not have sent corrupt KV.
+`load_plan.py` decides whether fetching is faster than computing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_PEERS: Final = 4  # the peers with the longest runs of blocks
 
 @dataclass(frozen=True, slots=True)
 class PoolOwner:
-    """An instance as its record describes it. `addresses` has one KV agent per rank."""
+    """An instance as its record describes it. `addresses` are those of its KV agents."""
 
     source: KvSource
     kv_region: str
@@ -28,7 +28,7 @@ class PoolOwner:
 
 @dataclass(frozen=True, slots=True)
 class PoolMatch:
-    """How many of a prompt's first blocks a pool holds without a gap, according to the index."""
+    """According to the index, a pool holds the first `num_blocks` blocks of a prompt."""
 
     source: KvSource
     num_blocks: int
@@ -41,7 +41,7 @@ def peers_to_ask(
     kv_region: str,
     corrupt: Collection[KvSource],
 ) -> list[tuple[PoolOwner, int]]:
-    """The peers with the number of blocks that each holds, most first.
+    """The peers to ask, each with the number of blocks that it holds, most first.
 
     `known` has the instances of the registry by id. `me` is our own instance id.
     """

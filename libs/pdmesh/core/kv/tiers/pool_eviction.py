@@ -7,10 +7,11 @@ Room for a new block is found in this order:
 - the least recently used block that is held for a paused session (`session_holds.py`).
 
 A block that is being read is pinned and is not evicted. A block that many requests ask for, such as
-a system prompt, is kept, which means that it is not evicted either. If there are too many kept
-blocks, the least recently used of them becomes an ordinary block. Protected blocks and kept blocks
-may each fill only a share of the pool, so that new blocks can stay for a while. An owner (a tenant,
-under one salt) at its quota makes room among its own blocks.
+one of a system prompt, is kept, which means that it is not evicted either. If there are too many
+kept blocks, the least recently used of them becomes an ordinary block. Protected blocks and kept
+blocks may each fill only a share of the pool, so that new blocks can stay for a while. An owner is
+a tenant under one salt. If an owner has reached its quota, room for its new block is made among its
+own blocks.
 
 Blocks of a prefix that an operator pinned are called fixed here, and are not evicted. Fixed blocks
 may fill only a share of the pool. Beyond this share, such a block is an ordinary one until there is
@@ -68,7 +69,7 @@ class PoolBook:
     _num_protected: int = 0
     _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the oldest use first
     _newly_kept: dict[bytes, None] = field(default_factory=dict)  # since `take_kept`
-    _to_fix: dict[bytes, None] = field(default_factory=dict)  # all names of `fix`, stored or not
+    _to_fix: dict[bytes, None] = field(default_factory=dict)  # names given to `fix`, stored or not
     _num_fixed: int = 0
     _stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
     _removed: dict[bytes, None] = field(default_factory=dict)
@@ -153,7 +154,10 @@ class PoolBook:
             self._keep(name, entry)
 
     def _keep(self, name: bytes, entry: _Entry) -> None:
-        """Keep a block that has just been used, and end this for the oldest one at the bound."""
+        """Keep a block that has just been used.
+
+        If too many blocks would be kept, the least recently used of them becomes an ordinary block.
+        """
         if (most := int(self.kept_share * self.num_slots)) == 0:
             return
         if len(self._kept) >= most:
@@ -171,7 +175,7 @@ class PoolBook:
             self._enter_idle(name, entry)
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Record a use of all these blocks, which are the chain of one prompt.
+        """Record a use of all these blocks, which are consecutive blocks of one prompt.
 
         The prompt's first block becomes the most recently used one, so the prompt's end is evicted
         before its beginning.
@@ -196,10 +200,10 @@ class PoolBook:
     def hold(self, session: str, owner: bytes, names: Sequence[bytes], until: float) -> None:
         """Hold blocks for a session that has paused, so that they are evicted last.
 
-        A block that is not stored yet is held as soon as it is stored. `names` replace what the
-        session held before. Holds are bounded by `held_share` and, for all sessions of `owner`
-        (here a tenant, whatever its salts), by `owner_held_share`. The first of `names` take
-        precedence.
+        A block that is not stored yet is held as soon as it is stored. `names` replace the names
+        that the session held before. Holds are bounded by `held_share`, and those of all sessions
+        of `owner` by `owner_held_share`. Here the owner is a tenant, whatever its salts. The first
+        of `names` take precedence.
         """
         self._end_holds(self._holds.remove(session))
         for name in self._holds.add(session, owner, names, until, self.__contains__):
@@ -244,7 +248,7 @@ class PoolBook:
         return len(self._holds)
 
     def _end_holds(self, names: Iterable[bytes]) -> None:
-        """Move blocks that no session holds any more to where ordinary blocks are."""
+        """Turn blocks that no session holds any more into ordinary blocks."""
         for name in names:
             entry = self._entries.get(name)
             if entry is not None and self._is_idle(entry):
@@ -364,7 +368,7 @@ class PoolBook:
         self._drop(name, entry)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """(stored, removed): the changes since the last call. Names that were both are left out."""
+        """(stored, removed): the changes since the last call. A block that was both is left out."""
         changes = tuple(self._stored), tuple(self._removed)
         self._stored.clear()
         self._removed.clear()
@@ -412,7 +416,10 @@ class PoolBook:
         self._idle_of.setdefault(entry.owner, OrderedDict())[name] = None
 
     def _leave_idle(self, name: bytes, entry: _Entry, was_held: bool | None = None) -> None:
-        """`was_held` tells whether the block is in `_held`. If it is None, `_holds` tells."""
+        """Take an idle block out of its order of eviction.
+
+        `was_held` says whether the block is in `_held`. If it is None, `_holds` decides.
+        """
         if entry.is_kept or entry.is_fixed:
             return
         if name in self._holds if was_held is None else was_held:

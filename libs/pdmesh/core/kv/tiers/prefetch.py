@@ -16,9 +16,10 @@ _TIME_SHARE: Final = 2  # prefetches should end within half of the time limit
 
 
 def most_prefetched(cost: Cost, timeout_s: float, num_slots: int, num_loading: int) -> int:
-    """How many blocks arrive in time at the peer's `cost` and fit a share of the `num_slots`.
+    """How many blocks arrive in time at the peer's `cost` and fit the prefetches' share of slots.
 
-    The `num_loading` blocks that are being fetched count against that share and MAX_PREFETCHING.
+    Prefetches may use a share of the `num_slots`, and at most MAX_PREFETCHING slots. The
+    `num_loading` blocks that are being fetched count against both limits.
     """
     in_time = int((timeout_s / _TIME_SHARE - cost.latency_s) / cost.block_s)
     at_once = min(MAX_PREFETCHING, num_slots // _POOL_SHARE) - num_loading

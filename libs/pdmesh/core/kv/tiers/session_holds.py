@@ -1,4 +1,4 @@
-"""Decides which KV is held for a session that has paused: where, which blocks, how many (S108).
+"""Decides which KV blocks are held for a paused session, where, and how many (S108).
 
 A session is a chat that stops for a tool call and continues later. A hold keeps one KV block for
 one session: until the hold's time is over, the instance's pool evicts the block last. Holds are
@@ -8,10 +8,11 @@ nothing.
 A session may name blocks that are not stored yet. The session awaits these blocks, within bounds of
 the same size. When such a block is stored, it is held if there is room.
 
-When a call has ended, its gateway tells the instances that served it whether the session pauses.
-The session's next turn may run on other instances. So the gateway remembers which instances know of
-the pause, and tells them when the session continues or is done. If the next turn comes through
-another gateway, that one does not know the instances, and the holds end when their time is over.
+When a client's call has ended, the gateway tells the instances that served the call whether the
+session pauses. The session's next turn may run on other instances. So the gateway remembers which
+instances know of the pause, and tells them when the session continues or is done. A gateway that
+did not see the pause does not know these instances. If the next turn comes through such a gateway,
+the holds end when their time is over.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_HOLD_S: Final = 600.0
 MAX_SESSION_NAMES: Final = 8192  # blocks of one session, from the start of its prompt
 MAX_SESSION_CHARS: Final = 256
 MAX_PAUSED: Final = 16_384  # sessions whose instances a gateway remembers
-MAX_TOLD: Final = 16  # instances that a gateway remembers of one session, the latest ones
+MAX_TOLD: Final = 16  # the latest instances of one session that a gateway remembers
 
 
 class SessionState(StrEnum):
@@ -69,8 +70,9 @@ class PausedSessions:
     ) -> Sequence[str]:
         """Record that a call of the session has ended and that the instances in `told` know it.
 
-        If the session has paused again, returns nothing. Otherwise returns the other instances that
-        know of an earlier pause. The caller must tell them the new state, without blocks.
+        If the session continues or is done, returns the other instances that know of an earlier
+        pause. The caller must tell them the new state, without blocks. If the session has paused
+        again, returns nothing.
         """
         has_paused = state is SessionState.PAUSED_FOR_TOOL
         if has_paused and not told:
@@ -101,8 +103,8 @@ def held_blocks(
     """The names of the blocks that an instance should hold for a session, prompts first.
 
     `prompts` has the block names of the prompts that the instance served. If the call asks for one
-    choice, the blocks of the `answer` are held as well. If it asks for several choices, no answer
-    is held, because the client continues with at most one of them.
+    answer, the blocks of the `answer` are held as well. If it asks for several (`num_choices`), no
+    answer is held, because the client continues with at most one of them.
     """
     blocks = dict.fromkeys(name for prompt in prompts for name in prompt)
     if num_choices == 1:

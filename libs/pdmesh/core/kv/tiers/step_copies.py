@@ -4,7 +4,8 @@ The host pool has KV blocks in host memory. First, `load_plan.py` decides which 
 are worth having in the pool. The prompt then comes with a lease on these blocks, which every rank
 has pinned in its pool. The step that begins the prompt loads the blocks that the engine lacks. A
 step saves every block that it completes, because vLLM reports evictions too late for saving. The
-events come from vLLM's scheduler. The ranks carry out the decisions (`tier_worker.py`).
+events come from vLLM's scheduler. The ranks (the engine's workers) carry out the decisions
+(`tier_worker.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from pdmesh.core.kv.tiers.owner import owner_of
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """Copies blocks `first`, `first + 1`, ... of a lease to `block_ids`, which are by cache group.
+    """Copies blocks of a lease, from block `first` on, to `block_ids`.
 
-    If a group does not need a block, the id is `NULL_BLOCK`. Empty `block_ids` only end the lease.
+    `leg`, a request's stay on this instance, identifies the lease. `block_ids` has ids by cache
+    group, a set of layers that need the same blocks. If a group does not need a block, the id is
+    `NULL_BLOCK`. Empty `block_ids` only end the lease.
     """
 
     leg: int
@@ -31,9 +34,9 @@ class PoolLoad:
 
 @dataclass(frozen=True, slots=True)
 class PoolSave:
-    """Saves a prompt's newest complete blocks from `block_ids`, which are by cache group.
+    """Saves a request's newest complete blocks from `block_ids`, which has ids by cache group.
 
-    `names` has the names of all complete blocks of the prompt, the newest last.
+    `names` has the names of all complete blocks of the request, the newest last.
     """
 
     names: tuple[bytes, ...]
@@ -70,7 +73,7 @@ class _Offer:
 
 
 class StepCopyPlanner:
-    """Takes the events of a step and makes its `StepCopies`. `key` is vLLM's id of a request."""
+    """Collects the events of a step and makes its `StepCopies`. `key` is vLLM's id of a request."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -90,8 +93,9 @@ class StepCopyPlanner:
     ) -> None:
         """A request has arrived. `offer` is (leg, first, count) of its lease, if it has one.
 
-        Without a salt, the blocks have no names and are not saved. If the prompt's KV is pulled
-        from a prefill, only the answer is saved, because the prefill's pool has the prompt.
+        Without a `cache_salt`, from which block names are derived, the blocks are not saved. If the
+        prompt's KV is pulled from a prefill, only the answer is saved, because the prefill's pool
+        has the prompt.
         """
         if offer is not None:
             self._offers[key] = _Offer(*offer)

@@ -3,9 +3,9 @@
 An arena is memory that is registered once for KV transfers. If the arena is on the GPU, UCX moves
 KV past the host: by cuda_ipc to another GPU of the same machine, or by GPUDirect over RDMA to
 another machine. If UCX can do neither, the arena is in page-locked host memory, and the GPU's copy
-engines fill and empty it. (With an arena on the GPU, UCX would then copy through host memory in
-small pieces, while the agent waits.) If `REQUIRE_RDMA` is set, an instance that would have to use
-host memory in this way, or tcp, fails at its start.
+engines fill and empty it. UCX itself would copy an arena on the GPU through host memory in small
+pieces, while the KV agent, which moves a rank's KV, waits. If `REQUIRE_RDMA` is set, an instance
+fails at its start if it would have to use tcp, or host memory for lack of a direct path.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class KvMemory(StrEnum):
 class PathFacts:
     """What was found out about this machine.
 
-    `transports` are those that UCX has under the options that will be used. `reads_gpu_memory` is
-    how an RDMA device accesses the GPU's memory: "nvidia_peermem", "DMA-BUF", or empty.
+    `transports` has the transports that UCX offers under the instance's options. `reads_gpu_memory`
+    is how an RDMA device accesses the GPU's memory: "nvidia_peermem", "DMA-BUF", or empty.
     """
 
     device: str  # cpu or cuda
@@ -62,7 +62,10 @@ class NoSuchPath(ValueError):
 
 
 def decide_path(asked: KvMemory, facts: PathFacts, *, requires_rdma: bool) -> KvPath:
-    """Raises NoSuchPath if the machine cannot do what KV_MEMORY=device or REQUIRE_RDMA demands."""
+    """Decide where arenas are, and why.
+
+    Raises NoSuchPath if the machine cannot do what KV_MEMORY=device or REQUIRE_RDMA demands.
+    """
     obstacle = _obstacle(facts)
     if requires_rdma:
         _check_rdma(asked, facts, obstacle)

@@ -1,15 +1,16 @@
 """Decides when a load's blocks may be written, and when blocks and landings may be used again.
 
 A load pulls one prompt's KV into landings (ranges of registered memory), and scatters it into the
-blocks that its request holds. The blocks are released, or given to the engine for computing, only
-when the pull has ended and no copy into them is running. After the pull's end, nothing more is
-scattered, even if the KV agent still delivers bytes. A landing is free when the pull has delivered
-all of its bytes, or when the agent knows that no late write can reach the landing. But no landing
-is free while a copy from it into the blocks may run.
+blocks that its request holds. The leg, a request's stay on one instance, identifies the load. The
+blocks are released, or given to the engine for computing, only when the pull has ended and no copy
+into them is running. After the pull's end, nothing more is scattered, even if the KV agent still
+delivers bytes. A landing is free when the pull has delivered all of its bytes, or when the agent
+knows that no late write can reach the landing. But no landing is free while a copy from it into the
+blocks may run.
 
 Pulls take turns (S53). A pull whose prompt is still being computed takes no turn, because its KV
-comes only as fast as prefill computes it. Such a load is complete when the KV and token 1 are both
-there.
+comes only as fast as prefill computes it. The load of such a pull is complete when the KV is there
+and prefill has drawn token 1.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class IncomingBlocks:
         return self._settle(event.leg, now)
 
     def _settle(self, leg: int, now: float) -> list[IncomingEffect]:
-        """If the pull and all copies have ended, end the load and give its turn to the next."""
+        """End the load if its pull and all copies have ended. The next pull gets the turn."""
         if not self._loads[leg].is_settled:
             return []
         return self._end(leg, now) + self._begin_all(self._queue.end(leg), now)

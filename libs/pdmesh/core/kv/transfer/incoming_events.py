@@ -1,7 +1,8 @@
 """The events and effects of a decode rank's KV loads, which `incoming_blocks.py` decides about.
 
 A load pulls one prompt's KV into landings (ranges of registered memory) and scatters it into the
-request's blocks. The leg, a request's stay on one instance, identifies the load.
+request's blocks. The leg, a request's stay on one instance, identifies the load. A ticket is the
+right to pull the KV from its sender, for the length of a lease.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from pdmesh.core.model import Tick
 
 @dataclass(frozen=True, slots=True)
 class LoadStarted:
-    """A request's blocks are allocated, and its KV is to be pulled into them.
+    """A request's blocks are allocated, and the KV of its prompt is to be pulled into them.
 
     `landings` has the offsets of the ranges that the pull writes to. The load waits for its turn in
-    the queue of `source`, for at most `timeout_s`. If `source` is None, it does not wait. If
-    `is_early`, token 1 is not known yet. Without blocks, the pull only tells the sender that this
-    rank already has all KV.
+    the queue of `source`, for at most `timeout_s`. If `source` is None, the load does not wait. If
+    `is_early`, the load may start before prefill has drawn token 1. If `has_blocks` is false, the
+    pull only tells the sender that this rank already has all KV.
     """
 
     leg: int

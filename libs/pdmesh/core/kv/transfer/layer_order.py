@@ -3,10 +3,10 @@
 The receiver pulls layers in their order. So a layer may be announced only if the layer and all
 layers before it are computed. An engine calls a hook for each layer with attention when the layer
 is computed. There is no hook for layers that keep a state (such as linear attention). Such a layer
-counts as computed when the hook of a later layer is called. That is right only if the model
-computes its layers in the order in which it was built. Some models do not: Zamba2 builds its shared
-layers first. So layers of a model with states are sent early only after a whole step has shown this
-order, and never again after a step has broken it.
+counts as computed when the hook of a later layer is called. This is right only if the model's
+layers are computed in the order in which they were built. Some models do not: Zamba2 builds its
+shared layers first. So layers of a model with states are sent early only after a whole step has
+shown this order, and never again after a step has broken it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class LayerOrder:
 
     num_layers: int
     without_hook: Collection[int] = frozenset()
-    _told: dict[int, None] = field(default_factory=dict)  # layers whose hook came, in that order
+    _told: dict[int, None] = field(default_factory=dict)  # layers whose hook was called, in order
     _last: int = -1  # the layer whose hook was called last in this step
     _num_done: int = 0  # how many layers, from the first on, this step has returned
-    _is_shown: bool = False  # in one whole step, the hooks of all layers came in order
-    _is_broken: bool = False  # in one step, the hooks came in another order
+    _is_shown: bool = False  # in one whole step, all hooks were called in order
+    _is_broken: bool = False  # in some step, hooks were called in another order
 
     def told(self, layer: int) -> range:
         """Record that the hook of a layer was called. Returns the layers that may be sent now.

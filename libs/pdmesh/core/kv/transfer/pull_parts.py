@@ -30,7 +30,7 @@ _FEW_INLINE: Final = 4  # a prompt that fits so many inline parts is sent only i
 
 @dataclass(frozen=True, slots=True)
 class KvPart:
-    """One step of a pull: `length` bytes, which are at `offset` of all bytes of the pull.
+    """One step of a pull: the `length` bytes that begin at `offset` of the pull.
 
     `spans` says where these bytes are in the sender's buffer.
     """
@@ -56,10 +56,10 @@ def pull_parts(
 ) -> tuple[KvPart, ...]:
     """Cut a pull of the blocks from `first_block` on into parts. `heads` is (first, number).
 
-    A part has as many whole layers as fit `chunk_bytes`. A longer layer is cut into parts of whole
-    blocks, at least one block each. If `is_tapered`, parts get smaller towards the end of the pull,
-    so that little is left to send when the last layer is computed. A pull of no blocks has one
-    empty part. Raises IndexError if the blocks or heads are outside the layout.
+    A part consists of whole layers, as many as fit `chunk_bytes`. A longer layer is cut into parts
+    of whole blocks, at least one block each. If `is_tapered`, parts become smaller towards the end
+    of the pull, so that little is left to send when the last layer is computed. A pull of no blocks
+    has one empty part. Raises IndexError if the blocks or heads are outside the layout.
     """
     first_head, num_heads = heads or (0, layout.num_heads)
     if not 0 <= first_block <= layout.num_blocks:
@@ -121,7 +121,7 @@ def _parts(
 
 
 def _even(sizes: Sequence[int], chunk_bytes: int, most: int) -> list[int]:
-    """Where to cut the layers. Each part has as many as fit `chunk_bytes`, but at most `most`."""
+    """Where to cut the layers. Each part has the layers that fit `chunk_bytes`, at most `most`."""
     cuts, held = [0], 0
     for layer, size in enumerate(sizes):
         is_full = held + size > chunk_bytes or layer - cuts[-1] == most
@@ -133,7 +133,9 @@ def _even(sizes: Sequence[int], chunk_bytes: int, most: int) -> list[int]:
 
 
 def _tapered(count: int, most: int, num_inline: int) -> list[int]:
-    """Where to cut `count` layers. A part is half of what is left, but at least an eighth of all.
+    """Where to cut `count` layers.
+
+    Each part has half of the layers that are left, but at least an eighth of all.
 
     A part that is not inline takes a round trip, however small it is. If several layers can be sent
     inline, they form the last part, and every other part has at least a quarter of all layers. So
@@ -149,7 +151,7 @@ def _tapered(count: int, most: int, num_inline: int) -> list[int]:
 
 
 def _cut(span: KvSpan, unit: int, chunk_bytes: int) -> list[KvSpan]:
-    """Cut a span into pieces that fit `chunk_bytes`. Each has whole units, at least one."""
+    """Cut a span into pieces that fit `chunk_bytes`. Each piece is one or more whole units."""
     step = max(1, chunk_bytes // unit) * unit
     return [
         KvSpan(span.offset + at, min(step, span.length - at)) for at in range(0, span.length, step)

@@ -8,7 +8,7 @@ one begin.
 Each source has its own queue. Both the bytes and the number of pulls that run from one source are
 bounded, so a slow source delays only its own pulls. A pull that receives nothing for a while does
 not use the link. The pull gives up its turn, and the next pull begins. If the silent pull's bytes
-arrive after all, it continues beside the other one. Admission bounds the total number of pulls.
+arrive after all, it continues beside that next pull. Admission bounds the total number of pulls.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class PullQueue(Generic[K]):
     def drop_overdue(self, now: float) -> tuple[list[K], list[K]]:
         """Remove the pulls whose turn has not come in time. Returns them and the pulls that begin.
 
-        A turn that comes too late is not the fault of the pull's source. All overdue pulls leave
-        before any pull begins. Otherwise the removal of one could let another overdue pull begin.
+        The source of an overdue pull is not to blame. All overdue pulls leave before any pull
+        begins. Otherwise the removal of one could let another overdue pull begin.
         """
         dropped = [
             key

@@ -1,7 +1,8 @@
 """The events and effects of a receiver's pulls of KV, which `receiver.py` decides about.
 
-An event is something that happened to a pull. An effect is something that the caller must do now.
-The classes are not `frozen`, for speed, but no code changes their instances.
+A pull's landing is the range of memory that the pull writes to. An event is something that happened
+to a pull. An effect is something that the caller must do now. The classes are not `frozen`, for
+speed, but no code changes their instances.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class RenewLease:
 class TellSilent:
     """Report that no byte came for SILENT_S, though the sender has the bytes.
 
-    The link is free for others. The effect comes once per pull, and the pull goes on.
+    The link is free for other pulls. The effect comes once per pull, and the pull goes on.
     """
 
     pull_id: int
@@ -195,8 +196,8 @@ class FreeLanding:
     """The landing may be used again, because no late write can reach it.
 
     This is the last effect of a pull that did not complete. `incoming_blocks.py` uses the same
-    effect for a load, which is a pull with the blocks that it fills. Then `owner` is the leg, and
-    all landings of the load are free.
+    effect for a load, which is a pull with the blocks that it fills. Then `owner` is the load's
+    leg, which is a request's stay on one instance, and all landings of the load are free.
     """
 
     owner: int  # pull id or leg

@@ -52,7 +52,7 @@ from pdmesh.core.kv.transfer.ticket import CloseReason, Refusal
 from pdmesh.core.model import Tick
 
 MAX_PULLS_PER_TICKET = 16
-MAX_DECODES = 16  # decodes whose takers are remembered for one ticket
+MAX_DECODES = 16  # a ticket remembers which peers took all bytes for at most so many decodes
 # How many parts of one pull are sent at once. With two, the next part follows without a pause, and
 # other pulls get their turn.
 WINDOW = 2
@@ -287,8 +287,8 @@ class TicketBook:
         pull = ticket.pulls[key]
         if not event.is_taken or not pull.is_announced:
             return self._stop(ticket_id, key, Refusal.STOPPED)
-        # Counted by decode: if a decode fails after some of its ranks took the KV, the next decode
-        # needs all of it.
+        # Takers are counted by decode: if a decode fails after some of its ranks took the KV, the
+        # next decode needs all of the KV.
         takers = ticket.takers.setdefault(pull.decode, set())
         takers.add(event.peer)
         if len(takers) >= pull.num_takers:
@@ -384,7 +384,7 @@ class TicketBook:
 
 
 def _next_parts(pull: _Pull, ticket: _Ticket) -> Sequence[KvPart]:
-    """The parts to announce next, as one: the first, and short ones after it that are ready too."""
+    """The parts to announce next as one: the first, and short parts after it that are ready too."""
     most = min(ticket.chunk_bytes, JOINED_BYTES)
     first = end = pull.num_announced
     num_bytes = num_spans = 0

@@ -45,7 +45,7 @@ class PullAsked:
     """A peer wants a ticket's blocks from `first_block` on. `heads` is (first, number).
 
     `peer` is the connection. The ticket closes when `num_takers` peers of the same `decode` have
-    taken it. `question` is sent back with each part.
+    taken its KV. `question` is sent back with each part.
     """
 
     peer: int

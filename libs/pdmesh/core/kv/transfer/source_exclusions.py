@@ -1,11 +1,12 @@
-"""Decides which sources a decode takes no KV from for a while (F23, F24, F34).
+"""Decides from which sources a decode takes no KV for a while (F23, F24, F34).
 
 A source is a prefill whose KV a decode pulls. A decode *ejects* a source whose KV was corrupt three
-times within a minute, because no token may be computed from corrupt KV. It *avoids* a source (uses
-it only if there is no other) after two failed pulls in a row within 30 s, or three slow pulls
-within ten minutes. A pull is slow if the wait for its KV took more than a second, and more than
-twice as long as computing the KV. A pull that was faster than computing sets the count of slow
-pulls to zero. After an exclusion for slow pulls, one more slow pull excludes the source again.
+times within a minute, because no token may be computed from corrupt KV. It *avoids* a source after
+two failed pulls in a row within 30 s, or after three slow pulls within ten minutes. It uses an
+avoided source only if there is no other. A pull is slow if the wait for its KV took more than a
+second, and more than twice as long as computing the KV. A pull that was faster than computing sets
+the count of slow pulls to zero. After an exclusion for slow pulls, one more slow pull excludes the
+source again.
 
 The link between a source and a decode may be bad although both instances are well. So another pair
 is tried. If there is none, one instance computes both phases. Only a new pull can show that the
@@ -48,7 +49,7 @@ _AVOIDED: Final = frozenset({SourceFault.UNREACHABLE, SourceFault.SLOW})
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """One incarnation of an instance that sends KV. After a restart, the record is empty again."""
+    """One incarnation of an instance that sends KV. After a restart, its failures are forgotten."""
 
     instance_id: str
     incarnation: int
@@ -62,11 +63,11 @@ class ExcludedSource:
 
 @dataclass(slots=True)
 class SourceStrikes(Generic[K]):
-    """Counts failures of sources, which `K` names, and excludes a source that failed too often.
+    """Counts the failures of sources, and excludes a source that failed too often.
 
-    A source that fails `limit` times within `window_s` is excluded for `excluded_s`. It then starts
-    again with a clean record, unless `is_probation` is set. In that case the next failure within
-    `window_s` excludes the source again, unless `forgive` is called before.
+    A source that fails `limit` times within `window_s` is excluded for `excluded_s`. Afterwards its
+    earlier failures are forgotten, unless `is_probation` is set. In that case the next failure
+    within `window_s` excludes the source again, unless `forgive` is called before.
 
     Fewer failures than `limit` do not matter, because memory and links fail once in a while. At
     most MAX_SOURCES are remembered. The source whose last failure is oldest is forgotten first.
@@ -297,7 +298,7 @@ class KvExchange:
         return self._others if num_decodes > len(self._of) else None
 
     def reporters(self) -> Collection[str]:
-        """The decodes that exclude some prefill."""
+        """The decodes that exclude at least one prefill."""
         return self._of.keys()
 
     def excludes(self, prefill_id: str) -> bool:
