@@ -72,7 +72,7 @@ class SamplingSpec(msgspec.Struct, frozen=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model as one call uses it. The call keeps this tokenizer until its last token."""
+    """A model as one call uses it, even if the model gets another tokenizer during the call."""
 
     name: str
     tokenizer: Tokenizer
