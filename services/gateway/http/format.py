@@ -89,7 +89,8 @@ class ChunkWriter:
             self._logprobs or counts_each or self._has_token_ids or call.spec.is_echo_alone
         )
         self._told_echoes: set[int] = set()
-        # The prompt's log probabilities come with the first token. The echo waits for this token.
+        # The prompt's log probabilities come with the first token. So the echoed prompt waits for
+        # it.
         self._is_echoed_late = bool(call.spec.echoed) and has_logprobs
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = _encode(
@@ -114,8 +115,9 @@ class ChunkWriter:
     def opening(self) -> bytes:
         """The chunks before the first token.
 
-        For a chat, they give the role of each choice, as OpenAI's API does. For a completion, they
-        are the echoed prompts, unless these are sent with the first token.
+        For a chat, they give the role of each choice, as OpenAI's API does. For a completion with
+        `echo`, they contain the prompts, unless log probabilities delay these until the first
+        token.
         """
         if not self._is_chat:
             return b"" if self._is_echoed_late else self._echoes()

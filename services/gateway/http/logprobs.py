@@ -17,7 +17,7 @@ from pdmesh.v1.common_pb2 import PromptLogprobs, TokenLogprob
 # A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
-_LEAST: Final = -9999.0  # stands for a probability of 0, because JSON has no infinity
+_LEAST: Final = -9999.0  # the logarithm written for a probability of 0, as JSON has no infinity
 _utf8: Final = getincrementaldecoder("utf-8")
 _INCOMPLETE: Final = "\ufffd"
 _MAX_BYTES: Final = 4  # of one character in UTF-8
@@ -80,8 +80,8 @@ class LogprobWriter:
     def echoed(self, prompt_ids: Sequence[int], echo: str, found: PromptLogprobs | None) -> Json:
         """The form of `completion` for the tokens of an echoed prompt.
 
-        `echo` is the prompt's text, with which the answer begins. It may lack special tokens of the
-        prompt. The first token has no log probability.
+        `echo` is the prompt's text, with which the answer begins. This text may lack special tokens
+        of the prompt. The first token has no log probability.
         """
         entries = list(_entries(found)) if found is not None else []
         none = [None] * (len(prompt_ids) - len(entries))

@@ -20,7 +20,7 @@ from pdmesh.services.gateway.request.bounds import context_exceeded
 from pdmesh.services.gateway.request.spec import ServedModel
 
 Numbers = npt.NDArray[np.floating]
-_MAX_JOINED_CHARS: Final = 16 << 20  # of all pairs of a call, if each pair is encoded as one text
+_MAX_JOINED_CHARS: Final = 16 << 20  # characters of a call's pairs, each joined into one text
 
 
 async def scoring_spec(

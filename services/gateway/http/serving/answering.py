@@ -19,8 +19,8 @@ from pdmesh.services.gateway.request.frontend import Call, Frontend
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.text.choice_text import TextDelta
 
-# A delta with more log probabilities than this is encoded in a thread. A log probability has up to
-# 21 tokens to write.
+# A delta with more log probabilities than this is encoded in a thread. Each log probability names
+# up to 21 tokens.
 MAX_LOGPROBS_HERE: Final = 256
 _EVENT_STREAM: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
