@@ -58,7 +58,7 @@ def placed(
 
 
 def check_sent(images: Sequence[PromptImage], num_choices: int) -> None:
-    """Bound the bytes of images that are sent to instances. Raises InvalidRequest.
+    """Limit the bytes of images that are sent to instances. Raises InvalidRequest.
 
     Each choice of the call sends all images.
     """

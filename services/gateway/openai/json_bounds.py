@@ -23,7 +23,7 @@ from pdmesh.errors import InvalidRequest, shortened
 MAX_VALUES: Final = 32_768
 MAX_IDS: Final = 1 << 20  # token ids in all lists together
 MAX_OUTSIDE_BYTES: Final = 1 << 20  # bytes of a large body outside strings and lists of token ids
-MAX_NAME_BYTES: Final = 256  # of a field in a large body
+MAX_NAME_BYTES: Final = 256  # of a field's name in a large body
 SMALL_BYTES: Final = 65_536  # a body of this size costs at most a few milliseconds
 _LONG: Final = 256
 _ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]*+\]")

@@ -80,7 +80,7 @@ class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True):
 class Session(msgspec.Struct, forbid_unknown_fields=True):
     """A field of pdmesh's own. `state` says how the conversation goes on.
 
-    From the state, instances know how long to keep the KV of the conversation.
+    The state decides how long instances keep the KV of the conversation.
     """
 
     id: told.SessionId
