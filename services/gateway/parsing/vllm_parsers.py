@@ -121,7 +121,10 @@ class ModelParsers:
         return None if found is None else [found]
 
     def marks(self) -> MarksFound:
-        """The marks of the reasoning, as vLLM finds them for this parser. Raises BadParser."""
+        """The tokens that begin and end the reasoning, as vLLM finds them for this parser.
+
+        Raises BadParser.
+        """
         kind: Any = ReasoningParserManager.get_reasoning_parser(self._reasoning_parser)
         reasoner = kind(self._tokenizer)
         found = [
