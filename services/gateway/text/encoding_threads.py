@@ -1,8 +1,9 @@
 """Encodes text on threads, in batches. Long and short texts have separate queues and threads.
 
-To pass work to a thread and back costs as much as encoding a thousand characters. So the texts that
-gather while a thread works are passed to it together. Encoding a text as long as a context takes a
-tenth of a second. With separate queues, such a text delays other long texts, but no short ones.
+Passing work to a thread and back costs as much as encoding a thousand characters. So the texts that
+gather while a thread works are passed to it together. Encoding a text that fills a model's context
+takes a tenth of a second. With separate queues, such a text delays other long texts, but no short
+ones.
 
 A setting gives the number of threads for long texts. The default is the number of processors minus
 two, which remain for the event loop and short texts. Calls for vectors and scores share one more

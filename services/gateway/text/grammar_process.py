@@ -49,7 +49,7 @@ class GrammarProcess:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._num_checked = 0  # checks of the present process
+        self._num_checked = 0  # how many checks the present process has made
         self._loaded: set[int] = set()  # keys of the vocabularies that the process has
         self._keys: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
         self._new_keys = itertools.count(1)
