@@ -26,9 +26,9 @@ _Entry = tuple[int, float, Sequence[int], Sequence[float]]
 
 
 class LogprobWriter:
-    """Writes the log probabilities of one choice, which are passed in pieces and in order.
+    """Writes the log probabilities of one answer, which are passed in pieces and in order.
 
-    `prompt_ids` is the prompt that the choice's text continues. The prompt is not part of the text.
+    `prompt_ids` is the prompt that the answer's text continues. The prompt is not part of the text.
     With `spells_ids`, a token is written as `token_id:5`, as in vLLM, instead of its text.
     """
 

@@ -21,8 +21,8 @@ from pdmesh.services.gateway.parsing.frames import (
     requests,
 )
 
-# The number of models to keep. When the least recently used one is dropped, its open choices keep
-# their parsers.
+# The number of models to keep. When the least recently used one is dropped, its answers under way
+# keep their parsers.
 MAX_MODELS: Final = 4
 
 

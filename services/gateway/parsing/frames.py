@@ -44,7 +44,7 @@ class AskMarks(msgspec.Struct, tag=True):
 
 
 class OpenAnswer(msgspec.Struct, tag=True):
-    """Opens a choice whose tokens will be fed.
+    """Opens a choice, which is one answer of a call. Its tokens will be fed.
 
     `request` is the part of the request that the parsers read, as JSON. The fields from `stops` on
     say how tokens become text.

@@ -1,8 +1,8 @@
-"""Runs vLLM's own parsers on the tokens of a choice. Only the parser process imports vLLM.
+"""Runs vLLM's own parsers on the tokens of a choice, which is one answer of a call.
 
-The parsers of a stream are fed token by token, as in vLLM. So their findings do not depend on how
-many tokens arrive together. The findings stay the same if the request moves to another instance, or
-if this process starts again.
+Only the parser process imports vLLM. The parsers of a stream are fed token by token, as in vLLM. So
+their findings do not depend on how many tokens arrive together. The findings stay the same if the
+request moves to another instance, or if this process starts again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The messages from the endpoint picker to the proxy, as the Endpoint Picker Protocol defines them.
 
 https://github.com/kubernetes-sigs/gateway-api-inference-extension, docs/proposals/
-004-endpoint-picker-protocol, version 1.0.0.
+004-endpoint-picker-protocol, version 1.0.0. An endpoint is a gateway. A plan names the instances
+for a request.
 """
 
 from __future__ import annotations

@@ -169,8 +169,8 @@ class Placing:
         received = await asker.received()
         region = self._region(received)
         if not received.is_by_master:
-            # Without a master, a gateway ranks instances by the legs of its own requests. So the
-            # picked gateway makes the plan itself.
+            # Without a master, a gateway ranks instances by the number of its own requests on each.
+            # So the picked gateway makes the plan itself.
             return PlacedRequest(key, region)
         handed = handed_for(prepared)
         handed.result.CopyFrom(self._result(request_id, received))

@@ -1,6 +1,7 @@
 """Answers the streams of proxies, which ask the endpoint picker for the gateways of requests.
 
-Each stream is about one HTTP request.
+Each stream is about one HTTP request. For a request that generates text, the picker also asks the
+master for a plan, which names the instances for the request.
 """
 
 from __future__ import annotations

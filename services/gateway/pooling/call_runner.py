@@ -1,4 +1,7 @@
-"""Runs calls for vectors or scores: charges the tenant, sends the batches, reports the call."""
+"""Runs calls for vectors or scores: charges the tenant, sends the batches, reports the call.
+
+A scenario is a kind of requests with its own instances.
+"""
 
 from __future__ import annotations
 

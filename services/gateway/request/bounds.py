@@ -1,6 +1,7 @@
 """Checks the values of a request against their bounds, for HTTP and gRPC.
 
-A failed check raises InvalidRequest with the name of the field. NaN is outside every range.
+A failed check raises InvalidRequest with the name of the field. NaN is outside every range. A
+choice is one answer of a call.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@ its text. `Frontend.open` starts a call, `Call.changed` waits for output, and `C
 the output of all choices. The API that opened a call must close it. Closing frees everything that
 the call still holds (F27).
 
-A scenario is a kind of requests with its own instance groups and objectives, such as a time to
-first token (TTFT). A pooling model makes vectors or scores of texts.
+A plan names the instances that may serve a call. An endpoint picker is a service in front of the
+gateways, and may get the plan from the master before the gateway does. A scenario is a kind of
+requests with its own instance groups and objectives, such as a time to first token (TTFT). A
+pooling model makes vectors or scores of texts.
 """
 
 from __future__ import annotations
@@ -247,8 +249,8 @@ class Frontend:
         """Start a call. The caller must close it.
 
         If `is_quiet` is true, `Call.changed` returns when a choice ends, but not for each token.
-        `handed` is a plan (a list of instances) that an endpoint picker, a service in front of the
-        gateways, got for this call. Raises Draining, Overloaded or RateLimited.
+        `handed` is the endpoint picker's plan for this call, if any. Raises Draining, Overloaded or
+        RateLimited.
         """
         self.check_open()
         _count_scenario(prepared)

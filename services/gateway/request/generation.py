@@ -4,8 +4,9 @@
 a `Request` and carries out the effects that this returns, for example by sending commands to
 instances. A leg is the choice's stay on one instance, under a key that is never used again. A plan
 names the candidates, the instances to which the choice may go. If all of them reject the choice, it
-is queued in the gateway's waiting room. An endpoint picker is a service in front of the gateways,
-which may get the plan from the master before the gateway does.
+is queued in the gateway's waiting room. The queue is that of its scenario, a kind of requests. An
+endpoint picker is a service in front of the gateways, which may get the plan from the master before
+the gateway does.
 """
 
 from __future__ import annotations
@@ -394,9 +395,10 @@ class Generation:
             return
         session = self._shared.sessions.session(record)
         if not session.has_slot or (self.prompt.images and session.is_full):
-            # The instance would probably reject the prompt. The session calls `on_slot_freed` when
-            # the instance may have a slot. `has_slot` becomes true again if the session gets no
-            # report for `TRUST_S`. Images may be megabytes and are never sent to a full instance.
+            # The instance would probably reject the prompt. The session, which is the stream to the
+            # instance, calls `on_slot_freed` when the instance may have a slot. `has_slot` becomes
+            # true again if the session gets no report for `TRUST_S`. Images may be megabytes and
+            # are never sent to a full instance.
             self.on_event(LegRejected(effect.key))
             return
         kv_transfer = self._shared.kv_transfer(self._spec.scenario or record.scenario)

@@ -38,7 +38,7 @@ class ChoiceIdentity:
     seed: int | None = None
     max_tokens: int = 1
     deadline: float = 0.0  # in monotonic seconds
-    handed: PlanResult | None = None  # the plan from an endpoint picker, if any
+    handed: PlanResult | None = None  # the master's plan that came with the request, if any
 
 
 class LegCommands:

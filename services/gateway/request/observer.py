@@ -1,7 +1,7 @@
 """Reports each call of a gateway to operators: counters, histograms, a log line, an event, a trace.
 
 The report is made when the call is closed, from times that were noted before. So it never delays a
-token.
+token. A choice is one answer of a call, and a leg is a choice's stay on one instance.
 """
 
 from __future__ import annotations
@@ -311,10 +311,7 @@ class _Times:
 
 
 def _losses(report: CallReport) -> list[dict[str, Any]]:
-    """The lost legs of all choices, as fields for the call's log line and event.
-
-    A leg is a choice's stay on one instance.
-    """
+    """The lost legs of all choices, as fields for the call's log line and event."""
     return [
         {
             "choice": choice,

@@ -1,6 +1,7 @@
 """The waiting room of a gateway, with its metrics.
 
 A request waits here when all candidate instances have rejected it, until one of them frees a slot.
+A scenario is a kind of requests with its own instances.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Waiting:
     def queues(self) -> Mapping[str, Mapping[int, int]]:
         """The number of queued requests, by scenario and priority, without empty queues.
 
-        A request is queued from its first rejection until an instance accepts it. While it asks for
-        another plan, it is queued but not in the waiting room.
+        A request is queued from its first rejection until an instance accepts it. While it asks the
+        master for other instances, it is queued but not in the waiting room.
         """
         return self._queues
 

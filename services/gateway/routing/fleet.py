@@ -2,7 +2,9 @@
 
 The registry, which NATS stores, has the records of all live processes. While NATS is unreachable,
 the last view stays valid, because the instances may still be alive (F18). A scenario is a kind of
-requests with its own instances. A plan names the instances that may serve a request.
+requests with its own instances. A plan names the instances that may serve a request. A pooling
+model makes vectors or scores of texts. An encoder is an instance that makes the embeddings of
+images.
 """
 
 from __future__ import annotations
@@ -243,7 +245,7 @@ class FleetView:
         return self._records.get(instance_id)
 
     def encoders(self, record: InstanceRecord) -> list[InstanceRecord]:
-        """The encoder instances that may encode images for this prefill or fusion."""
+        """The encoders that may encode images for this prefill or fusion."""
         if not (self._encoders and record.fetches_embeddings):
             return []
         cell, out = _encodes_for(record), self._mesh.out_of_service

@@ -120,9 +120,9 @@ class Planner:
     ) -> None:
         """Ask for a plan. The asker gets PlanReceived or PlanFailed.
 
-        `vocabulary` identifies the vocabulary of the query's tokens. `handed` is a plan that an
-        endpoint picker already got from the master for this request. This plan is used at once if
-        its instances are still there.
+        `vocabulary` identifies the vocabulary of the query's tokens. `handed` is a plan that the
+        endpoint picker, a service in front of the gateways, already got from the master for this
+        request. This plan is used at once if its instances are still there.
         """
         wanted = Wanted(query.model, vocabulary, query.adapter_digest, query.has_images)
         ask = _Ask(asker, plan, query, wanted)

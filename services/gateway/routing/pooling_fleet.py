@@ -173,7 +173,10 @@ class PoolingFleet:
         excluded: Collection[PeerId],
         num_open: Callable[[str, int], int],
     ) -> list[PeerId]:
-        """The instances to ask, best first. `num_open` counts the gateway's legs on an instance."""
+        """The instances to ask, best first.
+
+        `num_open` counts the gateway's requests on an instance.
+        """
         return self._ranked(needs, needs.model.fingerprint, excluded, num_open)
 
     def _ranked(

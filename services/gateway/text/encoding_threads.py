@@ -31,7 +31,8 @@ T = TypeVar("T")
 class EncodingJob:
     """A text to encode.
 
-    If `owner` is set, the tokens of the text's sections are kept for later texts of this tenant.
+    If `owner` is set, the tokens of the text are cached, in sections, for later texts of this
+    tenant.
     """
 
     text: str

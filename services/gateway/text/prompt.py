@@ -24,7 +24,7 @@ _STEP_CHUNKS: Final = 4
 class Prompt:
     """A prompt's tokens and the hashes of its blocks (S69, S80).
 
-    All choices of a call share one object. `data` holds the tokens as little-endian uint32. Each
+    All answers of a call share one object. `data` holds the tokens as little-endian uint32. Each
     full block has a hash of 16 bytes.
     """
 
@@ -63,7 +63,7 @@ class Prompt:
 
     @property
     def tenant_key(self) -> str:
-        """A name for this tenant, which does not depend on the salt of the prompt."""
+        """A name for this tenant, which does not depend on the client's cache salt."""
         key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
         return hashlib.blake2b(digest_size=16, key=key, person=b"tenant").hexdigest()
 

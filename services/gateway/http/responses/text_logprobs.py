@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 class TextLogprobs:
-    """The log probabilities of one choice's text, in the form of `LogprobWriter.chat`."""
+    """The log probabilities of one answer's text, in the form of `LogprobWriter.chat`."""
 
     __slots__ = ("_held",)
 
