@@ -92,7 +92,7 @@ RULES: Final[Mapping[type[msgspec.Struct], Json]] = {
 
 
 def without_nul(schema: object) -> None:
-    """Add a pattern that excludes U+0000 to each string in a schema that has no enum."""
+    """Add a pattern that excludes U+0000 to the strings of a schema, except those with an enum."""
     if isinstance(schema, list):
         for each in schema:
             without_nul(each)

@@ -203,7 +203,10 @@ class _Answer:
         self.ends_with_connection = False
 
     def count(self, num_bytes: int) -> None:
-        """Count the bytes of a parsed read. They count as head if the head is still incomplete."""
+        """Count bytes that were read and parsed.
+
+        If the head is incomplete, they are part of the head.
+        """
         if not self._has_head:
             self._num_head_left -= min(num_bytes, _MAX_HEAD_BYTES)
             if self._num_head_left < 0:

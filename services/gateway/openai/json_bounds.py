@@ -100,7 +100,7 @@ def _too_many_values(body: bytes) -> InvalidRequest:
 
 
 def _refusal(what: str, body: bytes, count: Callable[[bytes], int], most: int) -> InvalidRequest:
-    """The error. It names a field that holds more than `most` by itself, if there is one."""
+    """The error. If one field alone holds more than `most`, the error names this field."""
     field = None
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         for name, raw in _fields.decode(body).items():

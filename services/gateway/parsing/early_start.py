@@ -37,9 +37,9 @@ class EarlyStart:
     """`served` returns the models that instances serve.
 
     `is_settled` becomes true, and stays true, when the parsers of the first served models have
-    started or failed to start. It becomes true at the latest 120 s after a model is first served.
-    The gateway is not ready before that. If the settings allow no parsers or vLLM is not installed,
-    `is_settled` is true from the beginning.
+    started or failed to start. It becomes true at the latest 120 s after a model is first served. A
+    gateway whose instances make answers is not ready before that. If the settings allow no parsers
+    or vLLM is not installed, `is_settled` is true from the beginning.
     """
 
     def __init__(

@@ -3,10 +3,10 @@
 `core.request.machine.Request` makes the decisions and does no I/O. A `Generation` passes events to
 a `Request` and carries out the effects that this returns, for example by sending commands to
 instances. A leg is the choice's stay on one instance, under a key that is never used again. A plan
-names the candidates, the instances to which the choice may go. If all of them reject the choice, it
-is queued in the gateway's waiting room. The queue is that of its scenario, a kind of requests. An
-endpoint picker is a service in front of the gateways, which may get the plan from the master before
-the gateway does.
+names the candidates, the instances to which the choice may go. If all candidates reject a choice,
+the choice waits in the gateway's waiting room, and counts as queued in its scenario (kind of
+requests). An endpoint picker is a service in front of the gateways, which may get the plan from the
+master before the gateway does.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from pdmesh.v1.common_pb2 import Usage
 log = structlog.get_logger(__name__)
 
 _MAX_EVENTS: Final = 1024  # the most events that wait to be published; further ones are dropped
-# Events are gathered for this time, and then all are published together. Each publication wakes the
-# message bus and all subscribers. One publication per request would take a tenth of their CPU time.
+# Events are gathered for this time and then published in one burst. Each burst wakes the message
+# bus and all subscribers. Publishing each event at once would take a tenth of their CPU time.
 _GATHER_S: Final = 0.02
 
 _accepted = metrics.counter(names.REQUESTS_ACCEPTED, "Calls that passed validation")

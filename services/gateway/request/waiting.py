@@ -1,6 +1,6 @@
 """The waiting room of a gateway, with its metrics.
 
-A request waits here when all candidate instances have rejected it, until one of them frees a slot.
+A request that all candidate instances have rejected waits here until one of these has a free slot.
 A scenario is a kind of requests with its own instances.
 """
 

@@ -206,7 +206,7 @@ class PoolingFleet:
     def _able(self, needs: PoolingNeeds) -> list[_Known]:
         """The instances of the call's model, in any revision, that may serve the call's scenario.
 
-        Their vocabulary and their kind of output are those of the call.
+        They have the vocabulary and the kind of output that the call needs.
         """
         vocabulary, facts, name = needs.vocabulary, needs.model.facts, needs.model.name
         scenario = needs.scenario or DEFAULT_SCENARIO

@@ -206,8 +206,8 @@ class InstanceSession:
     async def _write_all(self, call: Any) -> None:
         """Send the gathered commands.
 
-        This is a function of its own, because local variables of `_write` would keep the last
-        commands, with their images, in memory while it waits.
+        This is a separate function, because local variables of `_write` would keep the last
+        commands, with their images, in memory while `_write` waits.
         """
         commands, self._outbox = self._outbox, []
         for some in messages(commands):
@@ -275,8 +275,8 @@ class InstanceSession:
         """Call waiting requests soon, because a prompt may have freed a slot.
 
         This happens in the next iteration of the event loop. If the gateway gave up the prompt, the
-        outbox has the command that aborts it by then. This command must reach the instance before
-        the prompts of the waiting requests.
+        command that aborts the prompt is in the outbox by then. This command must reach the
+        instance before the prompts of the waiting requests.
         """
         if not self._will_tell:
             self._will_tell = True

@@ -1,8 +1,9 @@
 """Tokenizes the many texts of a call for vectors or scores, without delaying chats.
 
-Equal texts of a call are encoded once. The texts of a call with more than 2048 characters are
-divided into turns of bounded length, which run on a separate thread. On this thread, the turns of
-different calls alternate, so that a call with megabytes of text does not block other calls.
+Equal texts of a call are encoded once. If the texts of a call have more than 2048 characters
+together, they are divided into turns (pieces of work of bounded length), which run on a separate
+thread. On this thread, the turns of different calls alternate, so that a call with megabytes of
+text does not block other calls.
 """
 
 from __future__ import annotations

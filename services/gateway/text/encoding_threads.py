@@ -88,10 +88,10 @@ class EncodingQueues:
             self.num_pending_chars -= num_chars
 
     async def in_turns(self, turns: Iterable[Callable[[], Sequence[T]]], num_chars: int) -> list[T]:
-        """Run the turns (pieces of work) of one call in sequence. Turns of several calls alternate.
+        """Run the turns of one call in sequence. A turn is a piece of the call's work.
 
-        `num_chars` is the length of the texts of all turns. Raises Overloaded if too much text
-        waits.
+        Turns of several calls alternate. `num_chars` is the length of the texts of all turns.
+        Raises Overloaded if too much text waits.
         """
         if self.num_bulk_chars + num_chars > self._max_pending_chars:
             raise Overloaded("too much text waits to be tokenized")

@@ -94,7 +94,8 @@ class GrammarProcess:
             code = process.returncode
             if code not in _BY_A_GRAMMAR:
                 raise
-            # Each check has a separate limit of CPU time. So this grammar caused a SIGXCPU.
+            # Each check has its own limit of CPU time. So after a SIGXCPU, this grammar is the
+            # cause.
             is_certain = code == -signal.SIGXCPU or not self._num_checked
             raise KilledByGrammar(is_certain=is_certain) from None
         return msgspec.json.decode(answer, type=Checked)

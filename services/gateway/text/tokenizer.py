@@ -181,7 +181,7 @@ class Tokenizer:
     ) -> array[int]:
         """The tokens of a text.
 
-        If the text is a chat, whose tokens may be cached for its next turn, `owner` is its tenant.
+        With `owner`, the tenant of a chat, the tokens may be cached for the chat's next turn.
         Raises Overloaded if too much text waits to be encoded.
         """
         job = EncodingJob(text, add_special_tokens, owner)

@@ -1,4 +1,4 @@
-"""Makes responses in the background, while no client waits for them, and cancels them.
+"""Makes and cancels responses in the background, that is, while no client waits for them.
 
 The gateway that makes a response sets a mark for it in the store (Redis), and renews the mark until
 the response ends. Any gateway may set a second mark, which stops the response. If the gateway that
