@@ -24,7 +24,7 @@ from pdmesh.v1.instance_service_pb2 import Command, Prefetch
 log = structlog.get_logger(__name__)
 
 _MAX_NAMES: Final = 1024  # block names in one Prefetch command
-_MIN_CHANCE: Final = 0.02  # least probability of another use for which a hint is sent
+_MIN_CHANCE: Final = 0.02  # the least chance of a reuse for which a hint is sent
 _CHAT: Final = "chat"
 
 

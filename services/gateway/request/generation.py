@@ -200,7 +200,7 @@ class Generation:
             self.on_event(ClientGone())
 
     def detach(self) -> None:
-        """Drop the callbacks of the call, which needs them no more.
+        """Drop the call's callbacks, which are no longer needed.
 
         They are part of a reference cycle. Without the cycle, the call and its choices are freed at
         once and need no garbage collection.

@@ -2,8 +2,8 @@
 
 The request core (`core.request`) decides what happens next, and returns each decision as an effect.
 Each method here turns one kind of effect into a message. A choice is one answer of a call, and a
-leg is the choice's stay on one instance. An early decode is chosen while the prefill still
-computes.
+leg is the choice's stay on one instance. An early decode is chosen as soon as a prefill has
+accepted the choice.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class LegCommands:
             leg.images.extend(images_to_proto(images, with_data=isinstance(leg, Prefill)))
 
     def _num_prompt_logprobs(self, num_drawn: int) -> int | None:
-        """None after the first token, with which the prompt's log probabilities have come."""
+        """None once the first token was drawn, as the prompt's log probabilities come with it."""
         return None if num_drawn else self._spec.sampling.num_prompt_logprobs
 
     def _fill_sampling(

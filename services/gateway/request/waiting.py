@@ -32,8 +32,8 @@ class Waiting:
     """The waiting room of a gateway.
 
     Prefills may compute several prompts in lockstep, so that each takes as long as the longest one.
-    `prefill_batch` is the number of these prompts, or 0 without lockstep. Prompts of similar length
-    are then sent together.
+    `prefill_batch` is the number of these prompts, or 0 without lockstep. With lockstep, prompts of
+    similar length are sent together.
     """
 
     def __init__(self, max_waiting: int, prefill_batch: int = 0) -> None:

@@ -389,7 +389,7 @@ class FleetView:
         return self._served.catalogue.knows(model, scenario, self._clock())
 
     def is_served_elsewhere(self, model: str, scenario: str) -> bool:
-        """Whether the model is served, but not for this scenario, either now or recently."""
+        """Whether the model is served now, but for this scenario neither now nor recently."""
         return bool(self._served.serving(model)) and not self.has_served(model, scenario)
 
     def scenario_of(self, model: str) -> str:

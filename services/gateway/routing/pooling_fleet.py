@@ -145,7 +145,7 @@ class PoolingFleet:
         return self.served.catalogue.scenario_of(model, self._clock())
 
     def is_served_elsewhere(self, model: str, scenario: str) -> bool:
-        """Whether the model is served, but not for this scenario, either now or recently."""
+        """Whether the model is served now, but for this scenario neither now nor recently."""
         knows = self.served.catalogue.knows(model, scenario, self._clock())
         return bool(self.served.serving(model)) and not knows
 

@@ -122,7 +122,7 @@ class InstanceSession:
     def is_usable(self) -> bool:
         """Whether the stream is open or may be opened now.
 
-        After a break, it must stay closed a while.
+        After a break, it stays closed for a while.
         """
         return self._is_open or time.monotonic() >= self._may_open_at
 
@@ -314,9 +314,9 @@ class InstanceSession:
             num_legs=len(lost),
         )
         for key, owner in lost.items():
-            # If the gateway could not connect, the request did not kill the instance. A LegLost
-            # would count against the prompt as possible poison, a prompt that kills instances
-            # (F38).
+            # If the gateway could not connect, the request did not kill the instance. So the leg
+            # does not end with LegLost, which counts against the prompt as possible poison, a
+            # prompt that kills instances (F38).
             end = LegLost(key, was_silent) if was_reached else LegRejected(key, is_final=True)
             owner.on_event(end)
 

@@ -110,7 +110,7 @@ async def _pairs_spec(
 def _check_inputs(lengths: Sequence[int], served: ServedModel, field: str) -> None:
     """Check the lengths of the inputs before the inputs are made. Raises InvalidRequest.
 
-    Each input repeats the query, so all inputs together may be large.
+    Each input may repeat the query, so all inputs together may be large.
     """
     for place, length in enumerate(lengths):
         if length > served.context_length:
