@@ -48,7 +48,7 @@ _ASK_AGAIN_S: Final = 0.25  # the pause after a request that got nothing, or tha
 _ATTEMPTS: Final = 5  # to write a ledger that other gateways write at the same time
 _CLOSE_S: Final = 2.0  # how long a stopping process waits for the last writes of all tenants
 _MAX_GONE: Final = 1024
-_GONE_S: Final = 3.0  # until then, a gateway without a record may just be starting
+_GONE_S: Final = 3.0  # a gateway that has had no record for less than this may be starting
 _ledgers: Final = msgspec.json.Decoder(Ledger)
 _encode: Final = msgspec.json.encode
 
@@ -204,7 +204,10 @@ class TenantLedgers:
             del self._changed[ask], self._asking[ask]
 
     def _num(self, ask: _Ask) -> int:
-        """How many of the parts or leased tokens that `ask` is about this gateway holds."""
+        """The number of parts, or of leased tokens, that this gateway holds.
+
+        `ask` decides which.
+        """
         if ask.what == "parts":
             return len(self._tenants.held(ask.name))
         _, num_leased, _ = self._tenants.today(ask.name, clock().day)

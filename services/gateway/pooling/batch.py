@@ -36,7 +36,7 @@ _GONE: Final = PeerId("", 0)
 
 @dataclass(frozen=True, slots=True)
 class BatchIdentity:
-    """What identifies one batch in commands to instances.
+    """The identity of one batch in commands to instances.
 
     `began_at` is the monotonic time at which the batch's call began.
     """

@@ -99,7 +99,7 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_obfuscation: bool | None = None  # padding against traffic analysis, which is not sent
+    include_obfuscation: bool | None = None  # padding against traffic analysis; none is sent
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
