@@ -1,4 +1,4 @@
-"""Sends probes through instances until this gateway is proved to be ready.
+"""Sends probes through instances until they have proved that this gateway is ready.
 
 A path is the prefill and the decode that a request goes through. `core.health.gateway_readiness`
 decides which path is probed next, and when the gateway is ready: after one passed probe, or after
@@ -19,7 +19,7 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)
 
-Path = tuple[InstanceRecord, InstanceRecord | None]  # if the second is None, the first does both
+Path = tuple[InstanceRecord, InstanceRecord | None]  # None: the first instance also decodes
 _LOOK_S: Final = 0.1
 _AGAIN_S: Final = 0.5
 _TIMEOUT_S: Final = 10.0

@@ -3,7 +3,8 @@
 This module checks API keys, tokens of an OpenID provider, and the limits of tenants. A permit is
 permission for one call. A call gets its permit before its body is read, so that a refusal costs
 almost no time. The permit ends with the answer. Without a key file and an OpenID provider, all
-clients are one tenant without limits.
+clients are one tenant without limits. A tenant's limit is divided into parts, each of which one
+gateway holds and may grant.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RateLimited(Overloaded):
 
 
 class Permit(Protocol):
-    """The right to one call.
+    """The permission for one call.
 
     Call `charge` before the work, `settle` after it, and `leave` in every case.
     """

@@ -48,7 +48,7 @@ _ASK_AGAIN_S: Final = 0.25  # the pause after a request that got nothing, or tha
 _ATTEMPTS: Final = 5  # to write a ledger that other gateways write at the same time
 _CLOSE_S: Final = 2.0  # how long a stopping process waits for the last writes of all tenants
 _MAX_GONE: Final = 1024
-_GONE_S: Final = 3.0  # a starting gateway may hold parts before others see its record
+_GONE_S: Final = 3.0  # a gateway that has had no record for less than this may be starting
 _ledgers: Final = msgspec.json.Decoder(Ledger)
 _encode: Final = msgspec.json.encode
 
@@ -204,7 +204,10 @@ class TenantLedgers:
             del self._changed[ask], self._asking[ask]
 
     def _num(self, ask: _Ask) -> int:
-        """The number of parts or leased tokens, whichever `ask` is for, that this gateway holds."""
+        """The number of parts, or of leased tokens, that this gateway holds.
+
+        `ask` decides which.
+        """
         if ask.what == "parts":
             return len(self._tenants.held(ask.name))
         _, num_leased, _ = self._tenants.today(ask.name, clock().day)
@@ -230,7 +233,7 @@ class TenantLedgers:
     async def _write(self, tenant: Tenant, ledger: Ledger | None) -> bool:
         """Write a ledger. Return False if another gateway wrote first. Raises Unavailable.
 
-        In that case, the other gateway's ledger has been read.
+        If another gateway wrote first, its ledger has been read.
         """
         if ledger is None:
             return True

@@ -1,12 +1,15 @@
 """One HTTP request and its answer, on raw ASGI.
 
-An exchange bounds the request's body, writes the answer, and detects that the client has left. A
-client that does not read blocks only the task that writes to this client.
-`gateway/slow_clients.py` disconnects such clients.
+An exchange bounds the request's body, writes the answer, and detects that the client has left. If a
+client does not read, only the task that writes to this client is blocked. `gateway/slow_clients.py`
+disconnects such clients.
 
 Before an error answer, the gateway reads the rest of the request, within bounds. The connection can
 then be used again. Without this reading, a proxy might reset its client's HTTP/2 stream, because
 the answer came before the end of the request. The client would then see no status.
+
+An endpoint picker is a service that tells a proxy which gateway takes a request. It may also get a
+plan from the master, which names the instances for the request.
 """
 
 from __future__ import annotations
@@ -114,7 +117,8 @@ class HttpExchange:
     def use(self, handed: HandedPlan | None) -> None:
         """Use the plan that an endpoint picker got from the master for this request, if any.
 
-        The master has booked the plan under a request id. The exchange takes over this id.
+        The exchange takes over the plan's request id, under which the master counts the request as
+        load.
         """
         if handed is not None:
             self.handed, self.request_id = handed, handed.result.request_id
@@ -126,9 +130,9 @@ class HttpExchange:
 
     @property
     def authorization(self) -> str:
-        """The API key as a bearer token.
+        """The value of the header `authorization`: the API key as a bearer token.
 
-        Clients of Anthropic's API send the key in `x-api-key` instead of `authorization`.
+        Clients of Anthropic's API may send the key in `x-api-key` instead.
         """
         return authorization_of(self.header(b"authorization"), self.header(b"x-api-key"))
 
@@ -213,7 +217,10 @@ class HttpExchange:
         return _Watched(self.connection)
 
     def cut(self) -> None:
-        """Disconnect a client that does not read. The task that waits in `write` notices this."""
+        """Disconnect a client that does not read.
+
+        The task that waits in `write` then gets an error.
+        """
         self.connection.abort()
 
 

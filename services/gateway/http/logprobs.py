@@ -17,7 +17,7 @@ from pdmesh.v1.common_pb2 import PromptLogprobs, TokenLogprob
 # A JSON object to be encoded, with values of any type.
 Json = dict[str, Any]
 
-_LEAST: Final = -9999.0  # stands for a probability of 0, because JSON has no infinity
+_LEAST: Final = -9999.0  # the logarithm written for a probability of 0, as JSON has no infinity
 _utf8: Final = getincrementaldecoder("utf-8")
 _INCOMPLETE: Final = "\ufffd"
 _MAX_BYTES: Final = 4  # of one character in UTF-8
@@ -26,9 +26,9 @@ _Entry = tuple[int, float, Sequence[int], Sequence[float]]
 
 
 class LogprobWriter:
-    """Writes the log probabilities of one choice, which are passed in pieces and in order.
+    """Writes the log probabilities of one answer, which are passed in pieces and in order.
 
-    `prompt_ids` is the prompt that the choice's text continues. The prompt is not part of the text.
+    `prompt_ids` is the prompt that the answer's text continues. The prompt is not part of the text.
     With `spells_ids`, a token is written as `token_id:5`, as in vLLM, instead of its text.
     """
 
@@ -80,8 +80,8 @@ class LogprobWriter:
     def echoed(self, prompt_ids: Sequence[int], echo: str, found: PromptLogprobs | None) -> Json:
         """The form of `completion` for the tokens of an echoed prompt.
 
-        `echo` is the prompt's text, with which the answer begins. It may lack special tokens of the
-        prompt. The first token has no log probability.
+        `echo` is the prompt's text, with which the answer begins. This text may lack special tokens
+        of the prompt. The first token has no log probability.
         """
         entries = list(_entries(found)) if found is not None else []
         none = [None] * (len(prompt_ids) - len(entries))

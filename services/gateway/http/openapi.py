@@ -40,7 +40,7 @@ _WITH_RETRY_AFTER: Final = (429, 503)
 
 
 def document(routes: Sequence[HttpRoute], *, is_strict: bool) -> Json:
-    """The document. With `is_strict`, it says that unknown fields of requests are refused."""
+    """The document. With `is_strict`, its schemas refuse unknown fields of requests."""
     shapes: list[Any] = []
     for route in routes:
         operation = route.operation

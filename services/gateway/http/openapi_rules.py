@@ -92,7 +92,7 @@ RULES: Final[Mapping[type[msgspec.Struct], Json]] = {
 
 
 def without_nul(schema: object) -> None:
-    """Add to each string of a schema a pattern that excludes U+0000, unless it has an enum."""
+    """Add a pattern that excludes U+0000 to the strings of a schema, except those with an enum."""
     if isinstance(schema, list):
         for each in schema:
             without_nul(each)

@@ -2,7 +2,8 @@
 
 An encoder is an instance that only encodes images. It holds the embeddings, and the prefill fetches
 them. The gateway tells the prefill whether the encoder succeeded. The prefill has the images too,
-and encodes them itself if the encoder failed. So no failure in this module fails the request.
+and encodes them itself if the encoder failed. So no failure in this module fails the request. A leg
+is a request's stay on one instance.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ def find_encoder(
 
 
 class EncodeLeg:
-    """The stay of one prompt's images at an encoder, under `key`.
+    """The leg of one prompt's images at an encoder, under `key`.
 
-    A leg is a request's stay on one instance. `prefill_key` is the key of the leg that waits for
-    the embeddings, on the instance of the session `prefill`.
+    `prefill_key` is the key of the leg that waits for the embeddings. `prefill` is the session to
+    the instance of this leg.
     """
 
     def __init__(

@@ -116,7 +116,7 @@ class Fetcher:
 
     @contextlib.asynccontextmanager
     async def _place(self, address: ImageAddress, time: FetchTime) -> AsyncIterator[None]:
-        """Wait for the host's place first, because this wait takes no place from other hosts."""
+        """Wait for a place at this host first, so that the wait takes no place from other hosts."""
         async with contextlib.AsyncExitStack() as places:
             try:
                 async with time.spent("wait"):
@@ -134,7 +134,7 @@ class Fetcher:
         except TimeoutError:
             message = f"the images of a request were not fetched within {time.timeout_s:g} s"
             raise ImageRefused(message) from None
-        except OSError as exc:  # includes TLS and DNS
+        except OSError as exc:  # also failures of TLS and DNS
             raise ImageRefused(f"the host cannot be reached: {type(exc).__name__}") from None
 
     async def _get(self, address: ImageAddress) -> bytes:
@@ -175,7 +175,7 @@ class Fetcher:
                     break
                 parser.feed_data(data)
                 answer.count(len(data))
-                await asyncio.sleep(0)  # `read` does not yield if bytes are there
+                await asyncio.sleep(0)  # `read` lets no other task run if bytes are there
         except httptools.HttpParserError as exc:
             # If a callback raised an error, that error is the context of the parser's error.
             refused = exc.__context__
@@ -203,7 +203,10 @@ class _Answer:
         self.ends_with_connection = False
 
     def count(self, num_bytes: int) -> None:
-        """Count the bytes of a parsed read. They count as head if the head is still incomplete."""
+        """Count bytes that were read and parsed.
+
+        If the head is incomplete, they are part of the head.
+        """
         if not self._has_head:
             self._num_head_left -= min(num_bytes, _MAX_HEAD_BYTES)
             if self._num_head_left < 0:

@@ -21,8 +21,8 @@ from pdmesh.services.gateway.images.fetching import Fetcher, FetchTime
 
 _INLINE_BYTES: Final = 65_536  # reading this many bytes takes less than a millisecond
 _MAX_THREADS: Final = 2
-_MAX_SUM: Final = 4  # a request may have as many pixels as this many images of the largest size
-MAX_SENT_BYTES: Final = 64 << 20  # of images, over all choices of a call
+_MAX_SUM: Final = 4  # bounds a request's pixels, in images of the largest size
+MAX_SENT_BYTES: Final = 64 << 20  # of images sent, one copy for each answer of a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class AskedImage:
 
 
 class Held:
-    """Images' bytes count toward `max_held_bytes` as long as anything refers to this object."""
+    """The bytes of a request's images count as held as long as anything refers to this object."""
 
     __slots__ = ("__weakref__",)
 

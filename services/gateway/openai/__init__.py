@@ -1,4 +1,4 @@
-"""Requests in the form of OpenAI and vLLM: structs, bounds, checks, and the calls made of them.
+"""Requests in the form of OpenAI and vLLM: structs, bounds, checks, and the calls made from them.
 
 The other APIs, including gRPC, translate their requests into these structs.
 """

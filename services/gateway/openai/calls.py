@@ -287,7 +287,7 @@ async def text_tokens(
     """Encode a text. Raises MeshError.
 
     A text that is too long for the context is refused before it is encoded. `owner` is a tenant.
-    The tokens of the text's sections are kept for later texts of this tenant.
+    The tokens of the text are cached, in sections, for later texts of this tenant.
     """
     context = model.context_length
     if len(text) > context * model.tokenizer.max_token_chars:
@@ -376,7 +376,7 @@ def check_logprobs(
 def check_num_prompt_logprobs(
     prompts: Sequence[array[int]], num_each: int | None, num_choices: int
 ) -> None:
-    """Bound the number of log probabilities in an answer. Raises InvalidRequest."""
+    """Limit the number of log probabilities in an answer. Raises InvalidRequest."""
     if num_each is None:
         return
     num = sum(map(len, prompts)) * (num_each + 1) * num_choices

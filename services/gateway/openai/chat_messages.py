@@ -26,11 +26,11 @@ MAX_CALLS: Final = 128  # tool calls in one message
 _MAX_PARTS: Final = 256
 _MAX_ID_CHARS: Final = 256
 _STRING: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape for half of a character
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape for a surrogate code point
 _BEGINS_A_VALUE: Final = re.compile(r"[\[{,:]")
-# A coding agent puts a line that begins with this before its system prompt. The line differs in
-# each request, so no two prompts would share a prefix (and its cached KV). Plain vLLM drops this
-# line, and so does the gateway.
+# Coding agents put a line that begins with this text before their system prompt. The gateway drops
+# this line, as plain vLLM does. It differs in each request, so with it no two prompts would share
+# cached KV.
 _BILLING_LINE: Final = "x-anthropic-billing-header"
 
 # The type is Any because a client may send anything here. Only whether it is empty matters.
@@ -249,7 +249,7 @@ def _check_name(name: str, field: str) -> None:
 
 
 def _check_work(messages: Sequence[ChatMessage]) -> None:
-    """Bound the number of values in the arguments of all tool calls.
+    """Limit the number of values in the arguments of all tool calls.
 
     The arguments are parsed on the event loop.
     """
@@ -282,7 +282,7 @@ def _check_parts(parts: Sequence[ContentPart], where: str, *, takes_images: bool
 
 
 def check_alone(part: msgspec.Struct, own: str, fields: Sequence[str], where: str) -> None:
-    """Refuse a part that also has content of another type, because that would be left out.
+    """Refuse a part that also has content of another type, which would be left out of the prompt.
 
     `fields` are the fields that hold the content of all types of parts. `own` is the field for the
     type of this part. Raises InvalidRequest.

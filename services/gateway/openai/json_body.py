@@ -135,7 +135,7 @@ def _check_duplicates(outlined: bytes, body: bytes) -> None:
     except InvalidRequest:
         if len(body) > SMALL_BYTES:
             raise
-        _find_duplicates(body.decode())  # the outline changes a name like `[1]`
+        _find_duplicates(body.decode())  # the outline may change a name like `[1]`
 
 
 def _explain(text: str, body: bytes) -> InvalidRequest:
@@ -166,8 +166,8 @@ def _with_key(where: str, what: str, body: bytes) -> str:
     """Replace the `[...]` in `where`, which msgspec writes instead of the key of a mapping.
 
     msgspec reports the kind of a wrong value, but not its key. So the first key whose value has
-    this kind is taken. A key that is not UTF-8 raises an error only here, because msgspec stops at
-    the wrong value.
+    this kind is taken. A key that is not UTF-8 may raise an error here: msgspec stopped at the
+    wrong value, before this key.
     """
     field, _, below = where.partition(_ANY_KEY)
     got = _GOT.search(what)

@@ -23,7 +23,7 @@ from pdmesh.errors import InvalidRequest, shortened
 MAX_VALUES: Final = 32_768
 MAX_IDS: Final = 1 << 20  # token ids in all lists together
 MAX_OUTSIDE_BYTES: Final = 1 << 20  # bytes of a large body outside strings and lists of token ids
-MAX_NAME_BYTES: Final = 256  # of a field in a large body
+MAX_NAME_BYTES: Final = 256  # of a field's name in a large body
 SMALL_BYTES: Final = 65_536  # a body of this size costs at most a few milliseconds
 _LONG: Final = 256
 _ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]*+\]")
@@ -100,7 +100,7 @@ def _too_many_values(body: bytes) -> InvalidRequest:
 
 
 def _refusal(what: str, body: bytes, count: Callable[[bytes], int], most: int) -> InvalidRequest:
-    """The error. It names a field that holds more than `most` by itself, if there is one."""
+    """The error. If one field alone holds more than `most`, the error names this field."""
     field = None
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         for name, raw in _fields.decode(body).items():

@@ -63,7 +63,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # padding against traffic analysis, which is not sent
+    include_obfuscation: bool | None = None  # padding against traffic analysis; none is sent
 
 
 class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True):
 class Session(msgspec.Struct, forbid_unknown_fields=True):
     """A field of pdmesh's own. `state` says how the conversation goes on.
 
-    From the state, instances know how long to keep the KV of the conversation.
+    The state decides how long instances keep the KV of the conversation.
     """
 
     id: told.SessionId

@@ -45,7 +45,7 @@ async def call_constraint(
 
 
 def _schemas(calls: AskedGrammar, request: ChatCompletionRequest) -> Iterator[AskedGrammar]:
-    """The schemas of the tools' arguments that are part of the grammar `calls`."""
+    """The tools' argument schemas, as far as they are part of the grammar `calls`."""
     chosen = request.tool_choice
     for index, tool in enumerate(request.tools or ()):
         if (function := tool.function) is None or function.parameters is None:

@@ -19,7 +19,7 @@ class TranslatedChat:
     names: FieldNames = field(default_factory=dict)
 
     def naming(self) -> AbstractContextManager[None]:
-        """Within this context, errors name the fields of the request."""
+        """Within this context, errors name the fields of the other request."""
         return naming(self.names)
 
 

@@ -13,7 +13,8 @@ from pdmesh.errors import InvalidRequest
 class NeutralValues(dict[str, tuple[object, ...]]):
     """The unsupported fields of a struct, each with the values that have no effect.
 
-    Null never has an effect. There must be at least two fields.
+    Null never has an effect. There must be at least two fields, because `attrgetter` returns no
+    tuple for one.
     """
 
     __slots__ = ("_read",)

@@ -49,7 +49,7 @@ log = structlog.get_logger(__name__)
 # answer's length. So a long answer is fed in pieces when a new process gets all of its tokens.
 # Other choices are served between the pieces, and each piece has its own time limit.
 _PIECE: Final = 64
-_MAX_DEATHS: Final = 2  # of the parser process, while it worked on one choice
+_MAX_DEATHS: Final = 2  # deaths of the parser process over the same choice or request
 _choices: Final = itertools.count(1)
 _PLAIN_CHAT: Final = msgspec.json.encode(
     {"model": "", "messages": [{"role": "user", "content": ""}], "tool_choice": "none"}
@@ -308,7 +308,7 @@ class CallParser:
 
 
 class _Choice:
-    """`life` is the life of the process in which the choice is open.
+    """`life` is the parser process in which the choice is open.
 
     `token_ids` has all tokens that were fed.
     """

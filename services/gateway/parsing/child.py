@@ -21,7 +21,8 @@ from pdmesh.services.gateway.parsing.frames import (
     requests,
 )
 
-# The models to keep. The least recently used is dropped, but its open choices keep their parsers.
+# The number of models to keep. When the least recently used one is dropped, its answers under way
+# keep their parsers.
 MAX_MODELS: Final = 4
 
 

@@ -30,16 +30,16 @@ _RETRY_S: Final = 30.0  # the pause after a start that failed
 _PATIENCE_S: Final = 120.0  # the longest that the gateway's readiness waits
 _MAX_LOOKED_AT: Final = 8  # models whose tokenizers are loaded to see if they need parsers
 
-_Served = tuple[str, str]  # a model's name, and the digest of its text
+_Served = tuple[str, str]  # a model's name, and the digest of its tokenizer files
 
 
 class EarlyStart:
     """`served` returns the models that instances serve.
 
     `is_settled` becomes true, and stays true, when the parsers of the first served models have
-    started or failed to start. It becomes true at the latest 120 s after a model is first served.
-    The gateway is not ready before. If the settings allow no parsers or vLLM is not installed,
-    `is_settled` is true from the beginning.
+    started or failed to start. It becomes true at the latest 120 s after a model is first served. A
+    gateway whose instances make answers is not ready before that. If the settings allow no parsers
+    or vLLM is not installed, `is_settled` is true from the beginning.
     """
 
     def __init__(

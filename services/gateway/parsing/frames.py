@@ -44,7 +44,7 @@ class AskMarks(msgspec.Struct, tag=True):
 
 
 class OpenAnswer(msgspec.Struct, tag=True):
-    """Opens a choice whose tokens will be fed.
+    """Opens a choice, which is one answer of a call. Its tokens will be fed.
 
     `request` is the part of the request that the parsers read, as JSON. The fields from `stops` on
     say how tokens become text.
@@ -110,7 +110,7 @@ class ParsedPiece(msgspec.Struct, array_like=True):
     """Reasoning, text and calls that came together, in the order in which clients read them.
 
     `num_tokens` is the number of new tokens that were read for this piece. Tokens that gave nothing
-    count for the piece before them, or for the first piece.
+    count for the piece before them, or for the first piece if none is before them.
     """
 
     reasoning: str = ""

@@ -48,13 +48,13 @@ _STARTED: Final = {names.ATTR_OUTCOME: "started"}
 _FAILED: Final = {names.ATTR_OUTCOME: "failed"}
 
 _COMMAND: Final = (sys.executable, "-m", "pdmesh.services.gateway.parsing.child")
-# Limits on the processor time of a request, or on its time without work
+# Limits on the processor time of a request, and on the time in which its process does no work
 # (`core.control.hung_parser`).
-_START_S: Final = 180.0  # vLLM's import
+_START_S: Final = 180.0  # to import vLLM
 _LOAD_S: Final = 120.0  # to load a model's parsers and import their modules
 _END_S: Final = 5.0  # the longest time from the end of the process's output to its exit
 _ANSWER_S: Final = 30.0  # a parser that takes longer counts as hung
-_CHECKS: Final = 4  # how often a waiting request checks the process within its limit
+_CHECKS: Final = 4  # how often a waiting request checks the process, within the request's limit
 
 
 class ParserLost(Exception):
@@ -70,7 +70,7 @@ class ParserUnavailable(Unavailable):
 
 
 class ParserProcess:
-    """Starts the process when it is first needed, and again when it is needed after its end."""
+    """Starts the process when it is first needed, and again if it has ended."""
 
     def __init__(
         self,
@@ -139,7 +139,8 @@ class ParserLife:
         self._stdin, self._stdout = process.stdin, process.stdout
         self._waiting: deque[_Asked] = deque()
         self._hung = HungParser()  # watches the oldest request
-        # The models that the process keeps, the least recently used first, as in the process.
+        # The models that the process keeps, in the process's own order: the least recently used
+        # first.
         self._models: OrderedDict[str, None] = OrderedDict()
         self._loading = asyncio.Lock()
         self.is_over = False

@@ -1,4 +1,7 @@
-"""Handles each request to the parser process, and keeps models' parsers and open choices."""
+"""Handles each request to the parser process, and keeps models' parsers and open choices.
+
+A choice is one answer of a call. It is open while its tokens arrive.
+"""
 
 from __future__ import annotations
 

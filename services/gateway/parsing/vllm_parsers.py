@@ -1,8 +1,8 @@
-"""Runs vLLM's own parsers on the tokens of a choice. Only the parser process imports vLLM.
+"""Runs vLLM's own parsers on the tokens of a choice, which is one answer of a call.
 
-The parsers of a stream are fed token by token, as in vLLM. So their findings do not depend on how
-many tokens arrive together. The findings stay the same if the request moves to another instance, or
-if this process starts again.
+Only the parser process imports vLLM. The parsers of a stream are fed token by token, as in vLLM. So
+their findings do not depend on how many tokens arrive together. The findings stay the same if the
+request moves to another instance, or if this process starts again.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ class ModelParsers:
         return None if found is None else [found]
 
     def marks(self) -> MarksFound:
-        """The marks of the reasoning, as vLLM finds them for this parser. Raises BadParser."""
+        """The tokens that begin and end the reasoning, as vLLM finds them for this parser.
+
+        Raises BadParser.
+        """
         kind: Any = ReasoningParserManager.get_reasoning_parser(self._reasoning_parser)
         reasoner = kind(self._tokenizer)
         found = [

@@ -1,1 +1,1 @@
-"""The endpoint picker: tells a proxy which gateway takes a request, by the mesh's own placement."""
+"""The endpoint picker: tells a proxy which gateway takes a request, by the mesh's placement."""

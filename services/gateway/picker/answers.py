@@ -1,7 +1,8 @@
-"""The messages from the picker to the proxy, as the Endpoint Picker Protocol defines them.
+"""The messages from the endpoint picker to the proxy, as the Endpoint Picker Protocol defines them.
 
 https://github.com/kubernetes-sigs/gateway-api-inference-extension, docs/proposals/
-004-endpoint-picker-protocol, version 1.0.0.
+004-endpoint-picker-protocol, version 1.0.0. An endpoint is a gateway. A plan names the instances
+for a request.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SUBSET: Final = "x-gateway-destination-endpoint-subset"
 # Headers that only the picker may send to gateways and proxies.
 _OWN_HEADERS: Final = (ENDPOINT, PLAN_HEADER)
 _OVERWRITE: Final = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-_PIECE_BYTES: Final = 62_000  # of a streamed body, as Envoy's HTTP/2 frames have 64 KiB
+_PIECE_BYTES: Final = 62_000  # the most in one message, as Envoy's HTTP/2 frames have 64 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def _set_pick(response: pb.ProcessingResponse, common: pb.CommonResponse, pick: 
         _set_header(common.header_mutation, PLAN_HEADER, pick.plan.encode())
     else:
         common.header_mutation.remove_headers.append(PLAN_HEADER)
-    common.clear_route_cache = True  # routes may match by the endpoint
+    common.clear_route_cache = True  # the proxy's routes may depend on the endpoint
     response.dynamic_metadata.get_or_create_struct(_NAMESPACE)[ENDPOINT] = pick.endpoints
 
 
@@ -88,7 +89,7 @@ def _set_header(mutation: pb.HeaderMutation, name: str, value: bytes) -> None:
 
 
 def streamed_request(chunks: Iterable[bytes], *, is_last: bool) -> Iterable[pb.ProcessingResponse]:
-    """Return the body unchanged. With `is_last`, nothing follows, not even trailers."""
+    """Give the proxy the body unchanged. With `is_last`, nothing follows, not even trailers."""
     pieces = [piece for chunk in chunks for piece in _pieces(chunk)] or [b""]
     for number, piece in enumerate(pieces, 1):
         response = pb.ProcessingResponse()
@@ -108,7 +109,7 @@ def unchanged_request_body() -> pb.ProcessingResponse:
 
 
 def unchanged_response(message: pb.ProcessingRequest, *, is_duplex: bool) -> pb.ProcessingResponse:
-    """Let the proxy forward a part of the endpoint's response unchanged."""
+    """Let the proxy forward a part of the gateway's response unchanged."""
     response = pb.ProcessingResponse()
     part = message.WhichOneof("request")
     if part == "response_headers":
@@ -131,7 +132,7 @@ def passed_trailers() -> pb.ProcessingResponse:
 
 
 def refusal(error: MeshError, form: ErrorFormat, request_id: str) -> pb.ProcessingResponse:
-    """Send the client the same error as a gateway would."""
+    """Let the proxy send the client the same error as a gateway would."""
     response = pb.ProcessingResponse()
     immediate = response.immediate_response
     immediate.status.code = error.http_status

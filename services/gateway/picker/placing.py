@@ -61,7 +61,8 @@ _PATHS: Final = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES})
 class PlacedRequest:
     """`key` is equal for all turns of a chat. `region` is the region of the planned instances.
 
-    `plan` is for the gateway that gets the request. If it is None, this gateway asks for a plan.
+    `plan` is for the gateway that gets the request. If `plan` is None, that gateway asks the
+    master.
     """
 
     key: bytes = b""
@@ -71,7 +72,7 @@ class PlacedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The call that the body asks for, and the beginning of its chat, which later turns repeat."""
+    """The call that the body asks for, and its chat's first messages, which later turns repeat."""
 
     spec: CallSpec
     beginning: bytes
@@ -152,7 +153,7 @@ class Placing:
         except (Overloaded, NoInstance):
             if self._shared.slos.default_text(prepared.spec.scenario) is None:
                 raise
-            return PlacedRequest(key)  # the gateway answers with the scenario's default text
+            return PlacedRequest(key)  # the gateway answers with a default text, not the error
 
     async def _planned(self, prepared: PreparedCall, key: bytes) -> PlacedRequest:
         spec, prompt = prepared.spec, prepared.prompts[0]
@@ -168,8 +169,8 @@ class Placing:
         received = await asker.received()
         region = self._region(received)
         if not received.is_by_master:
-            # Without a master, a gateway ranks instances by the legs of its own requests. So the
-            # picked gateway makes the plan itself.
+            # Without a master, a gateway ranks instances by the number of its own requests on each.
+            # So the picked gateway makes the plan itself.
             return PlacedRequest(key, region)
         handed = handed_for(prepared)
         handed.result.CopyFrom(self._result(request_id, received))

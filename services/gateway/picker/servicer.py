@@ -1,4 +1,8 @@
-"""Answers the proxy's streams. Each stream is about one request, for which it names gateways."""
+"""Answers the streams of proxies, which ask the endpoint picker for the gateways of requests.
+
+Each stream is about one HTTP request. For a request that generates text, the picker also asks the
+master for a plan, which names the instances for the request.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +107,7 @@ class PickerServicer:
         """`tenant` is None for requests that are not planned. Raises MeshError."""
         begun, placement = time.monotonic(), PlacedRequest()
         if tenant is not None:
-            self._addresses(placement, head.only)  # raises before the master books a plan
+            self._addresses(placement, head.only)  # raises before the master counts a plan as load
             placement = await self._placing.place(head.path, body, tenant)
         pick = Pick(
             self._addresses(placement, head.only),

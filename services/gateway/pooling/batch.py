@@ -2,7 +2,8 @@
 
 `BatchLife` decides which instance is asked next, and does no I/O. `PoolingBatch` carries out these
 decisions, and passes the messages of instances to `BatchLife` as events. A leg is the batch's stay
-on one instance, under a key that is never used again.
+on one instance, under a key that is never used again. A batch that all instances rejected waits for
+a slot in the gateway's waiting room.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _GONE: Final = PeerId("", 0)
 
 @dataclass(frozen=True, slots=True)
 class BatchIdentity:
-    """The names by which instances know one batch.
+    """The identity of one batch in commands to instances.
 
     `began_at` is the monotonic time at which the batch's call began.
     """
@@ -49,8 +50,8 @@ class BatchIdentity:
 class PoolingBatch:
     """One batch. Call `run` once for the answer.
 
-    The object gets the events of its leg from the session, and the waiting room calls it when an
-    instance has a slot.
+    The session, which is the stream to the instance, passes the events of the leg to this object.
+    The waiting room calls it when an instance has a slot.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class PoolingBatch:
         self.accepted_at = self.accepted_at or time.monotonic()
 
     def _ended(self, key: int) -> None:
-        """Forget the leg with this key, because the instance sends no more events of it."""
+        """Forget the leg with this key. The instance sends no more events for the leg."""
         if self._session is not None and key == self._key:
             self._session.forget(key)
             self._session = None

@@ -1,4 +1,7 @@
-"""Runs calls for vectors or scores: charges the tenant, sends the batches, reports the call."""
+"""Runs calls for vectors or scores: charges the tenant, sends the batches, reports the call.
+
+A scenario is a kind of requests with its own instances.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +199,7 @@ class CallRunner:
             raise PoisonRequest("instances died recently while they worked on these inputs")
 
     def _judge(self, spec: PoolingSpec, done: Sequence[PoolingBatch]) -> None:
-        """Record each batch that killed instances as suspect, and clear the answered batches."""
+        """Record each batch that killed instances, and clear the records of answered batches."""
         poison = self._shared.poison
         for batch in done:
             if batch.life.is_answered:

@@ -116,8 +116,8 @@ def _of_response_format(asked: ResponseFormat) -> AskedGrammar | None:
 def _of_structured_outputs(asked: StructuredOutputs) -> AskedGrammar:
     """The grammar of the one kind that is set. Raises InvalidRequest with the field.
 
-    A value without a kind is refused, as in vLLM. A misspelt kind is ignored as an unknown field,
-    so without this check the answer would be unconstrained.
+    A value without a kind is refused, as in vLLM. The HTTP API drops a misspelt kind as an unknown
+    field. Without this check, the answer would then be unconstrained.
     """
     for name in ("disable_additional_properties", "whitespace_pattern"):
         if getattr(asked, name):

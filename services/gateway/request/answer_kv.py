@@ -24,7 +24,7 @@ from pdmesh.v1.instance_service_pb2 import Command, Prefetch
 log = structlog.get_logger(__name__)
 
 _MAX_NAMES: Final = 1024  # block names in one Prefetch command
-_MIN_CHANCE: Final = 0.02  # no hint is sent if the blocks are less likely to be used again
+_MIN_CHANCE: Final = 0.02  # the least chance of a reuse for which a hint is sent
 _CHAT: Final = "chat"
 
 
@@ -54,7 +54,7 @@ class AnswerKv:
         prefill_id: str,
         decode_id: str,
     ) -> None:
-        """Send the hint for a choice that was completed.
+        """Send the hint for a choice (one answer of a call) that was completed.
 
         `answer` holds all tokens of the choice. `prefill_id` and `decode_id` name the instances
         that served it last.
@@ -76,8 +76,8 @@ class AnswerKv:
         prefill: InstanceRecord,
         decode: InstanceRecord,
     ) -> None:
-        # `prompted` looks prompts up by the block names of the model's reference instance. Another
-        # group may name the same blocks differently.
+        # `prompted` looks prompts up by the block names of the reference instance, which represents
+        # the model. Instances of another group may name the same blocks differently.
         reference = self._fleet.reference(spec.base_model) or prefill
         if not (known_as := prompt.answer_hashes(reference, answer)):
             return

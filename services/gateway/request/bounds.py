@@ -1,6 +1,7 @@
 """Checks the values of a request against their bounds, for HTTP and gRPC.
 
-A failed check raises InvalidRequest with the name of the field. NaN is outside every range.
+A failed check raises InvalidRequest with the name of the field. NaN is outside every range. A
+choice is one answer of a call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 256
 MAX_NAME_CHARS: Final = 256
 _LEAST: Final = 2.0**-126  # the least positive normal number of 32 bits
-# The next two bound the sum over all choices of a call, because each choice sends its own copy.
+# The next two are limits for all choices of a call together: each choice sends its own copy.
 MAX_GRAMMARS_BYTES: Final = 4 << 20
 MAX_ALLOWED_IDS: Final = 1 << 20
 
@@ -33,7 +34,7 @@ def check_sampling(
 
 
 def as_sent(value: float) -> float:
-    """Raise a value between 0 and `_LEAST` to `_LEAST`, since 32 bits could round it to 0."""
+    """Return `_LEAST` for a value between 0 and `_LEAST`, which 32 bits could round to 0."""
     return _LEAST if 0 < value < _LEAST else value
 
 
@@ -44,7 +45,7 @@ def check_choices(*, n: int | None, seed: int | None) -> None:
 
 
 def check_grammars(constraint: Constraint | None, num_choices: int) -> None:
-    """Bound the bytes of a call's grammars. `num_choices` counts the choices of all prompts."""
+    """Limit the bytes of a call's grammars. `num_choices` counts the choices of all prompts."""
     if constraint is None:
         return
     num_bytes = num_choices * len(constraint.grammar.encode(errors="replace"))
@@ -58,7 +59,7 @@ def check_grammars(constraint: Constraint | None, num_choices: int) -> None:
 
 
 def check_allowed_ids(num_ids: int, num_choices: int) -> None:
-    """Bound a call's `allowed_token_ids`. `num_choices` counts the choices of all prompts."""
+    """Limit a call's `allowed_token_ids`. `num_choices` counts the choices of all prompts."""
     if num_ids * num_choices > MAX_ALLOWED_IDS:
         field = "allowed_token_ids"
         message = (

@@ -1,4 +1,4 @@
-"""Reads the output of a call's choices: all at once, or piece by piece as a stream.
+"""Reads the output of a call's choices (answers): all at once, or piece by piece as a stream.
 
 If the call asks for reasoning or tool calls, the output is parsed here. Every API of the gateway
 takes its answers from this module, so that the same call gets the same answer over each API.
@@ -99,7 +99,7 @@ def _failure(delta: TextDelta) -> MeshError | ClientDisconnected:
 
 
 def _without_a_bad_end(delta: TextDelta) -> TextDelta:
-    """Remove the error and the mark of the last delta, if the delta ends a failed choice."""
+    """If the delta ends a failed choice, remove its error and its mark as the last delta."""
     is_bad = delta.is_last and delta.finish_reason is None
     return replace(delta, is_last=False, error=None) if is_bad else delta
 

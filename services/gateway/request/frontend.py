@@ -4,6 +4,11 @@ A call has one choice or several. A choice is one answer to one prompt, and a `G
 its text. `Frontend.open` starts a call, `Call.changed` waits for output, and `Call.take` returns
 the output of all choices. The API that opened a call must close it. Closing frees everything that
 the call still holds (F27).
+
+A plan names the instances that may serve a call. An endpoint picker is a service in front of the
+gateways, and may get the plan from the master before the gateway does. A scenario is a kind of
+requests with its own instance groups and objectives, such as a time to first token (TTFT). A
+pooling model makes vectors or scores of texts.
 """
 
 from __future__ import annotations
@@ -131,7 +136,7 @@ class Call(PacedWaiter):
 
     @property
     def num_cached_tokens(self) -> int:
-        """The cached tokens of all prompts, each counted for its first choice only."""
+        """The number of cached prompt tokens. Each prompt counts once, for its first choice."""
         return sum([g.core.num_cached_tokens for g in self.generations[:: self.spec.n]])
 
     def cancel(self, error: MeshError | None = None) -> None:
@@ -225,10 +230,7 @@ class Frontend:
         return await self.served_model(asked, tenant)
 
     def check_open(self) -> None:
-        """Refuse a call before the gateway reads and encodes its prompt (S97).
-
-        Raises Draining or Overloaded.
-        """
+        """Raises Draining or Overloaded, before the gateway reads and encodes a prompt (S97)."""
         if self.is_draining:
             raise Draining("this gateway is shutting down")
         if len(self._calls) >= self._max_calls:
@@ -246,9 +248,9 @@ class Frontend:
     ) -> Call:
         """Start a call. The caller must close it.
 
-        If `is_quiet` is true, the call's waiter is woken when a choice ends, but not for each
-        token. `handed` is a plan (a list of instances) that an endpoint picker, a service in front
-        of the gateways, got for this call. Raises Draining, Overloaded or RateLimited.
+        If `is_quiet` is true, `Call.changed` returns when a choice ends, but not for each token.
+        `handed` is the endpoint picker's plan for this call, if any. Raises Draining, Overloaded or
+        RateLimited.
         """
         self.check_open()
         _count_scenario(prepared)
@@ -274,7 +276,7 @@ class Frontend:
         return call
 
     async def prepare(self, spec: CallSpec) -> PreparedCall:
-        """Determine everything that the choice of instances for the call depends on.
+        """Determine everything that the master needs to choose instances for the call.
 
         Raises InvalidRequest, ModelNotFound, NoInstance or PoisonRequest.
         """
@@ -398,7 +400,7 @@ class Frontend:
         _count_slo(call, self.shared.slos)
 
     def _tell_session(self, call: Call) -> None:
-        """Tell the instances which session state the client sent, even if the call failed."""
+        """Report the client's session state to the instances, even after a failed call."""
         if (session := call.spec.session) is None:
             return
         served = [
@@ -455,7 +457,7 @@ class Frontend:
 
 
 def handed_for(prepared: PreparedCall) -> HandedPlan:
-    """The fields with which an endpoint picker's plan for the call's first choice must agree."""
+    """The request fields that must be the same in an endpoint picker's plan for this call."""
     spec = prepared.spec
     return HandedPlan(
         prompt_digest=prepared.prompts[0].digest,

@@ -2,7 +2,11 @@
 
 `core.request.machine.Request` makes the decisions and does no I/O. A `Generation` passes events to
 a `Request` and carries out the effects that this returns, for example by sending commands to
-instances. A leg is the choice's stay on one instance, under a key that is never used again.
+instances. A leg is the choice's stay on one instance, under a key that is never used again. A plan
+names the candidates, the instances to which the choice may go. If all candidates reject a choice,
+the choice waits in the gateway's waiting room, and counts as queued in its scenario (kind of
+requests). An endpoint picker is a service in front of the gateways, which may get the plan from the
+master before the gateway does.
 """
 
 from __future__ import annotations
@@ -183,7 +187,7 @@ class Generation:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string or a repetition in its text ended the choice."""
+        """Whether a stop string or a repetition in the text ended the choice."""
         return self._text.is_stopped
 
     def cancel(self, error: MeshError | None = None) -> None:
@@ -196,7 +200,7 @@ class Generation:
             self.on_event(ClientGone())
 
     def detach(self) -> None:
-        """Drop the references to the call, which needs no more callbacks.
+        """Drop the call's callbacks, which are no longer needed.
 
         They are part of a reference cycle. Without the cycle, the call and its choices are freed at
         once and need no garbage collection.
@@ -209,7 +213,7 @@ class Generation:
 
     @property
     def num_taken_tokens(self) -> int:
-        """How many tokens `take` has returned for the client."""
+        """The number of tokens that `take` has returned for the client."""
         return self._text.num_taken
 
     @property
@@ -260,7 +264,7 @@ class Generation:
     def _stop_token(self) -> int | None:
         """The stop token that ended the choice.
 
-        None if no stop token did, or, as in vLLM, if it is the tokenizer's own end token.
+        None if no stop token ended it, or, as in vLLM, if the token is the tokenizer's end token.
         """
         outcome = self.core.outcome
         if not (isinstance(outcome, Complete) and outcome.finish_reason == "stop"):
@@ -297,7 +301,7 @@ class Generation:
             self._run()
 
     def _run(self) -> None:
-        """Carry out all effects in their order, then handle the next event."""
+        """Handle all events in order, and carry out the effects of each before the next one."""
         self._is_running = True
         try:
             while (not self._effects or self._carry_out()) and self._events:
@@ -315,8 +319,8 @@ class Generation:
     def _carry_out(self) -> bool:
         """Carry out effects. Return False if the rest must wait for the event loop.
 
-        After token 1, SendStart waits for the next iteration of the loop. So the client gets token
-        1 before this process prepares the hand-over to the decode.
+        After token 1, the effect SendStart, which begins the decode, waits for the next iteration
+        of the loop. So the client gets token 1 before this process prepares the hand-over.
         """
         while self._effects:
             effect = self._effects.popleft()
@@ -391,9 +395,10 @@ class Generation:
             return
         session = self._shared.sessions.session(record)
         if not session.has_slot or (self.prompt.images and session.is_full):
-            # The instance would probably reject the prompt. The session calls `on_slot_freed` when
-            # the instance may have a slot. `has_slot` becomes true again if the session gets no
-            # report for `TRUST_S`. Images may be megabytes and are never sent to a full instance.
+            # The instance would probably reject the prompt. The session, which is the stream to the
+            # instance, calls `on_slot_freed` when the instance may have a slot. `has_slot` becomes
+            # true again if the session gets no report for `TRUST_S`. Images may be megabytes and
+            # are never sent to a full instance.
             self.on_event(LegRejected(effect.key))
             return
         kv_transfer = self._shared.kv_transfer(self._spec.scenario or record.scenario)
@@ -448,7 +453,10 @@ class Generation:
             self._refuse(key)
 
     def _refuse(self, key: int) -> None:
-        """Report to the core that the instance cannot be asked now. This is no failure."""
+        """Tell the core that the instance cannot be asked now.
+
+        This is a rejection, not a failure.
+        """
         self.on_event(LegRejected(key, is_final=True))
 
     def _left(self, key: int) -> InstanceSession | None:

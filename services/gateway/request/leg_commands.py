@@ -1,8 +1,9 @@
 """Makes the protobuf messages of one choice, which go to the master and to instances.
 
 The request core (`core.request`) decides what happens next, and returns each decision as an effect.
-Each method here turns one kind of effect into a message. A leg is the choice's stay on one
-instance.
+Each method here turns one kind of effect into a message. A choice is one answer of a call, and a
+leg is the choice's stay on one instance. An early decode is chosen as soon as a prefill has
+accepted the choice.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanResult
 
 @dataclass(slots=True)
 class ChoiceIdentity:
-    """The ids of one choice in messages to instances and the master, its seed and its limits."""
+    """A choice's ids in messages to instances and the master, its random seed, and its limits."""
 
     request_id: str
     index: int
@@ -37,14 +38,14 @@ class ChoiceIdentity:
     seed: int | None = None
     max_tokens: int = 1
     deadline: float = 0.0  # in monotonic seconds
-    handed: PlanResult | None = None  # the master's answer to a picker's query for this choice
+    handed: PlanResult | None = None  # the master's plan that came with the request, if any
 
 
 class LegCommands:
     """Makes the messages of one choice.
 
     In the methods, `emitted` holds all tokens that the choice has emitted so far. `record` is the
-    registry's record of the instance that gets the message, except in `encode`.
+    registry's record of the instance that receives the message, except in `encode`.
     """
 
     __slots__ = (
@@ -73,10 +74,10 @@ class LegCommands:
         emitted: Sequence[int],
         num_remaining: int,
     ) -> PlanQuery:
-        """The query to the master for instances.
+        """The query that asks the master for instances.
 
-        The prompt's blocks get the names that the instance `reference` uses. If it is None, the
-        query names no blocks.
+        The query names the prompt's blocks as the instance `reference` does. If `reference` is
+        None, the query names no blocks.
         """
         spec, prompt = self._spec, self._prompt
         return PlanQuery(
@@ -142,8 +143,8 @@ class LegCommands:
     ) -> Command:
         """The command that starts a decode leg.
 
-        The decode continues after its first token, which is the last token emitted so far. An early
-        decode is started before the prefill has drawn this token, and gets it later.
+        The decode continues after the last token that was emitted so far. An early decode is
+        started before the prefill has drawn this token, and receives it later.
         """
         replayed = list(emitted[: effect.num_replayed])
         ticket = effect.ticket.wire
@@ -190,7 +191,7 @@ class LegCommands:
             leg.images.extend(images_to_proto(images, with_data=isinstance(leg, Prefill)))
 
     def _num_prompt_logprobs(self, num_drawn: int) -> int | None:
-        """None after the first token, which brings the log probabilities of the prompt."""
+        """None once the first token was drawn, as the prompt's log probabilities come with it."""
         return None if num_drawn else self._spec.sampling.num_prompt_logprobs
 
     def _fill_sampling(

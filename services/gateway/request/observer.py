@@ -1,7 +1,7 @@
 """Reports each call of a gateway to operators: counters, histograms, a log line, an event, a trace.
 
 The report is made when the call is closed, from times that were noted before. So it never delays a
-token.
+token. A choice is one answer of a call, and a leg is a choice's stay on one instance.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pdmesh.v1.common_pb2 import Usage
 
 log = structlog.get_logger(__name__)
 
-_MAX_EVENTS: Final = 1024  # so many events may wait to be published; further events are dropped
-# Events are gathered for this time and then published together. Each publication wakes the message
-# bus and all subscribers. One publication per request would take a tenth of their CPU time.
+_MAX_EVENTS: Final = 1024  # the most events that wait to be published; further ones are dropped
+# Events are gathered for this time and then published in one burst. Each burst wakes the message
+# bus and all subscribers. Publishing each event at once would take a tenth of their CPU time.
 _GATHER_S: Final = 0.02
 
 _accepted = metrics.counter(names.REQUESTS_ACCEPTED, "Calls that passed validation")
@@ -43,7 +43,7 @@ _ttft = metrics.histogram(names.TIME_TO_FIRST_TOKEN, "From acceptance to the fir
 _tpot = metrics.histogram(
     names.TIME_PER_OUTPUT_TOKEN,
     "Mean time between output tokens",
-    # The 13 buckets of the semantic conventions, and 13 more from 1 to 60 ms for fast models.
+    # The 13 buckets of OpenTelemetry's conventions, and 13 more from 1 to 60 ms for fast models.
     buckets=(
         0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03,
         0.04,
@@ -64,7 +64,7 @@ class Publisher(Protocol):
 
 
 class CallReport(msgspec.Struct, frozen=True):
-    """A closed call."""
+    """The facts of a closed call for answers."""
 
     request_id: str
     spec: CallSpec
@@ -81,7 +81,7 @@ class CallReport(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CallFacts:
-    """A closed call for vectors or scores."""
+    """The facts of a closed call for vectors or scores."""
 
     request_id: str
     operation: str
@@ -279,8 +279,8 @@ def _count_tokens(model: str, direction: str, num_tokens: int) -> None:
 class _Times:
     """The durations of a call in seconds, and its counts.
 
-    `e2e_s` and the counts are for the whole call, the other durations for its first choice. A
-    duration is 0 if the call ended before the duration could be measured.
+    `e2e_s`, `per_token_s` and the counts are for the whole call, the other durations for its first
+    choice. A duration is 0 if the call ended before the duration could be measured.
     """
 
     __slots__ = (
@@ -311,10 +311,7 @@ class _Times:
 
 
 def _losses(report: CallReport) -> list[dict[str, Any]]:
-    """The lost legs of all choices, as fields for the call's log line and event.
-
-    A leg is a choice's stay on one instance.
-    """
+    """The lost legs of all choices, as fields for the call's log line and event."""
     return [
         {
             "choice": choice,

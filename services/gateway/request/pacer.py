@@ -1,4 +1,4 @@
-"""Decides when the writer of a stream writes: at once, or together with the next tokens.
+"""Decides when a stream's writer sends a new token: at once, or together with the next tokens.
 
 A writer is woken at once for the first token, for the end, and for a token that comes at least one
 interval after the writer was last woken. So pacing never delays a stream that is slower than the

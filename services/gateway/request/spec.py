@@ -1,5 +1,7 @@
 """A client's validated request, in one form for HTTP and gRPC.
 
+A scenario is a kind of requests with its own instances.
+
 Each call creates several of these structs. They are msgspec structs, which are created and replaced
 in a tenth of the time that frozen dataclasses need.
 """
@@ -72,7 +74,7 @@ class SamplingSpec(msgspec.Struct, frozen=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model as one call uses it. The call keeps this tokenizer until its last token."""
+    """A model as one call uses it, even if the model gets another tokenizer during the call."""
 
     name: str
     tokenizer: Tokenizer
@@ -81,7 +83,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class ToldSession(msgspec.Struct, frozen=True):
-    """The session that a client names, and its state."""
+    """The chat session that a client names, and its state."""
 
     id: str
     state: SessionState

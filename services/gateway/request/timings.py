@@ -32,7 +32,7 @@ class Timings:
     planned: float = 0.0
     accepted: float = 0.0  # a prefill accepted the choice
     first_token: float = 0.0
-    handed_over: float = 0.0  # token 1 came from the prefill whose KV the decode took
+    handed_over: float = 0.0  # token 1 came from the prefill whose KV the decode pulled
     decode_accepted: float = 0.0
     kv_received: float = 0.0
     ended: float = 0.0

@@ -1,6 +1,7 @@
 """The waiting room of a gateway, with its metrics.
 
-A request waits here when all candidate instances have rejected it, until one of them frees a slot.
+A request that all candidate instances have rejected waits here until one of these has a free slot.
+A scenario is a kind of requests with its own instances.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Waiter(Protocol):
 class Waiting:
     """The waiting room of a gateway.
 
-    `prefill_batch` is the number of prompts that a prefill computes in lockstep, or 0 if prefills
-    do not compute in lockstep. Lockstep prompts are sent in batches of similar length.
+    Prefills may compute several prompts in lockstep, so that each takes as long as the longest one.
+    `prefill_batch` is the number of these prompts, or 0 without lockstep. With lockstep, prompts of
+    similar length are sent together.
     """
 
     def __init__(self, max_waiting: int, prefill_batch: int = 0) -> None:
@@ -46,8 +48,8 @@ class Waiting:
     def queues(self) -> Mapping[str, Mapping[int, int]]:
         """The number of queued requests, by scenario and priority, without empty queues.
 
-        A request is queued from its first rejection until an instance accepts it. While it asks for
-        another plan, it is queued but not in the waiting room.
+        A request is queued from its first rejection until an instance accepts it. While it asks the
+        master for other instances, it is queued but not in the waiting room.
         """
         return self._queues
 
@@ -91,7 +93,7 @@ class Waiting:
         return joined.number
 
     def leave(self, number: int) -> None:
-        """Remove a request that no longer waits, for example because its time is over."""
+        """Remove a request that no longer waits, for example because its deadline has passed."""
         left = self._room.leave(number)
         if left is not None:
             self._end(left[1], time.monotonic(), "left")
@@ -99,7 +101,7 @@ class Waiting:
     def slots_freed(self, instance_id: str, num_free: int) -> None:
         """Call `on_slot_freed` of up to `num_free` requests that wait for the instance.
 
-        Prompts for a prefill that computes in lockstep are called in batches (S46).
+        For a prefill that computes in lockstep, requests are called in batches (S46).
         """
         now = time.monotonic()
         for waiter, since in self._room.call(instance_id, num_free):

@@ -2,8 +2,8 @@
 
 A canary is an extra group of instances that gets a new revision of a model first, with a share of
 the requests. This module decides only for requests whose instances the gateway ranks without the
-master. The leading master writes each scenario's share to NATS. While NATS is unreachable, the last
-share stays valid.
+master. Each scenario, a kind of requests with its own groups, has its own share. The leading master
+writes these shares to NATS. While NATS is unreachable, the last shares stay valid.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Takes the scenarios' SLOs from the desired state as soon as it changes (S9, S44).
+"""Takes the SLOs of scenarios from the desired state as soon as it changes (S9, S44).
 
-The desired state is the operators' YAML file of services and groups, which NATS stores in numbered
-versions. For a scenario without SLOs in this file, the gateway's settings apply. A version that
-this release cannot read changes nothing. While NATS is unreachable, the last version stays valid.
+A scenario is a kind of requests with its own groups of instances. The desired state is the
+operators' YAML file of services and groups, which NATS stores in numbered versions. For a scenario
+without SLOs in this file, the gateway's settings apply. A version that this release cannot read
+changes nothing. While NATS is unreachable, the last version stays valid.
 """
 
 from __future__ import annotations

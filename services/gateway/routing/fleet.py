@@ -1,7 +1,10 @@
 """The gateway's view of the instances and masters, from its own copy of the registry.
 
-The registry has the records of all live processes, and NATS stores it. While NATS is unreachable,
-the last view stays valid, because the instances may still be alive (F18).
+The registry, which NATS stores, has the records of all live processes. While NATS is unreachable,
+the last view stays valid, because the instances may still be alive (F18). A scenario is a kind of
+requests with its own instances. A plan names the instances that may serve a request. A pooling
+model makes vectors or scores of texts. An encoder is an instance that makes the embeddings of
+images.
 """
 
 from __future__ import annotations
@@ -105,8 +108,8 @@ class Wanted:
     have slots for adapters. If the request has images, the instance must take images.
 
     The instance must also have the vocabulary of the request's tokens. This is checked only if both
-    vocabularies are known. `vocabulary` is empty if the tokenizer came from the gateway's own
-    folder, and an instance may report none.
+    vocabularies are known: `vocabulary` is empty if the tokenizer came from the gateway's own
+    folder, and an instance may report no vocabulary.
     """
 
     model: str
@@ -170,7 +173,7 @@ class _Unfit:
 
 @dataclass(frozen=True, slots=True)
 class _Avoided:
-    """The instances that get only requests that no other instance can take."""
+    """The instances that get a request only if no other instance can take it."""
 
     records: Mapping[str, InstanceRecord]
     board: OutOfServiceView
@@ -183,7 +186,7 @@ class _Avoided:
 class FleetView:
     """The instances and masters, as this gateway sees them.
 
-    `model` is the model that a client gets by the name `default`. If it is empty, `default` means
+    `model` is the model that clients mean by the name `default`. If it is empty, `default` means
     the model of the request's scenario. `region` and `gateway_id` describe this gateway.
     """
 
@@ -242,7 +245,7 @@ class FleetView:
         return self._records.get(instance_id)
 
     def encoders(self, record: InstanceRecord) -> list[InstanceRecord]:
-        """The encoders that may encode images for this instance, which computes prompts."""
+        """The encoders that may encode images for this prefill or fusion."""
         if not (self._encoders and record.fetches_embeddings):
             return []
         cell, out = _encodes_for(record), self._mesh.out_of_service
@@ -326,7 +329,7 @@ class FleetView:
         return KnownModel(model, self._clock() - since, reference.max_model_len, parent)
 
     def is_pooling_model(self, name: str) -> bool:
-        """Whether a pooling model, but no model that makes answers, has this name."""
+        """Whether a pooling model has this name, and no model that makes answers has it."""
         is_other = self._served.catalogue.since(name) is not None or self.adapted(name) is not None
         return self.pooling.has(name) and not is_other
 
@@ -382,11 +385,11 @@ class FleetView:
         return self._served.images_of(self.base_model(model))
 
     def has_served(self, model: str, scenario: str) -> bool:
-        """Whether an instance serves the model for this scenario, or did until lately."""
+        """Whether an instance serves the model for this scenario, or did so recently."""
         return self._served.catalogue.knows(model, scenario, self._clock())
 
     def is_served_elsewhere(self, model: str, scenario: str) -> bool:
-        """Whether the model is served, but not for this scenario, neither now nor lately."""
+        """Whether the model is served now, but for this scenario neither now nor recently."""
         return bool(self._served.serving(model)) and not self.has_served(model, scenario)
 
     def scenario_of(self, model: str) -> str:

@@ -29,7 +29,7 @@ from pdmesh.v1.scheduler_service_pb2 import HandedPlan
 
 PLAN_HEADER: Final = "x-pdmesh-plan"
 LIFE_S: Final = 10.0  # from the issue of the plan until the gateway has the whole body
-_SKEW_S: Final = 5.0  # how much the clocks of two gateways may differ
+_SKEW_S: Final = 5.0  # the most that the clocks of two gateways may differ
 _MAX_USED: Final = 65_536
 _MAX_CHARS: Final = 8192
 _MAC_BYTES: Final = 32
@@ -113,13 +113,14 @@ class HandedPlans:
             return None
         try:
             return HandedPlan.FromString(payload)
-        except DecodeError:  # a plan of another version
+        except DecodeError:  # a plan from another release
             return None
 
     def _forget(self, now: float) -> None:
-        """Remove expired ids, and the oldest id if there are too many.
+        """Remove expired ids, and the oldest ids if there are too many.
 
-        The ids expire nearly in the order in which they were added.
+        The loop ends at the first id that has not expired, because ids expire nearly in the order
+        in which they were added.
         """
         while self._used:
             request_id, until = next(iter(self._used.items()))

@@ -37,7 +37,7 @@ class OutOfServiceView:
         return found is not None and found.mode == LEAVE_MODE_AT_ONCE
 
     def is_avoided(self, instance_id: str, incarnation: int) -> bool:
-        """Whether the instance gets only requests that no other instance can take.
+        """Whether the instance gets a request only if no other instance can take it.
 
         This applies to a faulty instance, and to an instance that will leave its group once a
         substitute is ready.

@@ -1,9 +1,9 @@
 """Gets plans for requests. A plan names the instances that may serve a request, best first.
 
-The planner asks the master. If no master answers, it ranks the instances itself (F11, F12). Only
-one call to the master is in flight at a time. Queries that arrive during a call are sent together
-with the next call, so that a request of a busy gateway costs only a fraction of a call. An answer
-from an older epoch, which means from a former leader, is refused (I7).
+The planner asks the master. If no master answers, the planner ranks the instances itself (F11,
+F12). Only one call to the master is in flight at a time. Queries that arrive during a call are sent
+together with the next call, so that a request of a busy gateway costs only a fraction of a call. An
+answer with the epoch of a former leader is refused (I7). A scenario is a kind of requests.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Planner:
     """Plans the requests of one gateway.
 
     `num_open(instance_id, incarnation)` counts this gateway's legs (requests on an instance).
-    `queues` returns how many of the gateway's requests wait, by scenario and priority.
+    `queues` returns the number of the gateway's waiting requests, by scenario and priority.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Planner:
     ) -> None:
         """Ask for a plan. The asker gets PlanReceived or PlanFailed.
 
-        `vocabulary` identifies the vocabulary of the query's tokens. `handed` is a plan that an
-        endpoint picker already got from the master for this request. This plan is used at once if
-        its instances are still there.
+        `vocabulary` identifies the vocabulary of the query's tokens. `handed` is a plan that the
+        endpoint picker, a service in front of the gateways, already got from the master for this
+        request. This plan is used at once if its instances are still there.
         """
         wanted = Wanted(query.model, vocabulary, query.adapter_digest, query.has_images)
         ask = _Ask(asker, plan, query, wanted)
@@ -310,7 +310,7 @@ def _refusal(result: PlanResult, is_away: bool) -> MeshError:
         case "SCENARIO_NOT_FOUND" if not is_away:
             return ScenarioNotFound(message, field="scenario")
         case "PROMPT_TOO_LONG":
-            # The gateway has checked that the request fits the model's context. So the reason is
-            # that no instance has enough memory.
+            # The request fits the model's context, as the gateway has checked. So no instance has
+            # enough memory for it.
             return InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field="max_tokens")
     return NoInstance(message)

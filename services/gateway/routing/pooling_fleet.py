@@ -1,6 +1,8 @@
 """The gateway's view of the pooling instances, which make vectors or scores of texts.
 
-It knows their models, and decides in which order the instances are asked.
+It knows their models, and decides in which order the instances are asked. A scenario is a kind of
+requests with its own instances. A canary is an extra group of instances, which gets a new revision
+of a model first.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class PoolingNeeds:
     """What the instances of one call must have.
 
     `vocabulary` identifies the vocabulary of the call's tokens, and is empty if it is not known.
-    `canary` is a canary's group and whether this call goes there (see `PoolingQuery`).
+    `canary` is the id of the canary's group, and whether this call goes there (see `PoolingQuery`).
     """
 
     model: PoolingModel
@@ -57,8 +59,8 @@ class _Known:
 class PoolingFleet:
     """The pooling instances and their models.
 
-    `answers` has the models that generate answers. It serves to explain why a request for vectors
-    or scores cannot use them.
+    `answers` has the models that generate answers. If a request for vectors or scores names one of
+    them, the error says so.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class PoolingFleet:
         return {r.model for r in self._records if not (r.is_draining or out.is_out(r.instance_id))}
 
     def has(self, asked: str) -> bool:
-        """Whether a model has this name, or had it lately."""
+        """Whether a pooling model has this name, or had it recently."""
         return self.served.catalogue.since(asked) is not None
 
     def model(
@@ -117,9 +119,10 @@ class PoolingFleet:
     def _default(
         self, asked: str, scenario: str, fits: Callable[[PoolingFacts], bool]
     ) -> str | None:
-        """The model that `default` means. None if `asked` is another name, or if no model fits.
+        """The model that `default` means.
 
-        Models of the scenario come first, and then the order of names decides.
+        None if `asked` is another name, or if no model fits. Models of the scenario are preferred.
+        Of several, the first one by name is chosen.
         """
         if asked not in ("", DEFAULT_MODEL) or self.has(asked):
             return None
@@ -142,7 +145,7 @@ class PoolingFleet:
         return self.served.catalogue.scenario_of(model, self._clock())
 
     def is_served_elsewhere(self, model: str, scenario: str) -> bool:
-        """Whether the model is served, but not for this scenario, neither now nor lately."""
+        """Whether the model is served now, but for this scenario neither now nor recently."""
         knows = self.served.catalogue.knows(model, scenario, self._clock())
         return bool(self.served.serving(model)) and not knows
 
@@ -150,7 +153,7 @@ class PoolingFleet:
         """Bind the needs to one revision of the model, so that it serves all inputs of a call.
 
         This is the revision of the instance that would be asked first. If a canary gets this call,
-        it is the canary's revision.
+        this instance is one of the canary's.
         """
         needs = replace(needs, canary=self._canaries.draw(needs.scenario or DEFAULT_SCENARIO))
         first = next(iter(self._ranked(needs, None, (), num_open)), None)
@@ -170,7 +173,10 @@ class PoolingFleet:
         excluded: Collection[PeerId],
         num_open: Callable[[str, int], int],
     ) -> list[PeerId]:
-        """The instances to ask, best first. `num_open` counts the gateway's legs on an instance."""
+        """The instances to ask, best first.
+
+        `num_open` counts the gateway's requests on an instance.
+        """
         return self._ranked(needs, needs.model.fingerprint, excluded, num_open)
 
     def _ranked(
@@ -200,7 +206,7 @@ class PoolingFleet:
     def _able(self, needs: PoolingNeeds) -> list[_Known]:
         """The instances of the call's model, in any revision, that may serve the call's scenario.
 
-        Their vocabulary and their kind of output are those of the call.
+        They have the vocabulary and the kind of output that the call needs.
         """
         vocabulary, facts, name = needs.vocabulary, needs.model.facts, needs.model.name
         scenario = needs.scenario or DEFAULT_SCENARIO

@@ -32,12 +32,12 @@ from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 log = structlog.get_logger(__name__)
 
 _NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
-_RETRY_MASTER_S: Final = 0.25  # how long no master is asked after one failed
+_RETRY_MASTER_S: Final = 0.25  # after a failure, no master is asked for this time
 
 
 class Matching(Protocol):
     async def held_by_scenario(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """For each scenario, how many of the first blocks its best instance has cached.
+        """The number of leading blocks that the best instance of each scenario has cached.
 
         Empty if no master answers.
         """
@@ -124,7 +124,8 @@ class ScenarioChooser:
     async def choose(self, asked: Asked) -> tuple[str, str]:
         """Return the scenario, and `rule` or `model` for how it was chosen.
 
-        A rule applies only if an instance of its scenario serves the call's model.
+        A rule applies only if an instance of its scenario serves the call's model, or did so
+        recently.
         """
         if self.rules:
             rules = [r for r in self.rules if self.fleet.has_served(asked.model, r.scenario)]

@@ -1,7 +1,8 @@
 """The models that the instances serve now, with their tokenizers and abilities.
 
 A gateway has two objects of the class `ServedModels`. One has the models that generate answers, the
-other has the pooling models, which make vectors or scores.
+other has the pooling models, which make vectors or scores. A scenario is a kind of requests with
+its own instances.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from pdmesh.v1.common_pb2 import InstanceRecord, ModelText
 
 
 class ServedModels:
-    """`preferred` is the model that a client gets by the name `default`.
+    """`preferred` is the model that clients mean by the name `default`.
 
     If it is empty, `default` means a model of the request's scenario.
     """
 
     def __init__(self, preferred: str = "") -> None:
         self.catalogue = ModelCatalogue(preferred)
-        # A record of each known model, which stays when all instances of the model are gone.
+        # One record for each known model, kept even after all instances of the model are gone.
         self._references: dict[str, InstanceRecord] = {}
         self._by_model: dict[str, list[InstanceRecord]] = {}
         self._texts: dict[str, ModelText | None] = {}
@@ -121,10 +122,9 @@ def _common_text(records: Sequence[InstanceRecord]) -> ModelText | None:
 
 
 def _common_images(records: Sequence[InstanceRecord]) -> ImageFacts | None:
-    """The image facts of the majority.
+    """The image facts of the largest set of instances that turn an image into the same tokens.
 
-    Instances form the majority if they turn an image into the same tokens. `max_images` is the
-    least in the majority.
+    `max_images` is the least in this set.
     """
     found = [facts for record in records if (facts := images_from_proto(record)) is not None]
     if not found:

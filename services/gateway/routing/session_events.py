@@ -68,7 +68,8 @@ def from_proto(event: SessionEvent, kind: str) -> Event | None:
         case "finished":
             return LegFinished(key, _FINISH.get(event.finished.finish_reason, "stop"))
         case "pooled" | "encoded":
-            # A pooled event contains the result. The embeddings of images stay at the encoder.
+            # The core's event has no result: the pooled message contains the vectors, and the
+            # embeddings of images stay at the encoder.
             return LegFinished(key, "stop")
         case "failed":
             return _failed(key, event.failed)

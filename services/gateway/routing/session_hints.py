@@ -7,7 +7,7 @@ that served it get a hint. The state decides how they treat the KV blocks of pro
 - The session goes on: the blocks are evicted like others.
 - The session is done: the blocks are evicted first.
 
-Instances bound the number of blocks that they keep for pauses, so that clients cannot fill their
+Instances limit the number of blocks that they keep for pauses, so that clients cannot fill their
 memory. `core.kv.tiers.session_holds` decides which instances get a hint, and for which blocks.
 """
 

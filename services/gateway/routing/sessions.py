@@ -40,9 +40,9 @@ from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 log = structlog.get_logger(__name__)
 
 _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
-# If so many commands wait, no leg is opened, because the instance does not read the stream.
+# With this many waiting commands, no leg is opened: the instance does not read the stream.
 _MAX_OUTBOX: Final = 8192
-_MAX_HINTED: Final = 256  # if so many commands wait, hints are dropped
+_MAX_HINTED: Final = 256  # with this many waiting commands, hints are dropped
 _MESSAGE_BYTES: Final = rpc.MAX_MESSAGE_BYTES // 8  # the bound for commands sent in one message
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
@@ -52,7 +52,7 @@ _BEFORE_TOKENS: Final = frozenset(
 
 
 class LegOwner(Protocol):
-    """The object that opened a leg. It gets all events of the leg."""
+    """The object that opened a leg, and that receives all events of the leg."""
 
     def on_token(self, key: int, token_id: int, now: float) -> None: ...
 
@@ -120,7 +120,10 @@ class InstanceSession:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the stream is open or may be opened now. A broken stream must wait for a time."""
+        """Whether the stream is open or may be opened now.
+
+        After a break, it stays closed for a while.
+        """
         return self._is_open or time.monotonic() >= self._may_open_at
 
     # --- commands --------------------------------------------------------------------------------
@@ -203,8 +206,8 @@ class InstanceSession:
     async def _write_all(self, call: Any) -> None:
         """Send the gathered commands.
 
-        This is a function of its own, because local variables of `_write` would keep the last
-        commands, with their images, in memory while it waits.
+        This is a separate function, because local variables of `_write` would keep the last
+        commands, with their images, in memory while `_write` waits.
         """
         commands, self._outbox = self._outbox, []
         for some in messages(commands):
@@ -221,7 +224,7 @@ class InstanceSession:
     def _on_response(self, response: SessionResponse) -> None:
         """Handle the first events of all legs, then all tokens, then all ends.
 
-        The events of each leg are in this order.
+        Within each leg, the events happened in this order.
         """
         ends: list[tuple[str, SessionEvent]] = []
         kind: str | None
@@ -269,11 +272,11 @@ class InstanceSession:
             owner.on_event(fact, event)
 
     def _tell_soon(self) -> None:
-        """Call waiting requests soon, because a prompt may have left its slot free.
+        """Call waiting requests soon, because a prompt may have freed a slot.
 
-        The call happens in the next iteration of the event loop. If the prompt was given up, its
-        abort is in the outbox by then. The abort must reach the instance before the prompts of the
-        waiting requests.
+        This happens in the next iteration of the event loop. If the gateway gave up the prompt, the
+        command that aborts the prompt is in the outbox by then. This command must reach the
+        instance before the prompts of the waiting requests.
         """
         if not self._will_tell:
             self._will_tell = True
@@ -311,8 +314,9 @@ class InstanceSession:
             num_legs=len(lost),
         )
         for key, owner in lost.items():
-            # If the gateway could not connect, the request did not kill the instance. So this is no
-            # LegLost, which would count against the prompt as possible poison (F38).
+            # If the gateway could not connect, the request did not kill the instance. So the leg
+            # does not end with LegLost, which counts against the prompt as possible poison, a
+            # prompt that kills instances (F38).
             end = LegLost(key, was_silent) if was_reached else LegRejected(key, is_final=True)
             owner.on_event(end)
 

@@ -1,8 +1,9 @@
 """Tokenizes the many texts of a call for vectors or scores, without delaying chats.
 
-Equal texts of a call are encoded once. The texts of a call with more than 2048 characters are
-divided into turns of bounded length, which run on a separate thread. On this thread, the turns of
-different calls alternate, so that a call with megabytes of text does not block other calls.
+Equal texts of a call are encoded once. If the texts of a call have more than 2048 characters
+together, they are divided into turns (pieces of work of bounded length), which run on a separate
+thread. On this thread, the turns of different calls alternate, so that a call with megabytes of
+text does not block other calls.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TURN_TEXTS: Final = 256
 _NUM_PROBES: Final = 64
 
 T = TypeVar("T")
-_Text = str | tuple[str, str]  # two parts of a text are joined just before they are encoded
+_Text = str | tuple[str, str]  # a text, or two parts that are joined just before they are encoded
 
 
 class BulkTexts:
@@ -176,7 +177,7 @@ def _turns(texts: Sequence[_Text]) -> Iterator[Sequence[_Text]]:
 
 
 def _before(text: str, encoding: Encoding, max_tokens: int) -> str:
-    """The text of the first `max_tokens` tokens, but at most all characters except the last."""
+    """The text of the first `max_tokens` tokens. It is always shorter than the whole text."""
     offsets = encoding.offsets
     end = min(offsets[max_tokens - 1][1], offsets[max_tokens][0])
     return text[: min(end, len(text) - 1)]

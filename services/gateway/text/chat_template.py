@@ -40,7 +40,7 @@ _TEMPLATE_FAULTS: Final = (
     RecursionError,
 )
 _TRIED_TEXTS: Final = ("pdmesh-first", "pdmesh-second")
-# Marks where the final message ends in the prompt. A template may remove the space at its end.
+# Marks the end of the final message in the prompt. A template may remove the tag's last space.
 _END_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 # Appears only if the template prints a part as a whole instead of its text.
 _TRIED_KEY: Final = "pdmesh-key"
@@ -59,7 +59,7 @@ class ImageMark(str):
     __slots__ = ()
 
 
-# The renderer itself sets these variables of a template, so clients must not.
+# The renderer itself sets these variables of a template, so clients must not set them.
 RESERVED_VARIABLES: Final = frozenset(
     (
         "messages", "conversation", "tools", "documents", "chat_template", "tokenize",

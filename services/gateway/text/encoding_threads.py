@@ -1,8 +1,9 @@
 """Encodes text on threads, in batches. Long and short texts have separate queues and threads.
 
-To pass work to a thread and back costs as much as encoding a thousand characters. So the texts that
-gather while a thread works are passed to it together. Encoding a text as long as a context takes a
-tenth of a second. With separate queues, such a text delays other long texts, but no short ones.
+Passing work to a thread and back costs as much as encoding a thousand characters. So the texts that
+gather while a thread works are passed to it together. Encoding a text that fills a model's context
+takes a tenth of a second. With separate queues, such a text delays other long texts, but no short
+ones.
 
 A setting gives the number of threads for long texts. The default is the number of processors minus
 two, which remain for the event loop and short texts. Calls for vectors and scores share one more
@@ -30,7 +31,8 @@ T = TypeVar("T")
 class EncodingJob:
     """A text to encode.
 
-    If `owner` is set, the tokens of the text's sections are kept for later texts of this tenant.
+    If `owner` is set, the tokens of the text are cached, in sections, for later texts of this
+    tenant.
     """
 
     text: str
@@ -86,10 +88,10 @@ class EncodingQueues:
             self.num_pending_chars -= num_chars
 
     async def in_turns(self, turns: Iterable[Callable[[], Sequence[T]]], num_chars: int) -> list[T]:
-        """Run the turns (pieces of work) of one call in sequence. Turns of several calls alternate.
+        """Run the turns of one call in sequence. A turn is a piece of the call's work.
 
-        `num_chars` is the length of the texts of all turns. Raises Overloaded if too much text
-        waits.
+        Turns of several calls alternate. `num_chars` is the length of the texts of all turns.
+        Raises Overloaded if too much text waits.
         """
         if self.num_bulk_chars + num_chars > self._max_pending_chars:
             raise Overloaded("too much text waits to be tokenized")

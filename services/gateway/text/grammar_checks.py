@@ -1,8 +1,9 @@
 """Checks a grammar by compiling it in a separate process, before the request goes to an instance.
 
-One grammar is compiled at a time, and the tenants take turns. Equal grammars are compiled once. If
-all clients of a waiting check have left, the check is dropped. A check that has begun is not
-stopped, because its time is bounded and starting a new process would take longer.
+One grammar is compiled at a time. The other checks wait in a waiting room, as requests wait for a
+slot, and the tenants take turns. Equal grammars are compiled once. If all clients of a waiting
+check have left, the check is dropped. A check that has begun is not stopped, because its time is
+bounded and starting a new process would take longer.
 
 If a grammar kills the process, requests with this grammar get the status 400. But if the process
 compiled other grammars before, one of these may be the cause. In this case the grammar is first
@@ -198,4 +199,4 @@ def _overloaded() -> MeshError:
 
 def _fail(place: _Place, error: Exception) -> None:
     place.done.set_exception(error)
-    place.done.exception()  # marks it as read, because all waiting requests may have left
+    place.done.exception()  # marks the error as read, because all waiting requests may have left

@@ -49,7 +49,7 @@ class GrammarProcess:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._num_checked = 0  # checks of the present process
+        self._num_checked = 0  # how many checks the present process has made
         self._loaded: set[int] = set()  # keys of the vocabularies that the process has
         self._keys: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
         self._new_keys = itertools.count(1)
@@ -94,7 +94,8 @@ class GrammarProcess:
             code = process.returncode
             if code not in _BY_A_GRAMMAR:
                 raise
-            # Each check has a separate limit of CPU time. So this grammar caused a SIGXCPU.
+            # Each check has its own limit of CPU time. So after a SIGXCPU, this grammar is the
+            # cause.
             is_certain = code == -signal.SIGXCPU or not self._num_checked
             raise KilledByGrammar(is_certain=is_certain) from None
         return msgspec.json.decode(answer, type=Checked)

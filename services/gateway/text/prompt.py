@@ -24,8 +24,8 @@ _STEP_CHUNKS: Final = 4
 class Prompt:
     """A prompt's tokens and the hashes of its blocks (S69, S80).
 
-    All choices of a call share one object. `data` holds the tokens as little-endian uint32. Each
-    full block has a hash of 16 bytes.
+    All answers of a call to this prompt share this object. `data` holds the tokens as little-endian
+    uint32. Each full block has a hash of 16 bytes.
     """
 
     __slots__ = (
@@ -63,7 +63,7 @@ class Prompt:
 
     @property
     def tenant_key(self) -> str:
-        """A name for this tenant, which does not depend on the salt of the prompt."""
+        """A name for this tenant, which does not depend on the client's cache salt."""
         key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
         return hashlib.blake2b(digest_size=16, key=key, person=b"tenant").hexdigest()
 
@@ -97,7 +97,7 @@ class Prompt:
     def hashing(self, record: InstanceRecord, kept: KeptHashes) -> Iterator[None]:
         """Compute the hashes of a long prompt in steps of about a millisecond.
 
-        If the prompt fits in one step or has images, this does nothing, and `hashes` computes them.
+        If the prompt fits in one step or has images, this does nothing, and `hashes` does the work.
         """
         size, key = record.block_size, (record.model_fingerprint, record.block_size)
         step = _STEP_CHUNKS * CHUNK_BLOCKS * size

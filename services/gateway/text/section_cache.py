@@ -63,8 +63,8 @@ class SectionCache:
     def _used(self, names: Sequence[bytes], num_kept: int, fresh: Sequence[array[int]]) -> None:
         """Cache the fresh sections, mark all sections as used, and evict the excess.
 
-        The last sections of a text are evicted first, because a section is of use only if all
-        sections before it are cached.
+        The last sections of a text are evicted first, because a cached section is useful only if
+        all sections before it are cached.
         """
         with self._lock:
             for name, encoded in zip(names[num_kept:], fresh, strict=True):

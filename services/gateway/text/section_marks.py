@@ -18,7 +18,7 @@ from tokenizers import AddedToken
 
 @dataclass(frozen=True, slots=True)
 class SectionMarks:
-    """`pattern` matches the names of all tokens before which a text may be cut."""
+    """`pattern` matches all marks, which are the names of tokens before which a text may be cut."""
 
     pattern: re.Pattern[str]
     least_chars: int  # the least length of a section, except the last

@@ -21,10 +21,10 @@ from tokenizers import decoders
 from pdmesh.core.sampling.stop_strings import StopText
 
 _INCOMPLETE: Final = "\ufffd"
-_AT_ONCE: Final = 64  # at most so many new tokens are decoded together
+_AT_ONCE: Final = 64  # the most new tokens that are decoded together
 _MAX_CONTEXT: Final = 8  # enough earlier tokens, since a character has at most four bytes
-# The most tokens that are held back for an incomplete character. After these, their text is shown
-# as it is. To decode ever more tokens at each step would take quadratic time.
+# The most tokens that are held back for an incomplete character. The text of this many tokens is
+# shown as it is, because decoding ever more tokens at each step would take quadratic time.
 _MAX_PENDING: Final = 64
 # How vocabularies spell single bytes: SentencePiece as `<0x0A>`, GPT-2 as one character each.
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -128,7 +128,8 @@ class TextStream:
         self._context: list[int] = []
         self._shown = ""  # the text of `_context`
         self._pending: list[int] = []  # tokens that are held back, because their text is incomplete
-        # Set if the prompt ends within a character: the text of `_context` and that beginning.
+        # Set if the prompt ends within a character: the text of `_context` and of the pending
+        # tokens.
         self._known = ""
         self.num_tokens = 0
 

@@ -181,7 +181,7 @@ class Tokenizer:
     ) -> array[int]:
         """The tokens of a text.
 
-        If the text is a chat whose sections may be cached for the next turn, `owner` is its tenant.
+        With `owner`, the tenant of a chat, the tokens may be cached for the chat's next turn.
         Raises Overloaded if too much text waits to be encoded.
         """
         job = EncodingJob(text, add_special_tokens, owner)
@@ -208,7 +208,7 @@ class Tokenizer:
         )
 
     def _has_sections(self, job: EncodingJob) -> bool:
-        """Whether the text is a chat that can be cut and is long enough to cache its sections."""
+        """Whether the text is a chat that can be cut into sections and is long enough to cache."""
         is_chat = job.owner is not None and not job.add_special_tokens
         is_kept = self._sections is not None and self._section_marks is not None
         return is_chat and is_kept and len(job.text) > _INLINE_CHARS
@@ -270,7 +270,7 @@ class Tokenizer:
         return own
 
     def has_text(self, token_ids: Sequence[int]) -> bool:
-        """Whether any of the tokens is not special."""
+        """Whether at least one of the tokens is not special."""
         special_ids = self._decoder.special_ids
         return any(token_id not in special_ids for token_id in token_ids)
 

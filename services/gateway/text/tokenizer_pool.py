@@ -157,7 +157,7 @@ class TokenizerPool:
     def _on_loaded(self, digest: str, load: asyncio.Task[Tokenizer]) -> None:
         del self._loads[digest]
         if not load.cancelled():
-            load.exception()  # marks it as read, because all waiting requests may have left
+            load.exception()  # marks the error as read, because all waiting requests may have left
 
     async def _load(self, model: str, digest: str, sources: TextSources) -> Tokenizer:
         async with self._fetches:

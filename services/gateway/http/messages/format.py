@@ -1,4 +1,4 @@
-"""Writes the answers of the Messages API: a message of content blocks, whole or as events.
+"""Writes the answers of the Messages API: messages made of content blocks, whole or as events.
 
 Each event has its name in two places: the SSE field `event`, and `type` in the data. Only one
 content block is open at a time.
@@ -48,7 +48,7 @@ class MessageWriter:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._has_begun = False
-        self._index = -1  # of the open block, or of the last block if none is open
+        self._index = -1  # the place of the open block, or of the last one if none is open
         self._kind: str | int | None = None
         self._before = b""  # the bytes before each delta of the open block
         self._arguments: list[str] | None = None  # pieces of the last call's arguments
@@ -168,7 +168,7 @@ def _signature(call: Call) -> str:
 
 
 def _input_of(arguments: str) -> Json:
-    """The arguments as a JSON object. Other text is returned unchanged in the field `arguments`."""
+    """The arguments as a JSON object. Any other text becomes the object's field `arguments`."""
     found = _decoded(arguments) if arguments else {}
     return found if isinstance(found, dict) else {"arguments": arguments}
 
@@ -183,8 +183,8 @@ def _decoded(arguments: str) -> object:
 def _stop_of(delta: TextDelta, last_arguments: str | None) -> Json:
     """Why the message ended. `last_arguments` are the arguments of the last tool call, if any.
 
-    If a stop string cut this tool call short, the reason is not `tool_use`, because the client must
-    not run the call.
+    If a stop string cut this tool call short, the reason is not `tool_use`: the client must not run
+    the call.
     """
     stop = delta.stop_reason if isinstance(delta.stop_reason, str) else None
     if delta.finish_reason == "length":

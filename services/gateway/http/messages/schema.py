@@ -175,7 +175,7 @@ def parse_messages(body: bytes, ignored: list[str] | None = None) -> MessagesReq
 
 
 def _check_thinking(request: MessagesRequest) -> None:
-    """Check that the budget leaves room for an answer, as Anthropic's API does."""
+    """Check that the thinking budget leaves room for an answer, as Anthropic's API does."""
     thinking, field = request.thinking, "thinking.budget_tokens"
     if thinking is None or thinking.type != "enabled":
         return

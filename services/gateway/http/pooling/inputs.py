@@ -80,7 +80,7 @@ async def _encoded(
     bulk, cut, context = model.tokenizer.bulk, reading.cut, model.context_length
     longest = max(map(len, texts))
     if cut is None and longest > context * bulk.max_token_chars:
-        raise context_exceeded(f"{longest} characters", context, field)  # before encoding
+        raise context_exceeded(f"{longest} characters", context, field)  # too long in any encoding
     bounded = [bulk.bounded(text, context, cut) for text in texts]
     contents = await bulk.contents(bounded, cut=cut, is_lower_case=reading.is_lower_case)
     special = bulk.around_one if reading.add_special_tokens else SpecialTokens()

@@ -204,7 +204,8 @@ class PoolingPaths:
             ) as answer:
                 yield answer
         except CallerGone as gone:
-            # The traceback's frames hold the inputs and the call, and the call holds the error.
+            # The traceback's frames refer to the call, and the call to the error. This cycle would
+            # keep the inputs in memory.
             gone.with_traceback(None)
             raise ClientDisconnected from None
         finally:

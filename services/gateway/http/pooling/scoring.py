@@ -20,7 +20,7 @@ from pdmesh.services.gateway.request.bounds import context_exceeded
 from pdmesh.services.gateway.request.spec import ServedModel
 
 Numbers = npt.NDArray[np.floating]
-_MAX_JOINED_CHARS: Final = 16 << 20  # of all pairs of a call, if each pair is encoded as one text
+_MAX_JOINED_CHARS: Final = 16 << 20  # characters of a call's pairs, each joined into one text
 
 
 async def scoring_spec(
@@ -110,7 +110,7 @@ async def _pairs_spec(
 def _check_inputs(lengths: Sequence[int], served: ServedModel, field: str) -> None:
     """Check the lengths of the inputs before the inputs are made. Raises InvalidRequest.
 
-    Each input repeats the query, so all inputs together may be large.
+    Each input may repeat the query, so all inputs together may be large.
     """
     for place, length in enumerate(lengths):
         if length > served.context_length:

@@ -1,4 +1,4 @@
-"""Makes responses in the background, while no client waits for them, and cancels them.
+"""Makes and cancels responses in the background, that is, while no client waits for them.
 
 The gateway that makes a response sets a mark for it in the store (Redis), and renews the mark until
 the response ends. Any gateway may set a second mark, which stops the response. If the gateway that
@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 KEEP_WITHIN_S: Final = 120.0
 _FIRST_WAIT_S: Final = 0.25
-_LONGEST_WAIT_S: Final = 2.0  # less than the time that a cancellation waits
+_LONGEST_WAIT_S: Final = 2.0  # must be less than the time that a cancellation waits
 _TELL_EVERY_S: Final = 0.5
 _STOP_WITHIN_S: Final = 5.0
 _LOOK_EVERY_S: Final = 0.1
@@ -42,8 +42,8 @@ _Name = tuple[str, str]  # the tenant's name, and the id of the response
 class BackgroundCall:
     """A call in the background.
 
-    When the call ends, the right to the call (`permit`) is given back, and `keep` stores the
-    response.
+    When the call ends, `keep` stores the response, and the permission for the call, `permit`, is
+    given back.
     """
 
     call: Call

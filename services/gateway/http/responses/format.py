@@ -126,7 +126,7 @@ class ResponseWriter:
         return self._response
 
     async def whole(self, deltas: Sequence[TextDelta]) -> Json:
-        """The whole response at once. `deltas` has one delta, with the whole choice."""
+        """The whole response at once. `deltas` has one item, with the whole answer."""
         (delta,) = deltas
         if delta.num_logprobs <= MAX_LOGPROBS_HERE:
             self.chunk(delta)

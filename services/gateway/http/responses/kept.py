@@ -112,7 +112,8 @@ def _as_kept(item: InputItem) -> InputItem:
 def _bare(item: InputItem) -> InputItem:
     """The item without the fields that no later response reads, such as annotations and logprobs.
 
-    Such fields may be long in every response of a chain. No bound of a request limits their sum.
+    Such fields may be long in every response of a chain, and no limit for one request bounds their
+    sum.
     """
     bare = {
         name: list(map(_bare_part, parts))

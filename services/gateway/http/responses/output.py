@@ -1,7 +1,7 @@
 """The output items of a response, and the events that report them piece by piece.
 
-An item is a reasoning, a message or a tool call. Only one item is open at a time. An item is closed
-before the next item begins, or at the end of the response.
+An item is a piece of reasoning, a message or a tool call. Only one item is open at a time. An item
+is closed before the next item begins, or at the end of the response.
 """
 
 from __future__ import annotations

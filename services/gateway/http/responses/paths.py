@@ -162,7 +162,7 @@ class ResponsesPaths:
                     spec = await chat_spec(translated.chat, self._frontend, permit)
                 keep = self._keep(exchange, request, previous, permit)
                 written = ResponsesFormat(request, exchange, keep)
-                request.input = ""  # frees images, which are long texts, unless `keep` needs them
+                request.input = ""  # frees base64 images, unless `keep` needs the input
                 del previous, translated
                 if request.background:
                     body = await self._begin(exchange, spec, permit, written)
@@ -202,7 +202,7 @@ class ResponsesPaths:
     ) -> bytes:
         """Begin a response that no client waits for. Raises MeshError.
 
-        When the response ends, the permit is given back.
+        When the response ends, the permit, which is the permission for the call, is given back.
         """
         keep = written.keep
         if keep is None:

@@ -46,7 +46,10 @@ class ItemPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_de
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A message, a tool call, a tool's result or a reasoning. The fields depend on `type`."""
+    """A message, a tool call, a tool's result or a piece of reasoning.
+
+    The fields depend on `type`.
+    """
 
     type: str | None = None
     id: str | None = None
@@ -96,7 +99,7 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_obfuscation: bool | None = None  # padding against traffic analysis, which is not sent
+    include_obfuscation: bool | None = None  # padding against traffic analysis; none is sent
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -222,7 +225,7 @@ def parse_responses(body: bytes, ignored: list[str] | None = None) -> ResponsesR
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
-    """Bound the metadata, which are kept and sent back."""
+    """Limit the metadata, which is kept and sent back."""
     if len(metadata) > _MAX_METADATA:
         raise InvalidRequest(f"at most {_MAX_METADATA} pairs of metadata", field="metadata")
     for key, value in metadata.items():

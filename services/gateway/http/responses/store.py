@@ -34,7 +34,7 @@ _AWAY_S: Final = 1.0
 _MAX_CONNECTIONS: Final = 16
 _MADE, _STOP = "made", "stop"  # the marks of a response that is being made, or must stop
 _MADE_MS: Final = 10_000
-_BYTES_EACH: Final = 512  # as in keep_response.lua
+_BYTES_EACH: Final = 512  # must be the same as in keep_response.lua
 _HERE: Final = Path(__file__).parent
 
 _kept = metrics.counter(

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 class TextLogprobs:
-    """The log probabilities of one choice's text, in the form of `LogprobWriter.chat`."""
+    """The log probabilities of one answer's text, in the form of `LogprobWriter.chat`."""
 
     __slots__ = ("_held",)
 
@@ -51,11 +51,12 @@ class TextLogprobs:
 
 
 def _place(text: bytes, tokens: list[bytes], *, is_first: bool) -> tuple[int, int]:
-    """The range of the tokens that contain this text, or else the last tokens of its length.
+    """The range of the tokens that contain this text.
 
-    If the text occurs several times, the last occurrence is used. With `is_first`, other text
-    follows, which may repeat this text. So the first occurrence is used, preferably the first that
-    begins with a token.
+    If no tokens contain it, the range of the last tokens that have as many bytes. If the text
+    occurs several times, the last occurrence is used. With `is_first`, other text follows, which
+    may repeat this text. So the first occurrence is used, preferably the first that begins with a
+    token.
     """
     whole = b"".join(tokens)
     ends = list(accumulate(map(len, tokens)))

@@ -1,8 +1,9 @@
 """Opens a call and sends its answer, in the format of any API.
 
-A call is one request of a client. Its answer has one or more choices. A write to a stream sends all
-text that has come since the last write, as one chunk for each choice. An error before the first
-write becomes an HTTP status. A later error becomes the last event of the stream.
+A call is one request of a client. Its answer has one or more choices. A delta is a new piece of one
+choice. A write to a stream sends all text that has come since the last write, as one chunk for each
+choice. An error before the first write becomes an HTTP status. A later error becomes the last event
+of the stream.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pdmesh.services.gateway.request.frontend import Call, Frontend
 from pdmesh.services.gateway.request.spec import CallSpec
 from pdmesh.services.gateway.text.choice_text import TextDelta
 
-# A delta with more log probabilities than this is encoded in a thread. A log probability has up to
-# 21 tokens to write.
+# A delta with more log probabilities than this is encoded in a thread. Each log probability names
+# up to 21 tokens.
 MAX_LOGPROBS_HERE: Final = 256
 _EVENT_STREAM: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
