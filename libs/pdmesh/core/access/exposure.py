@@ -66,7 +66,7 @@ def lacks_mesh_token(host: str, *, has_token: bool, has_tls: bool) -> bool:
 
 
 def lacks_secret(host: str, *, has_own_secret: bool) -> bool:
-    """Whether an endpoint picker's port needs a secret of its mesh and has none.
+    """Whether an endpoint picker's port needs a secret known only to its mesh and has none.
 
     An endpoint picker tells a proxy which gateway takes a request. The secret signs the picker's
     plans.
@@ -83,7 +83,7 @@ def is_page_local(*, has_tls: bool, is_trusted: bool) -> bool:
 
 
 def is_exposed(url: str) -> bool:
-    """Whether data for any server at this URL leaves the machine in plain text."""
+    """Whether `url` names a server to which data leaves this machine in plain text."""
     return any(map(_is_exposed, server_urls(url)))
 
 

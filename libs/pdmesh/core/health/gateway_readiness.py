@@ -17,7 +17,8 @@ from typing import Final
 
 # The ids of a prefill and a decode. The second is empty if one instance does both phases.
 Path = tuple[str, str]
-# After this many refused probes, on paths that have not failed since, the mesh works: it is busy.
+# After this many refused probes, on paths that have not failed since, the mesh counts as working
+# but busy.
 MAX_REFUSALS: Final = 20
 
 

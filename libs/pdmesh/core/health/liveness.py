@@ -87,7 +87,10 @@ class _Instance:
 
 @dataclass(slots=True)
 class HealthTracker:
-    """The health of all processes. Only `handle` changes it, and returns what must be announced."""
+    """The health of all processes.
+
+    Only `handle` changes it, and returns the changes to announce.
+    """
 
     lease_s: float
     _instances: dict[str, _Instance] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What each scenario answered in the last hour, in steps of 15 s.
+"""Counts the answers of each scenario in the last hour, and their times, in steps of 15 s.
 
 A scenario is a kind of requests with its own goals. Goodput counts the requests that were answered
 completely. A request that finds no prefill within its scenario's TTFT_S fails, and does not count.
@@ -41,9 +41,7 @@ class HistoryStep:
             self.num_failed += 1
 
     def ttft_ms(self, share: float) -> float:
-        """The TTFT that this share of the answered requests did not exceed. 0 means that there were
-        none.
-        """
+        """The TTFT that this share of the answered requests did not exceed. 0: no such requests."""
         left = math.ceil(share * self._ttfts.total())
         for number, count in sorted(self._ttfts.items()):
             left -= count

@@ -86,7 +86,7 @@ def digest_of(data: bytes) -> bytes:
 
 
 def check_placeholders(tokens: array[int], facts: ImageFacts, num_images: int) -> None:
-    """Raises InvalidRequest if there is not one placeholder for each image."""
+    """Raises InvalidRequest unless the prompt has exactly one placeholder for each image."""
     found = tokens.count(facts.placeholder)
     if found != num_images:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Changes of groups, planned as moves: what a move may do, which is next, what a schedule asks for.
+"""Plans changes of groups as moves: what a move may do, which is next, what a schedule asks for.
 
 A group is a set of prefill and decode instances that serve one scenario together. A move changes
 one group or two.

@@ -46,7 +46,7 @@ class PendingPlan:
 
 
 def resumable(left: PendingPlan, age_s: float) -> MovePlan:
-    """The part of an earlier leader's plan that is still made.
+    """The part of an earlier leader's plan that this leader still makes.
 
     If the plan is old, this is only the move that is under way.
     """

@@ -94,7 +94,7 @@ def _shares(
     recent: Sequence[tuple[float, float]],
     typical: TypicalWork | None,
 ) -> tuple[float, float]:
-    """The share of its time that the mean instance is used, and its recent work in seconds.
+    """Two means over the instances: the used share of their time, and their recent work in seconds.
 
     The recent work decays with the time `BALANCE_S`, and the backlog is added.
     """

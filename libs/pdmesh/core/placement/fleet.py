@@ -2,7 +2,8 @@
 
 For each instance, the master knows the record in the registry, the health, and the load reports. A
 load report is already old when it arrives. So the requests that the master has planned for an
-instance are added to its reported load, until a report names them (see `reservations.py`).
+instance, its bookings, are added to its reported load until a report names them (see
+`reservations.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pdmesh.core.placement.reservations import Reservations
 
 _MAX_JUDGED = 65_536
 _MAX_UNTIMED = 64  # computed prompts of one instance whose compute time is not reported yet
-_MANY_OBSERVED = 50  # spans of a kind, before its instances are compared with each other
+_MANY_OBSERVED = 50  # spans of a kind before its instances are compared with each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class HealthMonitorLost:
 class PrefillComputed:
     """A prompt that an instance has computed.
 
-    `num_tokens` is 0 if the prompt was given up, or if the entry only reports a time.
+    `num_tokens` is 0 if the prompt was given up, or if the entry reports only a time.
 
     An instance times a span of prompts together, because they share steps. `seconds` is 0 unless
     the prompt is the last of its span. For the last prompt, `seconds` is the compute time of the

@@ -51,7 +51,7 @@ class GatewayRanking:
     def rank(
         self, query: GatewayQuery, num_open: Callable[[str], int]
     ) -> Sequence[GatewayEndpoint]:
-        """The gateways for the query, best first. Empty if there are none.
+        """The gateways for the query, best first. The result is empty if there are none.
 
         `num_open` returns the number of open requests of an address, as far as it is known.
         """

@@ -211,7 +211,7 @@ def _has_its_turn(instance: LocalInstance, query: LocalQuery) -> bool:
 
 
 def _computes_for(instance: LocalInstance, pairs: Container[str]) -> bool:
-    """Whether it is a prefill that may hand KV to decodes of these pairs, or a fusion instance."""
+    """Whether it is a fusion instance, or a prefill that may hand KV to decodes of these pairs."""
     is_pair = instance.role is Role.PREFILL and instance.pair in pairs
     return is_pair or instance.role is Role.FUSION
 

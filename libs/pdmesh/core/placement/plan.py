@@ -72,7 +72,8 @@ class NoPlan:
     message: str
 
 
-# The group id, then fingerprint, revision and KV region as one text, then whether it is fusion.
+# The group id, then fingerprint, revision and KV region as one text, then whether the cell's
+# instances are fusion instances.
 CellKey = tuple[str, str, bool]
 _MAX_CELL_SETS: Final = 256
 _ALL: Final = 1 << 60
@@ -129,9 +130,9 @@ class _Cell:
     def colocated(self, query: Query, exchange: KvExchange) -> _Cell:
         """This cell's instances of both roles, as instances that each do both phases.
 
-        The result serves requests without moving KV. It is for a cell that has lost a role, or in
-        which no pair may exchange KV for now. A prefill is left out if every decode ejects it,
-        because its KV was corrupt.
+        The result serves requests without moving KV. Use it if the cell has lost a role, or if no
+        pair in it may exchange KV for now. A prefill is left out if every decode ejects it, because
+        its KV was corrupt.
         """
         cell = _Cell(self.key)
         sound = [
@@ -391,7 +392,7 @@ class Placement:
     def _with_others(
         self, query: Query, own: list[Scored], cell: _Cell, known: Known
     ) -> list[Scored]:
-        """Rank other prefills of the cell behind `own`, because the shortlist had too few of it."""
+        """Rank other prefills of the cell behind `own`, because too few were on the shortlist."""
         seen = {s.instance.id for s in own}
         most = _OTHERS * self.max_candidates
         drawn = shortlist([cell.prefills], most, self.rng, known.matches, cell.member).instances

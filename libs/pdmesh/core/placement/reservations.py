@@ -3,8 +3,8 @@
 Such a request has a booking on each instance of its plan. A booking counts as a used slot and as
 used KV blocks until some instance reports that it has admitted the request. If that instance is the
 request's second candidate, the booking of the first candidate ends. The predicted compute time of
-the prompt counts as a prefill's backlog until a report says that the prompt is computed. Time
-limits end the bookings that no report will ever name.
+the prompt counts as a prefill's backlog until a report says that the prompt is computed. Bookings
+that no report names end after a time limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ MAX_BOOKINGS = 65_536
 
 @dataclass(slots=True)
 class Reservations:
-    """Bookings by request id. A request has at most one on a prefill and one on a decode."""
+    """Bookings by request id.
+
+    A request has at most one booking on a prefill and one on a decode.
+    """
 
     _prefills: dict[str, Booking] = field(default_factory=dict)
     _decodes: dict[str, Booking] = field(default_factory=dict)

@@ -31,8 +31,8 @@ _HEARD_WEIGHT: Final = 0.05
 class Shortlist:
     """The instances to score.
 
-    `drawn` has the random sample among them, which represents all instances. It is empty if all
-    instances are listed.
+    `drawn` has the random sample among them, which represents all instances. `drawn` is empty if
+    all instances are listed.
     """
 
     instances: list[Instance]
@@ -123,7 +123,10 @@ def _holders(
 
 
 def _shuffled(first: int, end: int, rng: random.Random) -> Iterator[int]:
-    """The numbers of the range in random order. The cost grows only with the numbers taken."""
+    """The numbers of the range in random order.
+
+    The cost depends only on how many of them are taken.
+    """
     moved: dict[int, int] = {}
     for at in range(first, end):
         other = at + int(rng.random() * (end - at))

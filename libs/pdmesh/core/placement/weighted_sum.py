@@ -1,7 +1,7 @@
 """Scores instances by the paper's formula (2), a weighted sum of prefix, latency and load (S107).
 
-The policy `weighted_sum` uses it as a baseline for the default policy. Its weights fit one trace of
-requests well and other traces less well (ADR 0043).
+The policy `weighted_sum` uses it as a baseline for the default policy. The formula's weights fit
+one trace of requests well and other traces less well (ADR 0043).
 """
 
 from __future__ import annotations

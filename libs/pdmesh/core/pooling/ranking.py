@@ -1,8 +1,9 @@
-"""Decides which pooling instances are asked first: not avoided, with a free slot, near, least busy.
+"""Decides in which order a gateway asks pooling instances, best first.
 
-A pooling instance makes vectors or scores. It hands nothing over and needs no cached prefix, so any
-instance of the model can take any input. All inputs of a call go to instances with one fingerprint,
-because vectors of different models cannot be compared.
+A pooling instance makes vectors or scores. Of two instances, one that is not avoided comes first,
+then one with a free slot, then the nearer one, then the less busy one. A pooling instance hands no
+KV over and needs no cached prefix, so any instance of the model can take any input. All inputs of a
+call go to instances with one fingerprint, because vectors of different models cannot be compared.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class PoolingQuery:
     """Which instances may take an input.
 
     Instances in `excluded` have failed for this input. Instances in `avoided` are asked last. Only
-    instances with the given `fingerprint` are asked; None means all. `canary` has the group of the
-    scenario's canary, and whether the canary gets this call. A canary is a group that tries out a
-    new revision.
+    instances with the given `fingerprint` are asked; None means all. A canary is a group that tries
+    out a new revision. `canary` has the id of the scenario's canary group, and whether that group
+    gets this call.
     """
 
     model: str

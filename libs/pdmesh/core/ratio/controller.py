@@ -75,7 +75,7 @@ class WindowSeen:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioProfiled:
-    """The times of the scenario's requests are given, as a profile measured in advance."""
+    """A profile measured in advance gives the times of the scenario's requests."""
 
     scenario: str
     profile: Profile
@@ -122,7 +122,10 @@ Effect = AskMoves | RatioDecided
 
 @dataclass(slots=True)
 class _Busy:
-    """A group's load over the last windows. It starts again when the group's shape changes."""
+    """A group's load over the last windows.
+
+    Old values are dropped when the group's shape changes.
+    """
 
     shape: tuple[int, int]
     recent: deque[tuple[float | None, float | None]]
@@ -285,7 +288,7 @@ class RatioController:
     def _leave(
         self, state: _Scenario, kind: str, why: str, event: WindowSeen, now: float
     ) -> list[Effect]:
-        """Report that the scenario is left as it is. A repeated reason is reported only rarely."""
+        """Report why the scenario is left as it is. A repeated reason is reported only rarely."""
         if kind == state.said and now < state.silent_until:
             return []
         state.said, state.silent_until = kind, now + self.limits.hold_s

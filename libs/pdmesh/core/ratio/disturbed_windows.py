@@ -26,8 +26,8 @@ class DisturbedWindows:
         """Note the scenarios that are disturbed now.
 
         `serving` has, by scenario and for each of its groups, whether the group is complete and
-        serves. `moving` has the scenarios with a planned move that waits or is being made.
-        `upgrading` has the scenarios with a group that gets another revision.
+        serves. `moving` has the scenarios with a planned move of an instance that waits or is being
+        made. `upgrading` has the scenarios with a group that gets another revision.
         """
         self._disturbed.update(upgrading)
         for scenario, groups in serving.items():

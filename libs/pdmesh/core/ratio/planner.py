@@ -109,7 +109,8 @@ def _candidates(
 ) -> list[tuple[Move, str | None]]:
     """The possible moves, cheapest first.
 
-    If a move would only shift the shortage to another role, it comes with the reason against it.
+    A move that would only shift the shortage to another role is returned with the reason against
+    it.
     """
     most = need - limits.min_gain
     changed = Move(group.group_id, MoveKind.CHANGE_ROLE, role)
@@ -137,6 +138,9 @@ def _passed_on(group: GroupShape, giver: Role, most: float) -> str | None:
 
 
 def _without_one(group: GroupShape, role: Role) -> float | None:
-    """How busy the role would be without one instance. None if unknown or if none would be left."""
+    """How busy the role would be without one instance.
+
+    None means that this is unknown, or that no instance would be left.
+    """
     busy, num = group.busy(role), group.num(role)
     return None if busy is None or num < 2 else busy * num / (num - 1)

@@ -53,7 +53,8 @@ class ScenarioWindows:
     ) -> Window | None:
         """End the window, which lasted `span_s`.
 
-        Returns None if no request of the scenario was answered, because its times are unknown.
+        Returns None if no request of the scenario was answered, because there are no times to
+        report.
         """
         sums = self._sums.get(scenario)
         if sums is None:
