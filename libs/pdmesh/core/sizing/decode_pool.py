@@ -165,8 +165,9 @@ def no_tokens(most: int, steps: float) -> NextTokens:
 
 
 def averaged(lives: float) -> float:
-    """The share of the batch's variance that is left in a mean over `lives` mean lengths of a
-    request.
+    """The share of the batch's variance that remains in its mean over a period.
+
+    The period is `lives` times the mean duration of a request.
     """
     if lives < 1e-3:
         return 1.0

@@ -31,8 +31,8 @@ from pdmesh.core.sizing.prefill_pool import (
 from pdmesh.core.sizing.queueing import QueueWait, erlang_c, waiting
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
-# With n instances, the variance of the prompts that each instance gets falls as n to this power. On
-# the virtual mesh, the power is between 1/2 and 1.
+# With n instances, the variance of the prompts that each instance gets falls as n to this power. In
+# simulations, the power is between 1/2 and 1.
 _EVENNESS: Final = 2 / 3
 
 

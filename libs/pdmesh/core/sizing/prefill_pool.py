@@ -81,7 +81,7 @@ def batch_size(num_instances: int, busy: float, most: float) -> float:
 
 
 def batch_extra_s(middle_s: float, num_instances: int, busy: float, most: float) -> float:
-    """For a prompt that waits, how much later its batch ends than the prompt alone would."""
+    """For a prompt that waits, how much later its batch ends than the prompt alone would end."""
     size = batch_size(num_instances, busy, most)
     probability = erlang_c(num_instances, busy)
     return (size - 1) / 2 * middle_s / probability if probability else 0.0

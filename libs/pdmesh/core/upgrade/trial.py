@@ -20,7 +20,8 @@ from pdmesh.core.upgrade.revision_health import (
     why_worse,
 )
 
-_BEFORE_S: Final = 300.0  # period before the change whose answers show the old revision
+# The old revision is judged by its answers in this period before the change.
+_BEFORE_S: Final = 300.0
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class Trials:
         self._trials = {s: self._trials[s] for s in scenarios if s in self._trials}
 
     def trial(self, scenario: str, group_revision: GroupRevision, now: float) -> Trial:
-        """The scenario's current trial, or a new one if that has another group or revision."""
+        """The scenario's trial, or a new one if the current one has another group or revision."""
         trial = self._trials.get(scenario)
         if trial is None or trial.group_revision != group_revision:
             trial = self._trials[scenario] = Trial(group_revision, now, now)
