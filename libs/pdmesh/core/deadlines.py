@@ -1,11 +1,12 @@
 """How long the parts of a mesh wait for one another, and in which order these waits end.
 
-A prefill instance stages a prompt's KV under a ticket, and a decode instance pulls it. A leg is a
-request's stay on one instance. When something stalls, the side that knows the cause must report it
-before the others give up. A decode reports why a pull failed before the gateway counts the leg as
-silent. A receiver reports a cut link before the time for the whole pull is over.
+A prefill instance stages a prompt's KV, and a decode instance pulls it. A ticket is the right to
+pull. A leg is a request's stay on one instance. When something stalls, the side that knows the
+cause must report it before the others give up. A decode reports why a pull failed before the
+gateway counts the leg as silent. A receiver reports a cut link before the time for the whole pull
+is over.
 
-The diagram shows one hand-over, in seconds. Each arrow is a time limit:
+The diagram shows the hand-over of one prompt's KV, in seconds. Each arrow is a time limit:
 
     offered     accepted            turn                KV there         token
        |-ANSWER 3->|                  |                    |               |

@@ -69,7 +69,7 @@ def lacks_secret(host: str, *, has_own_secret: bool) -> bool:
     """Whether an endpoint picker's port needs a secret known only to its mesh and has none.
 
     An endpoint picker tells a proxy which gateway takes a request. The secret signs the picker's
-    plans.
+    plans, which name instances for a request.
     """
     return not (has_own_secret or is_loopback(host))
 

@@ -81,7 +81,7 @@ def must_restart(level: int, held_back: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FaultJudged:
-    """The health-monitor's judgement of one incarnation.
+    """The health-monitor's judgement of one incarnation, one life of an instance.
 
     `held_back` says why the action is not carried out. If it is empty, the action is carried out.
     """

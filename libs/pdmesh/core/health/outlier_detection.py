@@ -21,7 +21,7 @@ LEGS_FAIL, REFUSES_FOREVER, PULLS_SLOW = "LEGS_FAIL", "REFUSES_FOREVER", "PULLS_
 
 @dataclass(slots=True)
 class Vitals:
-    """An instance's counters since its incarnation began. Times are in seconds."""
+    """An instance's counters since it started. Times are in seconds."""
 
     num_accepted: int = 0
     num_refused: int = 0

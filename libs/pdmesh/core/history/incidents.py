@@ -1,4 +1,4 @@
-"""Records incidents: what went wrong with one incarnation of a process, and what was done about it.
+"""Records incidents: what went wrong with one run of a process, and what was done about it.
 
 An incident opens when the health-monitor suspects the process or finds a fault. Later actions of
 the master and the gateways become steps of the incident: the process leaves its group, another

@@ -5,9 +5,10 @@ plan of an entry is treated like an operator's plan. It waits for a plan under w
 are checked by the same rules.
 
 If no master was running at an entry's time, the next master fires the entry late, within the
-entry's grace. After that it only reports the missed time. A RECLAIM takes lent groups back. It
-begins before its entry's time, so that the groups serve in time. The interval between the two is
-its lead. If less than the lead is left when a RECLAIM is added, it begins at once.
+entry's grace. After that it only reports the missed time. A pool borrows groups, and a RECLAIM
+takes them back. A RECLAIM begins before its entry's time, so that the groups serve in time. The
+interval between the two is its lead. If less than the lead is left when a RECLAIM is added, it
+begins at once.
 """
 
 from __future__ import annotations

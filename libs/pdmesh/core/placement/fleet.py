@@ -35,7 +35,7 @@ class InstanceUnrecorded:
 
 @dataclass(frozen=True, slots=True)
 class HealthJudged:
-    """The health-monitor's verdict on one incarnation."""
+    """The health-monitor's verdict on one incarnation, one life of an instance."""
 
     instance_id: str
     incarnation: int
@@ -49,7 +49,10 @@ class FaultForgotten:
 
 @dataclass(frozen=True, slots=True)
 class OutOfServiceSeen:
-    """The ids of all cordoned and ejected instances, which get no requests."""
+    """The ids of the instances that get no requests.
+
+    Each was ejected for a fault or cordoned by an operator.
+    """
 
     instance_ids: frozenset[str]
 

@@ -1,11 +1,12 @@
 """Ranks instances for a request in a gateway, while no master answers (S42).
 
 Normally the master plans which instances serve a request. A gateway knows only the registry and its
-own open legs, which are its requests' stays on instances. It ranks the instances of its region
-first (S58). Among these, the instances with the fewest open legs come first. Instances that are
-about to leave or may be faulty are used only if the others cannot serve. A canary, which tries a
-new revision, gets its share of the requests (S24). If no prefill and decode can exchange KV and
-there is no fusion instance, instances of one role do both phases.
+own open legs, which are its requests' stays on instances. It ranks the instances of its region,
+that is, those near it, first (S58). Among these, the instances with the fewest open legs come
+first. Instances that are about to leave or may be faulty are used only if the others cannot serve.
+A canary, which tries a new revision, gets its share of the requests (S24). Fusion instances do both
+phases. If there are none, and no prefill and decode can exchange KV, instances of one role do both
+phases.
 
 The cost of a ranking must not grow with the mesh. If a role has more than `MOST_RANKED` instances,
 a random sample of them is ranked. The least used instance of the sample is nearly the least used of

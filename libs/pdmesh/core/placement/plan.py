@@ -1,11 +1,12 @@
 """Ranks the instances that may serve a request (S89, S94, S107, S108).
 
-A plan names candidates for one request, best first. They belong to one cell, which is a set of
-prefills and decodes that can hand KV to each other. These have the same group, model fingerprint,
-revision and KV region. Fusion instances, which need no decode, have cells without decodes. Cells in
-the region of the request's gateway come first. A cell may have lost all its prefills or decodes, or
-no pair in it may be able to exchange KV. If only such cells are left, one instance does both phases
-(colocated).
+A plan names candidates for one request, best first. The instances of a group serve one scenario, a
+kind of requests. All candidates belong to one cell, which is a set of prefills and decodes that can
+hand KV to each other. These have the same group, revision and KV region, and the same fingerprint,
+which names all properties that must agree for the exchange of KV. Fusion instances, which need no
+decode, have cells without decodes. Cells in the region of the request's gateway come first. A cell
+may have lost all its prefills or decodes, or no pair in it may be able to exchange KV. If only such
+cells are left, one instance does both phases (colocated).
 
 A plan is only advice, because each instance decides itself whether it accepts the request.
 """
@@ -270,7 +271,10 @@ class Placement:
         )
 
     def share_requests(self, shares: Mapping[str, float]) -> None:
-        """Set the share of its scenario's requests that each canary group gets."""
+        """Set the share of its scenario's requests that each canary group gets.
+
+        A canary is a group that tries out a new revision.
+        """
         self.shares = shares
 
     def _cells_for(self, query: Query) -> list[_Cell] | NoPlan:

@@ -38,7 +38,7 @@ class Query:
     max_tokens: int = 1
     chat_id: str = ""
     excluded: frozenset[str] = frozenset()
-    request_id: str = ""  # reports name it to end the request's bookings; without it they expire
+    request_id: str = ""  # load reports name it; then the request no longer counts as booked load
     region: str = ""  # of the gateway that received the request; instances there are preferred
     adapter: str = ""  # digest of the LoRA adapter, or empty for the model itself
     has_images: bool = False

@@ -41,9 +41,10 @@ class Shortlist:
 
 @dataclass(slots=True)
 class TypicalWork:
-    """Recent work and backlog of the mean instance, in seconds, from the samples of many decisions.
+    """The mean work of an instance, recent and waiting, from the samples of many decisions.
 
-    The mean of one shortlist would be too high, because holders of a popular prefix are busier.
+    Waiting work is the backlog. All times are in seconds. The mean of one shortlist would be too
+    high, because holders of a popular prefix are busier.
     """
 
     used_s: float = 0.0  # seconds of compute, as in `RecentWork`

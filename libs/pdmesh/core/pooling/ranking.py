@@ -21,7 +21,10 @@ MOST_RANKED: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class PoolingInstance:
-    """An instance that accepts requests. If `scenario` is empty, it serves all scenarios."""
+    """An instance that accepts requests.
+
+    If `scenario` is empty, it serves all scenarios (kinds of requests).
+    """
 
     id: PeerId
     model: str

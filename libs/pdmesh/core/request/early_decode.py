@@ -2,10 +2,11 @@
 
 A ticket is the right to pull the KV of one prompt, and a leg is a request's stay on one instance.
 In per-layer mode, the gateway offers the ticket to a decode as soon as the prefill accepts the
-request. The decode then pulls each layer when the layer is computed, and takes over the request at
-token 1. If a decode rejects the offer, the next one is asked. If the decode fails before token 1,
-the request continues without an early decode, and a decode is chosen at token 1, as in whole mode.
-If the decode is lost after it has all KV, the ticket is used up, so the prefill must be repeated.
+request. This early decode then pulls each layer when the layer is computed, and takes over the
+request at token 1. If a decode rejects the offer, the next one is asked. If the decode fails before
+token 1, the request continues without an early decode, and a decode is chosen at token 1, as in
+whole mode. If the decode is lost after it has all KV, the ticket is used up, so the prefill must be
+repeated.
 """
 
 from __future__ import annotations

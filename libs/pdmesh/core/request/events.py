@@ -1,7 +1,9 @@
 """The events and effects of a request's state machine (`machine.py`).
 
-A leg is a request's stay on one instance, and a ticket is the right to pull the KV that a prefill
-has computed. Tokens and tickets have `repr=False`, because a request's last events may be logged.
+A plan names candidate instances for a request. A leg is a request's stay on one instance, and a
+ticket is the right to pull the KV that a prefill has computed. An early decode begins to pull the
+KV before the prefill is done. Tokens and tickets have `repr=False`, because a request's last events
+may be logged.
 """
 
 from __future__ import annotations
@@ -204,7 +206,7 @@ class LegFailed(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class LegLost(LegEvent):
-    """The session with the leg's instance is broken.
+    """The session with the leg's instance, a stream of messages, is broken.
 
     With `was_silent`, the session was closed only because the instance was silent. The instance may
     then be alive and only disconnected.

@@ -3,7 +3,9 @@
 An event that is not in the table is late or impossible. A late event belongs to a leg or a request
 that has ended since the event was sent, so it changes nothing. No order of messages can lead to an
 impossible event, so `Request.handle` raises `IllegalEvent` for it. An event that could be either
-counts as late. `python -m tools.request_states` makes docs/request-states.md from this table.
+counts as late. A leg is a request's stay on one instance, and a ticket is the right to pull a
+prefill's KV. An early decode pulls this KV while the prefill still computes it. `python -m
+tools.request_states` makes docs/request-states.md from this table.
 """
 
 from __future__ import annotations

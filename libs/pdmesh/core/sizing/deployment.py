@@ -55,7 +55,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A pool of prefills and a pool of decodes, or one pool of fusion instances."""
+    """A pool of prefills and a pool of decodes, or one pool of fusion instances, which do both."""
 
     pools: tuple[PoolSize, ...]  # (prefill, decode) or (fusion,)
     seen: Seen

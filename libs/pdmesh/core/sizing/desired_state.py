@@ -1,4 +1,7 @@
-"""Writes the desired state of a planned deployment, the data that `pdmesh apply` reads as YAML."""
+"""Writes a planned deployment as a desired state, the groups that a mesh should have.
+
+`pdmesh apply` reads this data as YAML.
+"""
 
 from __future__ import annotations
 

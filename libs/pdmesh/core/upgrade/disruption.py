@@ -1,7 +1,8 @@
 """Decides whether a group may be taken out of service for an upgrade now (S24).
 
-Only one group over all scenarios changes at a time. It changes only while the other groups of its
-scenario are complete and can carry the requests.
+A scenario is a kind of requests with its own groups of instances. Only one group over all scenarios
+changes at a time. It changes only while the other groups of its scenario are complete and can carry
+the requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The events and effects of the upgrade controller (`controller.py`).
 
-An upgrade gives the groups of a scenario a new revision, one group after another. An extra group,
-the canary, may get the revision first, with a share of the requests.
+A scenario is a kind of requests with its own groups of instances. A revision names a version of
+model, KV layout and transport. An upgrade gives the groups of a scenario a new revision, one group
+after another. An extra group, the canary, may get the revision first, with a share of the requests.
 """
 
 from __future__ import annotations

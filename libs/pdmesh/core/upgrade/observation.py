@@ -1,6 +1,7 @@
 """Builds the input of the upgrade controller, `GroupsObserved`.
 
-The input comes from the desired state, the last round of the group controller, and `Surroundings`.
+The controller gives a new revision to the groups of a scenario, which is a kind of requests. The
+input comes from the desired state, the last round of the group controller, and `Surroundings`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Decides the next step of one scenario's upgrade, and why its groups must wait (S24).
 
-In an upgrade, one group of the scenario after another gets the new service. The next group begins
-when the one before has been complete and healthy for a while. If the upgrade has a canary, an extra
-group gets the service first, with a share of the requests, until an operator promotes the upgrade.
+A scenario is a kind of requests with its own groups of instances. In an upgrade, one of these
+groups after another gets the new service. The next group begins when the one before has been
+complete and healthy for a while. If the upgrade has a canary, an extra group gets the service
+first, with a share of the requests, until an operator promotes the upgrade.
 """
 
 from __future__ import annotations

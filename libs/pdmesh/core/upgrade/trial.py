@@ -1,7 +1,8 @@
 """The trial of a group that an upgrade has changed to another revision.
 
-A trial notes since when the group is complete, and which of its instances were lost or faulty. It
-also compares the group's answers with those of the old revision.
+A revision names a version of model, KV layout and transport. A trial notes since when the group is
+complete, and which of its instances were lost or faulty. It also compares the group's answers with
+those of the old revision.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Trial:
     since: float  # when the group got the revision
     unwhole_since: float | None
     whole_since: float | None = None
-    lacking_since: float | None = None  # when it began to lack blank instances and nothing else
+    # When the group began to lack only blank instances, which have no role.
+    lacking_since: float | None = None
     incidents: dict[str, str] = field(default_factory=dict)  # reason by lost or faulty instance
 
     def note(self, seen: GroupSeen, now: float) -> None:
