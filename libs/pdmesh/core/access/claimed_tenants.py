@@ -1,4 +1,4 @@
-"""Decides a tenant's limits from its tokens: the token that was issued last decides.
+"""Decides a tenant's limits from its tokens: the limits in the newest token apply.
 
 A tenant is the customer that keys and limits belong to. An identity provider writes the limits into
 each token, so two tokens of one tenant may differ. Gateways share a tenant's limits. So all

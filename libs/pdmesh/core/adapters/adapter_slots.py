@@ -10,7 +10,8 @@ A leg waits if there is no slot for its adapter. The instance accepts requests f
 than there are slots, so the leg waits only for legs that have just been aborted.
 
 After a failed load, an adapter is not tried again for `FAILED_S`, unless an operator's inspection
-finds it good. Otherwise a client could make the instance copy large files again and again.
+finds it good. If each request caused a retry, a client could make the instance copy large files
+again and again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Decides when a supervisor starts a process again after the process died.
 
 The first restart is immediate. Later restarts wait longer each time, up to a limit. If a process
-was ready for a while before it died, that death counts as the first again. A process that never
-became ready must have run for much longer: loading a model takes minutes, and may fail at the end
+was ready for a while before it died, that death counts as the first again. For this, a process that
+never became ready must have run much longer: loading a model takes minutes, and may fail at the end
 each time.
 
 A process that keeps dying is given up, and its last exit code is reported. Exit code 2 means a bad

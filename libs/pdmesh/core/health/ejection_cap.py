@@ -3,12 +3,12 @@
 To eject an instance is to take it out of service for a fault. Two caps protect the fleet from a
 wrong judgement.
 
-The health-monitor has `EjectionCap`. It ejects only a share of each group and role at a time. The
-only instance of a group and role is ejected only by a proof. If much of the fleet looks sick, the
-judging itself must be wrong, so no further instance is ejected. This state is called panic. In
-panic even a proof is ignored, because a bad driver may report every device as broken. Instances
-that were ejected earlier stay out. They were judged while most others were well, and a request to
-one of them would fail.
+The health-monitor has `EjectionCap`. It ejects only a share of each group and role at a time. If a
+group has only one instance of a role, that instance is ejected only on a proof. If much of the
+fleet looks sick, the judging itself is probably wrong, so no further instance is ejected. This
+state is called panic. In panic even a proof is ignored, because a bad driver may report every
+device as broken. Instances that were ejected earlier stay out. They were judged while most others
+were well, and a request to one of them would fail.
 
 The leading master has `FleetEjectionCap`. It counts the ejections that are in force, over all
 groups together. So a false fault signal that appears everywhere cannot empty the fleet bit by bit.

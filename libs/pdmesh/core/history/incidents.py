@@ -64,7 +64,7 @@ class FaultTurned:
 
 @dataclass(frozen=True, slots=True)
 class MemberStepped:
-    """The master took a step with a member of a group.
+    """The master reports a step of a member of a group, such as `lost` or `serving`.
 
     `replaces` is the instance whose place the member takes.
     """

@@ -1,9 +1,9 @@
 """A move of instances, its effect on groups, and plans of several moves.
 
-A group is a set of prefill and decode instances that serve one scenario together. A group may be
-lent to a pool, which uses its instances for something else. A blank instance has no role.
-Profiling, operators, the monitor and schedules all ask for changes with the same `MovePlan` (S27).
-`move_refusal.py` decides whether a move must be refused.
+A group is a set of prefill and decode instances that together serve one scenario, a kind of
+requests. A group may be lent to a pool, which uses its instances for something else. A blank
+instance has no role. Profiling, operators, the monitor and schedules all ask for changes with the
+same `MovePlan` (S27). `move_refusal.py` decides whether a move must be refused.
 """
 
 from __future__ import annotations

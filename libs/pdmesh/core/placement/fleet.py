@@ -71,7 +71,8 @@ class PrefillComputed:
     An instance times a span of prompts together, because they share steps. `seconds` is 0 unless
     the prompt is the last of its span. For the last prompt, `seconds` is the compute time of the
     span without waiting, and the prompts of the span ended in `num_steps` different steps. On
-    average, `num_beside` sequences decoded in the same steps. None means an unknown number.
+    average, `num_beside` sequences decoded in the same steps. None means that the number is
+    unknown.
     """
 
     request_id: str
@@ -151,9 +152,9 @@ class Fleet:
         self.reservations.expire(now)
 
     def longest_by_scenario(self, matches: Mapping[str, int]) -> dict[str, int]:
-        """The longest match among the usable instances of each scenario.
+        """The longest cached prefix of a prompt, among the usable instances of each scenario.
 
-        `matches` has numbers of blocks by instance id.
+        `matches` has the number of cached blocks by instance id. A scenario is a kind of requests.
         """
         longest: dict[str, int] = {}
         for instance_id, num_blocks in matches.items():

@@ -127,7 +127,7 @@ class Instance:
 
     @property
     def is_ejected(self) -> bool:
-        """Whether the instance gets no requests because of its fault (S34)."""
+        """Whether the instance gets no requests because it is faulty (S34)."""
         return self.fault is not None and self.fault.ejects
 
     @property

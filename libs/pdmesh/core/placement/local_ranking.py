@@ -9,8 +9,8 @@ phases. If there are none, and no prefill and decode can exchange KV, instances 
 phases.
 
 The cost of a ranking must not grow with the mesh. If a role has more than `MOST_RANKED` instances,
-a random sample of them is ranked. The least used instance of the sample is nearly the least used of
-all. All instances are ranked only if too few in the sample can serve.
+a random sample of them is ranked. The least used instance of the sample is used hardly more than
+the least used of all. All instances are ranked only if too few in the sample can serve.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class LocalRanking:
     ) -> list[LocalInstance]:
         """A sample of the usable instances of these kinds, best first.
 
-        At most MOST_RANKED are drawn, from the gateway's region if it has enough. Some that have
-        loaded the query's adapter are added.
+        At most MOST_RANKED are drawn, from the gateway's region if it has enough. Some instances
+        that have loaded the query's adapter are added.
         """
         near = [kind for kind in kinds if not self._is_far(kind[0])]
         drawn = list(sampled(near, MOST_RANKED, self._rng))

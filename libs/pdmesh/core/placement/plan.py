@@ -528,7 +528,7 @@ def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> 
     """Whether the instance could hold the query if it had no other requests.
 
     With `is_local`, a prefill must hold the prompt and the answer. Otherwise it holds only the
-    prompt, whose length only the model limits.
+    prompt, and only the model limits the prompt's length.
     """
     identity = instance.identity
     if query.adapter and not identity.takes_adapters:

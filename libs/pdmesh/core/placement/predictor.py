@@ -1,7 +1,7 @@
 """Predicts how long a prefill will take, learnt online for each kind of instance (S93, S107).
 
-An instance computes parts of several prompts in one step. It reports one time for all prompts that
-share steps, which are a span. The formula for a span is linear in four sums over its prompts:
+An instance computes parts of several prompts in one step. Prompts that share steps are a span, for
+which the instance reports one time. The formula for a span is linear in four sums over its prompts:
 computed tokens, their square, computed times reused tokens, and fetched tokens. All token numbers
 are in thousands. Each step adds a fixed cost and a cost for the sequences that decode in the same
 step.
@@ -137,7 +137,10 @@ class PrefillFit:
         return sum(t * v for t, v in zip(self._theta, x, strict=True))
 
     def _update(self, x: Sequence[float], seconds: float, weight: float) -> None:
-        """Update the fit. Weights near 1/time make relative errors of all prompts count alike."""
+        """Update the fit.
+
+        With weights near 1/time, the relative errors of all prompts matter equally.
+        """
         x = tuple(v * weight for v in x)
         p, theta = self._p, self._theta
         px = [sum(row[j] * x[j] for j in range(_SIZE)) for row in p]

@@ -2,9 +2,9 @@
 
 The cost of a decision must not grow with the mesh. So only a shortlist is scored: instances that
 hold the KV of most of the prompt, instances that served the chat's last turn, and a random sample
-of the others. The least busy instance of a sample is nearly the least busy of all. Because samples
-differ, successive requests do not all choose the same instance (the power of d choices;
-Mitzenmacher 2001).
+of the others. The least busy instance of a sample is hardly busier than the least busy of all.
+Because samples differ, successive requests do not all choose the same instance (the power of d
+choices; Mitzenmacher 2001).
 """
 
 from __future__ import annotations

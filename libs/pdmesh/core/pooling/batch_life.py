@@ -92,8 +92,8 @@ class BatchFailed:
 class BatchLost:
     """The session with the instance broke.
 
-    `was_silent` means that the only sign was silence. The instance may still be alive behind a cut
-    cable.
+    `was_silent` means that silence was the only sign of this. The instance may still be alive
+    behind a cut cable.
     """
 
     key: int

@@ -60,7 +60,7 @@ def ranked(
     query: PoolingQuery,
     num_used: Callable[[PeerId], int],
 ) -> list[PeerId]:
-    """The able instances, best first, at most `MOST_RANKED`.
+    """The instances that can take an input, best first, at most `MOST_RANKED`.
 
     Full instances come after others, and avoided ones last. `num_used` returns an instance's slots
     in use, as far as known.

@@ -26,9 +26,9 @@ class DisturbedWindows:
     ) -> None:
         """Note the scenarios that are disturbed now.
 
-        `serving` has, by scenario and for each of its groups, whether the group is complete and
-        serves. `moving` has the scenarios with a planned move of an instance that waits or is being
-        made. `upgrading` has the scenarios with a group that gets another revision.
+        `serving` says by scenario, for each of the scenario's groups, whether the group is complete
+        and serves. `moving` has the scenarios with a planned move of an instance that waits or is
+        being made. `upgrading` has the scenarios with a group that gets another revision.
         """
         self._disturbed.update(upgrading)
         for scenario, groups in serving.items():

@@ -41,8 +41,9 @@ class Verdict:
 class MoveTrial:
     """The trial of one move, from its planning until `judge` returns a verdict.
 
-    `short_of` is the role that gets an instance. `before` has the windows that led to the move, and
-    `rate_per_s` is the request rate at that time.
+    `short_of` is the role that gets an instance. A window has the measurements of one period.
+    `before` has the windows that led to the move, and `rate_per_s` is the request rate at that
+    time.
     """
 
     move: Move

@@ -5,8 +5,8 @@ In per-layer mode, the gateway offers the ticket to a decode as soon as the pref
 request. This early decode then pulls each layer when the layer is computed, and takes over the
 request at token 1. If a decode rejects the offer, the next one is asked. If the decode fails before
 token 1, the request continues without an early decode, and a decode is chosen at token 1, as in
-whole mode. If the decode is lost after it has all KV, the ticket is used up, so the prefill must be
-repeated.
+whole mode, where KV is pulled after prefill. If the decode is lost after it has all KV, the ticket
+is used up, so the prefill must be repeated.
 """
 
 from __future__ import annotations

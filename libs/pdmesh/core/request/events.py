@@ -164,7 +164,7 @@ class FirstToken(LegEvent):
 
 
 class KvStage(IntEnum):
-    """The stage of the KV of a decode leg, before the engine can use the KV."""
+    """How far the KV of a decode leg has come, before the engine can use it."""
 
     NONE = 0
     PULLING = 1  # the pull has left the pull queue

@@ -1,11 +1,12 @@
 """The state machine of one request in a gateway: plans, rejections, migrations and deadlines.
 
-A request is one choice of a client's call. A plan names candidate instances for it. The gateway
-offers the request to one prefill after another until one accepts, and after token 1 to the decodes
-in the same way. A leg is the request's stay on one instance. A ticket is the right to pull the KV
-that the prefill has computed. An early decode pulls this KV while the prefill still computes it. An
-instance may reject the request. This is a normal answer and never counts as a failure (S40-S44). A
-request that lost a leg is planned again, with the tokens emitted so far appended to its prompt.
+A request is one choice, that is, one answer of a client's call. A plan names candidate instances
+for it. The gateway offers the request to one prefill after another until one accepts, and after
+token 1 to the decodes in the same way. A leg is the request's stay on one instance. A ticket is the
+right to pull the KV that the prefill has computed. An early decode pulls this KV while the prefill
+still computes it. An instance may reject the request. This is a normal answer and never counts as a
+failure (S40-S44). A request that lost a leg is planned again, with the tokens emitted so far
+appended to its prompt.
 
 Every leg has a key that is never used again. So a late message of an abandoned leg is recognised
 and dropped. This fence keeps two decodes from answering one request. `transitions.py` has the table
@@ -396,7 +397,7 @@ class Request:
         """Exclude the decodes that refused from the next plan.
 
         Otherwise a master that does not know yet that a decode is dead would plan with it again and
-        again, until no migration is left.
+        again, until the limit on migrations is reached.
         """
         self._exclusions.add(c.instance_id for c in early.refused)
 

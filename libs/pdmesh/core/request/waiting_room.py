@@ -151,7 +151,7 @@ class WaitingRoom(Generic[W]):
         return called
 
     def _first(self, instance_id: str, group: _Group, num_free: int) -> list[int]:
-        """The next waiter of this group, or the next batch.
+        """The next waiter of this priority and tenant, or the next batch.
 
         The result is empty if there are too few free slots for the batch. Waiters that do not fill
         a batch do not wait for more waiters (S46).
@@ -183,7 +183,7 @@ class WaitingRoom(Generic[W]):
     def _least_claim(self, claim: Claim) -> int | None:
         """The waiter that a new request with this claim may replace, or None.
 
-        In the group that must yield, it is the waiter with the latest deadline.
+        Among the waiters of the priority and tenant that must yield, it has the latest deadline.
         """
         group = self._group_to_yield(claim)
         if group is None:

@@ -2,7 +2,8 @@
 
 A step computes a chunk of prompts together with one token of each running sequence. In such a mixed
 step, every running sequence waits for the chunk. But the step reads the weights only once for both,
-so its tokens are cheap. Fusion has another cost: both phases queue for the same engine.
+so the tokens of the sequences are cheap. Fusion has another cost: both phases queue for the same
+engine.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Ledger:
 class _Known:
     ledger: Ledger | None = None
     revision: int = 0
-    leaving: dict[int, Part] = field(default_factory=dict)  # parts given up but not handed over
+    leaving: dict[int, Part] = field(default_factory=dict)  # parts given up but not handed over yet
     since: float = 0.0  # when this gateway got its last part
     waiting: list[int] = field(default_factory=list)  # the tokens that each waiting call needs
     # While we give tokens back, the ledger still has our larger lease. We grant no more than this
@@ -90,7 +90,8 @@ class TenantParts:
     """What one gateway, `me`, knows about all ledgers, and what it writes to them.
 
     `seen` records any state of a ledger from the store, including what this gateway wrote. `more`,
-    `more_tokens` and `due` return the ledger to write at the known revision, or None.
+    `more_tokens` and `due` return the ledger to write if the store still has the known revision, or
+    None.
     """
 
     me: str
