@@ -44,8 +44,7 @@ class Deaths:
             self._num_emitted = num_emitted
 
     def witnessed(self, num_emitted: int) -> Sequence[Victim]:
-        """The counted deaths, or none if the request has got a token from another instance since.
-        """
+        """The counted deaths, or none if another instance has produced a token since."""
         return () if num_emitted > self._num_emitted else tuple(self._victims)
 
 
