@@ -1,11 +1,12 @@
-"""How long the parts of a mesh wait for one another, and in which order these times end.
+"""How long the parts of a mesh wait for one another, and in which order these waits end.
 
-A prefill instance stages a prompt's KV under a ticket, and a decode instance pulls it. A leg is a
-request's stay on one instance. When something stalls, the side that knows the cause must report it
-before the others give up. A decode reports why a pull failed before its gateway counts the leg as
-silent. A receiver reports a cut link before the time for the whole pull is over.
+A prefill instance stages a prompt's KV, and a decode instance pulls it. A ticket is the right to
+pull. A leg is a request's stay on one instance. When something stalls, the side that knows the
+cause must report it before the others give up. A decode reports why a pull failed before the
+gateway counts the leg as silent. A receiver reports a cut link before the time for the whole pull
+is over.
 
-The diagram shows one hand-over, in seconds. Each arrow is a time limit:
+The diagram shows the hand-over of one prompt's KV, in seconds. Each arrow is a time limit:
 
     offered     accepted            turn                KV there         token
        |-ANSWER 3->|                  |                    |               |
@@ -56,12 +57,14 @@ PULL_DRAIN_S: Final = 5.0  # the time to drain a pull that was given up
 
 TICKET_LEASE_S: Final = 10.0  # after this time a ticket ends, unless it is pulled or renewed
 RENEWALS_PER_LEASE: Final = 3  # renewals per lease by a receiver that waits or pulls
-MAX_LEASES: Final = 30  # a ticket cannot be renewed beyond this many leases after its last layer
+# A ticket is not renewed beyond this many leases after its last layer was staged.
+MAX_LEASES: Final = 30
 
 # --- the instance ---------------------------------------------------------------------------------
 
-# A prefill waits this long for an encoder's embeddings, and then encodes the images itself. It
-# shows no work while it waits, so the time is below LEG_STALL_S: engine/awaited_embeddings.py.
+# A prefill waits this long for image embeddings from an encoder instance, and then encodes the
+# images itself. It shows no work while it waits, so the time is below LEG_STALL_S:
+# engine/awaited_embeddings.py.
 ENCODE_WAIT_S: Final = 4.0
 # A gateway that reads nothing for this long is disconnected: instance/legs/outbox.py.
 OUTBOX_STALL_S: Final = 10.0

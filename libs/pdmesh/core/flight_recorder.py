@@ -60,7 +60,8 @@ Handle = TypeVar("Handle", bound=Callable[..., Any])  # each machine has its own
 
 
 def recorded(handle: Handle) -> Handle:
-    """Wrap a machine's `handle(self, event, now)` so that the machine's `recorder` gets each call.
+    """Wrap a machine's `handle(self, event, now)` so that the machine's `recorder` records each
+    call.
 
     If `handle` raises, the error carries the last events as a note. A MeshError is passed on
     without a note: it is an answer, not a bug.

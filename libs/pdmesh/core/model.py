@@ -84,8 +84,9 @@ class DomainRank:
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """The role that the master wants an instance to have. It never changes within an
-    incarnation.
+    """The role that the master wants an instance to have.
+
+    The role never changes within an incarnation, which is one life of an instance.
     """
 
     role: Role
@@ -93,8 +94,9 @@ class RoleSpec:
     scenario: str
     revision: str = ""  # the version of the model, the KV layout and the transport
     model: str = ""  # the model's name for clients
-    model_dir: str = ""  # if empty, the instance's settings name it
-    manifest: str = ""  # path of the artefact's manifest; empty: the model is loaded unchecked
+    model_dir: str = ""  # folder of the model; if empty, the instance's settings name it
+    # Path of the manifest, which lists the model's files. If empty, the model is loaded unchecked.
+    manifest: str = ""
     options: tuple[tuple[str, str], ...] = ()  # settings of the instance, by name
     spans_regions: bool = False  # the group's KV may go from one region to another
     domain: DomainRank | None = None  # None: the instance computes alone

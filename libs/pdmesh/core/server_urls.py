@@ -1,4 +1,4 @@
-"""Parses one setting that has the addresses of several servers: a NATS cluster, or Redis sentinels.
+"""Parses a setting with the addresses of several servers: a NATS cluster, or Redis sentinels.
 
     tls://10.0.0.11:4222,10.0.0.12:4222,10.0.0.13:4222
     rediss-sentinel://gateway:password@10.0.0.11:26379,10.0.0.12:26379/0?primary=pdmesh
@@ -45,14 +45,14 @@ class SentinelUrl:
 
     is_encrypted: bool
     sentinels: tuple[tuple[str, int], ...]
-    primary: str  # the name under which the sentinels watch it
+    primary: str  # the name under which the sentinels watch the primary
     database: int = 0
     username: str = ""
     password: str = field(default="", repr=False)
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Raises ValueError. Its text has no part of a password."""
+        """Raises ValueError. The error's text contains no part of a password."""
         scheme, _, rest = url.partition("://")
         if scheme not in SENTINEL_SCHEMES:
             raise ValueError(f"not of the form {_FORM}")

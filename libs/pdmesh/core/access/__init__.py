@@ -1,5 +1,5 @@
 """Decides how processes, clients and operators are identified, and which methods each may call.
 
-This package also decides when to fetch the keys that tokens are verified with, and what may be
-exposed without a key or TLS.
+This package also decides when to fetch the keys that verify tokens, and what may be exposed without
+a key or TLS.
 """

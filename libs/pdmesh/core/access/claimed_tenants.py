@@ -1,4 +1,4 @@
-"""Decides a tenant's limits from its tokens: the token that was issued last counts.
+"""Decides a tenant's limits from its tokens: the limits in the newest token apply.
 
 A tenant is the customer that keys and limits belong to. An identity provider writes the limits into
 each token, so two tokens of one tenant may differ. Gateways share a tenant's limits. So all
@@ -19,7 +19,8 @@ class ClaimedTenants:
     """The tenants of the tokens that this gateway has seen, at most `most` of them.
 
     When there are more, the tenant whose last token is oldest is removed. A tenant whose tokens
-    have expired is kept: this gateway may still hold parts of its limits, and must hand them over.
+    have expired is kept: this gateway may still hold parts of the tenant's limits, and must hand
+    them over to other gateways.
     """
 
     def __init__(self, most: int = MAX_TENANTS) -> None:

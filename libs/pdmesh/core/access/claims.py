@@ -92,7 +92,8 @@ def role_of(claims: Claims, names: ClaimNames) -> AdminRole | None:
 
 
 def who_of(claims: Claims) -> str:
-    """The caller's name for people and logs: the subject, and in parentheses an email or user name.
+    """The caller's name for people and logs: the token's subject, and in parentheses an email or
+    user name.
 
     Only the subject is unique.
     """

@@ -24,8 +24,8 @@ _NOT_IN_PLAIN_TEXT: Final = frozenset({"tls", "wss", "rediss", "rediss-sentinel"
 def is_loopback(host: str) -> bool:
     """Whether `host` is `localhost` or a numeric loopback address.
 
-    The result is false for any other name. A resolver decides where a name leads, and may answer
-    differently next time.
+    The result is false for any other name. The address of such a name comes from a resolver, which
+    may give another address next time.
     """
     return host == "localhost" or is_loopback_number(host)
 
@@ -66,10 +66,10 @@ def lacks_mesh_token(host: str, *, has_token: bool, has_tls: bool) -> bool:
 
 
 def lacks_secret(host: str, *, has_own_secret: bool) -> bool:
-    """Whether an endpoint picker's port needs a secret of its mesh and has none.
+    """Whether an endpoint picker's port needs a secret known only to its mesh and has none.
 
     An endpoint picker tells a proxy which gateway takes a request. The secret signs the picker's
-    plans.
+    plans, which name instances for a request.
     """
     return not (has_own_secret or is_loopback(host))
 
@@ -83,7 +83,7 @@ def is_page_local(*, has_tls: bool, is_trusted: bool) -> bool:
 
 
 def is_exposed(url: str) -> bool:
-    """Whether data for any server at this URL leaves the machine in plain text."""
+    """Whether data for any of the servers in `url` leaves this machine in plain text."""
     return any(map(_is_exposed, server_urls(url)))
 
 

@@ -31,8 +31,8 @@ ROLES: Final[Mapping[str, AdminRole]] = MappingProxyType({str(role): role for ro
 class ShownRole:
     """The role of an operator who shows no token, and how the role was found.
 
-    `by` is `certificate`, or `local` if only the caller's address counts. `role` is None if the
-    certificate gives no role.
+    `by` is `certificate`, or `local` if the role follows from the caller's address alone. `role` is
+    None if the certificate gives no role.
     """
 
     by: str

@@ -4,8 +4,8 @@ A certificate names one process by a SPIFFE ID, `spiffe://TRUST-DOMAIN/ROLE/ID`.
 the service's name. A person's tools have the person's role: `viewer`, `operator` or `admin`.
 
 The certificate also has a DNS name made of the same three parts. A process that calls another
-checks this name, because TLS libraries compare only DNS names. It does not check the address of the
-other process, because the address may change.
+checks this name, because TLS libraries compare only DNS names. The caller does not check the other
+process's address, because the address may change.
 
 A method that is not listed here may not be called.
 """
@@ -54,12 +54,12 @@ class ProcessIdentity:
 
     @property
     def role_dns_name(self) -> str:
-        """A name in every certificate of the role, for servers that know roles but no ids."""
+        """A DNS name in every certificate of the role, for servers that list roles but no ids."""
         return f"{self.role}.{self.trust_domain}"
 
 
 def folder_of(root: Path, identity: ProcessIdentity) -> Path:
-    """The folder with a process's certificate, below the folder of the mesh's own authority."""
+    """The folder with a process's certificate, below the folder of the mesh's own CA."""
     return root / identity.role / identity.instance_id
 
 
@@ -85,7 +85,8 @@ _CALLERS: Final[Mapping[str, frozenset[str] | None]] = {
     "/pdmesh.v1.KvIndexService/Snapshot": frozenset({"master-scheduler"}),
     "/pdmesh.v1.InferenceService": _EVERYONE,
     "/grpc.health.v1.Health": _EVERYONE,
-    # A setting of the picker restricts this service to PROXIES.
+    # A setting of the endpoint picker, which chooses a gateway for a proxy, restricts this service
+    # to PROXIES.
     "/envoy.service.ext_proc.v3.ExternalProcessor": _EVERYONE,
 }
 

@@ -6,12 +6,12 @@ unloaded. The new adapter's files are copied and verified before that. An adapte
 from the mesh is unloaded as soon as no leg uses it. Only one adapter is copied, loaded or unloaded
 at a time.
 
-A leg waits if there is no slot for its adapter. Admission accepts no more adapters than there are
-slots, so the leg waits only for legs that have just been aborted.
+A leg waits if there is no slot for its adapter. The instance accepts requests for no more adapters
+than there are slots, so the leg waits only for legs that have just been aborted.
 
 After a failed load, an adapter is not tried again for `FAILED_S`, unless an operator's inspection
-finds it good. Its files may be large, and a client may ask for the adapter as often as the client
-likes.
+finds it good. If each request caused a retry, a client could make the instance copy large files
+again and again.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class AdapterSlots:
         return self._advance()
 
     def keep(self, digests: Iterable[str]) -> list[Effect]:
-        """Take the registered adapters. Any other adapter is unloaded as soon as no leg uses it."""
+        """Set the registered adapters. Any other adapter is unloaded as soon as no leg uses it."""
         self._kept = frozenset(digests)
         return self._advance()
 
@@ -217,7 +217,8 @@ class AdapterSlots:
 
 
 def _content(adapter: Adapter) -> tuple[str, str]:
-    """The key of a failure. It has the path, because equal content may be readable in another
-    folder.
+    """The key of a failure.
+
+    It includes the path, because equal content may be readable in another folder.
     """
     return adapter.digest, adapter.path

@@ -37,7 +37,7 @@ class AdapterFacts:
 
     @property
     def rank(self) -> int:
-        """The highest rank of its modules."""
+        """The highest LoRA rank of the adapter's modules."""
         return max((min(shape) for shape in self.shapes.values() if shape), default=0)
 
 

@@ -1,14 +1,15 @@
-"""Decides which LoRA adapter gets a slot if more adapters are asked for than an engine has slots.
+"""Decides which LoRA adapter gets a slot if requests need more adapters than an engine has slots.
 
-A slot stays with its adapter while legs, the stays of requests on the instance, use it. So an
-adapter with many requests would never lose its slot. To prevent this, an adapter that is refused a
-slot waits for its turn, in order of arrival. For each waiting adapter without a free slot, one
-loaded adapter takes no new legs. This is the adapter that has had its slot longest, if that is at
-least `TURN_S`. When the legs of that adapter have ended, the slot is free. If that adapter is asked
-for again, it waits behind the others.
+A leg is a request's stay on one instance. An adapter keeps its slot while any leg uses the adapter.
+So an adapter with many requests would never lose its slot. To prevent this, an adapter that is
+refused a slot waits for its turn, in order of arrival. For each waiting adapter without a free
+slot, one loaded adapter takes no new legs. This is the adapter that has had its slot longest, as
+soon as it has had the slot for `TURN_S`. When the legs of that adapter have ended, the slot is
+free. If that adapter is asked for again, it waits behind the others.
 
-A client that gives up does not tell the engine. So a turn is kept only while the adapter is asked
-for again within `CLAIM_S`. Gateways ask again after 2 s at most.
+The engine does not notice that a client gives up. So an adapter loses its turn unless a gateway
+asks for it again within `CLAIM_S`. A gateway that still needs the adapter asks again after 2 s at
+most.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Decides which account is charged for an instance (P/D-Serve 3.3; S22).
 
-A group is a set of instances that serve one scenario. An instance counts for its group from its
-assignment to its release, including set-up and drain. When a group is lent to a pool, its instances
-become blank, that is, without a role. As many blank instances are then charged to the account of
-the group and the pool. All other blank instances count for the pool `free`. So the accounts add up
-to the time of the fleet.
+A group is a set of instances that serve one scenario, a kind of requests. An instance is charged to
+its group from its assignment to its release, including set-up and drain. When a group is lent to a
+pool, its instances become blank, that is, without a role. The account of the group and the pool is
+then charged for the same number of blank instances. All other blank instances are charged to the
+pool `free`. So the sum of all accounts is the time of the whole fleet.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Counts the time of instances by account. Operators charge customers for this time (P/D-Serve 3.3;
 S22).
 
-The leading master keeps the counts, and `accounts.py` decides which account an instance counts for.
-While one master leads, the caller's clock measures time. From one leader to the next, the wall
-clock measures it. An account is then charged for the lower of the two numbers of instances that the
-two leaders saw.
+The leading master keeps the counts, and `accounts.py` says what an account is, and which account is
+charged for an instance. While one master leads, the caller's clock measures time. From one leader
+to the next, the wall clock measures it. An account is then charged for the lower of the two numbers
+of instances that the two leaders saw.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Used:
 class UsageBook:
     """The used time of all accounts.
 
-    Call `look` after each change of the numbers. They are assumed to stay until the next call.
+    Call `look` after each change of the numbers of instances. The numbers are assumed to stay the
+    same until the next call.
     """
 
     max_accounts: int = MAX_ACCOUNTS

@@ -46,7 +46,10 @@ class ModelCatalogue:
     _defaults: dict[str, str] = field(default_factory=dict)
 
     def see(self, offers: Collection[Offer], now: float) -> None:
-        """Take all current offers. Call this whenever they may have changed."""
+        """Replace the known offers by all current ones.
+
+        Call this whenever they may have changed.
+        """
         for model, seen in list(self._seen.items()):
             for scenario, left_at in list(seen.items()):
                 if left_at == _NOW and Offer(model, scenario) not in offers:

@@ -1,8 +1,9 @@
 """Decides when a gateway's parser process hangs and must be killed.
 
-vLLM's parsers run in a separate process. On a busy machine, this process may get a hundredth of a
-core. A limit on elapsed time alone would kill a process that still works. So the limit applies to
-the processor time of the process, and separately to the time in which it uses almost none.
+vLLM's parsers, which find tool calls and reasoning in answers, run in a separate process. On a busy
+machine, this process may get a hundredth of a core. A limit on elapsed time alone would kill a
+process that still works. So the limit applies to the processor time of the process, and separately
+to the time in which it uses almost none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from typing import Final
 
 _IDLE_SHARE: Final = 0.01  # a process that uses a smaller share of a core does not work
-_MOST_TIMES: Final = 20  # however little it works, a request may take this many times its limit
+# If the process gets little processor time, a request may take this many times its limit.
+_MOST_TIMES: Final = 20
 
 
 class HungParser:

@@ -17,7 +17,7 @@ class HungProcesses:
     _silent_since: dict[str, float] = field(default_factory=dict)
 
     def probed(self, name: str, now: float, *, is_live: bool) -> bool:
-        """Take the result of a probe. Return whether to kill the process.
+        """Record the result of a probe. Return whether to kill the process.
 
         `is_live` says whether the process answered.
         """

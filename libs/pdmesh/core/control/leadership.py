@@ -94,8 +94,8 @@ class EpochFence:
     """Decides which leader's answers to accept: those with the highest epoch heard (I7).
 
     A store that was wiped while the masters restarted counts from one again (F21). So if the
-    highest epoch was not heard for longer than any lease, that leader is gone, and a lower epoch is
-    accepted.
+    highest epoch was not heard for longer than any lease, the leader with that epoch is gone, and a
+    lower epoch is accepted.
     """
 
     epoch: int = 0

@@ -1,12 +1,13 @@
 """Decides when a supervisor starts a process again after the process died.
 
 The first restart is immediate. Later restarts wait longer each time, up to a limit. If a process
-was ready for a while before it died, that death counts as the first again. For a process that never
-became ready, the required time is much longer: loading a model takes minutes, and may fail at the
-end each time.
+was ready for a while before it died, that death counts as the first again. For this, a process that
+never became ready must have run much longer: loading a model takes minutes, and may fail at the end
+each time.
 
-A process that keeps dying is given up, with its last exit code. Exit code 2 means a bad setting, or
-a setting that no engine accepts. Such a process is given up at once, because a restart cannot help.
+A process that keeps dying is given up, and its last exit code is reported. Exit code 2 means a bad
+setting, or a setting that no engine accepts. Such a process is given up at once, because a restart
+cannot help.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 To eject an instance is to take it out of service for a fault. Two caps protect the fleet from a
 wrong judgement.
 
-The health-monitor has `EjectionCap`. It ejects only a share of each group and role at a time. The
-only instance of a group and role is ejected only by a proof. If much of the fleet looks sick, the
-judging itself must be wrong, so no further instance is ejected. This state is called panic. In
-panic even a proof is ignored, because a bad driver proves every instance sick. Instances that were
-ejected earlier stay out. They were judged while most others were well, and a request to one of them
-would fail.
+The health-monitor has `EjectionCap`. It ejects only a share of each group and role at a time. If a
+group has only one instance of a role, that instance is ejected only on a proof. If much of the
+fleet looks sick, the judging itself is probably wrong, so no further instance is ejected. This
+state is called panic. In panic even a proof is ignored, because a bad driver may report every
+device as broken. Instances that were ejected earlier stay out. They were judged while most others
+were well, and a request to one of them would fail.
 
 The leading master has `FleetEjectionCap`. It counts the ejections that are in force, over all
 groups together. So a false fault signal that appears everywhere cannot empty the fleet bit by bit.
@@ -128,7 +128,11 @@ def _worst_first(sick: Iterable[Suspected]) -> list[Suspected]:
 
 @dataclass(frozen=True, slots=True)
 class TakenOut:
-    """How an instance is out of service: drained or taken out at once, and ejected or cordoned."""
+    """How an instance is out of service.
+
+    It was taken out gracefully (drained) or at once, and for a fault (ejected) or by an operator's
+    order (cordoned).
+    """
 
     is_drain: bool
     is_ejected: bool
@@ -147,14 +151,17 @@ class FleetEjections:
 
 @dataclass(slots=True)
 class FleetEjectionCap:
-    """The master's cap. It counts what the master has taken out, not what instances report."""
+    """The master's cap. It counts the instances that the master took out, whatever they report."""
 
     max_share: float = 0.2  # the share of all instances that may be out; one may always be out
     _over: set[str] = field(default_factory=set)
     _overruled: dict[str, FaultJudged] = field(default_factory=dict)
 
     def overrule(self, instance_id: str, fault: FaultJudged) -> None:
-        """An operator has put the instance back. Only another judgement may eject it again."""
+        """An operator put the instance back into service.
+
+        Only a new judgement may eject it again.
+        """
         self._overruled[instance_id] = fault
 
     def rule(
@@ -178,7 +185,7 @@ class FleetEjectionCap:
         for instance_id, fault in faulty.items():
             is_drain, before = RESPONSES[fault.level].finishes_running, out.get(instance_id)
             if before is not None and (is_drain or not before.is_drain):
-                continue  # already taken out as far as its level asks
+                continue  # already taken out as its level requires
             if before is None and room <= 0:
                 over.append(instance_id)
                 continue

@@ -60,7 +60,7 @@ class InstanceGone:
 
 @dataclass(frozen=True, slots=True)
 class SignalsHeard:
-    """All signals that `teller` has against this incarnation now.
+    """All signals that `teller`, a part of the mesh, has against this incarnation now.
 
     They replace the teller's earlier signals, and expire after `ttl_s`.
     """
@@ -74,8 +74,9 @@ class SignalsHeard:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """An operator says that the instance is well. Its past is forgotten, but present
-    signals count.
+    """An operator says that the instance is well.
+
+    Its past is forgotten, but present signals still count.
     """
 
     instance_id: str
@@ -115,7 +116,7 @@ class JudgePolicy(EjectionLimits):
     quorum: int = 2  # how many sources must agree if none has a proof
     confirm_s: float = 2.0
     clear_s: float = 10.0
-    max_restarts: int = 3  # after this many within `restart_window_s`, restarts do not help
+    max_restarts: int = 3  # after this many within `restart_window_s`, another does not help
     restart_window_s: float = 600.0
     max_crashes: int = 5  # crashes in a row, each within `stable_s` of its process's start
     stable_s: float = 30.0
@@ -170,7 +171,10 @@ _MAX_PASTS = 4096
 
 @dataclass(slots=True)
 class FaultJudge:
-    """The judge of all instances. Only `handle` changes it, and returns what must be announced."""
+    """The judge of all instances.
+
+    Only `handle` changes it, and returns the judgements to announce.
+    """
 
     policy: JudgePolicy = field(default_factory=JudgePolicy)
     _instances: dict[str, _Instance] = field(default_factory=dict)
@@ -324,7 +328,7 @@ class FaultJudge:
         return found
 
     def _level(self, signals: Sequence[Signal]) -> tuple[Level, bool]:
-        """The worst level that a proof or a quorum supports, and whether it holds at once.
+        """The worst level that a proof or a quorum supports, and whether it is valid at once.
 
         A lone suspicion gives only L1.
         """

@@ -58,19 +58,22 @@ RESPONSES: Final[Mapping[Level, Response]] = MappingProxyType(
     }
 )
 
-EJECTS_FROM: Final = Level.PROCESS  # an instance of this level or a worse one gets no requests
+# An instance with a fault of this level or a worse one gets no requests.
+EJECTS_FROM: Final = Level.PROCESS
 
 
 def level_of(number: int) -> Level:
-    """The level of a number that another process sent. A number above the worst level is
-    the worst.
+    """The level for a number that another process sent.
+
+    A number above the worst level gives the worst level.
     """
     return Level(min(max(number, Level.WELL), Level.LOST))
 
 
 def must_restart(level: int, held_back: str) -> bool:
-    """Whether an instance of this level must end itself. `held_back` has the meaning of
-    `FaultJudged.held_back`.
+    """Whether an instance with a fault of this level must end itself.
+
+    `held_back` has the meaning of `FaultJudged.held_back`.
     """
     action = RESPONSES[level_of(level)].action
     return not held_back and action is FaultAction.RESTART_PROCESS
@@ -78,7 +81,7 @@ def must_restart(level: int, held_back: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FaultJudged:
-    """The health-monitor's judgement of one incarnation.
+    """The health-monitor's judgement of one incarnation, one life of an instance.
 
     `held_back` says why the action is not carried out. If it is empty, the action is carried out.
     """

@@ -17,7 +17,8 @@ from typing import Final
 
 # The ids of a prefill and a decode. The second is empty if one instance does both phases.
 Path = tuple[str, str]
-# After this many refused probes, on paths that have not failed since, the mesh works: it is busy.
+# After this many refused probes, on paths that have not failed since, the mesh counts as working
+# but busy.
 MAX_REFUSALS: Final = 20
 
 
@@ -62,8 +63,8 @@ def probed_paths(
 
     Neighbours in the list have as few instances in common as possible. So successive probes try
     different instances. `prefills` and `decodes` map ids to a value. A prefill may hand KV to a
-    decode of the same value. If there is no such pair and no fusion instance, each prefill and each
-    decode does both phases.
+    decode with the same value. If there is no such pair and no fusion instance, each prefill and
+    each decode does both phases.
     """
     partners = [
         (p, [d for d, pair in decodes.items() if pair == own]) for p, own in prefills.items()

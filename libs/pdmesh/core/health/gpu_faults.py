@@ -12,8 +12,9 @@ from pdmesh.core.health.node_status import DEVICE_UNKNOWN
 
 @dataclass(frozen=True, slots=True)
 class GpuCounters:
-    """The driver's counters of one GPU. A counter that the GPU lacks keeps its default, without a
-    fault.
+    """The driver's counters of one GPU.
+
+    A counter that the GPU lacks keeps its default, which means no fault.
     """
 
     row_remapping_failed: bool = False  # no spare rows are left in its memory

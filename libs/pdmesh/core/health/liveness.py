@@ -2,9 +2,10 @@
 
 Each process has a record in the registry under a lease, and sends heartbeats on the message bus. A
 process is HEALTHY while heartbeats arrive, SUSPECT after one lease without any, and DEAD after
-three leases or when its record vanishes. A late heartbeat never revives a dead process. Its record
-does, unless that incarnation has deregistered or was replaced. While the bus is away, or after this
-process was paused, silence proves nothing. No process is judged then (F18).
+three leases or when its record vanishes. A late heartbeat never revives a dead process. The return
+of its record revives it, unless that incarnation, one life of the process, has deregistered or was
+replaced. While the bus is away, or after this process was paused, silence proves nothing. No
+process is judged then (F18).
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ class _Instance:
 
 @dataclass(slots=True)
 class HealthTracker:
-    """The health of all processes. Only `handle` changes it, and returns what must be announced."""
+    """The health of all processes.
+
+    Only `handle` changes it, and returns the changes to announce.
+    """
 
     lease_s: float
     _instances: dict[str, _Instance] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Passes the state of a node's devices from the node's agent to its instances, in a file (S33).
 
-The agent writes the file, and each instance turns it into signals about its own devices. A checksum
-covers all of the content, so a torn, foreign or half-written file is never taken for a healthy
-status. A damaged or old file gives a signal at a level that ejects no instance.
+The agent writes the file. Each instance turns it into signals, the evidence of faults, about its
+own devices. A checksum covers all of the content, so a torn, foreign or half-written file is never
+taken for a healthy status. A damaged or old file gives a signal at a level that ejects no instance.
 """
 
 from __future__ import annotations

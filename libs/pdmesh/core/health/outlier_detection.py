@@ -1,4 +1,4 @@
-"""Decides which signals an instance's counters give against it, some in comparison with its peers.
+"""Decides from an instance's counters whether it seems faulty, partly by comparison with its peers.
 
 A leg is a request's stay on one instance. The instance may fail its legs, refuse all new ones, or
 pull KV far slower than its peers. Envoy calls this outlier detection. The signals come from real
@@ -21,7 +21,7 @@ LEGS_FAIL, REFUSES_FOREVER, PULLS_SLOW = "LEGS_FAIL", "REFUSES_FOREVER", "PULLS_
 
 @dataclass(slots=True)
 class Vitals:
-    """An instance's counters since its incarnation began. Times are in seconds."""
+    """An instance's counters since it started. Times are in seconds."""
 
     num_accepted: int = 0
     num_refused: int = 0

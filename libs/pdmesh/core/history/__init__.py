@@ -1,5 +1,4 @@
-"""The last hour as operators see it: answers by scenario, KV flows, incidents, events, and the
-story of a request.
+"""The last hour, for operators: answers, KV flows, incidents, events, and the story of a request.
 
 All of it is bounded and kept in memory. No decision uses it.
 """

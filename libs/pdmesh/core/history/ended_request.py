@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-_ID: Final = re.compile(r"[0-9a-f]{24}")  # the part of `req-...`, `chatcmpl-...`, `msg_...`
+_ID: Final = re.compile(r"[0-9a-f]{24}")  # the common part of `req-...`, `chatcmpl-...`, `msg_...`
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoss:
-    """The request lost an instance `at_ms` milliseconds after it arrived.
+    """The request lost an instance `at_ms` milliseconds after the request arrived.
 
     If no instance is to blame, `instance_ids` is empty. `num_tokens` counts the answer's tokens so
     far. `choice` is the answer's number in a call with several answers.
@@ -26,7 +26,8 @@ class InstanceLoss:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """Times are milliseconds since the request's arrival. 0 means that it did not reach that stage.
+    """Times are milliseconds since the request's arrival. 0 means that the request did not reach
+    that stage.
 
     Two fields are durations. `decode_queue_ms` is the time from token 1 until a decode accepted the
     request. `kv_transfer_ms` is the time that the KV transfer took.

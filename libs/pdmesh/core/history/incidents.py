@@ -1,10 +1,10 @@
-"""Records incidents: what went wrong with one incarnation of a process, and what was done about it.
+"""Records incidents: what went wrong with one run of a process, and what was done about it.
 
 An incident opens when the health-monitor suspects the process or finds a fault. Later actions of
 the master and the gateways become steps of the incident: the process leaves its group, another
 instance takes its place, requests continue elsewhere. An incident ends in one of four ways. The
-process is well again, or it has left in order, or a new process has its name, or another instance
-serves in the place of a dead process.
+process is well again, or it has deregistered, or a new process has registered under its name, or
+another instance serves in the place of a dead process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdmesh.core.history.ended_request import EndedRequest
 
 MAX_INCIDENTS: Final = 100
 MAX_STEPS: Final = 40  # of one incident
-# How many lost instances are remembered whose requests no incident counts yet.
+# The most lost instances that are remembered for incidents that open later.
 _MAX_WAITING: Final = 1024
 _MAX_EARLY: Final = 256  # steps of the master that no incident shows yet
 # An incident counts events up to this time before its beginning or after its end.
@@ -64,8 +64,9 @@ class FaultTurned:
 
 @dataclass(frozen=True, slots=True)
 class MemberStepped:
-    """The master took a step with a member of a group. `replaces` is the instance whose place it
-    takes.
+    """The master reports a step of a member of a group, such as `lost` or `serving`.
+
+    `replaces` is the instance whose place the member takes.
     """
 
     instance_id: str
@@ -252,7 +253,7 @@ class IncidentBook:
 
 
 def _note_step(trouble: Trouble, event: MemberStepped, at: float) -> bool:
-    """Add a step of the master to the incident. False if the step is not about its process."""
+    """Add a step of the master, and return whether it is about the incident's process."""
     if (event.instance_id, event.incarnation) == (trouble.instance_id, trouble.incarnation):
         trouble.note(at, f"group {event.group_id}: {event.step.replace('_', ' ')}")
         return True

@@ -1,4 +1,4 @@
-"""The latest events: changes by operators, steps of groups, upgrades, changes of leader, errors.
+"""The latest events: changes by operators, changes of groups, upgrades, changes of leader, errors.
 
 An event that repeats within a minute is counted, but not listed again. Each kind of event has its
 own bound. So a flood of errors does not push out the change that caused it.
@@ -12,7 +12,7 @@ from typing import Final
 
 MAX_OF_A_KIND: Final = 100
 _AGAIN_WITHIN_S: Final = 60.0
-_LOOK_BACK: Final = 8  # a repeated event is searched among this many latest events of its kind
+_LOOK_BACK: Final = 8  # a repeated event is looked for among this many latest events of its kind
 KINDS: Final = ("change", "group", "upgrade", "leader", "error")
 
 

@@ -1,7 +1,7 @@
-"""What each scenario answered in the last hour, in steps of 15 s.
+"""Counts the answers of each scenario in the last hour, and their times, in steps of 15 s.
 
 A scenario is a kind of requests with its own goals. Goodput counts the requests that were answered
-completely. A request that finds no prefill within its scenario's TTFT_S fails, and does not count.
+completely. A request that finds no prefill within its scenario's TTFT_S fails, so it is no goodput.
 The times to first token (TTFT) are counted in bins, each 10 % wider than the one before. So a
 quantile is at most 5 % off.
 """
@@ -41,8 +41,8 @@ class HistoryStep:
             self.num_failed += 1
 
     def ttft_ms(self, share: float) -> float:
-        """The TTFT that this share of the answered requests did not exceed. 0 means that there were
-        none.
+        """The TTFT that this share of the answered requests did not exceed. 0 means that no request
+        was answered.
         """
         left = math.ceil(share * self._ttfts.total())
         for number, count in sorted(self._ttfts.items()):

@@ -14,7 +14,7 @@ from pdmesh.core.model import PeerId
 
 
 def choose_encoder(encoders: Iterable[PeerId], digest: bytes) -> PeerId | None:
-    """The encoder with the highest weight for this image (rendezvous hashing). None if there is
+    """The encoder with the highest weight for this image (rendezvous hashing), or None if there is
     none.
 
     When an encoder joins or leaves, only the images of that encoder change their place.

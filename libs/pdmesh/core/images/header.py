@@ -66,9 +66,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def _png(data: bytes) -> ImageHeader:
-    """Walk over the chunks up to the pixels, because decoders use the last size before the
-    pixels.
-    """
+    """Read the chunks up to the pixels, because decoders use the last size before the pixels."""
     if data[12:16] != b"IHDR":
         raise NotAnImage("the PNG image does not begin with its header")
     at = len(_PNG)
@@ -83,7 +81,7 @@ def _png(data: bytes) -> ImageHeader:
 
 
 def _gif(data: bytes) -> ImageHeader:
-    """Walk over the extensions up to the first frame.
+    """Skip the extensions up to the first frame.
 
     Decoders enlarge the image if the first frame is larger than the stated size.
     """
@@ -110,9 +108,7 @@ def _gif(data: bytes) -> ImageHeader:
 
 
 def _jpeg(data: bytes) -> ImageHeader:
-    """Walk over the segments up to the pixels, because decoders use the last size before the
-    pixels.
-    """
+    """Read the segments up to the pixels, because decoders use the last size before the pixels."""
     at, found, orientation = 2, None, 0
     for _ in range(_MAX_SEGMENTS):
         if _little(data, at, 1) != 0xFF:

@@ -35,10 +35,11 @@ class ImagePlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """How a model takes images. `placeholder` is the token that its template writes for an image.
+    """How a model takes images.
 
-    If the model has a `grid`, the placeholder is repeated according to the image's size, and
-    `expansion` is empty. Otherwise the tokens `expansion` stand for every image.
+    `placeholder` is the token that the model's chat template writes for an image. If the model has
+    a `grid`, the placeholder is repeated according to the image's size, and `expansion` is empty.
+    Otherwise the tokens `expansion` stand for every image.
     """
 
     placeholder: int
@@ -86,7 +87,7 @@ def digest_of(data: bytes) -> bytes:
 
 
 def check_placeholders(tokens: array[int], facts: ImageFacts, num_images: int) -> None:
-    """Raises InvalidRequest if there is not one placeholder for each image."""
+    """Raises InvalidRequest unless the prompt has exactly one placeholder for each image."""
     found = tokens.count(facts.placeholder)
     if found != num_images:
         raise InvalidRequest(

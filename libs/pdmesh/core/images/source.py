@@ -126,8 +126,8 @@ def is_public(ip: str) -> bool:
 # All public IPv6 addresses are in this range. Python also calls some other addresses global.
 _GLOBAL_UNICAST: Final = ipaddress.ip_network("2000::/3")
 # DNS64 embeds an IPv4 address in the last 32 bits after this prefix, and those bits are checked. A
-# network may use another prefix, which cannot be recognised. Its addresses are refused only if they
-# are outside 2000::/3.
+# network may use another prefix, which cannot be recognised. Addresses with such a prefix are
+# refused only if they are outside 2000::/3.
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
 # Azure's hosts give settings to their virtual machines at this address. It looks public.
 _AZURE: Final = ipaddress.ip_address("168.63.129.16")

@@ -17,7 +17,8 @@ from pdmesh.errors import EngineFailed
 
 LENGTH_BYTES: Final = 8
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
-# The bytes of an element, by number format. Formats of less than a byte are not supported.
+# The number of bytes of an element, by number format. Formats of less than a byte are not
+# supported.
 ELEMENT_BYTES: Final[Mapping[str, int]] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
     "F8_E5M2FNUZ": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,

@@ -1,9 +1,9 @@
 """Decides which loader reads an engine's weights: vLLM's, or the project's file-order loader (S84).
 
 With vLLM's loader, each rank maps the files into memory. This is fastest on a local disk, because
-all ranks share its cached pages. On storage behind a network or FUSE, each rank's reads take time,
-and reads out of order take more. There the file-order loader is faster: one reader per node reads
-each file from start to end.
+all ranks share the pages that the kernel has cached. On storage behind a network or FUSE, each
+rank's reads take time, and reads out of order take more. There the file-order loader is faster: one
+reader per node reads each file from start to end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Decides into which parts of one buffer the bytes of all weight files are read (S86, S87).
 
-The bytes of a file are cut into windows of whole tensors. Windows are placed by turns at the start
-and at the end of the buffer. The buffer has room for any two successive windows. So one window is
-read while the ranks copy the weights of the window before it. One buffer serves all files.
+The bytes of a file are cut into windows of whole tensors. Windows are placed alternately at the
+start and at the end of the buffer. The buffer has room for any two successive windows. So one
+window is read while the ranks copy the weights of the window before it. One buffer serves all
+files.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def plan_windows(headers: Sequence[WeightHeader], window_bytes: int = WINDOW_BYT
 def handing_order(tensors: Sequence[StoredTensor]) -> tuple[StoredTensor, ...]:
     """The tensors in the file's order, except that the smallest one comes last.
 
-    `WeightStream` must copy the last tensor, so it should be small.
+    `WeightStream` must copy the last tensor, so this tensor should be small.
     """
     last = min(tensors, key=lambda tensor: tensor.num_bytes)
     return (*(tensor for tensor in tensors if tensor is not last), last)

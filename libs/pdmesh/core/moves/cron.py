@@ -2,7 +2,7 @@
 
 The five fields are minute, hour, day of month, month and day of week. A field is `*`, numbers,
 ranges `a-b` and steps `/n`, joined by commas. Sunday is 0 or 7. As in cron, if both day fields are
-restricted, a day matches if one of them does.
+restricted, a day matches if it matches either field.
 
 A local time that the clock skips in spring fires later, by as much as the clock jumped. A time that
 the clock repeats in autumn fires only the first time.
@@ -22,8 +22,8 @@ _FIELDS: Final = (
     ("month", 1, 12),
     ("day of week", 0, 7),
 )
-# The next 29 February is within eight years. The next one on a given weekday may be 40 years away,
-# which counts as never.
+# The next 29 February is within eight years. The next 29 February on a given weekday may be 40
+# years away, which counts as never.
 _MAX_DAYS: Final = 366 * 8 + 2
 
 

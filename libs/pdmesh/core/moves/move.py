@@ -1,8 +1,9 @@
 """A move of instances, its effect on groups, and plans of several moves.
 
-A group is a set of prefill and decode instances that serve one scenario together. Profiling,
-operators, the monitor and schedules all ask for changes with the same `MovePlan` (S27).
-`move_refusal.py` decides whether a move must not be made.
+A group is a set of prefill and decode instances that together serve one scenario, a kind of
+requests. A group may be lent to a pool, which uses its instances for something else. A blank
+instance has no role. Profiling, operators, the monitor and schedules all ask for changes with the
+same `MovePlan` (S27). `move_refusal.py` decides whether a move must be refused.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Move:
 class MovePlan:
     """Moves to make one after the other.
 
-    `is_forced` means that an operator overrules the reasons of `refusal`. `asked_at` is in unix
-    seconds, and only plans of schedules have it.
+    `is_forced` means that an operator overrules most of the reasons that `refusal` finds.
+    `asked_at` is in unix seconds, and only plans of schedules have it.
     """
 
     scenario: str
@@ -127,8 +128,9 @@ class GroupShape:
                 return self.fusion_busy
 
     def changed(self, role: Role, by: int) -> GroupShape:
-        """The group with `by` more instances of a role. The same load spreads over the new
-        number.
+        """The group with `by` more instances of a role.
+
+        The same load spreads over the new number of instances.
         """
         before, after = self.num(role), self.num(role) + by
         busy = self.busy(role)

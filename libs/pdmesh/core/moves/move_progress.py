@@ -2,7 +2,8 @@
 
 A move changes one or two groups. It is done when each of these groups serves with its new counts of
 instances. The group controller, which changes the groups, works on its own copy of the desired
-state. So its report about a group counts only after that copy has the new counts.
+state, the groups that the mesh should have. So its report about a group counts only after that copy
+has the new counts.
 """
 
 from __future__ import annotations

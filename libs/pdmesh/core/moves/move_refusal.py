@@ -1,12 +1,13 @@
 """Decides whether a move of instances must be refused, to protect the remaining instances (S28).
 
-A plan leaves at least one instance of each role in a group, and at least two in a scenario (S31).
-One in a scenario is enough if the scenario allows it. A plan takes an instance away only if the
-remaining ones can carry its load. Each of the N - 1 survivors will carry N/(N - 1) of its present
-load. If the present load is unknown, the move is refused.
+A scenario is a kind of requests with its own groups of instances. A plan of moves leaves at least
+one instance of each role in a group, and at least two in a scenario (S31). One instance in a
+scenario is enough if the scenario allows it. A plan takes an instance away only if the remaining
+ones can carry its load. Each of the N - 1 survivors will carry N/(N - 1) of its present load. If
+the present load is unknown, the move is refused.
 
-Fusion instances count for both roles. A group of only fusion instances has no ratio of prefills to
-decodes, and is lent as a whole.
+Fusion instances do both phases, so they count for both roles. A group of only fusion instances has
+no ratio of prefills to decodes, and can only be lent as a whole.
 """
 
 from __future__ import annotations

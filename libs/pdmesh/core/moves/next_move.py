@@ -1,9 +1,10 @@
 """Decides which planned move is made next: one at a time per scenario (S21, S28).
 
-Profiling, operators, the monitor and schedules ask for plans, each a list of moves of instances
-between groups. One move at a time means that plans never overlap. A move is checked when its turn
-comes, against the groups as they are then. A plan ends at its first move that is refused or fails.
-Its earlier moves stay in effect, and its end is reported.
+A scenario is a kind of requests with its own groups of instances. Profiling, operators, the monitor
+and schedules ask for plans, each a list of moves of instances between groups. Because a scenario's
+moves are made one at a time, its plans never overlap. A move is checked when its turn comes,
+against the groups as they are then. A plan ends at its first move that is refused or fails. Its
+earlier moves stay in effect, and its end is reported.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pdmesh.core.flight_recorder import FlightRecorder, recorded
 from pdmesh.core.moves.move import Groups, Move, MoveKind, MovePlan, applied
 from pdmesh.core.moves.move_refusal import MAX_BUSY, refusal
 
-MAX_PLANS: Final = 16  # waiting plans per scenario
+MAX_PLANS: Final = 16  # the most waiting plans per scenario
 # A new leader continues an earlier leader's plan only if the plan is younger than this. An older
 # plan might, for example, lend groups shortly before they are needed again.
 RESUME_WITHIN_S: Final = 3600.0
@@ -46,7 +47,7 @@ class PendingPlan:
 
 
 def resumable(left: PendingPlan, age_s: float) -> MovePlan:
-    """The part of an earlier leader's plan that is still made.
+    """The part of an earlier leader's plan that this leader still makes.
 
     If the plan is old, this is only the move that is under way.
     """

@@ -5,9 +5,10 @@ plan of an entry is treated like an operator's plan. It waits for a plan under w
 are checked by the same rules.
 
 If no master was running at an entry's time, the next master fires the entry late, within the
-entry's grace. After that it only reports the missed time. A RECLAIM begins some time before its
-entry's time, its lead, so that the groups serve in time. If less than the lead is left when a
-RECLAIM is added, it begins at once.
+entry's grace. After that it only reports the missed time. A pool borrows groups, and a RECLAIM
+takes them back. A RECLAIM begins before its entry's time, so that the groups serve in time. The
+interval between the two is its lead. If less than the lead is left when a RECLAIM is added, it
+begins at once.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Schedule:
     entries: Sequence[ScheduleEntry]
     lead_s: float = 300.0
     fired: dict[str, float] = field(default_factory=dict)
-    _setups_s: dict[str, float] = field(default_factory=dict)  # by scenario, the slowest recent one
+    # The slowest recent set-up, by scenario.
+    _setups_s: dict[str, float] = field(default_factory=dict)
     # By entry: a time, and the next time of the cron expression after it. They are cached because
     # the search may take a millisecond.
     _following: dict[str, tuple[float, float | None]] = field(default_factory=dict)
@@ -120,7 +122,7 @@ class Schedule:
         return max(self.lead_s, _LEAD_MARGIN * self._setups_s.get(entry.scenario, 0.0))
 
     def tick(self, groups: Groups, now: float) -> list[DueEntry]:
-        """Fire the entries that are due. Entries that bring groups come first.
+        """Fire the entries that are due. Entries that add or reclaim groups come first.
 
         `now` is in unix seconds. `groups` has the groups as they will be after earlier plans
         (`PlanRunner.expected`).

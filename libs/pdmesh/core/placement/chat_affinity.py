@@ -1,8 +1,8 @@
 """Remembers which instances served a chat last, so that the next turn finds the chat's KV (S94).
 
-At first these are the best instances of the turn's plan. If another candidate reports that it has
-taken the request, it replaces the planned instance. The age and number of remembered chats are
-bounded.
+A plan names the instances that may serve a request, best first. At first, the best instances of the
+turn's plan are remembered. If another instance reports that it has taken the request, it replaces
+the planned instance. The age and number of remembered chats are bounded.
 """
 
 from __future__ import annotations

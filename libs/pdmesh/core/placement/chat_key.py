@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 
 def key_of_id(secret: bytes, tenant: str, chat_id: str) -> str:
-    """A name for a conversation of this tenant, or empty without a `chat_id`."""
+    """The key of the tenant's chat with this id, or empty without a `chat_id`."""
     if not chat_id:
         return ""
     return hashlib.blake2b(
@@ -44,7 +44,7 @@ def key_of(
 ) -> bytes:
     """The first of the three keys that is not empty. Later keys are not computed.
 
-    `blocks` returns the names of the prompt's KV blocks, of which the first is a key.
+    `blocks` returns the names of the prompt's KV blocks. The first of these names is the third key.
     """
     return by_id.encode() or by_beginning() or next(iter(blocks()), b"")
 

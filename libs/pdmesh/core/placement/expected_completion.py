@@ -1,5 +1,5 @@
-"""Our placement score: minus the expected seconds until a request's first token, and minus its cost
-for other requests (S93, S107, S108).
+"""Our placement score: minus the expected seconds until a request's first token, and minus the
+request's cost for other requests (S93, S107, S108).
 
 Every term is in seconds: the wait for earlier prompts, the fetch of KV from other instances, and
 the compute of the rest of the prompt. So no weight has to compare a block with a slot. A second of
@@ -94,9 +94,9 @@ def _shares(
     recent: Sequence[tuple[float, float]],
     typical: TypicalWork | None,
 ) -> tuple[float, float]:
-    """The share of its time that the mean instance is used, and its recent work in seconds.
+    """Two means over the instances: the used share of their time, and their recent work in seconds.
 
-    The recent work decays with the time `BALANCE_S`, and the backlog is added.
+    The recent work decays with the time `BALANCE_S`. The backlog is added to both values.
     """
     if typical is not None:
         used_s, even = typical.used_s + typical.backlog_s, typical.balance_s + typical.backlog_s

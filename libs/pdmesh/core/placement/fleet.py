@@ -2,7 +2,8 @@
 
 For each instance, the master knows the record in the registry, the health, and the load reports. A
 load report is already old when it arrives. So the requests that the master has planned for an
-instance are added to its reported load, until a report names them (see `reservations.py`).
+instance, its bookings, are added to its reported load until a report names them (see
+`reservations.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pdmesh.core.placement.reservations import Reservations
 
 _MAX_JUDGED = 65_536
 _MAX_UNTIMED = 64  # computed prompts of one instance whose compute time is not reported yet
-_MANY_OBSERVED = 50  # spans of a kind, before its instances are compared with each other
+_MANY_OBSERVED = 50  # spans of a kind before its instances are compared with each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class InstanceUnrecorded:
 
 @dataclass(frozen=True, slots=True)
 class HealthJudged:
-    """The health-monitor's verdict on one incarnation."""
+    """The health-monitor's verdict on one incarnation, one life of an instance."""
 
     instance_id: str
     incarnation: int
@@ -48,7 +49,10 @@ class FaultForgotten:
 
 @dataclass(frozen=True, slots=True)
 class OutOfServiceSeen:
-    """The ids of all cordoned and ejected instances, which get no requests."""
+    """The ids of the instances that get no requests.
+
+    Each was ejected for a fault or cordoned by an operator.
+    """
 
     instance_ids: frozenset[str]
 
@@ -62,12 +66,13 @@ class HealthMonitorLost:
 class PrefillComputed:
     """A prompt that an instance has computed.
 
-    `num_tokens` is 0 if the prompt was given up, or if the entry only reports a time.
+    `num_tokens` is 0 if the prompt was given up, or if the entry reports only a time.
 
     An instance times a span of prompts together, because they share steps. `seconds` is 0 unless
     the prompt is the last of its span. For the last prompt, `seconds` is the compute time of the
     span without waiting, and the prompts of the span ended in `num_steps` different steps. On
-    average, `num_beside` sequences decoded in the same steps. None means an unknown number.
+    average, `num_beside` sequences decoded in the same steps. None means that the number is
+    unknown.
     """
 
     request_id: str
@@ -147,9 +152,9 @@ class Fleet:
         self.reservations.expire(now)
 
     def longest_by_scenario(self, matches: Mapping[str, int]) -> dict[str, int]:
-        """The longest match among the usable instances of each scenario.
+        """The longest cached prefix of a prompt, among the usable instances of each scenario.
 
-        `matches` has numbers of blocks by instance id.
+        `matches` has the number of cached blocks by instance id.
         """
         longest: dict[str, int] = {}
         for instance_id, num_blocks in matches.items():

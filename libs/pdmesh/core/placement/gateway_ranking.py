@@ -1,11 +1,12 @@
 """Decides which gateways a proxy should send a request to, best first.
 
-Every gateway can serve every request. The gateways in the region of the planned instances come
-first, because the answer's tokens come from that region. Requests with equal keys belong to one
-chat. They go to one gateway, which caches the tokens of the chat. If that gateway has more than
-1.25 times its share of the open requests, the next one in the key's order takes them (Mirrokni et
-al.: consistent hashing with bounded loads). Requests without a key go to the gateway with the
-fewest open requests.
+Every gateway can serve every request. A region is a place whose processes are near each other. The
+gateways in the region of the planned instances come first, because the answer's tokens come from
+that region. Requests with equal keys belong to one chat. Each key puts the gateways in an order of
+its own. The requests of the key go to the first gateway, which caches the tokens of the chat. If
+that gateway has more than 1.25 times its share of the open requests, the next one in the key's
+order takes them (Mirrokni et al.: consistent hashing with bounded loads). Requests without a key go
+to the gateway with the fewest open requests.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class GatewayRanking:
     def rank(
         self, query: GatewayQuery, num_open: Callable[[str], int]
     ) -> Sequence[GatewayEndpoint]:
-        """The gateways for the query, best first. Empty if there are none.
+        """The gateways for the query, best first. The result is empty if there are none.
 
         `num_open` returns the number of open requests of an address, as far as it is known.
         """

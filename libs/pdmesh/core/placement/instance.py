@@ -87,8 +87,8 @@ class RecentWork:
 class Instance:
     """The state of one instance.
 
-    A booking is a request that was sent to the instance, before a report of it mentions the
-    request. The backlog is the booked prompts that are not computed yet.
+    A booking is a request that was sent to the instance, and that no report of the instance
+    mentions yet. The backlog consists of the booked prompts that are not computed yet.
     """
 
     identity: Identity
@@ -127,7 +127,7 @@ class Instance:
 
     @property
     def is_ejected(self) -> bool:
-        """Whether the instance gets no requests because of its fault (S34)."""
+        """Whether the instance gets no requests because it is faulty (S34)."""
         return self.fault is not None and self.fault.ejects
 
     @property
@@ -143,7 +143,7 @@ class Instance:
 
     @property
     def num_beside(self) -> int:
-        """How many sequences decode on the instance now. They share its steps with a prompt."""
+        """How many sequences decode on the instance now, and share its steps with a prompt."""
         if self.identity.role is Role.PREFILL:
             return 0
         return max(0, self.used_slots() - self.num_prompts)
@@ -160,7 +160,7 @@ class Instance:
         self.recent.add(seconds, now)
 
     def adapt_slowness(self, seconds: float, expected_s: float) -> None:
-        """Learn from prompts that took `seconds`, where its kind usually takes `expected_s`."""
+        """Learn from prompts that took `seconds`, but usually take `expected_s` on this kind."""
         off = math.log(seconds / (expected_s * self.slowness))
         off = max(-_MOST_LOG_SPEED, min(_MOST_LOG_SPEED, off))
         log = math.log(self.slowness) * (1 - _SPEED_DRIFT) + _SPEED_WEIGHT * off

@@ -1,15 +1,16 @@
 """Ranks instances for a request in a gateway, while no master answers (S42).
 
 Normally the master plans which instances serve a request. A gateway knows only the registry and its
-own open legs, which are its requests' stays on instances. It ranks the instances of its region
-first (S58). Among these, the instances with the fewest open legs come first. Instances that are
-about to leave or may be faulty are used only if the others cannot serve. A canary, which tries a
-new revision, gets its share of the requests (S24). If no prefill and decode can exchange KV and
-there is no fusion instance, instances of one role do both phases.
+own open legs, which are its requests' stays on instances. It ranks the instances of its region,
+that is, those near it, first (S58). Among these, the instances with the fewest open legs come
+first. Instances that are about to leave or may be faulty are used only if the others cannot serve.
+A canary, which tries a new revision, gets its share of the requests (S24). Fusion instances do both
+phases. If there are none, and no prefill and decode can exchange KV, instances of one role do both
+phases.
 
 The cost of a ranking must not grow with the mesh. If a role has more than `MOST_RANKED` instances,
-a random sample of them is ranked. The least used instance of the sample is nearly the least used of
-all. All instances are ranked only if too few in the sample can serve.
+a random sample of them is ranked. The least used instance of the sample is used hardly more than
+the least used of all. All instances are ranked only if too few in the sample can serve.
 """
 
 from __future__ import annotations
@@ -151,8 +152,8 @@ class LocalRanking:
     ) -> list[LocalInstance]:
         """A sample of the usable instances of these kinds, best first.
 
-        At most MOST_RANKED are drawn, from the gateway's region if it has enough. Some that have
-        loaded the query's adapter are added.
+        At most MOST_RANKED are drawn, from the gateway's region if it has enough. Some instances
+        that have loaded the query's adapter are added.
         """
         near = [kind for kind in kinds if not self._is_far(kind[0])]
         drawn = list(sampled(near, MOST_RANKED, self._rng))
@@ -211,7 +212,7 @@ def _has_its_turn(instance: LocalInstance, query: LocalQuery) -> bool:
 
 
 def _computes_for(instance: LocalInstance, pairs: Container[str]) -> bool:
-    """Whether it is a prefill that may hand KV to decodes of these pairs, or a fusion instance."""
+    """Whether it is a fusion instance, or a prefill that may hand KV to decodes of these pairs."""
     is_pair = instance.role is Role.PREFILL and instance.pair in pairs
     return is_pair or instance.role is Role.FUSION
 

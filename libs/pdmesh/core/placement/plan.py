@@ -1,11 +1,12 @@
 """Ranks the instances that may serve a request (S89, S94, S107, S108).
 
-A plan names candidates for one request, best first. They belong to one cell, which is a set of
-prefills and decodes that can hand KV to each other. These have the same group, model fingerprint,
-revision and KV region. Fusion instances, which need no decode, have cells without decodes. Cells in
-the region of the request's gateway come first. A cell may have lost all its prefills or decodes, or
-no pair in it may be able to exchange KV. If only such cells are left, one instance does both phases
-(colocated).
+A plan names candidates for one request, best first. The instances of a group serve one scenario, a
+kind of requests. All candidates belong to one cell, which is a set of prefills and decodes that can
+hand KV to each other. These have the same group, revision and KV region, and the same fingerprint,
+which names all properties that must agree for the exchange of KV. Fusion instances, which need no
+decode, have cells without decodes. Cells in the region of the request's gateway come first. A cell
+may have lost all its prefills or decodes, or no pair in it may be able to exchange KV. If only such
+cells are left, one instance does both phases (colocated).
 
 A plan is only advice, because each instance decides itself whether it accepts the request.
 """
@@ -72,7 +73,8 @@ class NoPlan:
     message: str
 
 
-# The group id, then fingerprint, revision and KV region as one text, then whether it is fusion.
+# The group id, then fingerprint, revision and KV region as one text, then whether the cell's
+# instances are fusion instances.
 CellKey = tuple[str, str, bool]
 _MAX_CELL_SETS: Final = 256
 _ALL: Final = 1 << 60
@@ -129,9 +131,9 @@ class _Cell:
     def colocated(self, query: Query, exchange: KvExchange) -> _Cell:
         """This cell's instances of both roles, as instances that each do both phases.
 
-        The result serves requests without moving KV. It is for a cell that has lost a role, or in
-        which no pair may exchange KV for now. A prefill is left out if every decode ejects it,
-        because its KV was corrupt.
+        The result serves requests without moving KV. Use it if the cell has lost a role, or if no
+        pair in it may exchange KV for now. A prefill is left out if every decode ejects it, because
+        its KV was corrupt.
         """
         cell = _Cell(self.key)
         sound = [
@@ -269,7 +271,10 @@ class Placement:
         )
 
     def share_requests(self, shares: Mapping[str, float]) -> None:
-        """Set the share of its scenario's requests that each canary group gets."""
+        """Set the share of its scenario's requests that each canary group gets.
+
+        A canary is a group that tries out a new revision.
+        """
         self.shares = shares
 
     def _cells_for(self, query: Query) -> list[_Cell] | NoPlan:
@@ -391,7 +396,7 @@ class Placement:
     def _with_others(
         self, query: Query, own: list[Scored], cell: _Cell, known: Known
     ) -> list[Scored]:
-        """Rank other prefills of the cell behind `own`, because the shortlist had too few of it."""
+        """Rank other prefills of the cell behind `own`, because too few were on the shortlist."""
         seen = {s.instance.id for s in own}
         most = _OTHERS * self.max_candidates
         drawn = shortlist([cell.prefills], most, self.rng, known.matches, cell.member).instances
@@ -523,7 +528,7 @@ def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> 
     """Whether the instance could hold the query if it had no other requests.
 
     With `is_local`, a prefill must hold the prompt and the answer. Otherwise it holds only the
-    prompt, whose length only the model limits.
+    prompt, and only the model limits the prompt's length.
     """
     identity = instance.identity
     if query.adapter and not identity.takes_adapters:

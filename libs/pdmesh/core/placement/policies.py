@@ -38,7 +38,7 @@ class Query:
     max_tokens: int = 1
     chat_id: str = ""
     excluded: frozenset[str] = frozenset()
-    request_id: str = ""  # reports name it to end the request's bookings; without it they expire
+    request_id: str = ""  # load reports name it; then the request no longer counts as booked load
     region: str = ""  # of the gateway that received the request; instances there are preferred
     adapter: str = ""  # digest of the LoRA adapter, or empty for the model itself
     has_images: bool = False
@@ -58,9 +58,9 @@ class Weights:
 
     `alpha` weighs the share of the prompt whose KV the instance holds, and `beta` the share that it
     could also fetch from other instances. `gamma` weighs the predicted latency, and `load` the
-    share of slots in use. `chat` counts if the instance served the chat's last turn, and `adapter`
-    if it has loaded the LoRA adapter. `spread` weighs the share of the cache in use, times the
-    share of the prompt that the instance does not hold.
+    share of slots in use. `chat` is added if the instance served the chat's last turn, and
+    `adapter` if it has loaded the LoRA adapter. `spread` weighs the share of the cache in use,
+    times the share of the prompt that the instance does not hold.
     """
 
     alpha: float = 1.0

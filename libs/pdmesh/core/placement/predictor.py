@@ -1,15 +1,17 @@
 """Predicts how long a prefill will take, learnt online for each kind of instance (S93, S107).
 
-An instance computes parts of several prompts in one step. It reports the time of a span of prompts,
-because the prompts of a span share steps. The formula for a span is linear in four sums over its
-prompts: computed tokens, their square, computed times reused tokens, and fetched tokens. All are in
-thousands. Each step adds a fixed cost and a cost for the sequences that decode in the same step.
+An instance computes parts of several prompts in one step. Prompts that share steps are a span, for
+which the instance reports one time. The formula for a span is linear in four sums over its prompts:
+computed tokens, their square, computed times reused tokens, and fetched tokens. All token numbers
+are in thousands. Each step adds a fixed cost and a cost for the sequences that decode in the same
+step.
 
 The formula is fitted by recursive least squares with forgetting, so that it adapts when instances
 become slower. Residuals beyond a few times the usual error have less weight (Huber), so that a
 pause of the machine has little effect. The prompts of a workload may all have one length, so that
 some directions of the parameters are never observed. The fit forgets only along observed directions
-(Kulhavy's directional forgetting). Otherwise the uncertainty of the others would grow without end.
+(Kulhavy's directional forgetting). Otherwise the uncertainty along the other directions would grow
+without end.
 """
 
 from __future__ import annotations
@@ -135,7 +137,10 @@ class PrefillFit:
         return sum(t * v for t, v in zip(self._theta, x, strict=True))
 
     def _update(self, x: Sequence[float], seconds: float, weight: float) -> None:
-        """Update the fit. Weights near 1/time make relative errors of all prompts count alike."""
+        """Update the fit.
+
+        With weights near 1/time, the relative errors of all prompts matter equally.
+        """
         x = tuple(v * weight for v in x)
         p, theta = self._p, self._theta
         px = [sum(row[j] * x[j] for j in range(_SIZE)) for row in p]

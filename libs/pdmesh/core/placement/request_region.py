@@ -28,7 +28,7 @@ C = TypeVar("C", bound=InRegion)
 
 
 def nearest(cells: Sequence[C], region: str) -> list[C]:
-    """The cells of the gateway's `region`, or the cells with room if those are full.
+    """The cells of the gateway's `region`. If all of these are full, the cells with room.
 
     A cell is a set of instances that can serve a request together. A cell without a region counts
     as one of the gateway's region. If no cell is in that region, all cells are returned.

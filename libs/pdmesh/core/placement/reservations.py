@@ -1,10 +1,10 @@
-"""Tracks the requests that the master sent to instances and no load report mentions yet (S93).
+"""Tracks the requests that the master has planned and that no load report mentions yet (S93).
 
-Such a request has a booking on each instance of its plan. A booking counts as a used slot and as
-used KV blocks until some instance reports that it has admitted the request. If that instance is the
-request's second candidate, the booking of the first candidate ends. The predicted compute time of
-the prompt counts as a prefill's backlog until a report says that the prompt is computed. Time
-limits end the bookings that no report will ever name.
+Such a request has a booking on each instance that the master has planned for it. A booking counts
+as a used slot and as used KV blocks until some instance reports that it has admitted the request.
+If that instance is the request's second candidate, the booking of the first candidate ends. The
+predicted compute time of the prompt counts as waiting work of the prefill, its backlog, until a
+report says that the prompt is computed. Bookings that no report names end after a time limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ MAX_BOOKINGS = 65_536
 
 @dataclass(slots=True)
 class Reservations:
-    """Bookings by request id. A request has at most one on a prefill and one on a decode."""
+    """Bookings by request id.
+
+    A request has at most one booking on a prefill and one on a decode.
+    """
 
     _prefills: dict[str, Booking] = field(default_factory=dict)
     _decodes: dict[str, Booking] = field(default_factory=dict)
@@ -64,7 +67,7 @@ class Reservations:
                 instance.add_backlog(booking, now)
 
     def computed(self, request_id: str, now: float) -> Booking | None:
-        """Note that the request's prompt is computed. Returns its booking, which ends."""
+        """Note that the request's prompt is computed. End its booking and return it."""
         booking = self._prefills.pop(request_id, None)
         if booking is not None:
             self._remove(booking, now)
@@ -72,7 +75,10 @@ class Reservations:
         return booking
 
     def idle(self, instance: Instance, now: float) -> None:
-        """End the admitted prompts of an idle instance, whose reports must have been lost."""
+        """End the bookings of an idle instance's admitted prompts.
+
+        Their reports must have been lost.
+        """
         for request_id in [
             r for r, b in self._prefills.items() if b.instance is instance and b.is_admitted
         ]:

@@ -2,9 +2,9 @@
 
 The cost of a decision must not grow with the mesh. So only a shortlist is scored: instances that
 hold the KV of most of the prompt, instances that served the chat's last turn, and a random sample
-of the others. The least busy instance of a sample is nearly the least busy of all. Because samples
-differ, successive requests do not all choose the same instance (the power of d choices;
-Mitzenmacher 2001).
+of the others. The least busy instance of a sample is hardly busier than the least busy of all.
+Because samples differ, successive requests do not all choose the same instance (the power of d
+choices; Mitzenmacher 2001).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _HEARD_WEIGHT: Final = 0.05
 class Shortlist:
     """The instances to score.
 
-    `drawn` has the random sample among them, which represents all instances. It is empty if all
-    instances are listed.
+    `drawn` has the random sample among them, which represents all instances. `drawn` is empty if
+    all instances are listed.
     """
 
     instances: list[Instance]
@@ -41,9 +41,10 @@ class Shortlist:
 
 @dataclass(slots=True)
 class TypicalWork:
-    """Recent work and backlog of the mean instance, in seconds, from the samples of many decisions.
+    """The mean work of an instance, recent and waiting, from the samples of many decisions.
 
-    The mean of one shortlist would be too high, because holders of a popular prefix are busier.
+    Waiting work is the backlog. All times are in seconds. The mean of one shortlist would be too
+    high, because holders of a popular prefix are busier.
     """
 
     used_s: float = 0.0  # seconds of compute, as in `RecentWork`
@@ -123,7 +124,10 @@ def _holders(
 
 
 def _shuffled(first: int, end: int, rng: random.Random) -> Iterator[int]:
-    """The numbers of the range in random order. The cost grows only with the numbers taken."""
+    """The numbers of the range in random order.
+
+    The cost depends only on how many of them are taken.
+    """
     moved: dict[int, int] = {}
     for at in range(first, end):
         other = at + int(rng.random() * (end - at))

@@ -1,7 +1,7 @@
 """Scores instances by the paper's formula (2), a weighted sum of prefix, latency and load (S107).
 
-The policy `weighted_sum` uses it as a baseline for the default policy. Its weights fit one trace of
-requests well and other traces less well (ADR 0043).
+The policy `weighted_sum` uses it as a baseline for the default policy. The formula's weights fit
+one trace of requests well and other traces less well (ADR 0043).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
 
     `total` is the number of blocks of the prompt, and `local` the number that the instance holds.
     `remote` is the number that it could hold after fetching from other instances. Latency is the
-    wait for the booked prompts plus the predicted time of this prefill. The last term sends a new
+    wait for earlier prompts plus the predicted time of this prefill. The last term sends a new
     prefix to an instance where it evicts nothing. Once all caches are full, this term is the same
     for all instances without the prefix.
     """

@@ -1,15 +1,14 @@
 """Decides where one batch of inputs is sent, and what follows if an instance refuses it or is lost.
 
 Pooling instances make vectors or scores, and keep no state of a batch. If an instance is lost, its
-batch runs again on another one, within the gateway's retry budget (minimum-cost recovery of a
-stateless call). A batch that has killed two instances or their engines is not tried a third time
-(F38).
+batch runs again on another one, unless the gateway's retry budget, its limit on repeated work, is
+spent. A batch that has killed two instances or their engines is not tried a third time (F38).
 
 If all instances are full, the batch is put into the waiting room, the gateway's queue for free
 slots. A batch waits for a slot for at most `ttft_s`, counted from its beginning or its last loss.
-An accepted batch is bounded only by the call's deadline. If an instance's engine hangs, the
-instance ends itself. If an instance is frozen, its session, the stream between gateway and
-instance, breaks.
+Once an instance has accepted the batch, only the call's deadline bounds the time. If an instance's
+engine hangs, the instance ends itself. If an instance is frozen, its session, the stream between
+gateway and instance, breaks.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class RevisionGone:
-    """Only other revisions of its model are served now."""
+    """Only other revisions of the batch's model are served now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,10 @@ class BatchAccepted:
 
 @dataclass(frozen=True, slots=True)
 class BatchRejected:
-    """The instance refused the batch. `is_final` means that it will also refuse the batch later."""
+    """The instance refused the batch.
+
+    `is_final` means that the instance will also refuse the batch later.
+    """
 
     key: int
     is_final: bool = False
@@ -90,8 +92,8 @@ class BatchFailed:
 class BatchLost:
     """The session with the instance broke.
 
-    `was_silent` means that the only sign was silence. The instance may still be alive behind a cut
-    cable.
+    `was_silent` means that silence was the only sign of this. The instance may still be alive
+    behind a cut cable.
     """
 
     key: int

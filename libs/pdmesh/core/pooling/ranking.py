@@ -1,8 +1,9 @@
-"""Decides which pooling instances are asked first: not avoided, with a free slot, near, least busy.
+"""Decides in which order a gateway asks pooling instances, best first.
 
-A pooling instance makes vectors or scores. It hands nothing over and needs no cached prefix, so any
-instance of the model can take any input. All inputs of a call go to instances with one fingerprint,
-because vectors of different models cannot be compared.
+A pooling instance makes vectors or scores. Of two instances, one that is not avoided comes first,
+then one with a free slot, then the nearer one, then the less busy one. A pooling instance hands no
+KV over and needs no cached prefix, so any instance of the model can take any input. All inputs of a
+call go to instances with one fingerprint, because vectors of different models cannot be compared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ MOST_RANKED: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class PoolingInstance:
-    """An instance that accepts requests. If `scenario` is empty, it serves all scenarios."""
+    """An instance that accepts requests.
+
+    If `scenario` is empty, it serves all scenarios (kinds of requests).
+    """
 
     id: PeerId
     model: str
@@ -37,9 +41,9 @@ class PoolingQuery:
     """Which instances may take an input.
 
     Instances in `excluded` have failed for this input. Instances in `avoided` are asked last. Only
-    instances with the given `fingerprint` are asked; None means all. `canary` has the group of the
-    scenario's canary, and whether the canary gets this call. A canary is a group that tries out a
-    new revision.
+    instances with the given `fingerprint` are asked; None means all. A canary is a group that tries
+    out a new revision. `canary` has the id of the scenario's canary group, and whether that group
+    gets this call.
     """
 
     model: str
@@ -56,7 +60,7 @@ def ranked(
     query: PoolingQuery,
     num_used: Callable[[PeerId], int],
 ) -> list[PeerId]:
-    """The able instances, best first, at most `MOST_RANKED`.
+    """The instances that can take an input, best first, at most `MOST_RANKED`.
 
     Full instances come after others, and avoided ones last. `num_used` returns an instance's slots
     in use, as far as known.

@@ -51,8 +51,8 @@ class SpecialTokens:
 
     `types` has one number for each part of the input, in this order: each token of `before`, the
     first text, each token of `between`, the second text, each token of `after`. The number says to
-    which text the part belongs, 0 or 1. `types` is empty if the model does not tell the texts
-    apart.
+    which text the part belongs, 0 or 1. `types` is empty if the model does not distinguish the
+    texts.
     """
 
     before: array[int] = field(default_factory=_none)
@@ -68,7 +68,7 @@ class SpecialTokens:
 class Pair:
     """Two texts as one input. `first_length` is the number of tokens before the second text.
 
-    If the tokenizer does not tell the texts apart, `first_length` is the number of all tokens.
+    If the tokenizer does not distinguish the texts, `first_length` is the number of all tokens.
     """
 
     tokens: array[int]

@@ -1,1 +1,1 @@
-"""Adapts the ratio of prefills to decodes to a scenario's requests, and undoes harmful moves."""
+"""Adapts the ratio of prefills to decodes to each kind of requests, and undoes harmful moves."""

@@ -1,11 +1,11 @@
 """Decides whether a scenario has too few prefills or too few decodes (S29, S32).
 
-The detector gets the measurements of the scenario's requests, window by window. It follows
-P/D-Serve 3.3. If the time of whole requests (E2E) rises and the share of prefill in it rises,
-prefills are short. If E2E rises and the share falls, decodes are short. The rise must last for
-several windows. The rise is measured against a fixed reference, so that slow growth is found as
-well. A shortage that exists from the start causes no rise. So it is also a finding if one role
-stays saturated while the other has room.
+A scenario is a kind of requests with its own instances. The detector gets the measurements of the
+scenario's requests, window by window. It follows P/D-Serve 3.3. If the time of whole requests (E2E)
+rises and the share of prefill in it rises, prefills are short. If E2E rises and the share falls,
+decodes are short. The rise must last for several windows. The rise is measured against a fixed
+reference, so that slow growth is found as well. A shortage that exists from the start causes no
+rise. So the detector also reports a role that stays saturated while the other has room.
 
 Prefills have no queue, so the wait at the gateway counts as time of prefill (S40). But if decodes
 are full, prompts keep their prefill slots until a decode takes them (S41). The wait then counts as
@@ -90,7 +90,7 @@ class Finding:
 class BottleneckDetector:
     """The detector of one scenario. Pass each window to `handle`.
 
-    The same finding is returned for each window as long as it is true, until `rebase`.
+    As long as a finding is true, it is returned for each window, until `rebase`.
     """
 
     limits: DetectorLimits = field(default_factory=DetectorLimits)

@@ -1,10 +1,11 @@
 """Decides how a scenario's ratio of prefills to decodes changes (S27-S32).
 
-The controller gets measurements of the scenario's requests, window by window. If they show that
-there are too few prefills or decodes, it plans one move of an instance, and waits until the move
-can have an effect. Then `verdict.py` decides whether the move stays or is undone. After that the
-detector learns its reference again, so that one change of the workload causes one move. Every
-decision is reported as a `RatioDecided` with its inputs.
+A scenario is a kind of requests with its own groups of instances. The controller gets measurements
+of the scenario's requests, window by window. If they show that there are too few prefills or
+decodes, it plans one move of an instance, and waits until the move can have an effect. Then
+`verdict.py` decides whether the move stays or is undone. After that the detector learns its
+reference again, so that one change of the workload causes one move. Every decision is reported as a
+`RatioDecided` with its inputs.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class WindowSeen:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioProfiled:
-    """The times of the scenario's requests are given, as a profile measured in advance."""
+    """A profile measured in advance gives the times of the scenario's requests."""
 
     scenario: str
     profile: Profile
@@ -122,7 +123,10 @@ Effect = AskMoves | RatioDecided
 
 @dataclass(slots=True)
 class _Busy:
-    """A group's load over the last windows. It starts again when the group's shape changes."""
+    """A group's load over the last windows.
+
+    Old values are dropped when the group's shape changes.
+    """
 
     shape: tuple[int, int]
     recent: deque[tuple[float | None, float | None]]
@@ -138,7 +142,7 @@ class _Scenario:
     detector: BottleneckDetector
     cooldown: Cooldown
     trial: MoveTrial | None = None  # while this controller's move is being made or judged
-    plan: MovePlan | None = None  # this controller's plan, until it ends
+    plan: MovePlan | None = None  # this controller's plan of moves, until it ends
     judge_from: float = 0.0
     busy: dict[str, _Busy] = field(default_factory=dict)  # by group
     said: str = ""  # the last reported reason to do nothing; not repeated before `silent_until`
@@ -285,7 +289,7 @@ class RatioController:
     def _leave(
         self, state: _Scenario, kind: str, why: str, event: WindowSeen, now: float
     ) -> list[Effect]:
-        """Report that the scenario is left as it is. A repeated reason is reported only rarely."""
+        """Report why the scenario is left as it is. A repeated reason is reported only rarely."""
         if kind == state.said and now < state.silent_until:
             return []
         state.said, state.silent_until = kind, now + self.limits.hold_s

@@ -1,4 +1,4 @@
-"""Decides which failed requests do not count when the ratio P:D of a scenario is judged (S2).
+"""Decides which failed requests are ignored when a scenario's ratio P:D is judged (S2).
 
 P:D is the ratio of prefills to decodes.
 """

@@ -1,8 +1,9 @@
 """Decides which windows of a scenario's requests are ignored by the ratio controller (S30).
 
-The controller adapts the ratio of prefills to decodes to the times of requests. While a group is
-set up, loses an instance, is changed by moves or gets another revision, these times do not depend
-on the ratio alone. If that happens at any moment of a window, the window is ignored.
+A scenario is a kind of requests with its own groups of instances. The controller adapts the ratio
+of prefills to decodes to the times of requests. While a group is set up, loses an instance, is
+changed by moves or gets another revision of its model, these times do not depend on the ratio
+alone. If that happens at any moment of a window, the window is ignored.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class DisturbedWindows:
     ) -> None:
         """Note the scenarios that are disturbed now.
 
-        `serving` has, by scenario and for each of its groups, whether the group is complete and
-        serves. `moving` has the scenarios with a planned move that waits or is being made.
-        `upgrading` has the scenarios with a group that gets another revision.
+        `serving` says by scenario, for each of the scenario's groups, whether the group is complete
+        and serves. `moving` has the scenarios with a planned move of an instance that waits or is
+        being made. `upgrading` has the scenarios with a group that gets another revision.
         """
         self._disturbed.update(upgrading)
         for scenario, groups in serving.items():

@@ -1,8 +1,9 @@
 """Decides which moves bring a scenario nearer to the ratio of roles that it needs (S28, S30).
 
-A move adds an instance to a group, removes one, or changes its role. If the times of requests are
-known from a profile, `moves_to_best_split` plans all moves to the best split of prefills and
-decodes. If one role is found to be short, `next_move` plans one move for it.
+A scenario is a kind of requests with its own groups of instances. A move adds an instance to a
+group, removes one, or changes its role. If the times of requests are known from a profile,
+`moves_to_best_split` plans all moves to the best split of prefills and decodes. If one role is
+found to be short, `next_move` plans one move for it.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def next_move(
 ) -> MoveChoice:
     """The cheapest move that helps the role `short_of`.
 
-    The cheapest move changes the role of an instance of the group. The next one adds a blank
-    instance. The last one takes an instance from another group.
+    The cheapest move changes the role of an instance of the group. The next cheapest adds a blank
+    instance, which has no role. The third takes an instance from another group.
     """
     own = [g for g in serving(groups, scenario) if g.size]
     known = [(busy, g) for g in own if (busy := g.busy(short_of)) is not None]
@@ -109,7 +110,8 @@ def _candidates(
 ) -> list[tuple[Move, str | None]]:
     """The possible moves, cheapest first.
 
-    If a move would only shift the shortage to another role, it comes with the reason against it.
+    A move that would only shift the shortage to another role is returned with the reason against
+    it.
     """
     most = need - limits.min_gain
     changed = Move(group.group_id, MoveKind.CHANGE_ROLE, role)
@@ -137,6 +139,9 @@ def _passed_on(group: GroupShape, giver: Role, most: float) -> str | None:
 
 
 def _without_one(group: GroupShape, role: Role) -> float | None:
-    """How busy the role would be without one instance. None if unknown or if none would be left."""
+    """How busy the role would be without one instance.
+
+    None means that this is unknown, or that no instance would be left.
+    """
     busy, num = group.busy(role), group.num(role)
     return None if busy is None or num < 2 else busy * num / (num - 1)

@@ -1,11 +1,12 @@
 """Measures how busy the prefills and decodes of groups are over a window (S28, S29).
 
 Moves of instances between roles and groups are planned and checked by these loads. The load of a
-prefill is the share of time in which its engine computes. If it reports no such time, its load is
-the share of its slots in use. Used slots would overstate the load, because a prompt keeps its slot
-until a decode has the KV (S41). If there are too few decodes, prefills would look full and could
-not become decodes. The load of any other instance is the share in use of its slots or its KV
-blocks, whichever is larger. If an instance never reported, the load of its role is unknown.
+prefill is the share of time in which its engine computes. If the prefill reports no such time, its
+load is the share of its slots in use. This share overstates the load, because a prompt keeps its
+slot until a decode has the KV (S41). With too few decodes, prefills look full by their slots, and
+would not be allowed to become decodes. The load of any other instance is the share in use of its
+slots or its KV blocks, whichever is larger. If an instance never reported, the load of its role is
+unknown.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Meter:
 class RoleLoads:
     """The loads of the last window. Call `sample` often, and `close` at the end of each window.
 
-    Until the first window is closed, `busy` uses the samples of that window.
+    Until the first window is closed, `busy` uses that window's samples so far.
     """
 
     _meters: dict[str, _Meter] = field(default_factory=dict)

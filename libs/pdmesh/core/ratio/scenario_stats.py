@@ -3,8 +3,8 @@
 T_p is the time from a prefill's acceptance to token 1. T_d is the time from a decode's acceptance
 to the last token, and xi is the part of T_d for the KV transfer. Times are exponentially weighted
 means over a scenario's requests. The request rate is measured over a window. T_p and T_d do not
-include the wait for an acceptance. With n instances of b slots, n b / T is a capacity only if T is
-the time for which a request uses a slot. Phi is the resulting throughput per instance.
+include the wait for an acceptance. The capacity of n instances with b slots each is n b / T, if T
+is the time for which a request uses a slot. Phi is the resulting throughput per instance.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RequestSample:
 
 @dataclass(frozen=True, slots=True)
 class RoleSlots:
-    """The usable instances of one role: n instances with n b slots.
+    """The usable instances of one role: n instances with b slots each, n b together.
 
     A decode also accepts a few requests that wait for a place (its MAX_WAITING). Their slots are
     included in b, and their wait in T_d.
@@ -131,7 +131,7 @@ class Scenarios:
         stats.came(now)
 
     def unanswered(self, scenario: str, now: float) -> None:
-        """Count a request that was refused, failed or given up. It has no times."""
+        """Count a request that was refused, failed or given up, and so has no times."""
         if scenario in self._stats:  # ignore names that no instance ever served
             self._of(scenario).came(now)
 
@@ -148,7 +148,7 @@ class Scenarios:
         return sorted(self._stats.items())
 
     def phi(self, scenario: str, instances: Iterable[Instance], now: float) -> Phi:
-        """The throughput per instance, with the slots of the scenario's usable instances as n b."""
+        """The throughput per instance, where n b counts the slots of a role's usable instances."""
         stats = self._stats.get(scenario)
         if stats is None:  # no instance ever served this name
             return Phi(0.0, math.inf, math.inf, 0)

@@ -1,7 +1,7 @@
 """Builds windows of each scenario's requests, from which its ratio of roles is controlled (S29).
 
-A window has means over the requests that were answered since the last window ended. Only scenarios
-with groups have windows, so names that clients invent have none.
+A scenario is a kind of requests. A window has means over the requests that were answered since the
+last window ended. Only scenarios with groups have windows, so names that clients invent have none.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class ScenarioWindows:
     ) -> Window | None:
         """End the window, which lasted `span_s`.
 
-        Returns None if no request of the scenario was answered, because its times are unknown.
+        Returns None if no request of the scenario was answered, because there are no times to
+        report.
         """
         sums = self._sums.get(scenario)
         if sums is None:

@@ -39,10 +39,11 @@ class Verdict:
 
 @dataclass(slots=True)
 class MoveTrial:
-    """The trial of one move, from its plan until `judge` returns a verdict.
+    """The trial of one move, from its planning until `judge` returns a verdict.
 
-    `short_of` is the role that gets an instance. `before` has the windows that led to the move, and
-    `rate_per_s` is the request rate at that time.
+    `short_of` is the role that gets an instance. A window has the measurements of one period.
+    `before` has the windows that led to the move, and `rate_per_s` is the request rate at that
+    time.
     """
 
     move: Move
@@ -53,7 +54,7 @@ class MoveTrial:
     _after: list[Window] = field(default_factory=list)
 
     def restart(self) -> None:
-        """Forget the windows since the move, because another plan has changed the groups."""
+        """Forget the windows since the move, because other moves have changed the groups."""
         self._after.clear()
 
     def judge(self, window: Window, rate_per_s: float) -> Verdict | None:

@@ -1,13 +1,14 @@
-"""Decides which requests may not join a scenario's queue, by its length over all gateways (S97).
+"""Decides from the length of a scenario's queue whether a request may join the queue (S97).
 
-A scenario is a kind of requests with its own instances. Each gateway reports to the master how many
-of its requests wait for a prefill. The master adds up these counts. With every plan, the master
-sends the total, the limit, and the rate at which the scenario's prefills begin prompts.
+A scenario is a kind of requests with its own instances. Its queue has the requests of all gateways
+that wait for a prefill. Each gateway reports to the master how many such requests it has, and the
+master adds up these counts. With every plan, the master sends the total, the limit, and the rate at
+which the scenario's prefills begin prompts.
 
 A gateway can therefore refuse a new request before it asks any instance. It refuses the request if
-the queue is full, or if the queue ahead takes longer than the request may wait. The waiting room is
-ordered by deadline, so a refused request would have missed its deadline anyway. Counts older than
-`MAX_AGE_S` are ignored.
+the queue is full, or if the queue ahead takes longer than the request may wait. The waiting room,
+in which a gateway's requests wait, is ordered by deadline. So a refused request would have missed
+its deadline anyway. Counts older than `MAX_AGE_S` are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_SCENARIOS: Final = 256
 _MAX_GATEWAYS: Final = 4096
 _RATE_EVERY_S: Final = 0.1
 
-Queue = Mapping[int, int]  # how many requests wait, by priority: 0 is called first
+Queue = Mapping[int, int]  # how many requests wait, by priority; priority 0 is called first
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Pressure:
 class QueueRefusal:
     """`reason` is QUEUE_FULL or TTFT_UNREACHABLE.
 
-    After `retry_after_s` the queue may be short enough.
+    The queue may be short enough after `retry_after_s`.
     """
 
     reason: str
@@ -63,7 +64,7 @@ class QueueBook:
     _told: OrderedDict[str, tuple[float, Mapping[str, Queue]]] = field(default_factory=OrderedDict)
 
     def tell(self, gateway_id: str, queues: Mapping[str, Queue], now: float) -> None:
-        """Record all queues of one gateway, by scenario. They replace its last report."""
+        """Record all queues of one gateway, by scenario. They replace the gateway's last report."""
         self._told.pop(gateway_id, None)
         if queues:
             self._told[gateway_id] = (now, dict(list(queues.items())[:MAX_SCENARIOS]))
@@ -159,8 +160,8 @@ class PressureView:
         """Why a new request should not join the queue, or None if it may join.
 
         Only requests of the same or a higher priority are ahead of the new request. With
-        `can_evict`, the request may take the place of a waiting request in a full waiting room, so
-        it is never refused.
+        `can_evict`, the new request is never refused, because it may take the place of a waiting
+        request.
         """
         heard = self._heard.get(scenario)
         if can_evict or heard is None or now - heard.at > self.max_age_s:

@@ -1,11 +1,12 @@
 """Decides which decode pulls a request's KV while the prefill still computes it (S48, per layer).
 
-A ticket is the right to pull the KV of one prompt. In per-layer mode, the gateway offers the ticket
-to a decode as soon as the prefill accepts the request. The decode then pulls each layer when the
-layer is computed, and takes over the request at token 1. If a decode rejects the offer, the next
-one is asked. If the decode fails before token 1, the request continues without an early decode, and
-a decode is chosen at token 1, as in whole mode. If the decode is lost after it has all KV, the
-ticket is used up, so the prefill must be repeated.
+A ticket is the right to pull the KV of one prompt, and a leg is a request's stay on one instance.
+In per-layer mode, the gateway offers the ticket to a decode as soon as the prefill accepts the
+request. This early decode then pulls each layer when the layer is computed, and takes over the
+request at token 1. If a decode rejects the offer, the next one is asked. If the decode fails before
+token 1, the request continues without an early decode, and a decode is chosen at token 1, as in
+whole mode, where KV is pulled after prefill. If the decode is lost after it has all KV, the ticket
+is used up, so the prefill must be repeated.
 """
 
 from __future__ import annotations
@@ -69,12 +70,15 @@ class EarlyDecode:
         self.has_kv = False
         self.num_rejections = 0
         self.answer_by = math.inf
-        self.refused: list[Candidate] = []  # at token 1, these are not asked again
+        self.refused: list[Candidate] = []  # these decodes are not asked again at token 1
         self._candidates = list(candidates)
         self._start, self._answer_s = start, answer_s
 
     def offer(self, now: float) -> list[Effect]:
-        """Offer the ticket to the next candidate. Without one, a decode is chosen at token 1."""
+        """Offer the ticket to the next candidate.
+
+        If none is left, a decode is chosen at token 1.
+        """
         if not self._candidates:
             return []
         start = self._start(self.ticket, self._candidates.pop(0))

@@ -1,7 +1,9 @@
 """The events and effects of a request's state machine (`machine.py`).
 
-A leg is a request's stay on one instance, and a ticket is the right to pull the KV that a prefill
-has computed. Tokens and tickets have `repr=False`, because a request's last events may be logged.
+A plan names candidate instances for a request. A leg is a request's stay on one instance, and a
+ticket is the right to pull the KV that a prefill has computed. An early decode begins to pull the
+KV before the prefill is done. Tokens and tickets have `repr=False`, because a request's last events
+may be logged.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Candidate:
 
     instance_id: str
     incarnation: int
-    pair: str = ""  # group, fingerprint, revision and KV region, as one text
+    pair: str = ""  # group, engine fingerprint, revision and KV region, as one text
     is_local: bool = False  # it does both phases (fusion or colocated)
     num_matched_tokens: int = 0
     exclusions: SourceExclusions = NO_EXCLUSIONS  # the prefills that this decode ejects or avoids
@@ -47,7 +49,8 @@ class Candidate:
 class TicketHeld:
     """A ticket for the KV that a prefill holds.
 
-    The ticket is valid for `lease_s` seconds. `wire` is the ticket in the form for the decode.
+    The ticket is valid for `lease_s` seconds. `wire` is the ticket in the form that the decode
+    gets.
     """
 
     ticket_id: str = field(repr=False)
@@ -59,7 +62,7 @@ class TicketHeld:
 class Loss:
     """An attempt ended at the time `at`, before the answer was complete.
 
-    The next attempt avoids `instance_ids`, which are empty if no instance is to blame.
+    The next attempt avoids the instances `instance_ids`. There are none if no instance is to blame.
     `num_emitted` is the number of the answer's tokens so far.
     """
 
@@ -74,7 +77,7 @@ class RequestLimits:
     """Limits on one request. Times are in seconds."""
 
     deadline_s: float = 600.0  # from submission to the end
-    ttft_s: float = 10.0  # until a prefill must have accepted; a migration starts it again
+    ttft_s: float = 10.0  # until a prefill must have accepted; a migration starts this time again
     answer_s: float = ANSWER_S  # an instance must accept or reject within this time
     # An accepted leg is lost if neither the leg nor its engine makes progress for this time.
     stall_s: float = LEG_STALL_S
@@ -85,7 +88,8 @@ class RequestLimits:
     max_migrations: int = 3
     max_deaths: int = MAX_DEATHS  # a request fails if this many instances die with it (F38)
     num_innocent_tokens: int = 16  # a death after this many tokens of a leg does not count
-    # A leg without progress is lost after its engine has computed this multiple of its open work.
+    # A leg without progress is lost after the engine has computed this multiple of the work that it
+    # had open.
     max_overtaking: int = 2
     max_candidates: int = 8
 
@@ -95,12 +99,13 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    refusal: MeshError | None = None  # if set, the request must not join its queue and fails
+    # If set, the request must not join the scenario's queue, and fails.
+    refusal: MeshError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReceived:
-    plan: int  # the number of the AskPlan that it answers; answers to older ones are ignored
+    plan: int  # the number of the AskPlan that this answers; answers to older ones are ignored
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
     prompt_compute_s: float = 0.0  # predicted for an empty cache, or 0 if unknown
@@ -159,7 +164,7 @@ class FirstToken(LegEvent):
 
 
 class KvStage(IntEnum):
-    """The stage of the KV of a decode leg, before the engine can use the KV."""
+    """How far the KV of a decode leg has come, before the engine can use it."""
 
     NONE = 0
     PULLING = 1  # the pull has left the pull queue
@@ -170,7 +175,7 @@ class KvStage(IntEnum):
 class KvAdvanced(LegEvent):
     """The leg's KV has reached a stage.
 
-    Each stage counts once as progress of the leg. It is no proof that the engine works.
+    Each stage counts once as progress of the leg. A stage does not prove that the engine works.
     """
 
     stage: KvStage
@@ -201,10 +206,10 @@ class LegFailed(LegEvent):
 
 @dataclass(frozen=True, slots=True)
 class LegLost(LegEvent):
-    """The session with the leg's instance is broken.
+    """The session with the leg's instance, a stream of messages, is broken.
 
-    With `was_silent`, it was closed only because the instance was silent. The instance may be alive
-    and only disconnected.
+    With `was_silent`, the session was closed only because the instance was silent. The instance may
+    then be alive and only disconnected.
     """
 
     was_silent: bool = False
@@ -274,7 +279,7 @@ class AskPlan:
 class SendPrefill:
     """Offer the prompt and `num_replayed` emitted tokens to a prefill.
 
-    The request may produce `max_tokens` further tokens.
+    The answer may have `max_tokens` further tokens.
     """
 
     key: int
@@ -323,7 +328,7 @@ class ReleaseTicket:
 
 @dataclass(frozen=True, slots=True)
 class ForgetLeg:
-    """Forget this key, because no more events of the leg are expected."""
+    """Forget this leg's key, because no more events of the leg are expected."""
 
     key: int
 
@@ -355,7 +360,7 @@ class LeaveRoom:
 class EnterQueue:
     """Count the request in the scenario's queue.
 
-    A prefill has rejected it, and none has accepted it since.
+    A prefill has rejected the request, and none has accepted it since.
     """
 
 

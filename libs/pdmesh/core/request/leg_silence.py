@@ -2,8 +2,8 @@
 
 A leg is a request's stay on one instance. As long as the engine computes other legs, a leg without
 progress may be waiting for its turn, however slow the engine is (S33). But an engine may also have
-forgotten the leg. So once the engine has computed `max_overtaking` times the work that it had open,
-its further work no longer counts as progress for the leg.
+forgotten the leg. So after the engine has computed `max_overtaking` times the work that it had
+open, its further work no longer counts as progress of the leg.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LegSilence:
 
     @property
     def silent_at(self) -> float:
-        """The time at which the leg counts as lost if there is no further progress."""
+        """The time at which the leg counts as lost, if there is no further progress."""
         return max(self.progress_at, self._worked_at) + self._limits.stall_s
 
     def began(self, now: float) -> None:
@@ -58,6 +58,6 @@ class LegSilence:
     def engine_unknown(self, now: float) -> None:
         """Count this call as work of the engine, whose older release does not report work.
 
-        Such a prefill is limited only by the request's deadline.
+        Only the request's deadline bounds a prefill of such an engine.
         """
         self._worked_at = now

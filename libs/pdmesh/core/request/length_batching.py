@@ -1,12 +1,14 @@
 """Puts waiting prompts of similar length into one batch (S90, S91).
 
 Some engines compute the prompts of a batch in lockstep, so that each takes as long as the longest
-one. These engines pad prompts, or they are ranks of a domain that exchange data in every layer.
+one. Such an engine pads its prompts. Or the engines of a data-parallel domain (DP) each compute one
+prompt of the batch, and exchange data in every layer.
 
-A batch is chosen from the first w = max(DP size, |R|) prompts, where R are the waiting prompts. If
-these prompts fit into one batch, all are taken. Otherwise the batch with the least waste is taken.
-A prompt is passed over by at most `max_passed` batches with prompts from behind it, and is then
-taken first. So it begins at most `max_passed` batches later than in the order of the queue.
+A batch is chosen from the first w = max(DP size, |R|) prompts, where R are the waiting prompts, but
+from at most `MAX_WINDOW`. If these prompts fit into one batch, all are taken. Otherwise the batch
+with the least waste is taken. At most `max_passed` batches with later prompts may pass over a
+prompt. The prompt is then taken first. So it begins at most `max_passed` batches later than in the
+order of the queue.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ def padding_waste(lengths: Sequence[int]) -> float:
 class LengthWindow:
     """Chooses batches, for any number of queues.
 
-    A batch from one queue passes over no prompt of another queue. The caller must call `forget` for
-    a prompt that leaves without being in a batch.
+    A batch from one queue does not count as passing over the prompts of another queue. The caller
+    must call `forget` for a prompt that leaves without being in a batch.
     """
 
-    dp_size: int  # prompts of one batch
+    dp_size: int  # the most prompts of one batch
     max_passed: int = MAX_PASSED
-    # How many batches with prompts from behind it have passed over a prompt, by its number.
+    # How many batches with later prompts have passed over each prompt, by the prompt's number.
     _passed: dict[int, int] = field(default_factory=dict)
 
     def take(self, queue: Sequence[Place]) -> list[int]:

@@ -1,10 +1,12 @@
 """The state machine of one request in a gateway: plans, rejections, migrations and deadlines.
 
-A request is one choice of a client's call. A plan names candidate instances for it. The gateway
-offers the request to one prefill after another until one accepts, and after token 1 to the decodes
-in the same way. A leg is the request's stay on one instance. A rejection is a normal answer and
-never counts as a failure (S40-S44). A request that lost a leg is planned again, with the tokens
-emitted so far appended to its prompt.
+A request is one choice, that is, one answer of a client's call. A plan names candidate instances
+for it. The gateway offers the request to one prefill after another until one accepts, and after
+token 1 to the decodes in the same way. A leg is the request's stay on one instance. A ticket is the
+right to pull the KV that the prefill has computed. An early decode pulls this KV while the prefill
+still computes it. An instance may reject the request. This is a normal answer and never counts as a
+failure (S40-S44). A request that lost a leg is planned again, with the tokens emitted so far
+appended to its prompt.
 
 Every leg has a key that is never used again. So a late message of an abandoned leg is recognised
 and dropped. This fence keeps two decodes from answering one request. `transitions.py` has the table
@@ -117,9 +119,9 @@ class Request:
     num_cached_tokens: int = field(default=0, init=False)
     prefill_id: str = field(default="", init=False)
     decode_id: str = field(default="", init=False)
-    prompt_compute_s: float = field(default=0.0, init=False)  # as the last plan predicts
+    prompt_compute_s: float = field(default=0.0, init=False)  # as the last plan predicted
     expected_s: float = field(default=0.0, init=False)  # predicted time from first plan to token 1
-    losses: list[Loss] = field(default_factory=list, init=False)  # one per attempt at most
+    losses: list[Loss] = field(default_factory=list, init=False)  # at most one per attempt
 
     _plan: int = field(default=0, init=False)
     _candidates: list[Candidate] = field(default_factory=list, init=False)
@@ -395,7 +397,7 @@ class Request:
         """Exclude the decodes that refused from the next plan.
 
         Otherwise a master that does not know yet that a decode is dead would plan with it again and
-        again, until no migration is left.
+        again, until the limit on migrations is reached.
         """
         self._exclusions.add(c.instance_id for c in early.refused)
 
@@ -480,7 +482,7 @@ class Request:
     def _start_decoding(self, now: float) -> None:
         """Note that the active leg decodes.
 
-        Its first tokens or its KV prove this, even if they arrive before its acceptance.
+        The leg's first tokens or its KV prove this, even if they arrive before the acceptance.
         """
         leg = self._active_leg
         self.phase = RequestPhase.DECODING
@@ -534,7 +536,10 @@ class Request:
         self._retry_s = min(_MAX_RETRY_S, self._retry_s * 2)
 
     def _on_slot_freed(self, event: SlotFreed, now: float) -> list[Effect]:
-        """Offer the request to the instance with a free slot. If it rejects, wait again."""
+        """Offer the request to the instance with a free slot.
+
+        If that instance rejects it, wait again.
+        """
         is_prefill = self.phase is RequestPhase.WAITING_PREFILL
         on = self._candidates if is_prefill else self._decodes
         for candidate in on:
@@ -726,7 +731,7 @@ def _too_long(detail: str) -> InvalidRequest:
     )
 
 
-# The event has type Any because each function takes only the type that is its key.
+# The event has type Any because each function accepts only events of the type that is its key.
 _ACTIONS: Final[dict[type, Callable[[Request, Any, float], list[Effect]]]] = {
     Submitted: Request._on_submitted,
     PlanReceived: Request._on_plan,

@@ -20,7 +20,8 @@ class PlanExclusions:
         self._ids: dict[str, None] = {}
         self._out_of_reach: dict[str, None] = {}  # prefills whose KV a decode could not get
         self._too_small: dict[str, None] = {}  # instances that cannot hold the request when empty
-        self._has_narrowed = False  # whether `narrow` has changed anything since the last waiting
+        # Whether `narrow` has changed anything since the request last waited.
+        self._has_narrowed = False
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -62,7 +63,7 @@ class PlanExclusions:
         return is_all and bool(self._too_small)
 
     def wait(self) -> None:
-        """Exclude only instances that are too small, because the others may return."""
+        """Exclude only instances that are too small, because the others may work again later."""
         self._ids = dict(self._too_small)
 
     def waited(self) -> None:

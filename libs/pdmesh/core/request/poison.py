@@ -1,9 +1,9 @@
 """Decides which prompts are refused because instances died while computing them (F38).
 
 A prompt that has killed two instances is refused for a while. Otherwise the client's own retries
-would send it to two more instances. Prompts are identified by a digest. If an instance dies, it
-ends many calls, and several of them may have one prompt. So the instances are counted and not the
-calls. At most `max_entries` prompts are remembered.
+would send it to two more instances. Prompts are identified by a digest. The death of an instance
+ends many calls, and several of them may have the same prompt. So instances are counted, not calls.
+At most `max_entries` prompts are remembered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 MAX_DEATHS: Final = 2  # if this many instances die with one request, the request is to blame
 
-Victim = tuple[str, int]  # an instance that died, and its incarnation
+Victim = tuple[str, int]  # an instance that died, and its incarnation (one life of the instance)
 
 
 class Deaths:
@@ -44,7 +44,7 @@ class Deaths:
             self._num_emitted = num_emitted
 
     def witnessed(self, num_emitted: int) -> Sequence[Victim]:
-        """The counted deaths, or none if the request has got a token elsewhere since."""
+        """The counted deaths, or none if another instance has produced a token since."""
         return () if num_emitted > self._num_emitted else tuple(self._victims)
 
 
@@ -61,7 +61,7 @@ class PoisonBook:
         return len(self._victims)
 
     def add(self, digest: bytes, victims: Iterable[Victim], now: float) -> None:
-        """Add instances that died with this prompt. Its request has got no token since."""
+        """Add instances that died with this prompt, whose request has got no token since."""
         known = self._get(digest, now)
         self._victims.pop(digest, None)
         self._victims[digest] = (known.union(victims), now + self.remember_s)

@@ -23,7 +23,7 @@ from pdmesh.core.request.events import (
 
 @dataclass(frozen=True, slots=True)
 class OpenTicket:
-    """The KV of a finished prefill leg. The instance keeps it for the request until `until`."""
+    """The KV of a finished prefill leg. The prefill keeps this KV for the request until `until`."""
 
     key: int  # of the prefill leg
     holder: Candidate
@@ -44,7 +44,8 @@ class Holdings:
         self.leg: OpenLeg | None = None
         self.early: EarlyDecode | None = None
         self.ticket: OpenTicket | None = None
-        # Set when the ticket's holder is lost. A decode that has the KV must report it by then.
+        # Set when the ticket's holder is lost: a decode that has the KV must report it by this
+        # time.
         self.kv_by = math.inf
         self.decoding_key = 0
 

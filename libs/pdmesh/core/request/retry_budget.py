@@ -1,8 +1,8 @@
 """Limits the retries of a gateway in proportion to its requests.
 
 Each request earns a fraction of a retry, and each retry spends one. So a fault that makes all
-requests fail cannot multiply the load. The reserve is enough for the loss of one instance when the
-gateway has few requests.
+requests fail cannot multiply the load. A reserve of retries is enough for the loss of one instance
+when the gateway has few requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decides the scenario of a request that names none (P/D-Serve 2.2.1, 3.2; S4).
 
 A scenario is a kind of requests with its own instances. If the client names a scenario, no rule
-applies. Otherwise the first rule that fits decides. If no rule fits, the scenario is `default`. A
+applies. Otherwise the first matching rule decides. If no rule matches, the scenario is `default`. A
 rule may depend on the operation, on the prompt's length, and on how many of the prompt's tokens the
 scenario's best instance would have to compute.
 
@@ -55,7 +55,8 @@ def scenario_by_rule(
 ) -> str | None:
     """The scenario of the first rule that fits, or None.
 
-    `num_cached_tokens` has the longest cached prefix by scenario. A missing scenario means 0.
+    `num_cached_tokens` has the length of the longest cached prefix by scenario. A missing scenario
+    means 0.
     """
     for rule in rules:
         if rule.fits(operation, num_prompt_tokens, num_cached_tokens.get(rule.scenario, 0)):

@@ -3,7 +3,9 @@
 An event that is not in the table is late or impossible. A late event belongs to a leg or a request
 that has ended since the event was sent, so it changes nothing. No order of messages can lead to an
 impossible event, so `Request.handle` raises `IllegalEvent` for it. An event that could be either
-counts as late. `python -m tools.request_states` makes docs/request-states.md from this table.
+counts as late. A leg is a request's stay on one instance, and a ticket is the right to pull a
+prefill's KV. An early decode pulls this KV while the prefill still computes it. `python -m
+tools.request_states` makes docs/request-states.md from this table.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class RequestPhase(StrEnum):
 
     NEW = "new"
     PLANNING = "planning"
-    WAITING_PLAN = "waiting_plan"  # rejected or lost a leg, and no other instance is available
+    # Every offer was rejected or a leg was lost, and no other instance is available.
+    WAITING_PLAN = "waiting_plan"
     PREFILL_OFFERED = "prefill_offered"
     WAITING_PREFILL = "waiting_prefill"  # in the waiting room
     PREFILLING = "prefilling"
@@ -144,7 +147,7 @@ TRANSITIONS: Final[Mapping[RequestPhase, Row]] = {
     ENDED: {},
 }
 
-# The events of legs beside the active one: the early decode, and the holder of the ticket.
+# The events of legs beside the active one: the leg of an early decode, and of the ticket's holder.
 BESIDE: Final[Mapping[RequestPhase, Row]] = {
     **{phase: {} for phase in RequestPhase},
     PREFILLING: {
@@ -162,8 +165,8 @@ BESIDE: Final[Mapping[RequestPhase, Row]] = {
 
 # Events that only decodes send, and never for a prefill leg.
 _DECODES_WORDS: Final = frozenset({KvAdvanced, LegKvReceived, DecodeTokens, LegFinished})
-# `Submitted` comes once, before all other events. It is also impossible that a leg sends an event
-# of another role, or that a plan arrives for which the request has not asked.
+# `Submitted` comes once, before all other events. A leg never sends an event of the other role, and
+# no plan arrives for which the request has not asked.
 IMPOSSIBLE: Final[Mapping[RequestPhase, frozenset[type]]] = {
     **{phase: frozenset({Submitted}) for phase in RequestPhase},
     NEW: frozenset({PlanReceived, PlanFailed, SlotFreed, WaitRefused, StopMatched}),

@@ -12,9 +12,9 @@ A request may wait for several instances. It is called once, and must join again
 Gateways also use a waiting room for grammars that wait to be compiled, with the compiler as the
 only instance (`services/gateway/text/grammar_checks.py`).
 
-If the room is full, a new request may replace one with a weaker claim. This is a request of a lower
-priority, or of a tenant with more waiting requests for its weight. So a tenant that floods the room
-keeps out only its own requests.
+If the room is full, a new request may replace one with a weaker claim: a request of a lower
+priority, or of a tenant that has more waiting requests for its weight. So a tenant that floods the
+room keeps out only its own requests.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WaitingRoom(Generic[W]):
     _heaps: dict[str, dict[_Group, list[tuple[float, int]]]] = field(default_factory=dict)
     _entries: dict[int, _Entry[W]] = field(default_factory=dict)
     _members: dict[_Group, dict[int, None]] = field(default_factory=dict)
-    # The virtual time at which the next call of a group starts, for the fair queueing.
+    # For the fair queueing: the virtual time at which the next request of a tenant starts.
     _turns: dict[_Group, float] = field(default_factory=dict)
     _clock: dict[int, float] = field(default_factory=dict)  # virtual time of each priority
     _next_id: int = 1
@@ -122,7 +122,7 @@ class WaitingRoom(Generic[W]):
     def leave(self, number: int) -> W | None:
         """Remove a waiter and return it, or return None if it has left before.
 
-        The waiter's entries in the heaps are dropped later, or at once if the room is empty.
+        The waiter's entries in the heaps are dropped later, or at once if the room becomes empty.
         """
         entry = self._forget(number)
         if entry is None:
@@ -151,7 +151,7 @@ class WaitingRoom(Generic[W]):
         return called
 
     def _first(self, instance_id: str, group: _Group, num_free: int) -> list[int]:
-        """The next waiter of this group, or the next batch.
+        """The next waiter of this priority and tenant, or the next batch.
 
         The result is empty if there are too few free slots for the batch. Waiters that do not fill
         a batch do not wait for more waiters (S46).
@@ -166,7 +166,7 @@ class WaitingRoom(Generic[W]):
         return self.window.take([Place(n, self._entries[n].num_tokens) for _, n in sorted(waiting)])
 
     def _next_group(self, instance_id: str) -> _Group | None:
-        """The group to call next, by priority and then by the tenants' turns."""
+        """The priority and tenant to call next, by priority and then by the tenants' turns."""
         heaps = self._heaps.get(instance_id)
         if not heaps:
             return None
@@ -183,7 +183,7 @@ class WaitingRoom(Generic[W]):
     def _least_claim(self, claim: Claim) -> int | None:
         """The waiter that a new request with this claim may replace, or None.
 
-        In the group that must yield, it is the waiter with the latest deadline.
+        Among the waiters of the priority and tenant that must yield, it has the latest deadline.
         """
         group = self._group_to_yield(claim)
         if group is None:

@@ -1,7 +1,7 @@
 """Says whether P/D pays for a workload, by comparing the smallest deployment of each kind.
 
 P/D has prefill and decode on different instances, and fusion has both on each instance. The queues
-in a plan are approximations. Their error, as an error in load, was measured against the virtual
+in a plan are approximations. Their error, as an error in load, was measured against a simulated
 mesh (`make bench NAME=sizing`). So each kind gets a range: the devices that it needs if the load is
 smaller or larger by that error. If the ranges overlap, there is no difference.
 """
@@ -77,7 +77,8 @@ def _range(wanted: Workload, found: Deployment | NotPossible, error: float) -> G
     if isinstance(found, NotPossible):
         return None
     search = smallest_fusion if found.is_fusion else smallest_pair
-    # Only the kinds of the found deployment: a slightly different load must not change the ranks.
+    # Search only among the kinds of the found deployment: a slightly different load must not change
+    # the number of ranks.
     kinds = tuple(dict.fromkeys(pool.kind for pool in found.pools))
     wanted = replace(wanted, kinds=kinds, chunks=(found.pools[0].chunk,))
     rate = wanted.traffic.rate_per_s

@@ -95,9 +95,9 @@ def _between(values: list[float], at: float) -> float:
 class NextTokens:
     """The time per token, after the first token.
 
-    Three tuples have one value for each sampled request. `deviations` and `skews` describe its time
-    per token. `extra_s` is its wait before the first decode step, divided by its number of tokens.
-    No request has a mean time per token above `slowest_s`.
+    Three tuples have one value for each sampled request. `deviations` and `skews` describe the
+    request's time per token. `extra_s` is the request's wait before the first decode step, divided
+    by its number of tokens. No request has a mean time per token above `slowest_s`.
     """
 
     mean_s: float
@@ -165,8 +165,9 @@ def no_tokens(most: int, steps: float) -> NextTokens:
 
 
 def averaged(lives: float) -> float:
-    """The share of the batch's variance that is left in a mean over `lives` mean lengths of a
-    request.
+    """The share of the batch's variance that remains in its mean over a period.
+
+    The period is `lives` times the mean duration of a request.
     """
     if lives < 1e-3:
         return 1.0

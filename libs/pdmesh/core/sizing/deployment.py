@@ -37,12 +37,11 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The latencies that requests see. `ttft_s` and `tpot_s` are quantiles at the share of the
-    goals.
+    """The latencies that requests see.
 
-    `busy` is a share of time, 0 to 1. For P/D it is the time in which prefills compute. For fusion
-    it is the time in steps that include prompts. `batch` is the mean number of sequences in one
-    engine.
+    `ttft_s` and `tpot_s` are the quantiles for the share of requests that the goals name. `busy` is
+    a share of time, 0 to 1. For P/D it is the time in which prefills compute. For fusion it is the
+    time in steps that include prompts. `batch` is the mean number of sequences in one engine.
     """
 
     ttft_p50_s: float
@@ -56,7 +55,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A pool of prefills and a pool of decodes, or one pool of fusion instances."""
+    """A pool of prefills and a pool of decodes, or one pool of fusion instances, which do both."""
 
     pools: tuple[PoolSize, ...]  # (prefill, decode) or (fusion,)
     seen: Seen
@@ -144,7 +143,8 @@ def _seen(
 def slots_for(batch: float, most: int) -> int:
     """The slots of a decode or fusion instance, a multiple of 8 up to `most`.
 
-    They are so many that they are seldom all in use. `batch` is the mean number of sequences.
+    There are so many slots that they are seldom all in use. `batch` is the mean number of
+    sequences.
     """
     if math.isinf(batch):
         return most

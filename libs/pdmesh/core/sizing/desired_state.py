@@ -1,5 +1,6 @@
-"""Writes the desired state of a planned deployment, as the data that `pdmesh apply` reads
-as YAML.
+"""Writes a planned deployment as a desired state, the groups that a mesh should have.
+
+`pdmesh apply` reads this data as YAML.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pdmesh.core.sizing.traffic import BLOCK, Goals, Traffic
 NAME: Final = "planned"
 _SCENARIO: Final = "default"  # the scenario of requests that name none
 _MIB: Final = 2**20
-_MARGIN: Final = 1.25  # requests are refused above this many times the longest planned one
+_MARGIN: Final = 1.25  # a request longer than this many times the longest planned one is refused
 
 
 def desired_state(

@@ -1,9 +1,9 @@
 """The shares of an accelerator's peaks that an engine reaches, by kind of model.
 
 The shares are fitted to the tables of aiconfigurator 0.12 (Apache-2.0). NVIDIA measured the times
-of vLLM 0.24's kernels on each accelerator. These times are added up to the steps of twelve models
-on one to eight ranks. `python -m loadtests.sizing.fit` makes this table again, and prints how far
-step times computed with these shares are off.
+of vLLM 0.24's kernels on each accelerator. For the fit, these times are added up to the times of
+the steps of twelve models on one to eight ranks. `python -m loadtests.sizing.fit` makes this table
+again, and prints how far step times computed with these shares are off.
 """
 
 from __future__ import annotations

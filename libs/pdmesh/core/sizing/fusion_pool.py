@@ -2,7 +2,8 @@
 
 A step computes a chunk of prompts together with one token of each running sequence. In such a mixed
 step, every running sequence waits for the chunk. But the step reads the weights only once for both,
-so its tokens are cheap. Fusion has another cost: both phases queue for the same engine.
+so the tokens of the sequences are cheap. Fusion has another cost: both phases queue for the same
+engine.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from pdmesh.core.sizing.prefill_pool import (
 from pdmesh.core.sizing.queueing import QueueWait, erlang_c, waiting
 from pdmesh.core.sizing.traffic import RequestLengths, Traffic, mean
 
-# With n instances, the variance of the prompts that each instance gets falls as n to this power. On
-# the virtual mesh, the power is between 1/2 and 1.
+# With n instances, the variance of the prompts that each instance gets falls as n to this power. In
+# simulations, the power is between 1/2 and 1.
 _EVENNESS: Final = 2 / 3
 
 

@@ -96,14 +96,15 @@ class ModelShape:
 
     @property
     def dense_bytes(self) -> float:
-        """The bytes of the weights that every step reads. Of the embeddings, a step reads
-        few rows.
+        """The bytes of the weights that every step reads.
+
+        A step reads only a few rows of the embeddings.
         """
         return (self.dense_params * self.weight_bits + self.head_params * self._head_bits) / 8
 
     @property
     def _head_bits(self) -> float:
-        """The bits per parameter of the head and the embeddings. Both are never quantised."""
+        """The bits per parameter of the head and the embeddings. Neither is ever quantised."""
         return max(self.weight_bits, 16.0)
 
     @property
@@ -208,9 +209,7 @@ def _attention(config: Config, hidden: int) -> _Attention:
 
 
 def _latent_attention(config: Config, hidden: int, heads: int) -> _Attention:
-    """Multi-head latent attention: all heads share one latent vector per token, and KV is only
-    that.
-    """
+    """Multi-head latent attention: all heads share one latent vector per token, which is the KV."""
     latent, rope = _count(config, "kv_lora_rank"), _count(config, "qk_rope_head_dim")
     nope, value = _count(config, "qk_nope_head_dim"), _count(config, "v_head_dim")
     query_rank = _count(config, "q_lora_rank", 0)

@@ -81,7 +81,7 @@ def batch_size(num_instances: int, busy: float, most: float) -> float:
 
 
 def batch_extra_s(middle_s: float, num_instances: int, busy: float, most: float) -> float:
-    """For a prompt that waits, how much later its batch ends than the prompt alone would."""
+    """For a prompt that waits, how much later its batch ends than the prompt alone would end."""
     size = batch_size(num_instances, busy, most)
     probability = erlang_c(num_instances, busy)
     return (size - 1) / 2 * middle_s / probability if probability else 0.0
@@ -90,7 +90,7 @@ def batch_extra_s(middle_s: float, num_instances: int, busy: float, most: float)
 def _shared_fixed(
     law: Law, traffic: Traffic, num_instances: int, alone: list[float], together: float
 ) -> tuple[float, list[float]]:
-    """The busy share and the service times if prompts of one step pay its fixed cost only once."""
+    """The busy share and the service times, if prompts in one step share the step's fixed cost."""
     saved = 0.0
     busy = traffic.rate_per_s * mean(alone) / num_instances
     for _ in range(20):

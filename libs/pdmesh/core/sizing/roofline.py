@@ -1,8 +1,9 @@
-"""Computes the law of an engine's steps, which gives their times, from its accelerators' roofline.
+"""Computes the times of an engine's steps, as a law, from its accelerators' roofline.
 
-The operations and the bytes of a step would take a certain time at the device's peaks. This time is
-divided by the share of each peak that the engine reaches (`efficiency.py`). An overhead per layer
-is added. With several tensor-parallel ranks, each layer adds two all-reduces.
+A law is a formula for the times of steps. The operations and the bytes of a step would take a
+certain time at the device's peaks. This time is divided by the share of each peak that the engine
+reaches (`efficiency.py`). An overhead per layer is added. With several tensor-parallel ranks, each
+layer adds two all-reduces.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Goals:
 def traffic_of(rate_per_s: float, prompt: str, output: str, cached_share: float) -> Traffic:
     """Traffic with lengths of prompts and outputs from texts that `spread` reads."""
     prompts, outputs = spread("prompt", prompt), spread("output", output)
-    random.Random(1).shuffle(outputs)  # long prompts have answers of any length
+    random.Random(1).shuffle(outputs)  # because long prompts have answers of any length
     return Traffic(
         rate_per_s,
         tuple(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ChoiceUse:
-    """The use of one of a call's answers. `num_taken` counts the tokens that the client has or will
-    get.
+    """The use of one of a call's answers.
+
+    `num_taken` counts the tokens that the client has got or will get.
     """
 
     num_tokens: int

@@ -39,7 +39,7 @@ _HELD_S: Final = 1.0  # if there are fewer parts than gateways, a part is held a
 
 
 def num_parts(limits: TenantLimits) -> int:
-    """Into how many parts the limits are cut. 0 means that there is no limit that is cut."""
+    """Into how many parts the limits are cut. 0 means that no limit is cut."""
     if replace(limits, tokens_per_day=None) == TenantLimits():
         return 0
     found = [_MAX_PARTS]
@@ -77,7 +77,7 @@ class Ledger:
 class _Known:
     ledger: Ledger | None = None
     revision: int = 0
-    leaving: dict[int, Part] = field(default_factory=dict)  # parts given up but not handed over
+    leaving: dict[int, Part] = field(default_factory=dict)  # parts given up but not handed over yet
     since: float = 0.0  # when this gateway got its last part
     waiting: list[int] = field(default_factory=list)  # the tokens that each waiting call needs
     # While we give tokens back, the ledger still has our larger lease. We grant no more than this
@@ -89,8 +89,9 @@ class _Known:
 class TenantParts:
     """What one gateway, `me`, knows about all ledgers, and what it writes to them.
 
-    `seen` takes any state of a ledger from the store, including what this gateway wrote. `more`,
-    `more_tokens` and `due` return the ledger to write at the known revision, or None.
+    `seen` records any state of a ledger from the store, including what this gateway wrote. `more`,
+    `more_tokens` and `due` return the ledger to write if the store still has the known revision, or
+    None.
     """
 
     me: str
@@ -110,7 +111,7 @@ class TenantParts:
         return sum(index < num for index in self.tenants.held(tenant.name)) >= num
 
     def seen(self, tenant: Tenant, ledger: Ledger | None, revision: int, clock: Clock) -> None:
-        """Take the present state of a tenant's ledger from the store."""
+        """Record the present state of a tenant's ledger in the store."""
         known = self._of(tenant)
         if revision < known.revision:
             return  # older than what we know
@@ -124,14 +125,14 @@ class TenantParts:
             is_held = index in self.tenants.held(tenant.name)
             if holder != self.me:
                 known.leaving.pop(index, None)
-                if is_held:  # another gateway took the part, because it took us for dead
+                if is_held:  # another gateway took the part, because it considered us dead
                     self.tenants.give_up(tenant, index, clock)
             elif not is_held and index not in known.leaving:
                 self.tenants.hold(tenant, index, ledger.parts[index], clock)
                 known.since = clock.now
 
     def wrote(self, tenant: Tenant, ledger: Ledger, revision: int, clock: Clock) -> None:
-        """The store accepted this write, so it can no longer accept any earlier write of ours."""
+        """The store accepted this write of ours, so it will accept none of our earlier writes."""
         known = self._of(tenant)
         known.giving = None
         if revision < known.revision and known.ledger is not None:
@@ -230,7 +231,7 @@ class TenantParts:
     def _lease_seen(self, tenant: Tenant, ledger: Ledger, clock: Clock) -> None:
         known, (day, _, num_used) = self._of(tenant), self.tenants.today(tenant.name, clock.day)
         mine = quota_leases.lease_of(ledger.leases, self.me, day)
-        if mine is not None:  # None: the store lost the lease, or others took us for dead
+        if mine is not None:  # None: the store lost the lease, or others considered us dead
             giving = known.giving
             if giving is None or giving.day != day or mine.allowed <= giving.allowed:
                 known.giving = None
@@ -264,8 +265,8 @@ class TenantParts:
         """The ledger in which we hand over what others need more, and write what was used.
 
         None if nothing has changed. If `tells_use` is true, the use of parts and leases is also
-        written. Set it only now and then, or every call would cause a write. `is_leaving` means
-        that this gateway accepts no more calls.
+        written. Set it only at intervals, because otherwise every call would cause a write.
+        `is_leaving` means that this gateway accepts no more calls.
         """
         self._trim(tenant)
         known = self._of(tenant)

@@ -66,8 +66,9 @@ class Limit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LimitRefused:
-    """A limit refuses a call. `num_lacking` counts the tokens that other gateways may give up for
-    it.
+    """A limit refuses a call.
+
+    `num_lacking` counts the tokens that other gateways may give up for this call.
     """
 
     limit: Limit
@@ -348,7 +349,7 @@ class Tenants:
     def _fit(
         self, account: _Account, limits: TenantLimits, now: float, *, is_empty: bool = False
     ) -> None:
-        """Fit the buckets to the limits and to our present share, which may both have changed.
+        """Fit the buckets to the limits and to our present share, because both may have changed.
 
         With `is_empty`, a new bucket starts empty.
         """

@@ -1,1 +1,1 @@
-"""Rolling upgrades: groups get a new revision one after another. A bad one is rolled back."""
+"""Rolling upgrades: groups get a new revision one after another. A bad revision is rolled back."""

@@ -1,15 +1,16 @@
 """Decides which group gets a new revision next, and when all groups roll back (S24).
 
-A revision is a name for a service's model, KV layout and transport. The groups of a scenario get a
-new revision one after another, and keep their ratio of prefills to decodes. Each round compares the
-services that the groups run with the desired state, and decides the upgrade's next record. The
-records are in the registry, so a new leader continues an upgrade. Only times, answers and incidents
-are kept in this process. The rules are:
+A revision is a name for a service's model, KV layout and transport. A scenario is a kind of
+requests with its own groups of instances. These groups get a new revision one after another, and
+keep their ratio of prefills to decodes. Each round compares the services that the groups run with
+the desired state, and decides the next state of the upgrade, its record. The records are in the
+registry, so a new leader continues an upgrade. The controller keeps only times, answers and
+incidents in memory. The rules are:
 
 - Only one group over all scenarios changes at a time, and only while the others can carry the
   scenario's requests. Groups that do not serve get the revision after the others have proved it.
-- A group has proved the revision when it was complete and served well for a while. If it fails, all
-  groups roll back, one at a time. The desired state also rolls back, as a new version.
+- A group has proved the revision when it was complete and served well for a while. If one group
+  fails, all groups roll back, one at a time. The previous desired state returns, as a new version.
 - A canary is a small group beside the others. It gets a share of the requests until an operator
   promotes the upgrade. Then the other groups get the revision.
 """

@@ -1,7 +1,8 @@
 """Decides whether a group may be taken out of service for an upgrade now (S24).
 
-Only one group over all scenarios changes at a time. It changes only while the other groups of its
-scenario are complete and can carry the requests.
+A scenario is a kind of requests with its own groups of instances. Only one group over all scenarios
+changes at a time. It changes only while the other groups of its scenario are complete and can carry
+the requests.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ def why_not_now(
 ) -> str:
     """Why no group of the scenario may change now, or empty if one may.
 
-    Groups in `may_be_broken` need not be complete. `planning` has the scenarios whose groups a plan
-    of moves is changing.
+    Groups in `may_be_broken` need not be complete. `planning` has the scenarios in which planned
+    moves of instances are changing groups.
     """
     if round_.is_taken:
         return "a group of another scenario is being changed"
@@ -37,9 +38,9 @@ def why_not_now(
 def why_no_room(round_: UpgradeRound, group: GroupSeen) -> str:
     """Why the group cannot make room for its new instances, or empty if it can.
 
-    The new instances need as many blank instances as the group has instances. For each one that is
-    missing, an old instance of any role must leave first. A data-parallel domain leaves with all of
-    its ranks.
+    The new instances need as many blank instances, which have no role, as the group has instances.
+    For each missing blank instance, an old instance of any role must leave first. A data-parallel
+    domain leaves with all of its ranks.
     """
     short = max(0, group.num_instances - group.num_blank)
     if not short:

@@ -1,6 +1,8 @@
 """The events and effects of the upgrade controller (`controller.py`).
 
-An upgrade gives the groups of a scenario a new revision, one group after another.
+A scenario is a kind of requests with its own groups of instances. A revision names a version of
+model, KV layout and transport. An upgrade gives the groups of a scenario a new revision, one group
+after another. An extra group, the canary, may get the revision first, with a share of the requests.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ class GroupSeen:
     """A group's state after the last round of the group controller.
 
     `is_whole` means that the group is complete and serves. `busy` is the share of each role's slots
-    in use, or None if it is unknown. `num_blank` is the number of blank instances that could join.
-    `faulty` has the suspected and faulty instances of the group's revision, each with a reason.
+    in use, or None if it is unknown. `num_blank` is the number of blank instances, which have no
+    role, that could join. `faulty` has the suspected and faulty instances of the group's revision,
+    each with a reason.
     """
 
     group_id: str
@@ -35,7 +38,8 @@ class GroupSeen:
     failure: str = ""
     detail: str = ""
     faulty: Mapping[str, str] = field(default_factory=dict)
-    dp_sizes: Mapping[Role, int] = field(default_factory=dict)  # instances per member, if not 1
+    # Instances per data-parallel domain, if not 1.
+    dp_sizes: Mapping[Role, int] = field(default_factory=dict)
 
     def dp_size(self, role: Role) -> int:
         return self.dp_sizes.get(role, 1)
@@ -54,9 +58,9 @@ class GroupSeen:
 class GroupsObserved:
     """The input of a round: the desired state and the groups as they are.
 
-    `targets` has the service that each scenario should run. `planning` has the scenarios whose
-    groups a plan of moves is changing. `gathering` is the subset of `planning` whose plan only
-    waits for instances.
+    `targets` has the service that each scenario should run. `planning` has the scenarios in which
+    planned moves of instances are changing groups. `gathering` is the subset of `planning` in which
+    the moves only wait for instances.
     """
 
     version: int

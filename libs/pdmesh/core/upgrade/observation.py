@@ -1,6 +1,7 @@
 """Builds the input of the upgrade controller, `GroupsObserved`.
 
-The input comes from the desired state, the last round of the group controller, and `Surroundings`.
+The controller gives a new revision to the groups of a scenario, which is a kind of requests. The
+input comes from the desired state, the last round of the group controller, and `Surroundings`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ class Surroundings:
     """Facts from other parts of the master, which the group controller does not have.
 
     `faulty` has the suspected and faulty instances by group and revision, each with a reason.
-    `planning` has the scenarios whose groups a plan of moves is changing. `gathering` is the subset
-    of `planning` whose plan only waits for instances.
+    `planning` has the scenarios in which planned moves of instances are changing groups.
+    `gathering` is the subset of `planning` in which the moves only wait for instances.
     """
 
     busy: Busy
     faulty: Mapping[GroupRevision, Mapping[str, str]] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
     gathering: frozenset[str] = frozenset()
-    canary_share: float = 0.0  # the canary's share, given when the desired state was applied
+    # The share of requests for the canary, an extra first group, given with the desired state.
+    canary_share: float = 0.0
     lost_versions: frozenset[int] = frozenset()  # old desired states that cannot be restored
 
 
@@ -47,8 +49,8 @@ def observe(
 ) -> GroupsObserved:
     """Build the input for one round of the upgrade controller.
 
-    `asked` is the desired state, and `adjusted` is the same with the changes by plans of moves.
-    Groups that the group controller has not reported are left out.
+    `asked` is the desired state, and `adjusted` is the desired state with the changes that planned
+    moves have made. Groups that the group controller has not reported are left out.
     """
     round_ = Round(observed)
     named = with_canaries(adjusted, upgrades).groups

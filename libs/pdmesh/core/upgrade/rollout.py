@@ -1,8 +1,9 @@
 """Decides the next step of one scenario's upgrade, and why its groups must wait (S24).
 
-In an upgrade, one group of the scenario after another gets the new service. The next group begins
-when the one before has been complete and healthy for a while. If the upgrade has a canary, an extra
-group gets the service first, with a share of the requests, until an operator promotes the upgrade.
+A scenario is a kind of requests with its own groups of instances. In an upgrade, one of these
+groups after another gets the new service. The next group begins when the one before has been
+complete and healthy for a while. If the upgrade has a canary, an extra group gets the service
+first, with a share of the requests, until an operator promotes the upgrade.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def decide(round_: UpgradeRound, before: Upgrade | None) -> Upgrade:
 
 
 def _without_gone(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
-    """Forget groups that are lent or removed. If such a group returns, it runs `settled`."""
+    """Forget groups that are lent or removed.
+
+    If such a group returns, it gets the settled service, to which a rollback also returns.
+    """
     here = {g.group_id for g in round_.groups}
     changed = {g: s for g, s in upgrade.changed.items() if g in here}
     current = upgrade.current if upgrade.current in here else ""
@@ -75,7 +79,7 @@ def _retargeted(round_: UpgradeRound, upgrade: Upgrade, target: Service) -> Upgr
 
 
 def _try_out(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
-    """Judge the canary, which serves its share until an operator ends its trial."""
+    """Judge the canary, which gets its share of the requests until an operator ends the trial."""
     canary = canary_of(round_.scenario)
     seen, trial = round_.observed.groups.get(canary), round_.trial(canary, upgrade.target)
     share = f"{upgrade.canary_share:.1%} of the requests"
@@ -114,7 +118,7 @@ def _go_on(round_: UpgradeRound, upgrade: Upgrade) -> Upgrade:
 def _begin_unserved(round_: UpgradeRound, upgrade: Upgrade, left: list[GroupSeen]) -> Upgrade:
     """Begin with one group although no group serves now.
 
-    No group runs the target yet, so it must be proved in one group first, even in an outage.
+    No group runs the target service yet, so one group must prove it first, even in an outage.
     """
     if not left:
         round_.say(upgrade, "waiting", "all of its groups are lent or not set up yet")

@@ -1,7 +1,8 @@
-"""The working set of one round of one scenario's upgrade.
+"""The input and the results of one round of a scenario's upgrade.
 
-A round compares the services that the scenario's groups run with the desired state. `UpgradeRound`
-has the input of the round, and collects its effects and its report.
+A scenario is a kind of requests. A round compares the services that the scenario's groups of
+instances run with the desired state. `UpgradeRound` has the input of the round, and collects its
+effects and its report.
 """
 
 from __future__ import annotations

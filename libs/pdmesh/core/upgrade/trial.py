@@ -1,7 +1,8 @@
 """The trial of a group that an upgrade has changed to another revision.
 
-A trial notes since when the group is complete, and which of its instances were lost or faulty. It
-also compares the group's answers with those of the old revision.
+A revision names a version of model, KV layout and transport. A trial notes since when the group is
+complete, and which of its instances were lost or faulty. It also compares the group's answers with
+those of the old revision.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pdmesh.core.upgrade.revision_health import (
     why_worse,
 )
 
-_BEFORE_S: Final = 300.0  # period before the change whose answers show the old revision
+# The old revision is judged by its answers in this period before the change.
+_BEFORE_S: Final = 300.0
 
 
 @dataclass(slots=True)
@@ -31,7 +33,8 @@ class Trial:
     since: float  # when the group got the revision
     unwhole_since: float | None
     whole_since: float | None = None
-    lacking_since: float | None = None  # when it began to lack blank instances and nothing else
+    # When the group began to lack only blank instances, which have no role.
+    lacking_since: float | None = None
     incidents: dict[str, str] = field(default_factory=dict)  # reason by lost or faulty instance
 
     def note(self, seen: GroupSeen, now: float) -> None:
@@ -71,7 +74,7 @@ class Trials:
         self._trials = {s: self._trials[s] for s in scenarios if s in self._trials}
 
     def trial(self, scenario: str, group_revision: GroupRevision, now: float) -> Trial:
-        """The scenario's current trial, or a new one if that has another group or revision."""
+        """The scenario's trial, or a new one if the current one has another group or revision."""
         trial = self._trials.get(scenario)
         if trial is None or trial.group_revision != group_revision:
             trial = self._trials[scenario] = Trial(group_revision, now, now)
