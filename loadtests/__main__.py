@@ -21,8 +21,9 @@ RESULTS = "loadtests/results"
 class Bench:
     """A measurement.
 
-    `record` says whether it writes a record to loadtests/results by default. `traces` says whether
-    it plays public request traces if the variable TRACES names their folder.
+    With `record`, it gets `--out` with a file in loadtests/results, unless the caller gives
+    another. With `traces`, it plays public request traces if the variable TRACES names their
+    folder.
     """
 
     module: str

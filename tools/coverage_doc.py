@@ -2,9 +2,12 @@
 
 `python -m tools.coverage_doc` renders the page from docs/coverage-results.json. If a folder of
 JUnit files is given, the program first adds their results to this file, and writes a list of all
-tests into the folder. There are several levels of tests. A number is proved at a level if some of
-its tests at this level passed and none failed. The page names the day on which they passed. A test
-that was skipped or never ran proves nothing. An earlier result stays until the tests run again.
+tests into the folder.
+
+Each requirement and fault has a number, such as S24. A number is proved at one of the `LEVELS` if
+some of its tests at this level passed and none failed. The page names the day on which they passed.
+A test that was skipped or never ran proves nothing. An earlier result stays until the tests run
+again.
 """
 
 from __future__ import annotations
@@ -118,11 +121,9 @@ def taken_over(results: Results, found: Iterable[Outcome]) -> Results:
 
 def _summary(of: Sequence[Outcome], before: Mapping[str, str | int]) -> dict[str, str | int]:
     days = {o.result: o.day for o in sorted(of, key=lambda o: o.day)}
-    last: dict[str, str | int] = {}
-    if "failed" in days:
-        last["failed"] = days["failed"]
-    elif passed := days.get("passed", before.get("passed")):
-        last["passed"] = passed
+    ran = days if days.keys() & {"failed", "passed"} else before
+    result = next((r for r in ("failed", "passed") if r in ran), None)
+    last: dict[str, str | int] = {result: ran[result]} if result else {}
     if skipped := sum(o.result == "skipped" for o in of):
         last["skipped"] = skipped
     return last
@@ -147,7 +148,7 @@ def page(
 ) -> str:
     """The page as Markdown.
 
-    Raises ValueError if a number has neither a marked test nor a reason.
+    Raises ValueError if no test has a mark for a number, and `reasons` does not say why.
     """
     explained = not_proved.by_number(reasons)
     if unclear := [n for n in numbers if n not in marks and n not in explained]:

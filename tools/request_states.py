@@ -6,6 +6,7 @@ differs from the table. `make check` runs it in this way.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -92,8 +93,12 @@ def _ordered(phases: Iterable[RequestPhase]) -> list[RequestPhase]:
 
 
 def main() -> int:
-    path = Path(sys.argv[-1])
-    if "--check" not in sys.argv:
+    parser = argparse.ArgumentParser(description="Write the page of a request's states.")
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--check", action="store_true", help="only compare the page")
+    options = parser.parse_args()
+    path: Path = options.page
+    if not options.check:
         path.write_text(page())
     elif path.read_text() != page():
         print(f"{path} is not what the transition table says: run make docs and commit it")

@@ -1,4 +1,7 @@
-"""The report of the users' runs: a point for each number of users, the bars, and the figure."""
+"""Reports the runs with users: a point for each variant and number of users, and the figure.
+
+The report also says whether the values that requirements ask for are reached.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ _EDGE = 0.1  # this share of a run at its beginning and at its end is not counte
 class Point:
     """The result of one variant with one number of users.
 
-    `success_percent` is the share of the window's `num_requests` whose first token met the SLO.
-    `accepted_per_s` is the rate of answered requests in the window.
+    All values are of the window, which is the run without its first and its last tenth.
+    `success_percent` is the share of the `num_requests` sent in the window whose first token met
+    the SLO. `accepted_per_s` is the rate of answered requests.
     """
 
     variant: str

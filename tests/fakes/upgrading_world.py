@@ -58,7 +58,10 @@ def told(world: World) -> list[str]:
 
 
 def check_one_at_a_time(world: World) -> None:
-    """Check that at most one group has two revisions, and that no group exceeds its ratio."""
+    """Check that at most one group has two revisions.
+
+    Of each revision, a group must not have more prefills or decodes than the group should have.
+    """
     round_ = Round(world.observe())
     mixed = []
     for group_id, group in round_.observed.wanted.groups.items():
@@ -77,8 +80,8 @@ def play(
 ) -> None:
     """Let all instances work for some seconds.
 
-    Instances of the revision `sick` fail requests. Instances whose revision `fails` selects cannot
-    load.
+    Instances of the revision `sick` fail requests. Instances cannot load if `fails(revision)` is
+    true for their revision.
     """
     for _ in range(seconds):
         world.now += 1

@@ -65,7 +65,7 @@ async def master(mesh: Mesh) -> AsyncIterator[Master]:
 async def join(master: Master, name: str, role: Role.ValueType) -> None:
     """Take an instance from blank to READY and connect it to the peers of the other role.
 
-    The serving instances learn about the new one last.
+    The serving instances learn about the new one when it is CONNECTED, before it may serve.
     """
     others = [r for r in master.view.records.values() if r.phase == INSTANCE_PHASE_READY]
     others = [r for r in others if r.role in (ROLE_PREFILL, ROLE_DECODE) and r.role != role]

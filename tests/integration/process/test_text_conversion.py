@@ -55,7 +55,7 @@ async def loaded(text: LoadedText) -> Tokenizer:
 
 
 async def test_a_converted_tekken_file_gives_the_tokens_of_mistrals_library(tmp_path: Path) -> None:
-    """The tokens of prompts and conversations and the decoded text must be the same as in vLLM."""
+    """Tokens and decoded texts must equal those of mistral_common, which vLLM uses, too."""
     shutil.copyfile(DATA / "tekken_240911.json", tmp_path / "tekken.json")
     own = MistralTokenizer.from_file(str(tmp_path / "tekken.json"))
     inner = own.instruct_tokenizer.tokenizer

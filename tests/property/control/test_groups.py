@@ -17,7 +17,7 @@ TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
 
 @pytest.mark.fault("F41")
 def test_processes_that_are_restarted_one_by_one_are_not_failures() -> None:
-    """Each restarted instance drains for longer than it may take to begin to serve."""
+    """Each restarted instance drains for longer than `serve_s`, its limit to begin to serve."""
     world = World(TWO_BY_TWO, num=5)
     world.settle()
     world.steps.clear()
@@ -38,8 +38,8 @@ def test_processes_that_are_restarted_one_by_one_are_not_failures() -> None:
 @pytest.mark.fault("F11", "F13")
 @pytest.mark.parametrize("num_rounds", range(12))
 def test_a_new_leader_continues_where_the_old_one_stopped(num_rounds: int) -> None:
-    """The old leader stops after `num_rounds` rounds. No instance is assigned twice or left
-    over.
+    """The old leader stops after `num_rounds` rounds. No instance is assigned twice, and
+    no assignment remains that the group does not need.
     """
     world = World(TWO_BY_TWO)
     for _ in range(num_rounds):

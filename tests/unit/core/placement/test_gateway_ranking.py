@@ -48,7 +48,7 @@ def test_when_a_gateway_goes_only_its_own_keys_move() -> None:
 
 
 def test_no_gateway_gets_more_than_a_quarter_above_its_share() -> None:
-    """All requests have the same key, that of their common system prompt."""
+    """All requests have the same key, as completions with the same first block do."""
     ranking, loads = of(4), Counter[str]()
     for _ in range(400):
         loads[ranking.rank(GatewayQuery(b"one"), loads.__getitem__)[0].address] += 1

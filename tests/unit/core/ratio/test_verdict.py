@@ -46,7 +46,7 @@ def test_a_move_is_undone_for_harm_that_was_measured() -> None:
     ("pace", "harm"), [(9.0, "answers fell from 10 to 9 per s"), (9.8, ""), (12.0, "")]
 )
 def test_while_requests_wait_only_the_pace_of_answers_counts(pace: float, harm: str) -> None:
-    """The backlog grows during any move, so E2E time and success get worse even if the move
+    """More requests arrive than are answered, so E2E time and success get worse, even if the move
     helps.
     """
     worse = replace(FULL, queue_s=20.0, success_share=0.5, answered_per_s=pace)

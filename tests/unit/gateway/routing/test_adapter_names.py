@@ -1,6 +1,6 @@
 """A client may name an adapter instead of a model.
 
-A board of the registry says which content the name stands for.
+A board that the leading master writes says which content (digest) the name stands for.
 """
 
 from __future__ import annotations

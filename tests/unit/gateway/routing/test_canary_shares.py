@@ -30,7 +30,7 @@ BOTH = (ROLE_PREFILL, ROLE_DECODE)
 
 
 class Site:
-    """A fleet with two pairs of group `a` and the wanted instances of the canary group.
+    """A fleet with two pairs in group `a`, and a canary group with the roles in `canary`.
 
     The gateway's view of this fleet follows the record of upgrades.
     """

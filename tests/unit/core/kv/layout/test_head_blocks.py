@@ -1,6 +1,6 @@
 """Heads of KV blocks move between caches with different strides.
 
-The moved bytes equal those that slicing gives.
+Afterwards, a rank's cache equals a slice of the whole KV by its heads.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ LAYOUTS = (
     ("kbnhc", "kbnhc"),  # flash attention: [2, blocks, tokens, heads, head size]
     ("bknhc", "bknhc"),  # flash attention with blocks first
     ("kbnhc", "kbhnc"),  # flash attention's HND variant, heads before tokens
-    (
-        "bhnc",
-        "bnhc",
-    ),  # vLLM 0.32: one tensor per layer, K and V in the content, tokens first in memory
+    # vLLM 0.32: axis c has K and then V of a token; tokens before heads in memory
+    ("bhnc", "bnhc"),
     ("bhnc", "bhnc"),  # vLLM 0.32 with heads before tokens
     ("bhnc", "hbnc"),  # vLLM 0.32 with heads outermost
 )
@@ -142,8 +140,8 @@ def test_the_moved_bytes_equal_a_slice_of_the_whole(
     seed: int,
     num_used: int,
 ) -> None:
-    """The strides of the two caches may differ, as long as both keep a head's block in one
-    order.
+    """The two caches may have different strides, as long as both keep the bytes of a head's block
+    in the same order.
     """
     num_heads, num_sources, num_destinations = meeting
     if ("k" in source_layout[0]) != ("k" in target_layout[0]):

@@ -79,7 +79,7 @@ def test_a_step_without_proposals_only_draws(num_proposed: int) -> None:
 @pytest.mark.req("S111", "S118")
 @pytest.mark.parametrize("counts", [[2, 0, 1, 0], [0, 3, 0, 1], [1, 1, 1], [0, 0, 0, 4]])
 def test_rows_without_proposals_get_no_random_numbers(counts: list[int]) -> None:
-    """The other rows recover the same tokens as they would beside rows without proposals."""
+    """Leaving these rows out does not change the tokens that replace refused proposals."""
     asked = Asked(counts)
     assert recover_one_by_one(*asked.arguments()) == asked.expected()
     assert only_where_proposed(recover_one_by_one)(*asked.arguments()) == asked.expected()
@@ -88,7 +88,10 @@ def test_rows_without_proposals_get_no_random_numbers(counts: list[int]) -> None
 
 @dataclass
 class Seeds:
-    """The part of vLLM's `SamplingMetadata` that is read. A generator is the name of its row."""
+    """The part of vLLM's `SamplingMetadata` that is read.
+
+    A string such as "seed 3" stands for the generator of row 3.
+    """
 
     generators: dict[int, str]
 
