@@ -1,9 +1,9 @@
 """Makes a prefill wait for the embeddings of its images, and fetches them from the encoder.
 
-One deadline bounds both the encoder's work and the fetch. After the deadline the prefill's engine
-encodes the images itself. So an encoder that dies or hangs delays a request by about
-`ENCODE_WAIT_S` at most (S130). After repeated failures, nothing is fetched from an encoder for a
-while (`AvoidedEncoders`).
+An encoder is an instance that makes the embeddings of images. One deadline bounds both the
+encoder's work and the fetch. After the deadline the prefill's engine encodes the images itself. So
+an encoder that dies or hangs delays a request by about `ENCODE_WAIT_S` at most (S130). After
+repeated failures, nothing is fetched from an encoder for a while (`AvoidedEncoders`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = structlog.get_logger(__name__)
 
 _LEAST_FETCH_S: Final = 0.1  # a fetch has this time even if the encoder answered at the deadline
 
-# Takes the encoder and the seconds that a fetch may take. Returns how many of the prompt's first
-# images have their embeddings here now. Raises KvTransferFailed if the fetch failed.
+# Takes the encoder and the seconds that a fetch may take. Returns the number of the prompt's
+# leading images whose embeddings are here now. Raises KvTransferFailed if the fetch failed.
 FetchEmbeddings = Callable[[KvPeer, float], Awaitable[int]]
 
 
@@ -52,9 +52,9 @@ class _Wait:
 
 
 class AwaitedEmbeddings:
-    """The waits of an engine's prefills, one per leg.
+    """The waits of an engine's prefills, one per leg (a request's stay on this instance).
 
-    `expect` begins a wait. `tell` passes the encoder's answer, at any time. `gather` or `forget`
+    `expect` begins a wait. `tell` passes on the encoder's answer, at any time. `gather` or `forget`
     ends the wait.
     """
 
@@ -85,7 +85,7 @@ class AwaitedEmbeddings:
         self._waits.pop(leg, None)
 
     async def gather(self, leg: int, num_images: int, fetch: FetchEmbeddings) -> int:
-        """Wait and fetch. Returns how many of the first images need not be encoded here."""
+        """Wait and fetch. Returns the number of leading images that need not be encoded here."""
         wait = self._waits[leg]
         try:
             left_s = max(0.0, wait.until - time.monotonic())
@@ -109,7 +109,10 @@ class AwaitedEmbeddings:
             self.num_gathered += 1
 
     async def _fetched(self, source: PeerId, fetching: Awaitable[int]) -> int:
-        """Fetch, and note the outcome for `AvoidedEncoders`. Returns how many images came."""
+        """Fetch, and note the outcome for `AvoidedEncoders`.
+
+        Returns the number of images whose embeddings arrived.
+        """
         try:
             num = await fetching
         except KvTransferFailed as error:

@@ -1,6 +1,6 @@
 """The interface of an engine: it takes jobs, and yields outputs in batches, one per step.
 
-An engine never queues jobs. The instance's admission core reserves a slot and memory before a job
+An engine never queues jobs. The instance's admission reserves a slot and memory before a job
 arrives, so a job starts at the engine's next step. A job has the number of its leg, which is the
 request's stay on this instance. A prefill *stages* KV: it copies the KV to a reserved range of
 memory, from which a decode pulls it. A *ticket* is the right to pull one prompt's staged KV. The
@@ -208,9 +208,9 @@ class KvArrived:
 class KvReceived:
     """The job's KV is in its blocks, and verified.
 
-    `num_computed_tokens` is how many tokens' KV this engine computed instead of pulling it.
-    `waited_s` is the part of `duration_s` in which the job waited only for bytes: prefill was done,
-    and the pull had begun.
+    `num_computed_tokens` is the number of tokens whose KV this engine computed instead of pulling
+    it. `waited_s` is the part of `duration_s` in which the job waited only for bytes: prefill was
+    done, and the pull had begun.
     """
 
     leg: int
@@ -266,7 +266,8 @@ class Failed:
 def constraint_failed(leg: int) -> Failed:
     """The failure of a job whose constraint does not compile, or allows no token any more.
 
-    No other engine could continue the answer. The message does not quote the client's grammar.
+    A constraint is a grammar that the answer must follow. No other engine could continue the
+    answer. The message does not quote the client's grammar.
     """
     message = "the constraint cannot be compiled, or allows no token any more"
     return Failed(leg, ConstraintUnsatisfiable.default_reason, message, is_retryable=False)
@@ -289,7 +290,7 @@ class TicketClosed:
 
 @dataclass(frozen=True, slots=True)
 class LandingFreed:
-    """No late write can reach the job's landing range any more. The host may reserve it again.
+    """No late write can reach the job's landing range any more. The range may be reserved again.
 
     The engine emits this exactly once for each DecodeJob, even if the job was aborted or failed. It
     may come after the job's terminal output.
@@ -368,7 +369,10 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class TiersReported:
-    """Counters, times and faults of the KV tiers below the engine since the last report."""
+    """Counters, times and faults of the KV tiers since the last report.
+
+    The tiers below the engine keep KV in host memory, in peers' memory and in files.
+    """
 
     report: TierReport
 
@@ -443,7 +447,7 @@ class KvPeer:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Consecutive blocks of a prompt, which a peer's host pool holds and a request may soon need.
+    """Consecutive blocks of a prompt, which a peer's host memory holds and a request may need soon.
 
     `chance` is the probability that a request will need the blocks.
     """
@@ -487,7 +491,7 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """An engine hosted by one instance. All methods are called on the host's event loop."""
+    """The engine of one instance. All methods are called on the instance's event loop."""
 
     async def start(self) -> EngineInfo:
         """Load the model and open the KV transport.
@@ -571,7 +575,7 @@ class Engine(Protocol):
         ...
 
     def keep_adapters(self, digests: Collection[str]) -> None:
-        """Unload all adapters but these registered ones, as soon as no job uses them."""
+        """Unload all adapters except these registered ones, each as soon as no job uses it."""
         ...
 
     def outputs(self) -> AsyncIterator[list[Output]]:

@@ -115,8 +115,8 @@ class BuiltEngine:
 def build_engine(settings: EngineSettings, find_holders: FindHolders | None = None) -> BuiltEngine:
     """Make an engine that is not started yet. Raises EngineMisconfigured for impossible settings.
 
-    `find_holders` finds the peers whose host pools hold given KV blocks. If it is None, no peer is
-    asked for blocks.
+    `find_holders` finds the peers that hold given KV blocks in host memory. If it is None, no peer
+    is asked for blocks.
     """
     if settings.pipeline_parallel_size > 1 and (settings.is_pooling or settings.is_encoder):
         raise EngineMisconfigured(

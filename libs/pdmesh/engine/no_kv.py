@@ -24,13 +24,13 @@ class NoKv:
         raise AssertionError("admission refuses decodes here")
 
     def join(self, leg: int, first_token: int) -> None:
-        """No leg awaits a token."""
+        """No request awaits a token."""
 
     def embedded(self, leg: int, encoder: KvPeer | None) -> None:
-        """No leg awaits embeddings."""
+        """No request awaits embeddings."""
 
     def release(self, ticket_id: str) -> None:
-        """No ticket is known."""
+        """No KV is staged here."""
 
     async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None:
         raise KvTransferFailed("an instance of this role pulls no KV")
@@ -39,13 +39,13 @@ class NoKv:
         """There is no connection."""
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
-        """There are no tiers."""
+        """There are no KV tiers."""
 
     def note_session(self, hint: SessionHint) -> None:
         pass
 
     def prefetch(self, wanted: Prefetch) -> None:
-        """There are no tiers."""
+        """There are no KV tiers."""
 
     async def inspect_adapter(self, path: str) -> AdapterFacts:
         raise AdapterUnusable("an instance of this role takes no adapters")

@@ -1,4 +1,4 @@
-"""The base class of the simulated engines without KV: the one for pooling and the encoder.
+"""The base class of the simulated engines without KV: the pooling engine and the encoder.
 
 One loop computes one job after the other, as a device does.
 """
@@ -17,7 +17,7 @@ from pdmesh.engine.no_kv import NoKv
 from pdmesh.errors import EngineFailed
 from pdmesh.net.tasks import watched
 
-_SIGN_S: Final = 0.1  # seconds between a long computation's signs of work
+_SIGN_S: Final = 0.1  # seconds between two signs that a long computation proceeds
 
 
 class HasLeg(Protocol):

@@ -1,4 +1,4 @@
-"""Laws for the simulated engine: how long each step of a known engine and model takes, by name.
+"""Laws for the simulated engine, by name: how long the steps of an engine and a model take.
 
 `core.instance.step_time_law` explains the parameters.
 """

@@ -38,7 +38,7 @@ SCHEDULERS = "pdmesh.engine.vllm.connector.scheduler"
 # number format, a step of this size takes 13 s.
 CPU_STEP_TOKENS = 512
 MEMORY_SHARE = 0.3  # this share of a GPU's memory must be free; engines may share a GPU
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM allows for its slots
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the LoRA ranks that vLLM allows
 MAX_IMAGES = 8  # in a prompt
 
 
@@ -76,7 +76,10 @@ class Placed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    """One engine of one instance. Bytes are per rank."""
+    """The engine of one instance. Bytes are per rank.
+
+    Decodes pull KV from the `staging_bytes` of a prefill into their own `landing_bytes`.
+    """
 
     instance_id: str
     incarnation: int
@@ -90,7 +93,7 @@ class VllmConfig:
     block_size: int = 64  # tokens
     kv_cache_bytes: int = 512 << 20  # 0: the memory that `gpu_memory_utilization` leaves
     staging_bytes: int = 256 << 20  # 0: this instance hands on no KV
-    landing_bytes: int = 256 << 20  # 0: this instance takes no KV
+    landing_bytes: int = 256 << 20  # 0: this instance receives no KV
     kv_host: str = "127.0.0.1"  # a loopback address keeps KV on this machine
     kv_memory: KvMemory = KvMemory.AUTO  # on a GPU, the memory in which KV is staged and lands
     requires_rdma: bool = False
@@ -195,7 +198,7 @@ def environment(config: Placed, current: Mapping[str, str]) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",  # it warns a dozen times about settings that we choose
+        "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM warns a dozen times about settings that we choose
         "VLLM_USE_AOT_COMPILE": "0",  # otherwise the compile cache is never reloaded
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -256,9 +259,9 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "enable_prefix_caching": True,
-        "prefix_cache_retention_interval": None,  # a prefix may end at any block of a window
+        "prefix_cache_retention_interval": None,  # with windows, a prefix may end at any block
         "use_tqdm_on_load": False,
-        "generation_config": "vllm",  # the job says how to draw, not a file beside the model
+        "generation_config": "vllm",  # jobs have the sampling parameters, not the model's folder
         "disable_log_stats": True,
         "async_scheduling": config.scheduling.is_async,
         "scheduling_policy": config.scheduling_policy.value,
@@ -303,7 +306,8 @@ def scheduler_class(config: VllmConfig) -> str:
 def lora_arguments(config: VllmConfig) -> dict[str, Any]:
     """vLLM's arguments for LoRA adapters.
 
-    Host memory takes as many adapters as there are slots, so that vLLM never evicts one by itself.
+    Host memory takes as many adapters as there are slots, so that vLLM never evicts an adapter by
+    itself.
     """
     num_slots = config.max_adapters + config.num_spare_adapter_slots
     return {
@@ -327,7 +331,7 @@ def vision_arguments() -> dict[str, Any]:
     """vLLM's arguments for a model that reads images. vLLM's image processor needs a tokenizer.
 
     The processor's cache of images is off: each image is processed where its prompt is computed,
-    and the encoder's cache spares the costly part. For most such models, vLLM's own code needs
+    and vLLM's encoder cache saves the costly part. For most such models, vLLM's own code needs
     torchvision. The builds of torchvision on PyPI do not run with torch for CPUs. Without
     torchvision, vLLM runs the model with the code of transformers.
     """
@@ -345,7 +349,7 @@ def engine_seed(config: VllmConfig) -> int:
     """The seed for the draws of requests without a seed.
 
     vLLM's default is 0 in each engine. With this default, a decode would draw an answer's second
-    token with the same noise with which prefill drew the first.
+    token with the noise that prefill used for the first.
     """
     name = f"{config.instance_id}/{config.incarnation}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little")

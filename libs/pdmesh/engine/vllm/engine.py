@@ -109,7 +109,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 STAND_IN = 0  # takes the place of token 1 in a decode that starts before the token is known
-NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
+NAMES_PER_BLOCK = 4  # how many block names are remembered, per block of the cache
 
 
 class VllmEngine:
@@ -125,7 +125,7 @@ class VllmEngine:
         self._process = LlmProcess()
         self._control: ControlServer | None = None
         self._view = SchedulerView()
-        self._names = BlockNames(0, config.block_size)  # the capacity follows in `_open_for_jobs`
+        self._names = BlockNames(0, config.block_size)  # the capacity is set in `_open_for_jobs`
         self._tiers: TierClient | None = None
         self._checks: PeerChecks | None = None
         self._jobs: Jobs | None = None
@@ -294,7 +294,7 @@ class VllmEngine:
             await self._adapters.host.stop()
         await self._process.stop()
         if self._control is not None:
-            await self._control.close()  # a worker that is still there then exits
+            await self._control.close()  # makes any remaining worker exit
         if self._embeddings is not None:
             await self._embeddings.close()
         if self._private_dir is not None:
@@ -338,7 +338,7 @@ class VllmEngine:
         )
 
     def _names_to_fetch(self, job: PrefillJob) -> Sequence[bytes]:
-        """The names of the prompt's blocks that the tiers may provide.
+        """The names of the prompt's blocks that the tiers, which keep KV outside vLLM, may provide.
 
         The last token is always computed. Blocks that the engine seems to hold are included,
         because the engine may evict some before the step.
@@ -441,7 +441,7 @@ class VllmEngine:
             yield batch
 
     async def ping(self) -> None:
-        """Check that vLLM's engine process is alive. The process answers between two steps."""
+        """Check that vLLM's engine process is alive. The process answers only between two steps."""
         if not await self._process.is_alive():
             self._die("vLLM's engine process died; see its log")
 
@@ -467,13 +467,13 @@ class VllmEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job, ticket or request is left."""
+        """Whether no job, no request and no KV for a decode to pull is left."""
         if self._jobs is None or self._requests is None:
             return False
         return self._jobs.is_idle and self._requests.is_idle
 
     def check_idle(self) -> None:
-        """Assert that everything was given back. Tests call this when no job is left."""
+        """Assert that nothing is held. Tests call this when no job is left."""
         assert self._jobs is not None
         self._jobs.check_invariants()
         assert self.is_idle
@@ -506,9 +506,9 @@ class VllmEngine:
         self._pull_ended(leg)
 
     def _pull_begun(self, leg: int) -> None:
-        """Limit the time of the pull.
+        """Limit the time of a request's pull.
 
-        Other waits of the leg depend only on the engine's own progress.
+        Other waits of the request depend only on the engine's own progress.
         """
         assert self._jobs is not None
         most_s = self._jobs.pull_deadline_s(leg) + PULL_GRACE_S

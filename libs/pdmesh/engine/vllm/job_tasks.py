@@ -1,6 +1,7 @@
-"""Runs the jobs of an engine without KV (pooling, encoding). Each job is one task.
+"""Runs the jobs of an engine without KV, for pooling or encoding. Each job is one task.
 
-The outputs of all tasks go into one queue, which the host reads.
+The outputs of all tasks go into one queue. The host, which is the part of the instance outside the
+engine, reads the queue. A leg is a request's stay on this instance.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class JobTasks:
             yield batch
 
     async def ping(self) -> None:
-        """Check that vLLM's engine process is alive. The process answers between two steps."""
+        """Check that vLLM's engine process is alive. The process answers only between two steps."""
         if not await self._process.is_alive():
             self.engine_died()
 
@@ -67,7 +68,7 @@ class JobTasks:
         self._queue.fail(EngineFailed(message, reason="ENGINE_DEAD"))
 
     async def stop(self) -> None:
-        """End the tasks. From now on, no failure counts as the engine's death."""
+        """End the tasks. From now on, a failure does not count as the engine's death."""
         self._is_stopping = True
         await end(self._tasks.values())
 

@@ -4,7 +4,11 @@ The host is the part of an instance outside the engine. vLLM starts its workers 
 host's process, and each worker has a KV agent, which stages and pulls KV. Each worker has one
 connection to a unix socket in a private directory. When a connection ends, the worker exits, and
 the host's engine fails. A frame is a little-endian uint32 length and one msgpack array with a tag.
-The docstring of each message begins with its sender.
+The docstring of each message begins with the message's sender.
+
+A leg is a request's stay on this instance. A ticket is the right to pull one prompt's KV from the
+staging range, into which a prefill copies it. The landing range is the memory that a decode's pull
+writes to.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ class RankMessage(msgspec.Struct, array_like=True, tag=True):
 
 
 class RankHello(RankMessage):
-    """Worker: the agent of `rank` listens. Sent once, after the KV cache has been allocated."""
+    """Worker: the KV agent of `rank` listens. Sent once, after the KV cache has been allocated."""
 
     rank: int
     num_ranks: int
@@ -37,23 +41,23 @@ class RankHello(RankMessage):
     address: str
     model_fingerprint: str
     num_blocks: int
-    block_bytes: int  # of one block over all layers of this rank
+    block_bytes: int  # bytes of one block in all layers of this rank
     num_layers: int
-    windows: tuple[int, ...] = ()  # by layer, in tokens; 0 if it has none; () if no layer has one
-    num_groups: int = 1  # cache groups, which share the blocks
+    windows: tuple[int, ...] = ()  # each layer's window in tokens; 0: none; (): no layer has one
+    num_groups: int = 1  # cache groups (sets of layers), which share the blocks
     named_group: int = 0  # the group whose blocks stand for a prefix
     kv_path: str = ""  # where the arenas are, and why: "host: the engine computes on a CPU"
 
 
 class RankTicketOpened(RankMessage):
-    """Worker: the ticket of a per-layer prefill may be pulled."""
+    """Worker: the KV of a per-layer prefill may be pulled, each layer once it is computed."""
 
     rank: int
     ticket_id: str
 
 
 class Staged(RankMessage):
-    """Worker: the prompt's KV lies in the staging range and is served."""
+    """Worker: the prompt's KV is in the staging range and may be pulled."""
 
     rank: int
     ticket_id: str
@@ -121,7 +125,7 @@ class RankLandingFreed(RankMessage):
 
 
 class Release(RankMessage):
-    """Host: no peer will pull this ticket."""
+    """Host: no peer will pull this ticket's KV."""
 
     ticket_id: str
 
@@ -201,7 +205,10 @@ class Fetched(RankMessage):
 
 
 class TierNews(RankMessage):
-    """Worker: changes of its tiers since the last report. See `kv.tiers.report`."""
+    """Worker: changes in its tiers, which keep KV outside vLLM, since the last report.
+
+    See `kv.tiers.report`.
+    """
 
     rank: int
     counts: list[tuple[str, str, int]]  # tier, event, blocks
@@ -215,7 +222,7 @@ class TierNews(RankMessage):
 
 
 class Open(RankMessage):
-    """Host: a per-layer prefill is about to run. Its ticket may be pulled from now on.
+    """Host: open the ticket of a per-layer prefill, which is about to run.
 
     Answered by RankTicketOpened.
     """
@@ -272,7 +279,7 @@ class Working(RankMessage):
 
     rank: int
     num_signs: int  # layers and steps begun, since the start
-    num_tokens: int  # of the steps that began, since the start
+    num_tokens: int  # tokens of the steps begun, since the start
 
 
 class FetchEmbeddings(RankMessage):
@@ -306,7 +313,7 @@ class EmbeddingsFetched(RankMessage):
 
 
 class EmbeddingsHeld(RankMessage):
-    """Worker: the embeddings that its pool stored since the last report, and the lost ones.
+    """Worker: which embeddings its pool has stored or lost since the last report.
 
     `removed` has the names of embeddings that the pool evicted or did not take.
     """
@@ -405,7 +412,7 @@ class WorkerControl:
             with self._lock:
                 self._socket.sendall(encode_frame(message))
         except OSError:
-            pass  # the receiving thread notices the same end and acts on it
+            pass  # the receiving thread notices the lost connection and acts on it
 
     def close(self) -> None:
         self._is_closing = True

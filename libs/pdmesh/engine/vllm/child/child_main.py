@@ -1,8 +1,9 @@
-"""The main module of vLLM's child processes. It ends a child when the child's parent is gone.
+"""The main module of vLLM's child processes. It ends a child whose parent or host is gone.
 
 A spawned child imports its parent's main module first. With this module in that place, the child
-skips the service's imports (2 s) and is guarded from its first moment. Without the guard, a vLLM
-that starts may wait minutes for a dead parent.
+skips the service's imports (2 s) and is guarded from its first moment. Without the guard, a
+starting vLLM may wait minutes for a dead parent. The host is the instance's process, the ancestor
+of all these children.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import os
 import threading
 import time
 
-HOST_PID = "PDMESH_VLLM_HOST_PID"  # set in the host's environment, for all its descendants
+HOST_PID = "PDMESH_VLLM_HOST_PID"  # the host's pid, set in the environment of all its descendants
 POLL_S = 0.5
 
 
 def _guard(host: int, parent: int) -> None:
-    """Poll, since no portable call waits for the end of a process that is not a child.
+    """End this process when its parent or the host is gone.
 
-    The host is watched as well, because the parent may die before this process reads the parent's
+    This polls, because no portable call waits for the end of a process that is not a child. The
+    host is watched as well, because the parent may die before this process has read the parent's
     pid.
     """
     while os.getppid() == parent and _is_alive(host):

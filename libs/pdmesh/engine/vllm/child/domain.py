@@ -44,7 +44,7 @@ def domain_arguments(
 
 
 def external_mode(domain: DomainRank) -> dict[str, Any]:
-    """With a `data_parallel_rank`, vLLM leaves it to its caller to choose each request's rank."""
+    """vLLM's arguments for its external mode, in which the caller chooses each request's rank."""
     host, _, port = domain.address.rpartition(":")
     return {
         "data_parallel_size": domain.dp_size,

@@ -11,8 +11,8 @@ def check_experts(vllm_config: Any) -> None:
     """Raises EngineMisconfigured. `vllm_config` is vLLM's own, of no stable type.
 
     vLLM 0.32 accepts the setting. But vLLM's kernel for CPUs uses an expert's global number as an
-    index into the rank's own experts, and reads beyond them. A rank then crashes with a
-    segmentation fault in its first step, also without pdmesh.
+    index into the rank's own experts, and reads past their end. A rank then crashes with a
+    segmentation fault in its first step. vLLM without pdmesh crashes in the same way.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     is_shared_out = parallel.enable_expert_parallel and model.is_moe and parallel.world_size > 1

@@ -36,7 +36,7 @@ class LlmProcess:
     async def start(
         self, arguments: dict[str, Any], view: SchedulerView, timeout_s: float
     ) -> AsyncLLM:
-        """Raises EngineFailed with vLLM's own cause, or when the start takes too long."""
+        """Raises EngineFailed, either with vLLM's own cause or after `timeout_s`."""
         work = asyncio.to_thread(build, arguments, view, lambda: not self._is_stopping)
         self._building = asyncio.ensure_future(work)
         llm: AsyncLLM = await with_progress("vllm.loading", self._building, timeout_s)
@@ -44,7 +44,7 @@ class LlmProcess:
         return llm
 
     async def is_alive(self) -> bool:
-        """Whether vLLM's engine process is alive. The process answers between two steps.
+        """Whether vLLM's engine process is alive. The process answers only between two steps.
 
         Returns True before the start and after the stop.
         """

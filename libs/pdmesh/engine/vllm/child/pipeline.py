@@ -16,8 +16,9 @@ from pdmesh.errors import EngineMisconfigured
 def check_pipeline(config: VllmConfig) -> None:
     """Raises EngineMisconfigured, which names the setting.
 
-    With speculation, vLLM 0.32 plans the step after the next one before it knows which proposed
-    tokens were right (`EngineCore.post_step`). It then computes other tokens than it should.
+    With speculation, an engine proposes tokens and checks them in one step. In a pipeline, vLLM
+    0.32 plans further steps before it knows which of these tokens were right
+    (`EngineCore.post_step`), and then computes wrong tokens.
     """
     if config.pipeline_parallel_size == 1:
         return

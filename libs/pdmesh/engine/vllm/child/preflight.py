@@ -1,6 +1,6 @@
 """Checks the machine's memory and processor before vLLM starts.
 
-vLLM would fail late, and hide the cause in its child process's log.
+Without these checks, vLLM would fail late, with the cause hidden in its child process's log.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdmesh.errors import EngineFailed, EngineMisconfigured
 
 log = structlog.get_logger(__name__)
 
-RUNTIME_BYTES = 900 << 20  # of torch, vLLM and activations in each worker
+RUNTIME_BYTES = 900 << 20  # taken by torch, vLLM and activations in each worker
 _DTYPE_BYTES = {"float32": 4}  # other formats take the size of the stored weights
 
 
@@ -42,9 +42,9 @@ def available_bytes(meminfo: str) -> int | None:
 
 
 def check_memory(config: Placed, draft_dir: Path | None = None) -> None:
-    """Raises EngineFailed if a CPU's free memory cannot hold the workers and the draft model.
+    """Raises EngineFailed if an engine on a CPU would not fit into the free memory.
 
-    vLLM itself checks a GPU's memory.
+    `draft_dir` has speculation's draft model, if there is one. vLLM itself checks a GPU's memory.
     """
     if config.device != "cpu":
         return
@@ -64,7 +64,7 @@ def check_memory(config: Placed, draft_dir: Path | None = None) -> None:
 
 
 def check_processor(config: Placed) -> None:
-    """Raises EngineMisconfigured for settings that this processor cannot run. Logs slow settings.
+    """Raises EngineMisconfigured for settings that this CPU cannot run. Logs slow settings.
 
     vLLM itself checks a GPU.
     """

@@ -1,4 +1,4 @@
-"""Makes the directory of an engine's sockets, which is private and has a short path.
+"""Makes a private directory with a short path, for the sockets of an engine.
 
 Directories of processes that have died are removed.
 """

@@ -1,4 +1,4 @@
-"""Starts vLLM from the host's process: imports vLLM, builds its engine, and logs progress."""
+"""Starts vLLM from the instance's process: imports vLLM, builds the engine, and logs progress."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROGRESS_EVERY_S = 5.0
 async def with_progress(event: str, work: Any, timeout_s: float = 600.0) -> Any:
     """Await `work` and return its result, with a log line every few seconds.
 
-    Raises EngineFailed if it takes longer than `timeout_s`.
+    Raises EngineFailed if `work` takes longer than `timeout_s`.
     """
     task, started = asyncio.ensure_future(work), time.monotonic()
     while not (await asyncio.wait([task], timeout=PROGRESS_EVERY_S))[0]:
@@ -83,7 +83,7 @@ def build(
             check_stages(config)
         check_experts(config)
         rotate_rightly(config)
-        # vLLM's platform for CPUs ignores the argument, after vLLM has checked that it may be set.
+        # vLLM checks the argument `async_scheduling`, but its platform for CPUs then ignores it.
         config.scheduler_config.async_scheduling = bool(arguments.get("async_scheduling"))
         if not is_wanted():
             raise EngineFailed("the engine is no longer wanted", reason="ENGINE_START")
@@ -91,7 +91,8 @@ def build(
             llm = AsyncLLM.from_vllm_config(
                 config, stat_loggers=[view.logger_factory()], disable_log_stats=True
             )
-            # The gateway has compiled each constraint. vLLM would compile it again on this loop.
+            # The gateway has compiled each request's grammar. vLLM would compile it again on this
+            # event loop.
             llm.input_processor.structured_outputs_config = None
             return llm
     except ImportError as error:
@@ -142,7 +143,7 @@ def guarded_children() -> Iterator[None]:
 
 
 def missing_library(error: ImportError) -> str:
-    """The library that a model needs and that is not installed, as a message in one line.
+    """A message in one line about a library that the model needs and that is not installed.
 
     The processors of Qwen2-VL and its successors need torchvision, if only for videos.
     """
@@ -157,7 +158,7 @@ def missing_library(error: ImportError) -> str:
 def _cause(error: BaseException) -> str:
     """The cause in one line.
 
-    The first line of pydantic's errors only counts the problems, so all problems are named.
+    The first line of a pydantic error has only the number of problems, so all are listed here.
     """
     if isinstance(error, ValidationError):
         found = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())

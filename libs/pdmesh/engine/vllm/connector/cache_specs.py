@@ -70,7 +70,7 @@ def state_specs(config: KVCacheConfig) -> dict[str, MambaSpec]:
 def with_state_pages(
     kv_caches: Mapping[str, torch.Tensor], specs: Mapping[str, MambaSpec]
 ) -> dict[str, torch.Tensor]:
-    """Replaces the cache of each layer with a state by its whole blocks, as uint8 [blocks, bytes].
+    """For each layer that keeps a state, replaces the cache by whole blocks, uint8 [blocks, bytes].
 
     vLLM pads a state to the size of other layers' blocks. The padding travels with the state, so
     that all layers have blocks of one size.
@@ -82,7 +82,7 @@ def with_state_pages(
 
 
 def states_text(specs: Mapping[str, MambaSpec]) -> str:
-    """Describes the blocks of layers with a state. Equal texts mean equally laid out blocks."""
+    """Describes the blocks of layers that keep a state. Equal texts mean equal layouts."""
     return "; ".join(
         f"{name} {spec.mamba_type.name} {spec.shapes} {spec.dtypes}"
         for name, spec in sorted(specs.items())
@@ -112,9 +112,9 @@ def _state_window(spec: MambaSpec) -> int:
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """The number of last tokens of a text whose KV a layer needs. 0 means all tokens.
+    """The number of trailing tokens whose KV a layer needs. 0 means all tokens.
 
-    The exact class of `spec` is compared, because subclasses keep something else.
+    The exact class of `spec` is compared, because subclasses store something else.
     """
     if isinstance(spec, UniformTypeKVCacheSpecs):
         (window,) = {_window(each) for each in spec.kv_cache_specs.values()}

@@ -2,8 +2,9 @@
 
 vLLM creates `PdmeshConnector` once in its scheduler and once in each worker. The class only passes
 vLLM's calls on: in the scheduler to `HandoffPlanner`, and in a worker to `HandoffWorker`. The KV of
-a request without the mesh's `kv_transfer_params` never moves to another instance. Only the tiers,
-which keep KV in host memory and in files, may store such KV.
+a request without the mesh's `kv_transfer_params` is not handed to a decode. The tiers, which keep
+KV in host memory and in files, may still store it, and peers may fetch it from there. To gather KV
+is to copy it out of vLLM's blocks, for another instance to pull.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # Prefixes of non-causal layers may not be reused. vLLM finds such layers only in its own
-        # process.
+        # Prefixes of non-causal layers may not be reused. vLLM detects such layers only in its own
+        # processes, so they are refused here.
         if not may_reuse_prefixes(vllm_config):
             raise ValueError("pdmesh moves no KV of a model whose prefixes vLLM does not cache")
         told = self._kv_transfer_config.kv_connector_extra_config
@@ -121,7 +122,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because the step that computes KV also gathers it for the hand-over.
+        """False, because the step that computes KV also gathers it for the decode.
 
         A request that vLLM preempts after that step may still finish with the token that the step
         drew.
@@ -216,7 +217,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the first tokens that the workers report.
 
-        A request's first token comes with the report that its KV is loaded, or before that report.
+        A request's first token is reported at the latest together with the end of its load.
         """
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, StepNews):
@@ -246,9 +247,9 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.start(with_state_pages(in_order, specs), facts)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin the step here.
+        """Begin the worker's step.
 
-        If the step awaits no load, `start_load_kv` comes only after the forward.
+        `start_load_kv` may be too late: if no load is awaited, vLLM calls it after the forward.
         """
         super().bind_connector_metadata(connector_metadata)
         metadata = self._metadata()

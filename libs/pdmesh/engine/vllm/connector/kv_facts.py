@@ -16,24 +16,24 @@ BESIDE = "per-token-head"  # scales lie in the same block as the numbers and tra
 CHECKPOINT = "per-tensor-checkpoint"  # one scale per tensor, from the model's files
 _DIGEST_CHARS = 8
 _ALIASES = {"fp8": "fp8_e4m3"}
-# Kinds of rope whose rotation does not depend on the longest position.
+# Kinds of rope whose rotation does not depend on `max_model_len`.
 _ANY_LENGTH: Final = frozenset({"default", "linear", "llama3"})
-_BY_LENGTH: Final = ("llama4",)  # models whose attention depends on the longest position
+_BY_LENGTH: Final = ("llama4",)  # models whose attention depends on `max_model_len`
 
 
 @dataclass(frozen=True, slots=True)
 class KvFacts:
     dtype: str
     scales: str
-    num_heads: int  # KV heads of the model; 1 for latent attention, which each rank has whole
+    num_heads: int  # KV heads of the model; 1 for latent attention, whose KV each rank has whole
     computed: str  # digest of the settings that change the numbers
-    backends: str  # names of the attention kernels, which decide an opaque block's inner layout
+    backends: str  # names of the attention kernels, which may decide the layout within a block
 
 
 def as_stage(facts: KvFacts) -> KvFacts:
     """The facts without the layers' scales, which differ between pipeline stages.
 
-    The scales come from the model's files, and the fingerprint has a digest of these files.
+    The scales come from the model's files. Instances compare digests of these files anyway.
     """
     is_tensors = facts.scales not in (UNSCALED, BESIDE)
     return replace(facts, scales=CHECKPOINT if is_tensors else facts.scales)
@@ -150,8 +150,8 @@ def kv_dtype(stored: str, computed: str) -> str:
 def kv_scales(stored: str, values: Iterable[tuple[float, float]]) -> str:
     """How the stored numbers are scaled.
 
-    `values` has each layer's scales of K and V, for formats with one scale per tensor. Both
-    instances of a hand-over read these scales from the checkpoint, so it is enough to compare them.
+    `values` has each layer's scales of K and V, for formats with one scale per tensor. Prefill and
+    decode both read these scales from the checkpoint, so it is enough to compare them.
     """
     if stored.endswith("_per_token_head"):
         return BESIDE

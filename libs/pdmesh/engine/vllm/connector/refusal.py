@@ -24,7 +24,7 @@ class CannotMoveKv(ValueError):
 
 
 class HasNoKvPath(CannotMoveKv):
-    """The settings ask for a way to move KV that this machine does not have."""
+    """The settings ask for a way to move KV that this machine lacks."""
 
     reason = "KV_NO_TRANSPORT"
     page = "docs/gpu.md"

@@ -1,1 +1,1 @@
-"""Runs vLLM as an encoder apart from prefill. Our own ECConnector moves the embeddings (S130)."""
+"""Runs vLLM as an encoder, which makes image embeddings. Our ECConnector moves them (S130)."""

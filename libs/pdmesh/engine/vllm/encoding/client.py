@@ -1,8 +1,9 @@
 """The host's half of fetching image embeddings at a prefill.
 
-An encoder is an instance that makes the embeddings of images. The host waits for the encoder of a
-request, and orders the workers to fetch from it. The request uses the embeddings that all ranks
-have. The prefill's own engine encodes the other images.
+An encoder is an instance that makes the embeddings of images. The host is the part of the prefill
+outside its engine. It waits until a request's encoder has the embeddings, and then orders the
+workers to fetch them. The request uses the embeddings that all ranks have. The prefill's own engine
+encodes the other images.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MARGIN_S = 0.5  # for the workers' answers, after the deadline of their fetches
 
 class _Fetching:
     def __init__(self, num_ranks: int) -> None:
-        self.answers: dict[int, int] = {}  # how many images came, by rank
+        self.answers: dict[int, int] = {}  # number of leading images that arrived, by rank
         self.num_ranks = num_ranks
         self.failure = ""  # why the fetch failed at some rank
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -78,10 +79,10 @@ class EmbeddingClient:
     async def _fetch(
         self, leg: int, images: Mapping[str, int], encoder: KvPeer, deadline_s: float
     ) -> int:
-        """Let all ranks fetch the embeddings. Returns how many of the first images all ranks have.
+        """Let all ranks fetch. Returns for how many leading images all ranks have embeddings.
 
-        `images` has the length of each image in tokens. Raises KvTransferFailed if the fetch failed
-        at any rank.
+        `images` has each image's length in tokens, by name. Raises KvTransferFailed if the fetch
+        failed at any rank.
         """
         assert self._control is not None
         fetching = self._fetching[leg] = _Fetching(self._num_ranks)
@@ -100,7 +101,7 @@ class EmbeddingClient:
         finally:
             del self._fetching[leg]
         num = fetching.done.result() if done else 0
-        if not num:  # some rank may have embeddings, or get them later
+        if not num:  # some rank may have embeddings, or receive them later
             self._control.broadcast(ForgetEmbeddings(leg))
         failure = fetching.failure if done else PullFailure.TIMEOUT
         if failure:
@@ -108,7 +109,7 @@ class EmbeddingClient:
         return num
 
     def forget(self, leg: int) -> None:
-        """vLLM has not taken the request."""
+        """Drop the embeddings of a request that vLLM did not take."""
         self.awaited.forget(leg)
         if self._control is not None:
             self._control.broadcast(ForgetEmbeddings(leg))

@@ -1,4 +1,7 @@
-"""The configuration of vLLM as an encoder, and of the connector at encoders and prefills."""
+"""The configuration of vLLM as an encoder, an instance that makes image embeddings.
+
+The connector that moves the embeddings is configured here, too, for encoders and prefills.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class CarriesEmbeddings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VllmEncoderConfig:
-    """One encoder of one instance. An encoder has one rank."""
+    """The engine of one encoder. It has one rank."""
 
     instance_id: str
     incarnation: int
@@ -68,12 +71,12 @@ class VllmEncoderConfig:
 
     @property
     def has_language_model(self) -> bool:
-        """Whether the encoder loads all of the model, and computes one token of each image.
+        """Whether the encoder loads the language model too, and draws a token for each image.
 
-        With its own code, vLLM leaves the language model out of an encoder. Without torchvision,
-        `vision_arguments` chooses the code of transformers instead. With that code, vLLM 0.32 does
-        not start unless the language model is loaded ("Layer 0 does not dispatch through the
-        Transformers attention interface").
+        vLLM's own code for a model leaves the language model out of an encoder. Without
+        torchvision, `vision_arguments` chooses the code of transformers instead. With that code,
+        vLLM 0.32 does not start unless the language model is loaded ("Layer 0 does not dispatch
+        through the Transformers attention interface").
         """
         return find_spec("torchvision") is None
 
@@ -115,8 +118,8 @@ def ec_config(
 ) -> Any:
     """vLLM's ECTransferConfig. The type is Any because vLLM is imported late.
 
-    `computation` is a digest of the model's files, dtype and the like. It must be equal at both
-    ends.
+    `computation` is a digest of the model's files, its dtype and what else changes embeddings. The
+    encoder and the prefill must have the same digest.
     """
     from vllm.config import ECTransferConfig
 

@@ -2,7 +2,7 @@
 
 vLLM loads `PdmeshEcConnector` by `ec_connector_module_path`, once in its scheduler and once in each
 worker. The class passes vLLM's calls on to `EmbeddingPlanner` and `EmbeddingWorker`. An encoder
-publishes the embeddings that it made. A prefill uses the embeddings that were fetched for a
+makes embeddings and publishes them in a pool. A prefill uses the embeddings that were fetched for a
 request, and encodes the other images itself.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class EmbeddingMetadata(ECConnectorMetadata):
     """Carries one step's plan to the workers.
 
-    `images` are the images of the step's new requests.
+    `images` are vLLM's names of the images in the step's new requests.
     """
 
     def __init__(self, plan: EmbeddingPlan, images: tuple[str, ...]) -> None:

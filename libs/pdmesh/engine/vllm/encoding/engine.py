@@ -1,7 +1,8 @@
 """Runs vLLM as the engine of an encoder, an instance that makes image embeddings for prefills.
 
-Each image is one vLLM request. Jobs that need the image at the same time share the request. The
-worker reports which embeddings its pool holds, and an image in the pool is not encoded again.
+A job is the instance's order to encode the images of a prompt. Each image is one vLLM request. Jobs
+that need the same image at the same time share one request. The worker reports which embeddings its
+pool holds, and these are not made again.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class VllmEncoderEngine(NoKv):
         self._jobs.begin(job.leg, f"encode-{job.leg}", self._run(job))
 
     def abort(self, leg: int) -> None:
-        """Some images of an aborted job are still encoded, because a later prompt may have them."""
+        """Some images of an aborted job are still encoded, for later prompts that contain them."""
         self._jobs.abort(leg)
 
     def outputs(self) -> AsyncIterator[list[Output]]:
@@ -211,7 +212,7 @@ class VllmEncoderEngine(NoKv):
             self._drop_unawaited(awaited)
 
     def _drop_unawaited(self, names: Iterable[bytes]) -> None:
-        """Encode at most a batch of images that no job awaits, however many clients leave."""
+        """Cancel encodings that no job awaits, until at most one batch of them is left."""
         self._num_waiting = +self._num_waiting
         num_unawaited = len(self._encodings.keys() - self._num_waiting.keys())
         for name in names:
@@ -232,7 +233,7 @@ class VllmEncoderEngine(NoKv):
             del self._encodings[name]
             self._stored.pop(name, None)
         if not task.cancelled():
-            task.exception()  # mark it as seen: each job that awaits the task reports it
+            task.exception()  # mark the error as seen: each job that awaits the task reports it
 
     async def _encode(self, name: bytes, image: PromptImage, cache_salt: str) -> None:
         """Raises ImageUnusable, ImageMisfit, EngineFailed, and vLLM's own errors."""

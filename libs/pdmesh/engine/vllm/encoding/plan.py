@@ -21,14 +21,17 @@ def landed_params(leg: int, identifiers: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class EmbeddingPlan:
-    """The workers' work before a step's forward, in this order."""
+    """What the workers do before a step's forward, in this order.
+
+    A leg is the number of a request's stay on this instance.
+    """
 
     loads: list[tuple[int, str]] = field(default_factory=list)  # (leg, image)
     dropped_legs: list[int] = field(default_factory=list)
 
 
 class EmbeddingPlanner:
-    """`consider` names the request that the next calls are about."""
+    """`consider` sets the request that the next calls are about."""
 
     def __init__(self) -> None:
         self._leg, self._identifiers = 0, frozenset[str]()
@@ -54,8 +57,9 @@ class EmbeddingPlanner:
     def take(self, num_tokens: int) -> EmbeddingPlan:
         """The plan of a step that computes `num_tokens`.
 
-        vLLM's first model runner passes no plan on to its workers in a step without tokens. So
-        drops wait for the next step with tokens. A step with loads always has tokens.
+        vLLM's older model runner passes no plan on to its workers in a step without tokens. So the
+        order to drop a leg's embeddings waits for the next step with tokens. A step with loads
+        always has tokens.
         """
         if not num_tokens:
             return EmbeddingPlan()

@@ -1,8 +1,9 @@
 """Publishes image embeddings in a worker of an encoder, and fetches them in a worker of a prefill.
 
-Embeddings have a separate KV agent, which moves bytes between instances. The agent's fingerprint
+A KV agent that serves only embeddings moves the bytes between instances. The agent's fingerprint
 must be equal at both ends, and includes a digest of the model. One thread computes steps, one
-listens to the host, and one is the agent's.
+listens to the host, and one is the agent's. The host is the part of the instance outside the
+engine. A leg is a request's stay on this instance.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class EmbeddingWorker:
     # -- an encoder -------------------------------------------------------------------------------
 
     def publish(self, identifier: str, encoded: torch.Tensor) -> None:
-        """Put an embedding into the pool, from which prefills fetch, and report it to the host."""
+        """Put an image's embedding into the pool for prefills to fetch. Report it to the host."""
         name = embedding_name(identifier)
         if name in self._pool:
             return
@@ -125,10 +126,10 @@ class EmbeddingWorker:
                     self._landed.pop(message.leg, None)
 
     def _fetch(self, asked: FetchEmbeddings) -> None:
-        """Fetch into tensors that only this leg uses, so a late write after a failure does no harm.
+        """Fetch into tensors of this leg alone, so that a late write after a failure does no harm.
 
-        All embeddings of one fetch have the same length. So there is a fetch for each length, and
-        these fetches run at the same time.
+        One fetch can bring only embeddings of the same length. So there is one fetch for each
+        length, and all of them run at the same time.
         """
         import torch
 
@@ -184,7 +185,7 @@ class EmbeddingWorker:
 def first_fetched(
     fetches: Sequence[Future[Sequence[bytes]]], sizes: Sequence[int]
 ) -> tuple[int, str]:
-    """Returns how many of the first images arrived, and why a fetch failed.
+    """Returns the number of leading images that arrived, and why a fetch failed.
 
     If any fetch failed, the number is 0. All `fetches` have ended, and `sizes` has the number of
     images of each fetch. A fetch may bring fewer images, because the encoder may have evicted some.
@@ -211,7 +212,7 @@ def _bytes_of(tensor: torch.Tensor) -> ByteArray:
 
 
 def _ignore(event: object) -> None:
-    """This agent's events need no action: it has no tickets that outlive a fetch, and no arenas."""
+    """Ignore the agent's events, because a fetch leaves nothing that must be freed here."""
 
 
 def _die(error: BaseException) -> None:

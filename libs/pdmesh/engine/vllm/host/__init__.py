@@ -1,1 +1,1 @@
-"""Runs in the instance's process: turns outputs of vLLM and its workers into the host's outputs."""
+"""Runs in the instance's process: turns messages of vLLM and its workers into engine outputs."""

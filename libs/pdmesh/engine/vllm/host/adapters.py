@@ -1,9 +1,9 @@
 """Loads LoRA adapters into vLLM's slots.
 
-vLLM names a block of its prefix cache by the adapter's name and path, and names a slot by an
-integer. Here, name, path and integer follow from the digest of the adapter's content. So equal
-content has the same names whenever it is loaded. Other content never has these names, even if
-operators give it the same name.
+A slot is room for one loaded adapter. vLLM identifies a slot by an integer, and names blocks of its
+prefix cache by the adapter's name and path. Here, name, path and integer are derived from the
+digest of the adapter's content. So equal content has the same names whenever it is loaded. Other
+content never has these names, even if an operator registers it under the same name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 
 def slot_id(digest: str) -> int:
-    """60 bits of the digest, and never 0."""
+    """The integer of an adapter's slot: 60 bits of the digest, plus 1 because vLLM refuses 0."""
     return int(digest[:15], 16) + 1
 
 
@@ -40,7 +40,7 @@ class VllmSlots:
         self._loaded: dict[str, LoRARequest] = {}
 
     def request_of(self, digest: str) -> LoRARequest:
-        """The argument by which a vLLM request uses this adapter. The adapter must be loaded."""
+        """The argument that makes a vLLM request use this adapter. The adapter must be loaded."""
         return self._loaded[digest]
 
     async def load(self, digest: str, folder: Path) -> None:
@@ -65,7 +65,7 @@ class VllmSlots:
 
 
 class VllmAdapters:
-    """The slots of a vLLM that has started."""
+    """The adapter slots of a started vLLM, and the AdapterHost that fills them."""
 
     def __init__(
         self,

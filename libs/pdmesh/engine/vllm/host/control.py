@@ -1,4 +1,7 @@
-"""The host's end of the control socket: one connection per rank of this engine's workers."""
+"""The host's end of the control socket: one connection per rank of this engine's workers.
+
+The host is the part of an instance outside its engine.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class WorkerLost(Exception):
 
 
 class ControlServer:
-    """Listens before the workers start. `ready` has the ranks' greetings, in order of rank."""
+    """Listens before the workers start. `ready` has the RankHello of every rank, in rank order."""
 
     def __init__(
         self, on_message: Callable[[ToHost], None], on_lost: Callable[[WorkerLost], None]

@@ -1,7 +1,7 @@
-"""Describes a started vLLM to the mesh, from its workers' greetings.
+"""Describes a started vLLM to the mesh, from the RankHello of each worker.
 
-An `Endpoint` has the fields that all of the engine's tickets share. The instance publishes the
-`EngineInfo`.
+A ticket is the right to pull one prompt's KV, and `Endpoint` has the fields that all tickets of an
+engine share. The instance publishes the `EngineInfo` in the registry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdmesh.errors import EngineMisconfigured
 def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]) -> Endpoint:
     """`block_size` is the size that vLLM chose, in tokens.
 
-    Raises EngineMisconfigured if it is not the configured size, or if the ranks differ.
+    Raises EngineMisconfigured if it is not the configured size, or if the ranks' KV layouts differ.
     """
     first = hellos[0]
     if block_size != config.block_size:
@@ -44,7 +44,7 @@ def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]
 
 
 def num_kv_blocks(hello: RankHello, max_model_len: int, block_size: int) -> int:
-    """How many blocks of text the cache holds. vLLM keeps one more as its null block.
+    """The number of blocks of text that fit into the cache. vLLM's null block is left out.
 
     Layers with a window count as if they kept all tokens. But with windows, the result is at least
     the longest prompt's number of blocks, because vLLM has made sure that this prompt fits.
@@ -85,7 +85,7 @@ def unsupported_shaping(config: VllmConfig) -> tuple[str, ...]:
 
     These are names of fields of LogitShaping, or logprob_token_ids.
     """
-    # vLLM cannot apply these to the tokens that it proposes.
+    # vLLM cannot apply these options to tokens that speculation proposes.
     proposed = ("min_p", "logit_bias", "thinking_token_budget", "logprob_token_ids")
     if config.speculation.max_tokens:
         return proposed

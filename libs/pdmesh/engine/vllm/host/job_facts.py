@@ -1,4 +1,8 @@
-"""The facts that `Jobs` takes about a vLLM engine's jobs, and the effects that it returns."""
+"""The facts that `Jobs` takes about a vLLM engine's jobs, and the effects that it returns.
+
+A job is the instance's order to prefill or decode one request. A ticket is the right to pull one
+prompt's KV.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ class Drawn:
     """vLLM drew tokens for a leg, which is a request's stay on this instance.
 
     If `is_error` is set, vLLM failed the request instead. `is_constraint_error` means that the
-    request's constraint was the reason.
+    reason was the request's constraint, a grammar that the answer must follow.
     """
 
     leg: int
@@ -42,12 +46,12 @@ class Drawn:
     num_cached_tokens: int = 0
     is_error: bool = False
     is_constraint_error: bool = False
-    prompt_logprobs: PromptLogprobs | None = None  # with the first token
+    prompt_logprobs: PromptLogprobs | None = None  # comes with the first token
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseAtRanks:
-    """Effect: tell every rank that no peer will pull this ticket."""
+    """Effect: tell every rank that no peer will pull this ticket's KV."""
 
     ticket_id: str
 
@@ -60,7 +64,7 @@ class CancelRequest:
 
 
 def failure_of(drawn: Drawn) -> Failed:
-    """The output for the host about a request that vLLM failed."""
+    """The engine's output about a request that vLLM failed."""
     if drawn.is_constraint_error:
         return constraint_failed(drawn.leg)
     return Failed(drawn.leg, EngineFailed.default_reason, "vLLM failed the request")

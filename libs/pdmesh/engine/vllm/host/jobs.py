@@ -1,10 +1,13 @@
 """Turns the outputs of one vLLM engine and its workers' messages into outputs for the host.
 
+The host is the part of the instance outside the engine. A job is the host's order to prefill or
+decode one request. A leg is the request's stay on this instance.
+
 Facts about a job arrive in two ways and in any order: tokens through vLLM, and reports on KV
 through the control socket. This module puts the facts into one order for the host. A ticket, which
-is the right to pull one prompt's KV, is announced when every rank has staged or opened it. A
-decode's tokens come after its KV. A reserved range of memory is given back when every rank is done
-with it.
+is the right to pull one prompt's KV, is announced when every rank has staged the KV or opened the
+ticket. A decode's tokens are announced after its KV. A reserved range of memory is given back when
+every rank is done with it.
 """
 
 from __future__ import annotations
@@ -69,8 +72,8 @@ class Endpoint:
     block_size: int
     lease_ms: int
     max_model_len: int
-    windows: tuple[int, ...] = ()  # by layer, in tokens; 0 if it has none; () if no layer has one
-    named_group: int = 0  # the cache group whose blocks stand for a prefix
+    windows: tuple[int, ...] = ()  # each layer's window in tokens; 0: none; (): no layer has one
+    named_group: int = 0  # the set of layers whose blocks stand for a prefix
 
     def ticket(self, job: PrefillJob) -> Ticket:
         num_tokens = len(job.prompt)
@@ -91,14 +94,17 @@ class Endpoint:
 
 @dataclass(slots=True)
 class _Taking:
-    """A decode, from its start until it has ended and its landing range is free on all ranks."""
+    """A decode, from its start until it has ended and its landing range is free on all ranks.
+
+    A landing range is the memory that a pull writes to.
+    """
 
     job: DecodeJob
     pulling: set[int] = field(default_factory=set)  # ranks that have begun to pull
     arrived: set[int] = field(default_factory=set)  # ranks that have all bytes
     received: dict[int, Received] = field(default_factory=dict)
     held: list[Drawn] = field(default_factory=list)  # drawn before all ranks reported the KV
-    freed: set[int] = field(default_factory=set)  # ranks whose part of the range is free
+    freed: set[int] = field(default_factory=set)  # ranks whose landing range is free
     is_over: bool = False
 
 
@@ -158,7 +164,7 @@ class Jobs:
         return []
 
     def refused(self, failed: Failed) -> list[Effect]:
-        """vLLM never took the request, so nothing of it can reach a worker."""
+        """End the job of a request that vLLM never took. No worker knows this request."""
         leg = failed.leg
         if self._per_layer.owns(leg):
             return self._per_layer.refused(failed)

@@ -1,10 +1,10 @@
 """Translates vLLM's prefix-cache events into the mesh's names of blocks (S80).
 
 vLLM identifies blocks by its own hashes, and publishes each block's tokens and parent. The mesh's
-name of a block is a hash of the same tokens, under a root that came as the job's cache salt. Blocks
-without a salt have no name in the mesh. If events are missing, any block may have been removed, so
-the set of held blocks starts empty again. The names of these blocks are kept, because later blocks
-may have them as parents.
+name of a block is a chained hash of all tokens up to the block's end. The root of the chain is the
+cache salt that the mesh gave vLLM with the request. Blocks without a salt have no name in the mesh.
+If events are missing, any block may have been removed, so the set of held blocks starts empty
+again. The names of these blocks are kept, because later blocks may have them as parents.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ class BlockNames:
     """Maps vLLM's block hashes to the mesh's names.
 
     `capacity` limits how many names are remembered. The least recent name is forgotten first. A
-    cache group is a set of layers that need the same share of a text. vLLM reports a block once for
-    each cache group, and only the reports about `group` are used. A group without a window keeps a
-    prefix longest, and vLLM itself checks that all groups hold a prefix.
+    cache group is a set of layers that need the same share of a text: all of it, or a window. vLLM
+    reports a block once for each cache group, and only the reports about `group` are used. `group`
+    should have no window, because such a group keeps a prefix longest. vLLM itself checks that the
+    other groups hold the prefix, too.
     """
 
     capacity: int
@@ -80,7 +81,7 @@ class BlockNames:
     _next_sequence: int | None = None
 
     def handle(self, sequence: int, events: Sequence[CacheEvent]) -> BlocksChanged | None:
-        """The changes that one published batch makes.
+        """The changes that one published batch of events makes.
 
         None if no block with a name in the mesh changes.
         """
@@ -108,7 +109,7 @@ class BlockNames:
         return None
 
     def num_held(self, names: Sequence[bytes]) -> int:
-        """Blocks in the longest prefix of `names` that the engine holds, by its events so far."""
+        """The number of leading blocks in `names` that the engine holds, by its events so far."""
         return sum(1 for _ in itertools.takewhile(self._held.__contains__, names))
 
     def _counts(self, event: CacheEvent) -> bool:
@@ -172,8 +173,8 @@ def images_in(
 ) -> Sequence[tuple[int, bytes]]:
     """The images that begin in the blocks of an event: (place among the event's tokens, digest).
 
-    vLLM lists an image in each of its blocks, as a pair: the image's name, and its place relative
-    to the block. The name ends with the digest, and may begin with an adapter's name.
+    Each block that an image covers lists the image as a pair: the image's name, and its place
+    relative to the block. The name ends with the digest, and may begin with a LoRA adapter's name.
     """
     found: list[tuple[int, bytes]] = []
     for block, keys in enumerate(extra_keys):

@@ -1,6 +1,8 @@
 """Collects outputs until the host reads them, in one batch per turn of the event loop.
 
-vLLM delivers the tokens of one step to all waiting jobs in the same turn, so a batch is a step.
+vLLM delivers the tokens of one step to all waiting jobs in the same turn, so a batch has the
+outputs of one step. The host is the part of the instance outside the engine. A leg is a request's
+stay on this instance. A ticket is the right to pull a prompt's KV.
 """
 
 from __future__ import annotations
@@ -37,15 +39,14 @@ class OutputQueue:
             self._changed.set()
 
     def drop(self, leg: int) -> None:
-        """Forget the unread outputs of an aborted leg, except those that give its memory ranges
-        back.
+        """Drop the unread outputs of an aborted leg, except those that free its memory ranges.
 
         A `Prefilled` without a ticket is kept, because no `TicketClosed` follows it.
         """
         self._outputs = [o for o in self._outputs if not _belongs_to(o, leg)]
 
     def fail(self, failure: EngineFailed) -> None:
-        """The engine is dead. The reader gets the outputs that are left, and then the failure."""
+        """The engine is dead. The reader receives the remaining outputs, and then the failure."""
         self._failure = self._failure or failure
         self._changed.set()
 

@@ -3,6 +3,7 @@
 A ticket is the right to pull one prompt's KV. The ticket is announced to the host when every rank
 has opened it. The KV may have been taken, and the ticket closed, before token 1 is read here. The
 host gets `TicketClosed` once for each ticket that was announced or aborted, however the job ends.
+The host is the part of the instance outside the engine.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class PerLayerPrefills:
         return effects + self._end(streaming)
 
     def refused(self, failed: Failed) -> list[Effect]:
-        """vLLM never took the request, but the ticket may be open."""
+        """End the job of a request that vLLM never took. Its ticket may be open nevertheless."""
         streaming = self._by_leg[failed.leg]
         end = [] if streaming.is_over else [failed]
         return [*end, *self._end(streaming)]

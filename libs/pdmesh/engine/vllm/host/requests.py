@@ -1,9 +1,10 @@
 """Gives requests to vLLM, and reads the outputs of each request in a task.
 
-Before vLLM gets a request, its adapter is loaded, and the tiers have answered which blocks of its
-prompt they provide. `Jobs` decides what the outputs mean. If vLLM refuses a request or fails it,
-only that request ends. If the task of a request that vLLM took crashes, the engine counts as dead,
-since the state of the request is unknown.
+Before vLLM gets a request, the request's LoRA adapter is loaded. The tiers, which keep KV in host
+memory, in peers' memory and in files, have also answered which blocks of the prompt they provide.
+`Jobs` decides what the outputs mean. If vLLM refuses a request or fails it, only that request ends.
+If the task of a request that vLLM took crashes, the engine counts as dead, since the state of the
+request is unknown. A leg is a request's stay on this instance.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ log = structlog.get_logger(__name__)
 class _Reader:
     """One vLLM request.
 
-    `request_id` is vLLM's name of the request, empty until vLLM has taken it.
+    `request_id` is vLLM's name of the request, and empty until vLLM has taken the request.
     """
 
     leg: int
@@ -60,7 +61,8 @@ class _Reader:
 class RequestEvents:
     """The callbacks of the requests.
 
-    `refused` says why vLLM did not take a request. `ended` is the last call about a leg.
+    `refused` is called with the error if vLLM does not take a request. `ended` is the last call
+    about a leg.
     """
 
     drawn: Callable[[Drawn], None]
@@ -80,12 +82,12 @@ class GathersEmbeddings(Protocol):
         ...
 
     def forget(self, leg: int) -> None:
-        """vLLM has not taken the request."""
+        """Drop the embeddings of a request that vLLM did not take."""
         ...
 
 
 class Requests:
-    """`num_held` says how many of a prompt's first blocks the engine's own cache holds."""
+    """`num_held` returns the number of a prompt's leading blocks in the engine's own cache."""
 
     def __init__(
         self,
@@ -138,8 +140,7 @@ class Requests:
         task.add_done_callback(lambda _: self._forget(leg))
 
     def cancel(self, leg: int) -> None:
-        """Abort the request in vLLM. The request's task ends with the output that reports the
-        abort.
+        """Abort the request in vLLM. Its task ends with the output that reports the abort.
 
         A request that waits for its adapter ends at once, because loading an adapter may take long.
         """
@@ -151,7 +152,7 @@ class Requests:
             self._tasks[leg].cancel()
             return
         if self.embeddings is not None:
-            self.embeddings.awaited.tell(leg, None)  # the leg waits no longer
+            self.embeddings.awaited.tell(leg, None)  # end the wait for embeddings
         if reader.request_id:
             name = f"vllm-abort-{leg}"
             abort = self._llm.abort(reader.request_id, internal=True)
@@ -178,7 +179,7 @@ class Requests:
                 self._refused(reader.leg, error)
                 return
             except asyncio.CancelledError:
-                if reader.is_cancelled:  # if not, the engine stops
+                if reader.is_cancelled:  # otherwise the engine is stopping
                     self._refused(reader.leg, EngineFailed("it was given up"))
                 raise
             finally:

@@ -1,4 +1,7 @@
-"""Translates the mesh's sampling parameters into vLLM's, and vLLM's outputs into drawn tokens."""
+"""Translates the mesh's sampling parameters into vLLM's, and vLLM's outputs into drawn tokens.
+
+A constraint is a grammar that the answer must follow.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 BEGINS_AFTER: Final = "pdmesh_begins_after"
 # A key in `extra_args`: how many tokens may be reasoning, and the ids of its begin and end marks.
 THINKING: Final = "pdmesh_thinking"
-# A key in the `kv_transfer_params` of a request's last output: its constraint made it fail.
+# A key in the `kv_transfer_params` of the last output of a request that its constraint made fail.
 CONSTRAINT_FAILED: Final = "pdmesh_constraint_failed"
 ALL_TOLD: Final = -1  # for `num_top`: all tokens for which vLLM gives log probabilities
 _LARGEST_SEED: Final = (1 << 63) - 1
@@ -52,7 +55,7 @@ def sampling_params(
         top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
         seed=honoured(sampling.seed),
         stop_token_ids=sorted(sampling.stop_token_ids),
-        ignore_eos=True,  # the job's stop tokens hold the EOS tokens
+        ignore_eos=True,  # the job's stop tokens include the EOS tokens
         presence_penalty=shaping.presence_penalty,
         frequency_penalty=shaping.frequency_penalty,
         repetition_penalty=shaping.repetition_penalty,
@@ -90,18 +93,18 @@ def thinking_budget_of(params: Any) -> ThinkingBudget | None:
 
 
 def honoured(seed: int | None) -> int | None:
-    """The seed for vLLM, which takes -1 for no seed.
+    """The seed for vLLM, which reads -1 as no seed.
 
-    The largest seed stands in for -1, because no choice of a request has that seed
+    The largest seed replaces -1, because no answer of a call has the largest seed
     (`check_choices`).
     """
     return _LARGEST_SEED if seed == -1 else seed
 
 
 def num_told(sampling: Sampling) -> int | None:
-    """How many tokens get log probabilities besides each drawn token.
+    """How many likely tokens are reported with each drawn token, with their log probabilities.
 
-    None means that the drawn token gets none either.
+    None means that not even the drawn token's log probability is reported.
     """
     return ALL_TOLD if sampling.logprob_token_ids else sampling.num_logprobs
 

@@ -6,11 +6,11 @@ from typing import Any, Final
 
 from pdmesh.core.instance.step_times import StepTotals
 
-STEP_TOTALS: Final = "pdmesh_step_totals"  # a key in a step's statistics of the connector
+STEP_TOTALS: Final = "pdmesh_step_totals"  # a key in the connector's statistics of a step
 
 
 class SchedulerView:
-    """vLLM's stat logger updates these counters on the host's event loop, once per step."""
+    """vLLM's stat logger updates these counters on the instance's event loop, once per step."""
 
     def __init__(self) -> None:
         self.kv_cache_usage = 0.0

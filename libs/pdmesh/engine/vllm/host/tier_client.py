@@ -1,7 +1,8 @@
 """The host's half of the tiers, which keep KV in host memory, in peers' memory and in files.
 
 Before vLLM gets a prompt, every rank fetches the prompt's blocks from the tiers, and leases them: a
-leased block stays in host memory until vLLM has loaded it.
+leased block stays in host memory until vLLM has loaded it. The host is the part of the instance
+outside the engine. A leg is a request's stay on this instance.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ class TierClient:
         self._broadcast(Holders(leg, plain))
 
     def forget(self, leg: int) -> None:
-        """vLLM did not get the request of this lease."""
+        """End the lease of a request that vLLM did not get."""
         self._broadcast(ForgetLease(leg))
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
-        """Let every rank keep its part of these blocks."""
+        """Let every rank pin its part of these blocks, so that it is never evicted."""
         self._broadcast(Pin([(p.owner, p.until, list(p.names)) for p in prefixes]))
 
     def prefetch(self, wanted: Prefetch) -> None:
@@ -121,7 +122,7 @@ class TierClient:
         self._broadcast(PrefetchToPool(names, owner, holder, wanted.chance))
 
     def note_session(self, hint: SessionHint) -> None:
-        """Let every rank evict its part of the session's blocks later or earlier."""
+        """Let every rank evict its part of a chat session's blocks later or earlier."""
         owner, names = owner_of(hint.tenant), list(hint.names)
         self._broadcast(SessionNote(hint.session, hint.state.value, names, owner, hint.hold_s))
 
@@ -132,7 +133,7 @@ class TierClient:
 
 
 def _find_died(error: BaseException) -> None:
-    """The search failed. The ranks wait for its result until their time is over."""
+    """Log that the search for holders failed. The ranks wait for its result until their timeout."""
     log.error("kv.tier.find_died", exc_info=error)
 
 

@@ -1,9 +1,11 @@
 """Prefills of one vLLM engine whose KV is handed on whole, after the prompt is computed.
 
 A ticket is the right to pull one prompt's KV. The ticket is announced to the host when vLLM has
-drawn token 1 and every rank has staged the KV. `TicketClosed` comes after that. The ranks' reports
-and vLLM's tokens may arrive in any order. If no ticket is announced, the prefill's end is announced
-when all ranks have closed the ticket.
+drawn token 1 and every rank has staged the KV, which means that the KV is in memory that a decode
+can pull from. `TicketClosed` comes after that. The ranks' reports and vLLM's tokens may arrive in
+any order. If the ticket is not announced, the prefill's end is announced once all ranks have closed
+the ticket. The host is the part of the instance outside the engine. A leg is a request's stay on
+this instance.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pdmesh.errors import KvTransferFailed
 
 @dataclass(slots=True)
 class _Handing:
-    """A prefill whose KV goes elsewhere, from its start until its ticket has ended on all ranks."""
+    """A prefill whose KV is handed on, from its start until all ranks have closed its ticket."""
 
     job: PrefillJob
     drawn: Drawn | None = None
@@ -61,7 +63,7 @@ class WholePrefills:
         self._leg_of_ticket[job.ticket_id] = job.leg
 
     def refused(self, failed: Failed) -> list[Effect]:
-        """vLLM never took the request, so nothing of it can reach a worker."""
+        """End the job of a request that vLLM never took. No worker knows this request."""
         handing = self._by_leg[failed.leg]
         self._forget(handing)
         if handing.is_aborted:

@@ -1,1 +1,1 @@
-"""Images in vLLM: how a model takes them, what its processor makes of one, a request's inputs."""
+"""Images in vLLM: learns how a model represents them, processes them, and makes request inputs."""

@@ -1,8 +1,9 @@
-"""Finds out how a model takes images, by running its processor on images of several sizes.
+"""Finds out which tokens stand for an image in a model's prompts.
 
-The mesh counts the tokens of an image before anything reads its pixels. So the mesh serves models
-in which all images take the same tokens, and models with M-RoPE that resize images as Qwen2-VL
-does.
+The mesh has to count the tokens of an image before anything reads its pixels. So it serves only
+models in which every image has the same tokens, and models with M-RoPE that resize images as
+Qwen2-VL does. To find out which tokens these are, this module runs the model's image processor on
+images of several sizes.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ Size = tuple[int, int]  # width and height, in pixels
 _TRIED_SIZES: Final = ((64, 64), (640, 120), (90, 700))
 # Processors may refuse these sizes. Many refuse a single pixel.
 _EXTREME_SIZES: Final = ((1, 1), (4096, 21))
-# Keys for the token that a template writes for an image, in models' configurations.
+# Keys in models' configurations for the token that a chat template writes for an image.
 _PLACEHOLDERS: Final = ("image_token_id", "image_token_index", "boi_token_index")
 
 
 def find_facts(llm: AsyncLLM) -> ImageFacts | None:
-    """How the model takes images. None if the mesh serves no images with it.
+    """Which tokens stand for an image. None if the mesh serves no images with this model.
 
-    In this case the log has the reason. Blocks while the model's processor runs.
+    If None, the log has the reason. Blocks while the model's processor runs.
     """
     config = llm.model_config
     if config.is_mm_prefix_lm:
@@ -57,7 +58,7 @@ def find_facts(llm: AsyncLLM) -> ImageFacts | None:
 
 
 def _fixed(llm: AsyncLLM) -> ImageFacts | None:
-    """The facts of a model whose images all take the same tokens. None for other models."""
+    """The facts of a model in which every image has the same tokens. None for other models."""
     for name in _PLACEHOLDERS:
         placeholder = getattr(llm.model_config.hf_config, name, None)
         if isinstance(placeholder, int) and (tried := _tried(llm, placeholder)) is not None:
@@ -69,7 +70,7 @@ def _fixed(llm: AsyncLLM) -> ImageFacts | None:
 
 
 def _gridded(llm: AsyncLLM) -> ImageFacts | None:
-    """The facts of a model whose images take tokens by their size. None for other models."""
+    """The facts of a model in which an image's size decides its tokens. None for other models."""
     config = llm.model_config.hf_config
     placeholder, merge_size = getattr(config, "image_token_id", None), merge_size_of(config)
     rule = _rule_of(llm)
@@ -91,7 +92,7 @@ def _gridded(llm: AsyncLLM) -> ImageFacts | None:
 def _rule_of(llm: AsyncLLM) -> GridRule | None:
     """The rule for resizing images, from the settings of the model's processor.
 
-    The tried images must confirm it.
+    The caller checks the rule with trial images.
     """
     try:
         processor = llm.renderer.get_mm_processor().info.get_hf_processor().image_processor

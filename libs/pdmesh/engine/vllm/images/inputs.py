@@ -5,8 +5,8 @@ the names of KV blocks, and vLLM keeps its encoder's output under the name. The 
 because a tenant must not learn, from the time that an answer takes, which images another tenant
 sends.
 
-A prefill gets the image. A decode gets only the name, since the KV that it pulls was computed with
-the image.
+A prefill receives the image. A decode receives no pixels, because the KV that it pulls was computed
+with them. With M-RoPE, it does receive the number of rows and columns of patches.
 """
 
 from __future__ import annotations

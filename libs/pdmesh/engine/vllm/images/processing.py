@@ -32,7 +32,7 @@ class ProcessedImage:
         return (self.place.offset, self.place.length) == (0, len(self.tokens))
 
     def num_rows(self, merge_size: int) -> int:
-        """The number of rows of tokens. A token's square has `merge_size` patches on a side."""
+        """The number of rows of tokens. A token stands for `merge_size` by `merge_size` patches."""
         _, num_rows, _ = self.item[GRID].data.tolist()
         return int(num_rows) // merge_size
 
@@ -55,9 +55,9 @@ def processed(made: Any) -> ProcessedImage:
 
 
 def merge_size_of(hf_config: Any) -> int:
-    """How many patches are on a side of a token's square. 0 if unknown.
+    """The side of the square of patches that one token stands for, in patches. 0 if unknown.
 
-    `hf_config` is the model's own type.
+    `hf_config` has the model's own type.
     """
     size = getattr(getattr(hf_config, "vision_config", None), "spatial_merge_size", 0)
     return size if isinstance(size, int) else 0

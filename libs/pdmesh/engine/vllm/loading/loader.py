@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerExtension:
-    """Makes vLLM's workers import this module. It adds nothing to them."""
+    """Makes vLLM's workers import this module, and adds nothing to the workers."""
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -82,7 +82,7 @@ class FileOrderLoader(DefaultModelLoader):
 def node_ranks() -> NodeRanks | None:
     """This worker's tensor-parallel ranks. None if they are on several nodes.
 
-    All of these ranks must call it.
+    All of these ranks must call this function.
     """
     group = get_tp_group()
     if group.world_size == 1:
@@ -94,5 +94,5 @@ def node_ranks() -> NodeRanks | None:
 
 @functools.cache
 def _ranks_of(members: tuple[int, ...]) -> TorchRanks:
-    """One object for the process's life, because the same ranks load a model and its draft."""
+    """One object for the process's life: the same ranks load a model and its draft model."""
     return TorchRanks(members)

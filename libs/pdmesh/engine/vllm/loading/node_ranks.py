@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 from pdmesh.errors import EngineFailed
 
-WAIT_S: Final = 300.0  # for the slowest rank, and for the bytes of one window
+WAIT_S: Final = 300.0  # for the slowest rank, and for the bytes of one window of a weight file
 
 
 class RankLost(EngineFailed):
@@ -52,7 +52,7 @@ class LoneRank:
 class TorchRanks:
     """Ranks with a separate torch.distributed group, over gloo. The first rank is the reader.
 
-    A process makes only one object for the same members. torch would give a second group the name
+    A process makes at most one object for given members. torch would give a second group the name
     of the first, and the second would wait at the addresses of the first.
     """
 
@@ -92,6 +92,6 @@ class TorchRanks:
     def _call(self, function: Any, *args: Any, **options: Any) -> None:
         try:
             function(*args, group=self._group, **options)
-        except RuntimeError as error:  # gloo's own, for a closed connection and for a timeout
+        except RuntimeError as error:  # gloo raises it for a closed connection and for a timeout
             cause = str(error).strip().splitlines()[0][:200]
             raise RankLost(f"a rank that loads the weights is gone or too slow: {cause}") from error

@@ -17,7 +17,9 @@ _PLACE = struct.Struct("<qqq")  # the reader's pid, its file descriptor, bytes
 
 
 def allocate(num_bytes: int, ranks: NodeRanks) -> mmap.mmap:
-    """Returns the same memory in each rank. All ranks call it. Raises EngineFailed in all ranks.
+    """Returns the same memory in each rank. All ranks must call this.
+
+    If a rank cannot open the memory, all ranks raise EngineFailed.
 
     The memory is freed when no rank refers to it any more.
     """

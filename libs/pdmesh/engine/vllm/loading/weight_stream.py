@@ -129,7 +129,7 @@ class WeightStream:
         self, plan: WindowPlan, reader: WindowReader | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         buffer = self._allocate(plan)
-        lease: weakref.ref[Any] | None = None  # on the last window; dead if no tensor is kept
+        lease: weakref.ref[Any] | None = None  # to the previous window; dead if no tensor is kept
         windows = plan.windows
         self._start(reader, windows[0], buffer)
         for number, window in enumerate(windows):
@@ -160,7 +160,7 @@ class WeightStream:
         return shared_buffer.allocate(plan.buffer_bytes, self._ranks)
 
     def _agree(self, fault: WeightsUnreadable | None, *, is_kept: bool = False) -> bool:
-        """Wait for all ranks. Returns whether any of them keeps a tensor of the window before.
+        """Wait for all ranks. Returns whether any of them keeps a tensor of the previous window.
 
         Raises the reader's fault, in all ranks.
         """

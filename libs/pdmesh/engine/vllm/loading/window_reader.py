@@ -1,4 +1,4 @@
-"""Reads weight files in a thread, one window after the other, into memory of the caller.
+"""Reads weight files in a thread, one window after the other, into the caller's memory.
 
 A window is a run of tensors in one file. Reads are sequential within a file, in pieces, and each
 byte is read once.

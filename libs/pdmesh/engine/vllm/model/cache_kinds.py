@@ -1,7 +1,7 @@
 """Decides whether the mesh can move a model's caches.
 
-The mesh moves models that keep KV for each token. Some of their layers may keep one state for all
-tokens instead.
+The mesh moves the caches of models that keep KV for each token. Some layers of such a model may
+keep one state for all tokens instead.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ _CONVOLUTION: Final = "conv"
 def check_cache_kinds(model: Any, *, reuses_prefixes: bool, has_tiers: bool = False) -> None:
     """Raises EngineMisconfigured, which names the part of the model that cannot be moved or kept.
 
-    `reuses_prefixes` says whether the KV of a prefix may be used again (`may_reuse_prefixes`).
-    `has_tiers` says whether KV is also kept outside vLLM. `model` is vLLM's `ModelConfig`, which is
-    no stable type.
+    `reuses_prefixes` is the result of `may_reuse_prefixes`. `has_tiers` means that KV is also kept
+    outside vLLM. `model` is vLLM's `ModelConfig`, which is no stable type.
     """
     name = model.served_model_name
-    if not reuses_prefixes:  # pools, files and migrations would reuse what vLLM itself does not
+    if not reuses_prefixes:  # tiers and other instances would reuse KV that vLLM does not
         raise _unsupported(
             f"{name} has KV that depends on more than the tokens before it: vLLM caches no "
             "prefixes of it, and the mesh moves none"

@@ -146,7 +146,7 @@ class FileDigests:
     def _has_lock(self, cache: _Cache, folder: Path) -> bool:
         """Wait for the lock. Returns False if the file system has no locks, or after `_LOCK_S`.
 
-        After that time, the process with the lock may be frozen.
+        A process that holds the lock for longer may be frozen.
         """
         ends = time.monotonic() + _LOCK_S
         try:
@@ -250,7 +250,7 @@ class _Cache:
     def _prune(self) -> None:
         """Forget the folders that were hashed longest ago, and remove their lock files.
 
-        Without a lock file, two processes may hash a folder at the same time.
+        This is harmless: at worst, two processes hash the same folder at the same time.
         """
         names = [e.name for e in os.scandir(self._directory) if e.name.endswith(".json")]
         if len(names) <= _MAX_FOLDERS:

@@ -1,10 +1,10 @@
 """Computes the parts of a fingerprint, which two engines must have in common to exchange KV.
 
-`core.kv.layout.compatibility` joins the parts into one string. The host contributes the model's
-files and how the model is run. The worker adds the settings that vLLM derived (`kv_facts`) and the
-layout of its KV cache. On a CPU, the layout includes the instruction sets, because vLLM's CPU
-kernels pack K and V differently for each. For opaque blocks on a GPU, whose inner layout is
-unknown, it includes the name of the GPU.
+`core.kv.layout.compatibility` joins the parts into one string. The instance's process contributes
+the model's files and how the model is run. The worker adds the settings that vLLM derived
+(`kv_facts`) and the layout of its KV cache. On a CPU, the layout includes the instruction sets,
+because vLLM's CPU kernels pack K and V differently for each of them. Opaque blocks have an unknown
+inner layout. On a GPU, their layout includes the name of the GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Identifies the model in a folder by a digest of all files that decide the contents of KV.
 
 Two checkpoints may differ only in one projection of one layer, so the digest covers all bytes. If
-two models had equal digests, one model's KV would be used for the other, in every tier and between
-instances.
+two models had equal digests, one model's KV would be used for the other, both between instances and
+from the tiers, which keep KV outside vLLM.
 """
 
 from __future__ import annotations

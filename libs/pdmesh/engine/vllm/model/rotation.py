@@ -17,7 +17,8 @@ _CONVOLUTION: Final = "conv"
 def rotate_rightly(config: Any) -> None:
     """On a CPU, let an affected model use PyTorch's operation, unless `engine_args` choose one.
 
-    `config` is vLLM's `VllmConfig`, which is no stable type. Call this before any process gets it.
+    `config` is vLLM's `VllmConfig`, which is no stable type. Call this before `config` is passed to
+    any process.
     """
     operations: list[str] = config.compilation_config.custom_ops
     is_chosen = any(each[1:] == ROTATION for each in operations)
@@ -28,7 +29,7 @@ def rotate_rightly(config: Any) -> None:
 
 
 def rotation_text(config: Any) -> list[str]:
-    """The fingerprint's part about the rotation.
+    """The rotation's part in the fingerprint, which must be equal in engines that exchange KV.
 
     Empty where the kernel and PyTorch give equal KV.
     """

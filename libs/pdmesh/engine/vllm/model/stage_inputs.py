@@ -1,6 +1,6 @@
 """Allocates a pipeline stage's memory for the inputs from the stage before it, on a CPU.
 
-vLLM 0.32's first model runner allocates this memory when it profiles a model. On a CPU, vLLM does
+vLLM 0.32's older model runner allocates this memory when it profiles a model. On a CPU, vLLM does
 not profile a model that runs eagerly with a given size of its KV cache. Without the memory, the
 last stage reports that it computed no request, and the engine fails in its first step.
 """

@@ -1,8 +1,8 @@
 """Makes a `tokenizer.json` from a model's tokenizer: tekken, tiktoken, SentencePiece or vocab.json.
 
-vLLM reads these formats with a library, which also converts them. The library runs in a child
-process, because it needs seconds and hundreds of megabytes, once. It loads no code from the model's
-folder, so a model whose tokenizer is code needs a `tokenizer.json` beside it.
+The library transformers, which comes with vLLM, converts these formats. It runs in a child process,
+because a conversion needs seconds and hundreds of megabytes, and happens only once. No code from
+the model's folder is run, so a model whose tokenizer is code needs a `tokenizer.json` beside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Runs vLLM for the role pooling.
+"""Runs vLLM as a pooling engine, which makes vectors or scores of whole texts.
 
-No KV leaves the engine, so it needs no connector and no tiers.
+No KV leaves the engine, so it has neither a KV connector nor tiers, which would keep KV outside
+vLLM.
 """

@@ -1,4 +1,7 @@
-"""The configuration of a pooling vLLM, and how it becomes vLLM's arguments."""
+"""The configuration of a pooling vLLM, and how it becomes vLLM's arguments.
+
+A pooling engine makes vectors or scores of whole texts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from pdmesh.engine.vllm.loading.choice import loader_arguments, loader_choice
 
 @dataclass(frozen=True, slots=True)
 class VllmPoolingConfig:
-    """One engine of one instance. The model may allow less than `max_model_len` tokens."""
+    """The engine of one instance. The model may allow fewer tokens than `max_model_len`."""
 
     instance_id: str
     incarnation: int
@@ -93,7 +96,7 @@ def pooling_arguments(config: VllmPoolingConfig) -> dict[str, Any]:
 
 
 def fitted(config: VllmPoolingConfig, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Adds the longest input that the model and the settings allow. Blocks.
+    """Adds `max_model_len`, the longest input that the model and the settings allow. Blocks.
 
     Raises ValueError, OSError and other errors of vLLM.
     """

@@ -1,7 +1,8 @@
 """Runs vLLM as the engine of a pooling instance, which makes vectors or scores of whole texts.
 
 Each input of a job is one vLLM request. vLLM batches the requests of several jobs. vLLM's engine
-process answers pings between two steps, and each step is a sign of work.
+process answers pings between two steps. Each step is a sign of work, from which the instance sees
+that the engine does not hang.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Speculation with vLLM: its arguments, fixes of how it draws, and a proposer of our own."""
+"""Speculation in vLLM: arguments, fixes of vLLM's sampling, and our own proposer of tokens."""

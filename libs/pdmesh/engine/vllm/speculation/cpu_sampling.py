@@ -2,10 +2,10 @@
 
 For each proposed token, vLLM needs the temperature, `top_k` and `top_p` of the token's request. The
 CPU kernel writes these values to a copy that is never read, unless they are 64-bit integers. So the
-result stayed unwritten. Logits were divided by the bytes that the result's memory held before, and
-`top_k` crashed the engine.
+result stays unwritten: without this module, logits are divided by the bytes that the result's
+memory held before, and `top_k` crashes the engine.
 
-vLLM also did the work of checking tokens where none were proposed. This slowed a batch of 32 by a
+vLLM also does the work of checking tokens where none are proposed, which slows a batch of 32 by a
 fifth. With this module, a step without proposals samples as if speculation were off.
 """
 

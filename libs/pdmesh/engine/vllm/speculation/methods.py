@@ -31,10 +31,10 @@ def _unusable(field: str, problem: str) -> EngineMisconfigured:
 
 
 def speculative_config(speculation: Speculation, max_batch: int) -> dict[str, Any]:
-    """vLLM's argument of this name.
+    """vLLM's argument `speculative_config`.
 
-    The schedule says how many tokens to propose at each batch size, for the configured acceptance.
-    `AdaptiveScheduler` replaces the schedule as tokens are checked (S118).
+    The schedule has the number of tokens to propose at each batch size, for the configured rate of
+    accepted tokens. `AdaptiveScheduler` replaces the schedule as tokens are checked (S118).
     """
     told: dict[str, Any] = {"num_speculative_tokens": speculation.max_tokens}
     if not speculation.is_fixed:

@@ -1,10 +1,10 @@
 """Proposes tokens by prompt lookup, as a proposer for vLLM's method `custom_class`.
 
 Prompt lookup proposes the text that follows an earlier place of the same text. vLLM's own n-gram
-proposer searches each request's whole text in each step. This proposer keeps a `CopyCursor` for
-each request, which is the place to copy from. vLLM tells a proposer neither which requests are in
-the batch nor how many tokens the step's schedule allows. Both are read from vLLM's model runner. A
-lost or wrong cursor costs only a worse proposal, because the model checks each token.
+proposer searches each request's whole text in each step. This proposer keeps for each request a
+`CopyCursor`, the place in its text to copy from. vLLM tells a proposer neither which requests are
+in the batch nor how many tokens the step's schedule allows. Both are read from vLLM's model runner.
+A lost or wrong cursor leads only to a worse proposal, because the model checks each token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pdmesh.core.speculation.copy_cursor import CopyCursor
 from pdmesh.engine.vllm.sampling_extras import num_drawn_before
 
-# If a cursor is further behind its text than this many tokens, numpy makes a new cursor.
+# A cursor that is further behind its text than this many tokens is replaced: numpy finds a new one.
 MAX_BEHIND: Final = 1024
 MAX_TEXT: Final = 1 << 17  # at least this many of a text's last tokens are searched
 
@@ -35,9 +35,9 @@ class PromptLookup:
         self._num_tokens = 0
 
     def load_model(self, model: Any) -> None:
-        """There is no model to load.
+        """Patch vLLM's model runner. There is no model to load.
 
-        But at this call, vLLM's runner is imported and can be patched.
+        At this call, vLLM has imported its runner, so that the runner can be patched.
         """
         tell_proposer_of_steps()
 
@@ -73,7 +73,7 @@ class PromptLookup:
         return proposals
 
     def _room(self, row: int, end: int) -> int:
-        """How many proposed tokens the answer can take, besides the one that the step draws.
+        """How many proposed tokens the answer has room for, besides the one that the step draws.
 
         More tokens would need blocks that the request's admission has not counted (S49).
         """

@@ -1,11 +1,11 @@
-"""vLLM's scheduler with speculation whose number of proposed tokens adapts (S118).
+"""vLLM's scheduler, changed to adapt the number of tokens that speculation proposes (S118).
 
 With speculation, an engine proposes tokens and checks them in one step. How many tokens it should
 propose depends on how many were right so far, and on the time that checking takes. vLLM looks the
 number up by batch size in a table, which it fills only once. This scheduler replaces the table
 before each step. `AdaptiveSpeculation` computes the table from the numbers of checked and accepted
-tokens, and from the durations of steps that computed no prompt. vLLM is synchronous with this
-scheduler, so a step has ended when vLLM processes its output.
+tokens, and from the durations of steps that computed no prompt. This scheduler is used without
+asynchronous scheduling, so a step has ended when vLLM processes its output.
 """
 
 from __future__ import annotations

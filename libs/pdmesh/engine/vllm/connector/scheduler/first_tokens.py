@@ -1,11 +1,11 @@
 """Sets token 1 of a request that vLLM gets before the token is known (S48).
 
 An early decode begins to pull a prompt's KV while prefill still computes it. Until prefill draws
-token 1, a stand-in is the last token of the decode's prompt. vLLM's scheduler keeps the request in
-WAITING_FOR_REMOTE_KVS until this module sets the token. Nothing reads the stand-in before: cached
-prefixes end before the last token, blocks are named when they are computed, and the model gets the
-prompt with the request's first step. There is one exception. If the prompt fills its last block,
-vLLM has hashed that block with the stand-in, so the hash is computed again.
+token 1, the decode's prompt ends with a stand-in for it. vLLM's scheduler keeps the request in
+WAITING_FOR_REMOTE_KVS until this module sets the token. Nothing reads the stand-in before that:
+cached prefixes end before the last token, blocks are named when they are computed, and the model
+gets the prompt with the request's first step. There is one exception. If the prompt fills its last
+block, vLLM has hashed that block with the stand-in, so the hash is computed again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-# How many tokens are kept that arrived before their request. Beyond this number, the oldest token
-# is dropped, and its request times out.
+# The most tokens that are kept for requests that have not arrived yet. Beyond this number, the
+# oldest token is dropped, and its request times out.
 MAX_EARLY = 1024
 
 
@@ -42,7 +42,7 @@ class EarlyRequests:
         return True
 
     def tell(self, leg: int, token_id: int) -> str | None:
-        """Returns the key of the request that now has its token.
+        """Returns vLLM's id of the request that now has its token.
 
         None if the request has not arrived.
         """

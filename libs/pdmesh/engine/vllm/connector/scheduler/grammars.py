@@ -3,9 +3,9 @@
 A constraint is a grammar that the answer must follow. vLLM compiles grammars only with a tokenizer,
 and the mesh's engines run without one. So the first constraint gives vLLM's manager of structured
 output a backend of the mesh, with the model's vocabulary. If other engines drew the answer's first
-tokens, they are the last tokens of the prompt. The constraint takes these tokens before vLLM gets
-it. If the request still waits for token 1, the constraint takes token 1 in the request's first
-step.
+tokens, these are the last tokens of the prompt. The constraint is advanced past these tokens before
+vLLM receives it. If the request still waits for token 1, the constraint is advanced past token 1 in
+the request's first step.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Grammars:
         self._compiler = GrammarCompiler(lambda: load_vocabulary(model_dir, vocab_size))
 
     def drawing(self, constraint: Constraint, drawn: Sequence[int]) -> Drawing | RefusedGrammar:
-        """Compile the constraint, and let it take the tokens drawn so far.
+        """Compile the constraint, and advance it past the tokens drawn so far.
 
         Called on a thread, beside the steps.
         """
@@ -127,7 +127,8 @@ class Drawing:
     def is_terminated(self) -> bool:
         """Always False.
 
-        True would matter only for tokens proposed after the end. There are none.
+        True would matter only for tokens that speculation proposes after the answer's end. There
+        are none.
         """
         return False
 
@@ -138,8 +139,8 @@ class Drawing:
 class RefusedGrammar:
     """Stands in for a grammar that does not compile, and fails its request with the next token.
 
-    vLLM itself would end the request without telling the host why. The host would take this for KV
-    that did not arrive, and the mesh would try the request on another engine.
+    vLLM itself would end the request without a reason. The instance would then report that the KV
+    did not arrive, and the mesh would try the request on another engine.
     """
 
     has_failed = True
@@ -154,7 +155,7 @@ class RefusedGrammar:
         return []
 
     def rollback(self, num_tokens: int) -> None:
-        """There is nothing to take back, because no token was taken."""
+        """There is nothing to take back, because no token was accepted."""
 
     def fill_bitmask(self, bitmask: Any, index: int) -> None:
         bitmask[index].fill_(-1)
@@ -178,8 +179,8 @@ def has_failed(request: Any) -> bool:
 def drawing_of(backend: Grammars, request: Any) -> Drawing | RefusedGrammar:
     """Compile the constraint of a vLLM request.
 
-    While the request waits for token 1, the last token of its prompt is a stand-in, and the
-    constraint does not take it.
+    While the request waits for token 1, its prompt ends with a stand-in. The constraint is not
+    advanced past the stand-in.
     """
     params = request.sampling_params
     num_drawn = num_drawn_before(params)

@@ -46,7 +46,7 @@ class StorePart:
     """
 
     store: Store  # without its blocks
-    first_block: int  # earlier steps have gathered the blocks below it
+    first_block: int  # earlier steps have gathered the blocks below this one
     end_block: int
     block_ids: BlockIds  # the blocks below `end_block` that are handed on
     is_last: bool
@@ -95,7 +95,7 @@ class StepPlan:
     loads: list[KvLoad] = field(default_factory=list)
     takes: list[KvLoad] = field(
         default_factory=list
-    )  # all blocks are cached here, so there is only an ack to send
+    )  # all blocks are cached here, so only an acknowledgement is sent
     entered: list[Entered] = field(default_factory=list)
     cancelled: list[KvLoad] = field(default_factory=list)  # started loads of ended requests
     dropped_tickets: list[str] = field(default_factory=list)
@@ -203,7 +203,7 @@ class HandoffPlanner:
         self._unjoined.discard(key)
 
     def num_external_tokens(self, key: str, num_local_tokens: int) -> int | None:
-        """How many tokens after the locally cached ones will be pulled.
+        """The number of tokens to pull, which follow the locally cached ones.
 
         0 means that there are none, or that they are pulled already. With 0, the scheduler computes
         the request at once. So while token 1 is not known, the result is None instead, and the
@@ -214,9 +214,9 @@ class HandoffPlanner:
         return None if not num_external and key in self._unjoined else num_external
 
     def allocated(self, key: str, block_ids: BlockLists, num_external_tokens: int) -> None:
-        """vLLM gave the request blocks.
+        """vLLM has allocated blocks to the request.
 
-        Plan its load, or only an ack if nothing is to be pulled.
+        Plan the request's load, or only an acknowledgement if nothing is to be pulled.
         """
         load = self._loads.pop(key, None)
         if load is None:

@@ -1,8 +1,8 @@
 """Reads the images of a vLLM request: their places and digests, and whether pixels are missing.
 
-A decode pulls an image's KV and does not get its pixels. If vLLM preempts the request, the KV is
-lost, and without pixels vLLM would compute wrong KV. So the connector fails the request, and the
-gateway sends it to an instance that gets the image.
+A decode pulls an image's KV and does not receive the image's pixels. If vLLM preempts the request,
+the KV is lost, and without pixels vLLM would compute wrong KV. So the connector fails the request,
+and the gateway sends it to an instance together with the image.
 """
 
 from __future__ import annotations

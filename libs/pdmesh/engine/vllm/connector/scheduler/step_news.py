@@ -10,7 +10,10 @@ from pdmesh.core.instance.step_times import ComputedStep
 
 
 class StepNews(KVConnectorWorkerMetadata):
-    """Token 1 of requests by leg, from any rank, and the times of the last steps, from one rank."""
+    """Token 1 of requests by leg, from any rank, and the times of the last steps, from one rank.
+
+    A leg is the number of a request's stay on this instance.
+    """
 
     def __init__(
         self, first_tokens: Mapping[int, int], computed: Sequence[ComputedStep] = ()

@@ -1,8 +1,9 @@
 """vLLM's schedulers, extended to record when a step is scheduled and processed (S139, S140).
 
-One rank, the first of the last stage, records when it computes each step. These times arrive with
-the output of a later step. All processes of an engine run on one machine, so they share a clock.
-`StepTimes` sums the times up. The sums go to the host with vLLM's own statistics of a step.
+One rank, the first of the last pipeline stage, records when it computes each step. These times
+arrive with the output of a later step. All processes of an engine run on one machine, so they share
+a clock. `StepTimes` sums the times up. The sums reach the instance's process with vLLM's own
+statistics of a step.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class TimedScheduler(UrgentFirstScheduler):
 
 
 class TimedAsyncScheduler(TimedScheduler, AsyncScheduler):
-    """The same for vLLM's asynchronous scheduler, which schedules one step ahead.
+    """A TimedScheduler on top of vLLM's asynchronous scheduler, which schedules one step ahead.
 
-    A request may end when the next step already computes it. `num_tokens_past_end` counts the
+    When a request ends, the next step may already compute it. `num_tokens_past_end` counts the
     tokens that are computed in vain.
     """
 

@@ -3,8 +3,9 @@
 vLLM's policy `priority` orders the waiting requests, and preempts the least urgent running request
 if blocks are lacking. But a prompt that has begun takes all tokens of each step until it is
 computed, even if a more urgent request waits. Here, the running prompt gets no tokens in a step in
-which a more urgent request can begin. With the policy `fcfs`, or if all requests have one priority,
-this scheduler does the same as vLLM's.
+which a more urgent request can begin. A request's urgency depends on its priority and its arrival.
+With the policy `fcfs`, or if all requests have the same priority, this scheduler does the same as
+vLLM's.
 """
 
 from __future__ import annotations
@@ -44,10 +45,9 @@ class UrgentFirstScheduler(Scheduler):
         return step
 
     def _order_running(self) -> None:
-        """Sort the running requests: first answers, which take few of a step's tokens, then
-        prompts.
+        """Sort the running requests: answers first, because they take few of a step's tokens.
 
-        Prompts are in order of urgency.
+        Prompts follow, in order of urgency.
         """
         if has_several_classes(request.priority for request in self.running):
             self.running.sort(

@@ -16,7 +16,7 @@ def paged_caches(
 ) -> PagedCaches:
     caches = list(kv_caches.values())
     if caches[0].device.type != "cpu":
-        # needs Triton, which only a machine with a GPU has
+        # this import needs Triton, which only a machine with a GPU has
         from pdmesh.engine.vllm.connector.worker.device_caches import (
             DeviceCaches,
         )

@@ -3,7 +3,7 @@
 To gather is to copy blocks into one contiguous buffer for a transfer, and to scatter is the
 reverse. The buffer is [layer][head][block], see `core.kv.layout.head_blocks`. An opaque block,
 whose heads cannot be separated, counts as one head. Layers are in the order in which the model
-computes them. This order is the same wherever the fingerprint is the same.
+computes them. Engines that exchange KV have the same order.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class PagedCaches(Protocol):
     ) -> None:
         """Scatter a part of the bytes that `scatter` takes. The part begins at `offset`.
 
-        The part must have whole blocks of heads. The call runs on the KV agent's thread. The copy
-        is complete when the call returns.
+        The part must consist of whole blocks of single heads. The call runs on the KV agent's
+        thread. The copy is complete when the call returns.
         """
         ...
 

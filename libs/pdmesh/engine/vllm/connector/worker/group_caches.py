@@ -31,7 +31,7 @@ class GroupCaches:
         self.layers_with_states = frozenset(
             layer for layer, group in enumerate(group_of) if groups.windows[group] == STATE_WINDOW
         )
-        self.layout = lru_cache(maxsize=256)(self._layout)  # of a prompt, by its length in tokens
+        self.layout = lru_cache(maxsize=256)(self._layout)  # by a prompt's length in tokens
 
     def _layout(self, num_tokens: int) -> KvLayout:
         firsts = self.groups.first_blocks(num_tokens)

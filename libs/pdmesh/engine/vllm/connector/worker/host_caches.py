@@ -17,9 +17,10 @@ from pdmesh.kv.transport.memory_access import in_host
 
 
 class HostCaches:
-    """For caches in which each head's block is one piece. An opaque block counts as one head.
+    """Accesses caches in which each head's block is one piece.
 
-    A layer is an array of such pieces: head `h` of block `b` is row `b * num_heads + h`.
+    An opaque block, whose heads cannot be separated, counts as one head. A layer is an array of
+    such pieces: head `h` of block `b` is row `b * num_heads + h`.
     """
 
     def __init__(self, rows: Sequence[npt.NDArray[np.uint8]], num_heads: int = 1) -> None:
@@ -84,7 +85,7 @@ def dense_rows(caches: Sequence[torch.Tensor], where: HeadBlocks) -> list[npt.ND
 
 
 class HostHeads:
-    """For caches in which a head's block may be in several pieces, at regular distances."""
+    """Accesses caches in which a head's block may be in several pieces, at regular distances."""
 
     def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
         self._where = where

@@ -1,9 +1,11 @@
-"""Pulls KV to one rank of a decode, and scatters it into the blocks of the request that awaits it.
+"""Pulls KV to one rank of a decode, and scatters it into the blocks of the request that awaits KV.
 
 A pull together with its blocks is a load. `core.kv.transfer.incoming_blocks` makes the decisions
 about loads, and this module carries them out. vLLM keeps the blocks until the load is reported as
 over, even if the request was aborted. Ranges are scattered as they arrive, on the KV agent's thread
 and without the lock. All other effects hold the lock, so that they keep the order of the decisions.
+
+A leg is a request's stay on this instance. The host is the part of the instance outside the engine.
 """
 
 from __future__ import annotations
@@ -108,8 +110,8 @@ class IncomingKv:
         """Begin a load. Its pull may have to wait for a turn.
 
         If the sender has another number of ranks, the pull consists of several pieces and takes no
-        turn. During a wait, it could renew only one of the sender's leases: the one at the rank of
-        the same number.
+        turn. While it waited for a turn, it could renew the lease on the sender's KV only at one
+        rank: the rank of the same number.
         """
         pieces = self._share.pieces(load.ticket, load.landing, self._num_bytes(load))
         takes_turn = load.block_ids and not load.is_early and self._share.is_like(load.ticket)
@@ -125,7 +127,7 @@ class IncomingKv:
         with self._lock:
             self._loading[load.leg] = _Loading(load, pieces)
             self._tell(started)
-            if not load.block_ids:  # the pull sends only an ack, and nothing waits for it
+            if not load.block_ids:  # the pull only acknowledges, and nothing waits for it
                 del self._loading[load.leg]
 
     def cancel(self, load: KvLoad) -> None:
@@ -141,9 +143,10 @@ class IncomingKv:
         self._tell(LoadCancelled(leg))
 
     def take_results(self, is_empty_step: bool = False) -> tuple[set[str], set[str]]:
-        """Returns the keys of loads that completed, and of loads that failed, since the last call.
+        """Returns the requests whose loads completed, and those whose loads failed, by vLLM's ids.
 
-        After a step that computed nothing, the call waits a moment for a load under way to end.
+        Each load is reported once. After a step that computed nothing, the call waits a moment for
+        a load under way to end.
         """
         with self._lock:
             self._tell(Tick())
@@ -165,7 +168,7 @@ class IncomingKv:
             self._caches.scatter(np.zeros(num_bytes, np.uint8), block_ids)
 
     def entered(self, entered: Entered) -> None:
-        """The leg computes in the step about to run."""
+        """The request computes its first tokens in the step about to run."""
         with self._lock:
             came = self._arrived.pop(entered.leg, (0, 0.0, 0.0))
         num_bytes, duration_s, waited_s = came
@@ -173,7 +176,7 @@ class IncomingKv:
         self._send(Received(self._rank, entered.leg, num_bytes, duration_s, num_computed, waited_s))
 
     def take_first_tokens(self) -> dict[int, int]:
-        """First tokens by leg that the scheduler does not know yet."""
+        """First tokens that the scheduler does not know yet, by leg."""
         with self._lock:
             news, self._first_tokens = self._first_tokens, {}
         return news

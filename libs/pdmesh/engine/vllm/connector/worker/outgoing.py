@@ -1,10 +1,12 @@
 """Gathers the KV of one rank's prompts into the staging arena, and keeps the prompts' tickets.
 
-A ticket is a decode's right to pull one prompt's staged KV, for the length of a lease. A prompt
-that is handed on whole is gathered after the step that completes it. For a prompt that is handed on
-per layer, the ticket is opened before the prompt is computed. Each layer's blocks are then gathered
-within the forward, as soon as the layer's attention has run (S48). Steps run on vLLM's thread, the
-host's orders arrive on the control socket's thread, and tickets close on the agent's thread.
+To gather KV is to copy it from vLLM's blocks to a contiguous range. The staging arena is the memory
+of these ranges, from which decodes pull. A ticket is a decode's right to pull one prompt's KV, for
+the length of a lease. A prompt that is handed on whole is gathered after the step that completes
+it. For a prompt that is handed on per layer, the ticket is opened before the prompt is computed.
+Each layer's blocks are then gathered within the forward, as soon as the layer's attention has run
+(S48). Steps run on vLLM's thread, the host's orders arrive on the control socket's thread, and
+tickets close on the KV agent's thread. The host is the part of the instance outside the engine.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Outgoing:
     ) -> None:
         self._rank, self._caches = rank, caches
         self._agent, self._send = agent, send
-        self._lock = threading.Lock()  # a ticket's release and its staging do not overlap
+        self._lock = threading.Lock()  # a ticket's release and its staging must not overlap
         self._held: set[str] = set()  # tickets that the agent knows
         self._over: OrderedDict[str, None] = (
             OrderedDict()
@@ -82,7 +84,7 @@ class Outgoing:
     # -- a step -----------------------------------------------------------------------------------
 
     def drop(self, ticket_id: str) -> None:
-        """The request ended before it was staged."""
+        """Close the ticket of a request that ended before its KV was staged."""
         with self._lock:
             self._over.pop(ticket_id, None)
             if ticket_id in self._held:
@@ -153,9 +155,10 @@ class Outgoing:
                     self._put(part, layer)
 
     def _put(self, part: StorePart, layer: int) -> None:
-        """Gather a part of a layer if there is one head. Opaque blocks count as one head.
+        """Gather a part of a layer if there is one head, and otherwise the whole layer at the end.
 
-        With several heads, the whole layer is gathered with its last part.
+        The staged bytes are ordered by head, so with several heads, a layer is gathered together
+        with its last part. An opaque block, whose heads cannot be separated, counts as one head.
         """
         is_whole = self._caches.num_heads > 1
         layout = self._caches.layout(part.store.num_tokens)

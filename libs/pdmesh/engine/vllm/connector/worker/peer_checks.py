@@ -1,8 +1,9 @@
 """Checks whether KV arrives from a peer, which is an instance to pull KV from (S16).
 
-Each rank asks the ranks of the peer that it will pull from. If both have the same number of ranks,
-rank i asks only rank i. Otherwise a rank asks the ranks whose heads it needs. The host starts the
-check and collects the answers.
+Each rank pulls a probe from those ranks of the peer that it will pull KV from. If both instances
+have the same number of ranks, rank i probes only rank i. Otherwise a rank probes the ranks whose
+heads it needs. The host, which is the part of the instance outside the engine, starts the check and
+collects the answers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class PeerChecks:
         self._num_asked = 0
 
     async def verify(self, peer: KvPeer, timeout_s: float) -> None:
-        """Raises KvTransferFailed with the message of the first rank that failed."""
+        """Let all ranks probe. Raises KvTransferFailed with the first failed rank's message."""
         self._num_asked += 1
         check_id = self._num_asked
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,10 +1,11 @@
 """Pulls one prompt's KV from one or several ranks of its sender, as one pull (S57).
 
-The pull writes into a landing, which is a range of the decode's memory. If both sides have the same
-number of ranks, the pull is one piece: all of the ticket's KV, from the rank of the same number.
-Otherwise each piece has some heads of one source rank, and has its own part of the landing. The
-pull is over when the last piece has ended, with or without success. Only then does nothing write
-into the landing any more. In a pipeline, a rank pulls only from ranks of its own stage.
+A ticket is the right to pull the KV. The pull writes into a landing, which is a range of the
+decode's memory. If both sides have the same number of ranks, the pull is one piece: all of the
+ticket's KV, from the rank of the same number. Otherwise each piece has some heads of one source
+rank, and has its own part of the landing. The pull is over when the last piece has ended, with or
+without success. Only then does nothing write into the landing any more. In a pipeline, a rank pulls
+only from ranks of its own stage.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Share:
         """The pieces to pull for a prompt: from which rank, and to which part of `landing`.
 
         This rank takes `num_bytes` of the prompt. Raises ValueError if the ranks cannot share the
-        heads equally. But `Jobs.decode` refuses the ticket earlier in this case.
+        heads equally, although `Jobs.decode` should have refused such a ticket.
         """
         place, num_heads = self.place, self.num_heads
         num_beside, rank = place.num_beside, place.rank_in_stage
@@ -177,7 +178,7 @@ class TogetherPull:
     def arrived(self) -> list[PiecePull]:
         """Pieces whose landing the caller owns.
 
-        The agent frees the landings of other pieces later.
+        The KV agent frees the landings of the other pieces later.
         """
         return [p for p, pull in self._pulls if not pull.cancelled() and not pull.exception()]
 

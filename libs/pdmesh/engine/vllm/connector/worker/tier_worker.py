@@ -1,9 +1,12 @@
 """One rank's tiers: a pool of KV blocks in host memory, and behind it peers' pools and files.
 
 Blocks that a request needs are first fetched into the pool, and then copied into vLLM's blocks by a
-step. A lease keeps fetched blocks in the pool until a step has loaded them, or until no step will.
-So the pool never overwrites a block that a step is loading. Fetches run on their own thread and
-event loop. Only vLLM's thread, which runs the steps, touches vLLM's blocks.
+step. A lease keeps a request's fetched blocks in the pool until a step has loaded them, or until it
+is certain that no step will. So the pool never overwrites a block that a step is loading. Fetches
+run on their own thread and event loop. Only vLLM's thread, which runs the steps, touches vLLM's
+blocks.
+
+The host is the part of the instance outside the engine. A leg is a request's stay on this instance.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ _CLOSE_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankBlocks:
-    """A rank's blocks: the model, their size, and the share of each block that the rank has."""
+    """A rank's blocks: their model, their size, and which share of each block the rank holds."""
 
     model_fingerprint: str
     size: int  # tokens
@@ -160,7 +163,7 @@ class TierWorker:
         The requests still hold their blocks.
         """
         if plan.saves and plan.num_tokens >= self._blocks.size:
-            self._caches.wait_for_model()  # the first gather would wait, too
+            self._caches.wait_for_model()  # the first copy would wait, too
             duration_s = self._clock() - self._step_began
             self.stack.costs.computed(plan.num_tokens / self._blocks.size, duration_s)
         for save in plan.saves:
@@ -224,7 +227,7 @@ class TierWorker:
         self.stack.prefetch(message.names, message.owner, holder, message.chance, timeout_s)
 
     def _told(self, leg: int, holdings: Sequence[PeerHolding]) -> None:
-        """The host has named the peers that hold the leg's blocks, or the fetch has ended."""
+        """The host has named the peers that hold the request's blocks, or the fetch has ended."""
         holders = self._holders.get(leg)
         if holders is not None and not holders.done():
             holders.set_result(holdings)

@@ -1,11 +1,12 @@
 """Tells the host that a worker computes, so that a long step does not look like a hung engine.
 
-vLLM answers a ping only between two steps, so each layer of a step is reported as a sign of work.
-On a CPU, where a step may take seconds, a layer is noted when it has been computed. On a GPU, the
-layer has only been queued at that time, but steps are short there. CPU time would be no sign:
-threads that wait for each other use it too, and a busy GPU leaves the CPU idle.
+vLLM answers a ping only between two steps, so each layer of a step counts as a sign of work. On a
+CPU, where a step may take seconds, a layer is noted when it has been computed. On a GPU, the layer
+has only been queued at that time, but steps are short there. CPU time would be no sign: threads
+that wait for each other use it too, and a busy GPU leaves the CPU idle.
 
-vLLM computes no step while it loads a LoRA adapter, so each layer of the adapter is a sign.
+vLLM computes no step while it loads a LoRA adapter, so each layer of the adapter is a sign. The
+host is the part of the instance outside the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The worker's half of the hand-over, which passes a prompt's KV from prefill to decode.
 
 `HandoffWorker` carries out each step's plan with the rank's KV agent. The agent stages KV and pulls
-it over UCX, on its own thread.
+it over UCX, on its own thread. To stage KV is to gather it from vLLM's blocks into memory that
+decodes pull from. The host is the part of the instance outside the engine.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ class HandoffWorker:
         groups: CacheGroups,
         group_of: Mapping[str, int],
     ) -> None:
-        """`group_of` has the cache group of each layer, by vLLM's name."""
+        """`group_of` has the cache group of each layer, by vLLM's name.
+
+        A cache group is a set of layers that need the same share of a text.
+        """
         failpoints.arm(config["failpoints"])
         self._config, self._place, self._rank = config, place, place.rank
         self._num_blocks, self._groups, self._group_of = num_blocks, groups, group_of
@@ -179,7 +183,7 @@ class HandoffWorker:
             raise CannotMoveKv(str(error)) from error
 
     def _decide_path(self) -> KvPath:
-        """Decide whether the arenas are in host memory or on the device.
+        """Decide whether the arenas, the memory for transfers, are in host memory or on the device.
 
         Raises HasNoKvPath if the machine lacks the path that the settings ask for.
         """
@@ -214,7 +218,7 @@ class HandoffWorker:
         config = self._config
         lends = self.tiers is not None and config["tiers"]["uses_peers"]
         if not (config["staging_bytes"] or config["landing_bytes"] or lends):
-            return ""  # fusion: no KV leaves or arrives
+            return ""  # a fusion instance does both phases: no KV leaves or arrives
         self._path = self._decide_path()
         identity = AgentIdentity(
             config["instance_id"],
@@ -249,7 +253,7 @@ class HandoffWorker:
             return DeviceArena(self._config[size], self._device)
         arena = HostArena(self._config[size])
         if self._config["device"] != "cpu" and arena.size:
-            # needs Triton, which only a machine with a GPU has
+            # this import needs Triton, which only a machine with a GPU has
             from pdmesh.kv.device.copies import lock_pages
 
             lock_pages(arena.view(ArenaRange(0, arena.size)))
@@ -258,7 +262,7 @@ class HandoffWorker:
     # -- a step, on vLLM's thread ------------------------------------------------------------------
 
     def begin(self, plan: StepPlan, num_tokens: int) -> None:
-        """Before the forward of `num_tokens`: carry out the plan's drops, pulls and entries."""
+        """Carry out what the plan orders before the forward, which computes `num_tokens`."""
         self.signs.step(num_tokens)
         self._is_empty_step = num_tokens == 0
         self._lost.update(plan.lost)
@@ -280,7 +284,7 @@ class HandoffWorker:
             incoming.entered(entered)
 
     def put_layer(self, plan: StepPlan, layer_name: str) -> None:
-        """Within the forward: gather a layer of the prompts that are handed on per layer."""
+        """Within the forward, gather a layer of the prompts that are handed on per layer."""
         self.signs.layer()
         if plan.parts and self.outgoing is not None:
             self.outgoing.put_layer(plan.parts, self._layers[layer_name])
@@ -292,7 +296,7 @@ class HandoffWorker:
             self.outgoing.stage(plan.stores)
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """The keys of the loads that arrived, and the keys of the loads that failed."""
+        """vLLM's ids of the requests whose KV has arrived, and of the requests that must fail."""
         lost, self._lost = self._lost, set()
         if self.incoming is None:
             return set(), lost
@@ -300,7 +304,10 @@ class HandoffWorker:
         return received, failed | lost
 
     def take_first_tokens(self) -> dict[int, int]:
-        """Token 1 by leg, for decodes that began before the token was known."""
+        """Token 1 of decodes that began before the token was known, by leg.
+
+        A leg is the number of a request's stay on this instance.
+        """
         return self.incoming.take_first_tokens() if self.incoming is not None else {}
 
     def close(self) -> None:
@@ -340,7 +347,7 @@ class HandoffWorker:
 
 
 def _die(error: BaseException) -> None:
-    """End the process, because a part failed on which the host relies. The host notices at once."""
+    """End the process, because the host relies on the part that failed. The host notices this."""
     log.critical("vllm.worker.died", exc_info=error)
     os._exit(1)
 

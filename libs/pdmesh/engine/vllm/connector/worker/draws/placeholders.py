@@ -1,6 +1,6 @@
 """Keeps the length of an answer right while vLLM does not know the ids of its tokens yet (S141).
 
-With asynchronous scheduling, vLLM's first model runner enters -1 for a token that it has drawn. It
+With asynchronous scheduling, vLLM's older model runner enters -1 for a token that it has drawn. It
 enters the id one step later, but only if a request of the batch needs ids, for example for
 penalties. When such a request joins the batch, vLLM 0.32 replaces all the -1 at the end of another
 answer by one id. That answer becomes shorter, so `min_tokens` and the position of a seeded draw

@@ -1,9 +1,10 @@
 """Makes the noise of a seeded draw a function of the seed and the token's position in the answer.
 
-vLLM's first model runner makes a generator when an engine request begins, and advances it once per
+vLLM's older model runner makes a generator when an engine request begins, and advances it once per
 step. In the mesh, an answer continues in another engine request at decode, and again after a
-migration. So before each draw, this module moves the generator to the token's position in the
-answer. vLLM's second model runner needs no patch, because its noise is already such a function.
+migration to another instance. So before each draw, this module moves the generator to the token's
+position in the answer. vLLM's newer model runner needs no patch, because its noise is already such
+a function.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _WORD = 1 << 31  # vLLM's sampler for CPUs draws one number below this per token
 class SeededDraws(torch.Generator):
     """The noise of one engine request. `position` is the number of draws since it was seeded.
 
-    A step that checks proposed tokens does not use the noise of one draw per token. So after the
-    first step of this kind (`has_checked`), the generator is not moved any more. It continues from
-    its current state, and no noise is used twice.
+    A step that checks proposed tokens does not consume exactly one draw's noise per token. So after
+    the first step of this kind (`has_checked`), the generator is not moved any more. It continues
+    from its current state, and no noise is used twice.
     """
 
     def begin(self, seed: int) -> None:

@@ -6,7 +6,7 @@ token on. In the mesh, the marks come with each request, because the gateway kno
 reasoning parser. When an answer continues on this engine, vLLM's rule also sees the tokens that
 other engines drew, as if this engine had drawn them one by one.
 
-This module patches vLLM's first model runner.
+This module patches vLLM's older model runner.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def keep_thinking_budgets() -> None:
 class ThinkingBudgets:
     """Replaces vLLM's holder of thinking budgets, and has one such holder for each set of marks.
 
-    An engine has one model, so there is one holder unless a gateway changes its parser.
+    An engine has one model, so there is only one holder unless a gateway changes its parser.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -132,8 +132,8 @@ class ReplayingHolder(ThinkingBudgetStateHolder):
     def _telling(self, state: dict[str, Any], drawn: Sequence[int]) -> Iterator[int]:
         """Yields the numbers of drawn tokens after which vLLM's rule must look at the answer.
 
-        The rule must look at each token for which it does more than count down, and one token
-        before.
+        The rule must look at each token at which it does more than count down, and at the token
+        before that one.
         """
         begins, ends = self.think_start_token_ids, self.think_end_token_ids
         num = 0

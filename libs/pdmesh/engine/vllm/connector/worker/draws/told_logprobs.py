@@ -1,6 +1,6 @@
 """Gives each request of a batch the log probabilities that it asked for.
 
-vLLM's first model runner reports the likeliest tokens for all requests of a batch. But if one
+vLLM's older model runner reports the likeliest tokens for all requests of a batch. But if one
 request asks for tokens by their ids, the runner reports only these tokens. The other requests of
 the batch would get no log probabilities. So this patch fills their rows with the likeliest tokens.
 """
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-_MOST: Final = 20  # likeliest tokens that a request may ask for
+_MOST: Final = 20  # how many likely tokens a request may ask for, at most
 
 
 def tell_each_its_own() -> None:
