@@ -1,4 +1,4 @@
-"""A probe of a connection between two KV agents: does it move KV? (P/D-Serve 3.2, S16)
+"""A probe that shows whether KV moves between two KV agents (P/D-Serve 3.2, S16).
 
 The receiver sends a nonce. The sender derives bytes from the nonce and sends them as it sends KV:
 on the same lane, by the same code. The bytes also depend on the sender's incarnation and on the

@@ -1,6 +1,6 @@
 """The receiving half of a KV agent: pulls tickets into the landing arena, and blocks into a pool.
 
-A ticket is the right to pull one prompt's KV from a peer, for the length of a lease. A pull gets
+A ticket is the right to pull one prompt's KV from a peer, for the length of a lease. A pull moves
 the KV in parts. The core (`core.kv.transfer.receiver`) decides when a pull ends and when no late
 write can reach its landing range. The code here carries out these decisions. It posts receives,
 compares checksums, passes verified parts to the caller and renews leases.
@@ -40,7 +40,7 @@ from pdmesh.net.tasks import watched
 log = structlog.get_logger(__name__)
 
 MAX_PULLS = 1024
-MAX_EXPECTED = 4096  # tickets whose senders are known to have all bytes
+MAX_EXPECTED = 4096  # remembered tickets whose senders have all bytes
 
 
 @dataclass(slots=True)
@@ -260,7 +260,7 @@ class ReceiverHalf:
         offset, length = meta.offset, meta.length
         pull = self._pulls.get(meta.pull_id)
         if pull is not None and failpoints.hit("decode.hearing", pull.order.source) == "drop":
-            return  # act like a link that loses every answer
+            return  # a failpoint: act like a link that loses every answer
         part: _Part | None = None
         if pull is not None and pull.connection.key == peer:
             is_ours = meta.question == pull.question  # if False, META answers another pull
@@ -295,7 +295,7 @@ class ReceiverHalf:
     def _ask(self, effect: rx.SendPull) -> None:
         pull = self._pulls[effect.pull_id]
         if failpoints.hit("decode.asking", pull.order.source) == "drop":
-            return  # act like a link that loses everything
+            return  # a failpoint: act like a link that loses everything
         self._peers.tell(pull.connection.key, pull.message)
 
     def _ack(self, effect: rx.SendAck) -> None:

@@ -1,7 +1,8 @@
 """The types that users of a KV agent (`agent.py`) exchange with it.
 
 They are the agent's identity, its events, results and counters, and the pool of KV blocks that
-peers may fetch from.
+peers may fetch from. A ticket is the right to pull one prompt's KV from a range of the staging
+arena. A pull writes the KV to a range of the landing arena.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class AgentIdentity:
 
 @dataclass(frozen=True, slots=True)
 class AgentTicketClosed:
-    """No peer reads the ticket's staging range any more. This comes once per opened ticket."""
+    """No peer reads the ticket's staging range any more. Reported once per opened ticket."""
 
     ticket_id: str
     reason: str  # taken, released, expired, failed
