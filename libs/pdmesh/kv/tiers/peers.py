@@ -57,7 +57,7 @@ class PeerPools(Protocol):
         """Fetch blocks into `targets`, up to the first one that the peer lacks, and verify them.
 
         Returns the checksums of these blocks, once no late write can reach a target. Never raises.
-        The caller cancels it only when the process ends.
+        The caller cancels this only when the process ends.
         """
         ...
 
@@ -81,8 +81,8 @@ class FetchBlocks(Protocol):
 class AgentPeers:
     """Fetches blocks over the KV agent. `timeout_s` bounds one fetch.
 
-    A fetch of corrupt bytes is reported as a fault of the peer. The host of the instance decides
-    which peers to avoid.
+    A fetch of corrupt bytes is reported as a fault of the peer. The instance's host (its part
+    outside the engine) decides which peers to avoid.
     """
 
     def __init__(
