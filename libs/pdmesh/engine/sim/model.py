@@ -161,8 +161,7 @@ class SimModel:
 
     @cached_property
     def token_gain(self) -> Words:
-        """The factor of a position's mixed state in the digest, if the position's KV is intact.
-        """
+        """The factor of a position's mixed state in the digest, if the position's KV is intact."""
         gain = np.sum(self.makers * self.readers, dtype=np.uint64)
         weighted: Words = self.position_weights * gain
         return weighted
