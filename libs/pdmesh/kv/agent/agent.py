@@ -339,7 +339,7 @@ class KvAgent:
         return await self._receiver.pull(order, connection, started, deadline, stall_s)
 
     def give_back(self, landing: ArenaRange) -> None:
-        """Report AgentLandingFreed for a pull that never began, or whose result was not taken."""
+        """Report AgentLandingFreed for a pull that never began, or whose caller has left."""
         self._on_event(AgentLandingFreed(landing.offset))
 
     # -- both -------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class KvAgent:
     def post(self, what: Callable[[], None]) -> None:
         """Call `what` on the loop, before any message that arrives from now on. Thread-safe.
 
-        Several posts before the loop runs again wake the loop once.
+        Several calls before the loop runs again wake the loop only once.
         """
         self._posted.append(what)
         if self._is_woken:  # `_do_posted` clears the flag before it reads, so it finds `what`

@@ -38,7 +38,7 @@ class ConnectionPool:
         self._wanted: Counter[str] = Counter()
         self._open: OrderedDict[str, KvConnection] = OrderedDict()  # least recently used first
         self._opening: dict[str, asyncio.Task[KvConnection]] = {}
-        self._ended_early: set[int] = set()  # connections that ended before they were stored
+        self._ended_early: set[int] = set()  # keys of connections that ended before being stored
         self._leaving: dict[str, None] = {}  # addresses whose connections are dropped when idle
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class ConnectionPool:
         if not self._opening:
             self._ended_early.clear()
         if not task.cancelled():
-            task.exception()  # the callers that waited have seen it
+            task.exception()  # the waiting callers have received the exception
 
     def _make_room(self) -> None:
         if len(self._open) + len(self._opening) < self._max_peers:

@@ -90,7 +90,7 @@ class ReceiverHalf:
         # By ticket id: the `stall_s` of the last `expect`.
         self._stalls: OrderedDict[str, float] = OrderedDict()
         self._leases = LeaseKeeper()
-        # By ticket id: tickets that wait to be pulled.
+        # By ticket id: tickets that are kept until they are pulled.
         self._kept: dict[str, tuple[Ticket, KvConnection]] = {}
         self._checks: set[asyncio.Task[None]] = set()
         self._num_asked = 0
@@ -178,7 +178,8 @@ class ReceiverHalf:
     ) -> KvConnection:
         """Open the connection for a pull.
 
-        Raises KvTransferFailed, also after `stall_s` or after the limit that `expect` sets.
+        Raises KvTransferFailed if this fails, or takes longer than `stall_s` or the limit of
+        `expect`.
         """
         ticket_id = order.ticket.ticket_id if order.ticket else ""
         stall_s = self._stall_s(order, stall_s)
@@ -276,7 +277,7 @@ class ReceiverHalf:
         is_inline = meta.inline is not None
         self.handle(rx.MetaArrived(peer, meta.pull_id, meta.num_bytes, offset, length, is_inline))
         if part is not None:
-            part.inline = None  # a view of the transport's buffer
+            part.inline = None  # the transport reuses these bytes
 
     # -- effects ----------------------------------------------------------------------------------
 
@@ -395,7 +396,7 @@ class ReceiverHalf:
             try:
                 pull.order.on_range(part.offset, whole[part.offset : part.offset + part.length])
             except Exception as error:  # noqa: BLE001  the caller's code; other pulls wait behind this one
-                pull.done.set_exception(error)  # the landing range is freed with the last part
+                pull.done.set_exception(error)  # the landing range is freed after the last part
 
     def _fail(self, effect: rx.FailPull) -> None:
         pull, reason = self._pulls[effect.pull_id], effect.reason

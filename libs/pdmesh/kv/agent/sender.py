@@ -1,7 +1,7 @@
 """The sending half of a KV agent: serves tickets of the staging arena, and blocks of a pool.
 
 A ticket is the right to pull one prompt's staged KV. The core (`core.kv.transfer.sender`) decides
-which peer may pull a ticket, and from when on no peer reads the ticket's bytes. The code here
+which peer may pull a ticket, and when the last read of the ticket's bytes has ended. The code here
 carries out these decisions. It hashes, announces and sends the bytes part by part.
 """
 

@@ -1,9 +1,9 @@
 """Runs a KvAgent (`agent.py`) on its own thread and event loop.
 
-This is for a process that has no event loop, such as an engine's worker, or whose loop is busy. A
-ticket is the right to pull one prompt's staged KV. All methods may be called on any thread. They
-return `concurrent.futures.Future`s, and cancelling the future of a pull cancels the pull. Event
-callbacks run on the agent's thread, so they must only pass the event on to another thread.
+This is for a process that has no event loop, such as an engine's worker, or whose loop is busy. All
+methods may be called on any thread. They return `concurrent.futures.Future`s, and cancelling the
+future of a pull cancels the pull. Event callbacks run on the agent's thread, so they must only pass
+the event on to another thread. A ticket is the right to pull one prompt's staged KV.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class AgentThread:
     ) -> Future[PullResult]:
         """Like `KvAgent.pull`. The future raises the same errors.
 
-        Cancelling the future cancels the pull. AgentLandingFreed follows.
+        Cancelling the future cancels the pull, and AgentLandingFreed follows.
         """
         agent = self._made()
 

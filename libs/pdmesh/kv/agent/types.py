@@ -53,7 +53,7 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class AgentStats:
-    """How many tickets, pulls, sends and peers are open now, and counters since the start."""
+    """The numbers of open tickets, pulls, sends and peers, and counters since the start."""
 
     num_tickets: int
     num_pulls: int
@@ -85,7 +85,7 @@ class AgentHooks:
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlocks:
-    """Blocks of a pool that the pool does not evict or move until they are closed.
+    """Blocks of a pool that the pool does not evict or move before `BlockSource.close`.
 
     All views have the same length.
     """

@@ -266,7 +266,7 @@ def parse(data: memoryview) -> Message:
 
 
 def seal_of(data: memoryview) -> int:
-    """The right seal for a message, which must have at least BODY_AT bytes."""
+    """The correct seal of a message of at least BODY_AT bytes."""
     body = data[BODY_AT:]
     if data[_KIND_AT] == Kind.META and len(body) >= _META.size:
         num_ranges: int = _META.unpack_from(body)[2]  # checked by the seal

@@ -153,7 +153,7 @@ class DeviceCopies:
             try:
                 event.synchronize()
                 on_done()
-            except Exception:  # other callbacks wait behind this one
+            except Exception:  # the other callbacks must still run
                 log.exception("kv.copy.died")
 
 

@@ -1,8 +1,8 @@
 """Copies between KV blocks in host memory and a contiguous buffer (S50).
 
 The sender gathers blocks into the buffer, and the receiver scatters the buffer into its blocks
-(RecvScatter). A long run of consecutive blocks is copied at once. Otherwise numpy selects rows by
-an index array, which is fast with 8-byte words. Torch tensors are passed as
+(RecvScatter). A long run of consecutive blocks is copied in one operation. Otherwise numpy selects
+rows by an index array, which is fast with 8-byte words. Torch tensors are passed as
 `t.view(torch.uint8).numpy()`, without a copy. One thread does the work, because memory is the
 limit, and a second thread would take a core from the engine's step.
 """

@@ -207,7 +207,7 @@ class IndexFeed:
                 self._mark(instance_id)
 
     def _pass_on_forgotten(self) -> None:
-        """Report to the follower which blocks the index dropped for lack of room."""
+        """Report to the follower the blocks that the index dropped for lack of room."""
         for delta in self.index.take_forgotten():
             if self._follower is not None:
                 self._follower.on_delta(delta)

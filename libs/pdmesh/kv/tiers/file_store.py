@@ -105,7 +105,7 @@ class FileStore:
 
     @property
     def bytes_used(self) -> int:
-        """The bytes of all identities and all writers, as this process last counted them."""
+        """The bytes of all blocks in the directory, as this process last counted them."""
         return self._bytes_used or 0
 
     @property

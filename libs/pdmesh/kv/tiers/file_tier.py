@@ -96,7 +96,7 @@ class FileTier:
     async def contains(self, names: Sequence[bytes], owner: bytes) -> int:
         """A mask of the positions in `names` whose blocks have files (`FileStore.contains`).
 
-        Returns 0 while the disk is off or fails. When cancelled, it looks up no more files.
+        Returns 0 while the disk is off or fails. A cancellation ends the look-up.
         """
         is_given_up = threading.Event()
         try:

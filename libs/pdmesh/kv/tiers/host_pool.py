@@ -155,7 +155,7 @@ class HostPool:
     def fix(self, names: Sequence[bytes]) -> None:
         """Never evict these blocks, which an operator has pinned, once they are in the pool.
 
-        Each call replaces the blocks of the last one. Fixed blocks may fill only a share of the
+        Each call replaces the blocks of the last call. Fixed blocks may fill only a share of the
         pool.
         """
         with self._lock:

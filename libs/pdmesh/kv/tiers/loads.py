@@ -85,9 +85,10 @@ class Loads:
         holdings: dict[str, PeerHolding],
         peers: PeerPools | None,
     ) -> list[BlockLoad]:
-        """Start the loads that the plan needs. Returns these loads, and those already under way.
+        """Start the loads that the plan needs.
 
-        The caller counts as waiting for each of them until it calls `leave`.
+        Returns these loads, and the plan's loads that are already under way. The caller counts as
+        waiting for each of them until it calls `leave`.
         """
         loads: dict[int, BlockLoad] = {}
         for run in plan.runs:

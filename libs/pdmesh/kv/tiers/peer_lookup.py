@@ -39,7 +39,7 @@ class PeerLookup:
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id
         self._records: Mapping[str, InstanceRecord] = {}
-        self._kv_region = ""  # where our KV must stay, by our record
+        self._kv_region = ""  # where our KV must stay, by our record in the registry
         self._corrupt: set[KvSource] = set()  # peers that our record excludes for corrupt KV
         self._channel: grpc.aio.Channel | None = None
         self._place = ("", "")

@@ -1,8 +1,9 @@
 """Fetches KV blocks from the host pools of other instances, and lends blocks to them (S76).
 
 The KV index says which peer holds which blocks. Its answer is a hint and may be out of date. A peer
-refuses a fetch if incarnation or fingerprint do not match. Otherwise it serves the requested blocks
-up to the first one that it no longer has. Every block is verified when it arrives.
+refuses a fetch that is for another incarnation (life of an instance) or another KV fingerprint.
+Otherwise it serves the requested blocks up to the first one that it no longer has. Every block is
+verified when it arrives.
 """
 
 from __future__ import annotations

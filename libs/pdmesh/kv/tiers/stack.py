@@ -221,7 +221,7 @@ class TierStack:
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         """Keep the blocks of prefixes that an operator pinned: neither pool nor files evict them.
 
-        Each call replaces the prefixes of the last one. `core.kv.prefix.pins` bounds their share.
+        Each call replaces the prefixes of the last call. `core.kv.prefix.pins` bounds their share.
         Files are kept until the pin ends.
         """
         before, names = self._pinned, [name for prefix in prefixes for name in prefix.names]

@@ -27,8 +27,8 @@ MAX_MESSAGE = 96 << 10  # bytes
 class KvConnection(Protocol):
     """The connection to one peer.
 
-    Calls on a connection that is closed or closing do nothing. The handler's `on_closed` gets the
-    reason for the end.
+    Calls on a connection that is closed or closing do nothing. The handler's `on_closed` receives
+    the reason for the end.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""A `KvConnection` over one UCX endpoint: posts its sends and receives, and ends it."""
+"""A `KvConnection` over one UCX endpoint: posts sends and receives, and ends the connection."""
 
 from __future__ import annotations
 

@@ -129,9 +129,10 @@ def context_info(options: dict[str, str]) -> str:
 
 
 class UcxWorker:
-    """A UCX context with its worker. Progresses it, reports completed requests, receives frames.
+    """A UCX context with its worker.
 
-    Only one event loop uses a worker at a time.
+    This class progresses the worker, reports completed requests and receives frames. Only one event
+    loop uses a worker at a time.
     """
 
     def __init__(self, options: dict[str, str], inbox_bytes: int) -> None:
@@ -243,7 +244,8 @@ class UcxWorker:
     def give_up(self, number: int, there: Address) -> None:
         """Remember a connection of ours that ended before its welcome.
 
-        The peer may have accepted the connection. If its welcome arrives, the peer gets a goodbye.
+        The peer may have accepted the connection. If the peer's welcome arrives, the answer is a
+        goodbye.
         """
         self._given_up[number] = there
         if len(self._given_up) > MAX_GIVEN_UP:
