@@ -29,7 +29,7 @@ class _Publisher:
 
 
 class SequenceGate:
-    """Compares each event's number with its publisher's last one.
+    """Compares each event's number with the last number of the same publisher.
 
     One gate serves one kind of subject. After a GAP, the numbering continues from that event. The
     first event received from an incarnation is NEW if it is number one, and otherwise a GAP. The

@@ -1,6 +1,6 @@
 """Ends asyncio tasks reliably, and reports tasks that fail.
 
-On Python 3.11, `asyncio.wait_for` swallows a cancellation that arrives together with its result.
+On Python 3.11, `asyncio.wait_for` swallows a cancellation that arrives together with the result.
 nats-py uses `wait_for` everywhere. Such a task continues, and code that waits for its end hangs.
 Therefore `end` cancels a task again and again until it is over. A TaskGroup would cancel the task
 only once.

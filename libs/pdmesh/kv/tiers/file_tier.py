@@ -201,9 +201,9 @@ class FileTier:
         return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Finish the waiting writes, unless the time ends or the disk hangs. Release the threads.
+        """Finish the waiting writes, unless `timeout_s` passes or the disk hangs.
 
-        Idempotent.
+        Release the threads. Idempotent.
         """
         ends = time.monotonic() + timeout_s
         while not self._writer.flush(min(0.1, timeout_s)) and time.monotonic() < ends:

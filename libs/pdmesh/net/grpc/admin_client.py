@@ -60,7 +60,7 @@ async def call_leader(
 async def _leader(bus: NatsBus) -> InstanceRecord | None:
     """The master whose record says that it leads, or None.
 
-    If two records say so, the later epoch (the number of a leadership) decides.
+    If two records say so, the one with the later epoch (the number of a leadership) counts.
     """
     view = await NatsRegistry(bus, WATCHER_LEASE_S).watch()
     try:

@@ -78,9 +78,9 @@ class DesiredStore:
         `known` is the latest version that the caller has seen. If the store was wiped and lacks
         that version, `known` counts as current, so that no version number is used twice.
 
-        Raises VersionConflict unless the expected version is current. Without an expected version,
-        any current version is replaced. If another writer applies a version at the same time, this
-        retries a few times.
+        Raises VersionConflict if `expected_version` is given and is not the current version.
+        Otherwise any current version is replaced. If another writer applies a version at the same
+        time, this retries a few times.
         """
         num_tries = 1 if expected_version is not None else _UNCONDITIONAL_TRIES
         after = DesiredVersion(text=text, author=author, reason=reason, canary_share=canary_share)
