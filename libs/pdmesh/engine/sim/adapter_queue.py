@@ -51,7 +51,7 @@ class AdapterQueue:
             folder = Path(tempfile.mkdtemp(prefix="pdmesh-adapters-"))
             self._host = AdapterHost(limits, SimSlots(), folder, emit, die)
         self._jobs: dict[int, PrefillJob | DecodeJob] = {}
-        self._first_tokens: dict[int, int] = {}  # by leg, of waiting decodes
+        self._first_tokens: dict[int, int] = {}  # by leg: token 1 of waiting decodes
 
     @property
     def is_idle(self) -> bool:
