@@ -41,8 +41,9 @@ class AssignmentBook(Protocol):
     async def write(self, assignment: Assignment) -> None:
         """Write the assignment of one instance.
 
-        If another writer has written the assignment since the last read, this raises NotLeader (the
-        writer's epoch is later) or StaleView. Raises Unavailable if the store does not answer.
+        If another writer has written the assignment since the last read, this raises NotLeader if
+        that writer's epoch is later, and StaleView otherwise. Raises Unavailable if the store does
+        not answer.
         """
         ...
 
